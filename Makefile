@@ -1,0 +1,48 @@
+# One line per target; `make help` lists them. PYTHON=python3.12 chooses another interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format screenshot bench clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+venv: $(INSTALLED)  ## make .venv with boltmesh, editable, and all development tools
+
+# torch first and by itself: it then satisfies every later requirement, so that nothing replaces
+# its build by another one. The stamp is written last, so a broken install is repeated.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt torch
+	$(PIP) install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: venv  ## train a small GPT on two CPU ranks for about two minutes
+	$(BIN)/python examples/demo.py
+
+test: check  ## check, then the whole test suite
+	$(BIN)/python -m pytest
+
+check: venv  ## lint, format, types, import contracts
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv  ## rewrite the sources as ruff likes them
+	$(BIN)/ruff check --fix-only --quiet
+	$(BIN)/ruff format
+
+screenshot: venv  ## draw docs/dashboard.svg from the dashboard's demo source
+	$(BIN)/python docs/screenshot.py
+
+bench: venv  ## compare step times with Lightning's and torch's DDP, telemetry on and off
+	for bench in tests/benchmarks/*.py; do $(BIN)/python $$bench || exit 1; done
+
+clean:  ## remove what builds and tests leave; runs and checkpoints stay
+	rm -rf build dist *.egg-info .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,57 @@
+"""Distributed training strategies for Lightning, with a terminal dashboard for running jobs.
+
+``import boltmesh`` makes the strategies' names known to ``Trainer(strategy="bolt_ddp")``, whether
+Lightning is imported before or after it, and loads neither torch nor Lightning itself.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from boltmesh.strategies.registry import register_with_lightning
+
+if TYPE_CHECKING:
+    from boltmesh.errors import (
+        BoltMeshError,
+        CheckpointError,
+        ConfigError,
+        LayoutError,
+        OffloadError,
+        RankError,
+        TelemetryError,
+    )
+    from boltmesh.strategies import DDPStrategy, MeshStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BoltMeshError",
+    "CheckpointError",
+    "ConfigError",
+    "DDPStrategy",
+    "LayoutError",
+    "MeshStrategy",
+    "OffloadError",
+    "RankError",
+    "TelemetryError",
+    "__version__",
+]
+
+_HOMES = {
+    "BoltMeshError": "boltmesh.errors",
+    "CheckpointError": "boltmesh.errors",
+    "ConfigError": "boltmesh.errors",
+    "DDPStrategy": "boltmesh.strategies",
+    "LayoutError": "boltmesh.errors",
+    "MeshStrategy": "boltmesh.strategies",
+    "OffloadError": "boltmesh.errors",
+    "RankError": "boltmesh.errors",
+    "TelemetryError": "boltmesh.errors",
+}
+
+register_with_lightning()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,50 @@
+"""The errors that boltmesh raises on purpose.
+
+::
+
+    BoltMeshError
+    ├── ConfigError(ValueError)        exit 2   a config, an argument or a command line is wrong
+    ├── LayoutError(ValueError)        exit 2   ranks, axes and sizes do not fit together
+    ├── CheckpointError(RuntimeError)  exit 1   a checkpoint cannot be written, read or trusted
+    ├── OffloadError(OSError)          exit 1   memory or disk for offloading is missing or failed
+    ├── TelemetryError(RuntimeError)   exit 1   telemetry cannot be read; training never sees it
+    └── RankError(RuntimeError)        exit 1   a rank failed or died and took the job with it
+
+A message is one or two sentences: what was asked, what is true, what to write instead.
+"""
+
+from typing import ClassVar
+
+
+class BoltMeshError(Exception):
+    """Base of everything that boltmesh raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(BoltMeshError, ValueError):
+    """A config, an argument or a command line that the user can mend."""
+
+    exit_code = 2
+
+
+class LayoutError(BoltMeshError, ValueError):
+    """Ranks, axes and sizes that do not fit together."""
+
+    exit_code = 2
+
+
+class CheckpointError(BoltMeshError, RuntimeError):
+    """A checkpoint that cannot be written, read or trusted."""
+
+
+class OffloadError(BoltMeshError, OSError):
+    """Memory or disk for offloading that is missing or failed."""
+
+
+class TelemetryError(BoltMeshError, RuntimeError):
+    """Telemetry that cannot be read."""
+
+
+class RankError(BoltMeshError, RuntimeError):
+    """A rank that failed or died and took the job with it."""

@@ -1,0 +1,440 @@
+"""Does this layout compute what one process computes? The comparison behind ``boltmesh check``.
+
+The same module is trained twice for a few optimizer steps, from the same seed: in one process with
+plain Lightning, and in the layout. The process sees the batches of all data ranks, in turn and
+with accumulation, so that both average the same gradients and differ by the order of sums alone,
+whatever the loss and the batch sizes. (Under manual optimisation, where Lightning cannot
+accumulate, it sees their concatenation: right for losses that are means, with equal batch sizes.)
+
+Losses, gradient norms, logged metrics, every parameter, every optimizer state, validation metrics
+and predictions are compared, in this order, and the first that differs is named. Buffers are not:
+the running statistics of a batch norm depend on how a batch is cut.
+"""
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.lightning_compat import rank_loader
+
+DROPOUTS = (
+    nn.AlphaDropout,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.FeatureAlphaDropout,
+)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far apart two runs may be. The defaults are what the order of fp32 sums explains."""
+
+    relative: float = 2e-5
+    """Of losses, gradient norms, metrics and predictions."""
+    parameters: float = 1e-4
+    """Absolute. Adam divides by the gradient's own size, and so amplifies the rounding of
+    gradients that are zero in truth (a bias before a norm, say) up to the learning rate."""
+    optimizer: float = 1e-4
+    """Of each state tensor, relative to its largest element."""
+
+
+@dataclass
+class Problem:
+    """What is trained. The callables are called once on every rank, after seeding."""
+
+    module: Callable[[], LightningModule]
+    train: Callable[[], DataLoader[Any]]
+    validation: Callable[[], DataLoader[Any]] | None = None
+    prediction: Callable[[], DataLoader[Any]] | None = None
+    steps: int = 4
+    accumulate: int | dict[int, int] = 1
+    """Batches per optimizer step of one rank; a mapping changes it from an epoch on."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """More arguments of the Trainer: precision, clipping, callbacks, ..."""
+    evaluation_batches: int = 4
+    """How many batches each rank validates and predicts."""
+    seed: int = 1
+
+
+@dataclass
+class Trace:
+    """What a run computed. Equal on every rank."""
+
+    losses: list[float] = field(default_factory=list)
+    """Per optimizer step: the mean over its batches and ranks."""
+    gradient_norms: list[list[float]] = field(default_factory=list)
+    """Per call of an optimizer, before clipping: the norm on every rank."""
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """Per optimizer step: what was logged, the mean over its batches and ranks."""
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    optimizer_state: dict[str, Tensor] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
+    predictions: list[Tensor] = field(default_factory=list)
+    disagreement: str | None = None
+    """The first parameter that ranks which should hold it alike do not, if any."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not the same."""
+
+    what: str
+    reference: float
+    layout: float
+
+    def __str__(self) -> str:
+        apart = abs(self.layout - self.reference)
+        return (
+            f"{self.what}: one process has {self.reference:.8g}, the layout has "
+            f"{self.layout:.8g}, {apart:.2g} apart"
+        )
+
+
+def trace_one_process(problem: Problem, *, data_size: int) -> Trace:
+    """The reference: plain Lightning in this process alone, on the batches of all data ranks."""
+    return _trace(problem, strategy="auto", devices=1, data_size=data_size, is_reference=True)
+
+
+def trace_layout(problem: Problem, strategy: Any, *, devices: int | list[int]) -> Trace:
+    """The layout. Collective: every rank calls it, and gets the trace of all."""
+    return _trace(problem, strategy=strategy, devices=devices, data_size=1, is_reference=False)
+
+
+def find_differences(
+    reference: Trace, layout: Trace, tolerance: Tolerance | None = None
+) -> list[Difference]:
+    """Everything that differs, what came first in time at the front; empty when all is equal."""
+    tolerance = tolerance or Tolerance()
+    return list(_differences(reference, layout, tolerance))
+
+
+def _differences(reference: Trace, layout: Trace, tolerance: Tolerance) -> Iterator[Difference]:
+    rtol = tolerance.relative
+    steps = (len(reference.losses), len(layout.losses))
+    if steps[0] != steps[1]:
+        yield Difference("number of optimizer steps", *map(float, steps))
+        return
+    norms = (
+        _per_step(reference.gradient_norms, steps[0]),
+        _per_step(layout.gradient_norms, steps[0]),
+    )
+    for step in range(steps[0]):
+        yield from _scalar(
+            f"loss of step {step}", reference.losses[step], layout.losses[step], rtol
+        )
+        pairs = zip(norms[0][step], norms[1][step], strict=False)
+        for number, (one, ranks) in enumerate(pairs):
+            which = f"gradient norm {number} of step {step}" if number else "gradient norm of step"
+            which = which if number else f"{which} {step}"
+            for rank, norm in enumerate(ranks):
+                where = f"{which} on rank {rank}" if len(set(ranks)) > 1 else which
+                yield from _scalar(where, one[0], norm, rtol)
+        yield from _mapping(
+            f"metric {{}} of step {step}", reference.metrics[step], layout.metrics[step], rtol
+        )
+    if layout.disagreement is not None:
+        yield Difference(layout.disagreement, 0.0, math.nan)
+    yield from _tensors("parameter", reference.parameters, layout.parameters, tolerance.parameters)
+    scale = {
+        name: max(1e-12, state.abs().max().item())
+        for name, state in reference.optimizer_state.items()
+        if state.numel()
+    }
+    yield from _tensors(
+        "optimizer state",
+        {name: state / scale.get(name, 1.0) for name, state in reference.optimizer_state.items()},
+        {name: state / scale.get(name, 1.0) for name, state in layout.optimizer_state.items()},
+        tolerance.optimizer,
+    )
+    yield from _mapping("validation metric {}", reference.validation, layout.validation, rtol)
+    yield from _tensors(
+        "prediction of batch",
+        {str(number): each for number, each in enumerate(reference.predictions)},
+        {str(number): each for number, each in enumerate(layout.predictions)},
+        10 * rtol,
+    )
+
+
+def _per_step(norms: list[list[float]], steps: int) -> list[list[list[float]]]:
+    """Norms by step: a manual optimisation may call several optimizers in one."""
+    calls = len(norms) // steps if steps else 0
+    return [norms[step * calls : (step + 1) * calls] for step in range(steps)]
+
+
+def _scalar(what: str, one: float, other: float, rtol: float) -> Iterator[Difference]:
+    same_nan = math.isnan(one) and math.isnan(other)
+    if not same_nan and not math.isclose(one, other, rel_tol=rtol, abs_tol=rtol):
+        yield Difference(what, one, other)
+
+
+def _mapping(
+    what: str, one: dict[str, float], other: dict[str, float], rtol: float
+) -> Iterator[Difference]:
+    for name in sorted(one.keys() | other.keys()):
+        pair = one.get(name, math.nan), other.get(name, math.nan)
+        yield from _scalar(what.format(repr(name)), *pair, rtol)
+
+
+def _tensors(
+    what: str, one: dict[str, Tensor], other: dict[str, Tensor], atol: float
+) -> Iterator[Difference]:
+    for name in [*one, *(name for name in other if name not in one)]:
+        here, there = one.get(name), other.get(name)
+        if here is None or there is None or here.shape != there.shape:
+            sizes = [math.nan if each is None else float(each.numel()) for each in (here, there)]
+            yield Difference(f"number of elements of {what} {name!r}", *sizes)
+            continue
+        apart = (here.double() - there.double()).abs().flatten()
+        if apart.numel() and not bool(apart.max() <= atol):
+            at = int(apart.nan_to_num(nan=math.inf).argmax())
+            element = f" at element {at}" if apart.numel() > 1 else ""
+            values = (each.double().flatten()[at].item() for each in (here, there))
+            yield Difference(f"{what} {name!r}{element}", *values)
+
+
+def _trace(
+    problem: Problem, *, strategy: Any, devices: int | list[int], data_size: int, is_reference: bool
+) -> Trace:
+    seed_everything(problem.seed, workers=True, verbose=False)
+    module = problem.module()
+    for each in module.modules():
+        if isinstance(each, DROPOUTS):
+            each.p = 0.0  # its masks depend on the layout
+    is_merged = not module.automatic_optimization
+    recorder = _Recorder()
+    callbacks: list[Callback] = [*problem.trainer.get("callbacks", ()), recorder]
+    arguments = {key: value for key, value in problem.trainer.items() if key != "callbacks"}
+    factor = data_size if is_reference and not is_merged else 1
+    if isinstance(problem.accumulate, dict):
+        scheduling = {epoch: size * factor for epoch, size in problem.accumulate.items()}
+        callbacks.insert(0, GradientAccumulationScheduler(scheduling))
+    elif not is_merged:
+        arguments["accumulate_grad_batches"] = problem.accumulate * factor
+    limit = problem.evaluation_batches * (data_size if is_reference else 1)
+    with warnings.catch_warnings():
+        # Advice on workers, loggers and samplers is not what a comparison is run for.
+        warnings.filterwarnings("ignore", module="lightning")
+        trainer = Trainer(
+            strategy=strategy,
+            devices=devices,
+            max_steps=problem.steps * module_steps(module),
+            max_epochs=-1,
+            limit_val_batches=limit,
+            limit_predict_batches=limit,
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=callbacks,
+            **arguments,
+        )
+
+        def source(loader: DataLoader[Any], stage: RunningStage, *, is_merged: bool = False) -> Any:
+            if not is_reference:
+                return loader
+            return _RankBatches(loader, data_size, stage, is_merged=is_merged)
+
+        trainer.fit(module, source(problem.train(), RunningStage.TRAINING, is_merged=is_merged))
+        trace = recorder.trace
+        trace.parameters = {name: _copy(value) for name, value in module.named_parameters()}
+        trace.optimizer_state = recorder.optimizer_state
+        if problem.validation is not None:
+            loader = source(problem.validation(), RunningStage.VALIDATING)
+            trainer.validate(module, loader, verbose=False)
+            trace.validation = _numbers(trainer.callback_metrics)
+        if problem.prediction is not None:
+            loader = source(problem.prediction(), RunningStage.PREDICTING)
+            trace.predictions = _flatten(trainer.predict(module, loader))
+    return trace if is_reference else _merge_over_ranks(trace)
+
+
+def module_steps(module: LightningModule) -> int:
+    """How many of Lightning's steps one batch makes: with manual optimisation, each optimizer's."""
+    if module.automatic_optimization:
+        return 1
+    configured = module.configure_optimizers()
+    optimizers = configured[0] if isinstance(configured, tuple) else configured
+    return len(optimizers) if isinstance(optimizers, list) else 1
+
+
+class _Recorder(Callback):
+    """Collects what this rank computes."""
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+        self.optimizer_state: dict[str, Tensor] = {}
+        self._losses: list[float] = []
+        self._metrics: list[dict[str, float]] = []
+        self._last_step = 0
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        squares = [p.grad.double().square().sum().item() for p in parameters if p.grad is not None]
+        self.trace.gradient_norms.append([math.sqrt(math.fsum(squares))])
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            # Lightning hands callbacks the loss divided by the accumulation.
+            self._losses.append(loss.item() * trainer.accumulate_grad_batches)
+        self._metrics.append(_numbers(trainer.callback_metrics))
+        if trainer.global_step != self._last_step:
+            self._last_step = trainer.global_step
+            self.trace.losses.append(_mean(self._losses))
+            self.trace.metrics.append(_mean_of_mappings(self._metrics))
+            self._losses, self._metrics = [], []
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+        for number, optimizer in enumerate(trainer.optimizers):
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        name = f"{names[id(parameter)]}.{key}"
+                        self.optimizer_state[f"{number}.{name}" if number else name] = _copy(value)
+
+
+class _RankBatches:
+    """The batches of all data ranks for one process: in turn, or as one.
+
+    Each rank's share comes from Lightning's own distributed sampler with the numbers that it
+    should have, so that a strategy which asks for others is found out.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], data_size: int, stage: RunningStage, *, is_merged: bool
+    ) -> None:
+        if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__getitem__"):
+            raise ConfigError(
+                f"A comparison needs a DataLoader over a dataset with indices, and this is "
+                f"{type(loader).__name__} over {type(getattr(loader, 'dataset', None)).__name__}: "
+                f"nothing says which rank should see what of it."
+            )
+        self.loaders = [rank_loader(loader, rank, data_size, stage) for rank in range(data_size)]
+        self.is_merged = is_merged
+        # Where Lightning looks for ``set_epoch``.
+        self.sampler, self.batch_sampler = self, None
+
+    def set_epoch(self, epoch: int) -> None:
+        for loader in self.loaders:
+            if hasattr(loader.sampler, "set_epoch"):
+                loader.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        lengths = [len(loader) for loader in self.loaders]
+        return max(lengths) if self.is_merged else sum(lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        nothing = object()
+        for batches in itertools.zip_longest(*self.loaders, fillvalue=nothing):
+            present = [batch for batch in batches if batch is not nothing]
+            if self.is_merged:
+                yield _concatenate(present)
+            else:
+                yield from present
+
+
+def _concatenate(batches: Sequence[Any]) -> Any:
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(batches))
+    if isinstance(first, dict):
+        return {key: _concatenate([batch[key] for batch in batches]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(_concatenate(parts) for parts in zip(*batches, strict=True))
+    raise ConfigError(f"A batch that holds a {type(first).__name__} cannot be concatenated.")
+
+
+def _merge_over_ranks(trace: Trace) -> Trace:
+    """Average what each rank saw and compare what all should hold. Collective over all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return trace
+    mine = (trace.losses, trace.gradient_norms, trace.metrics, trace.validation, trace.predictions)
+    all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, mine)
+    losses, norms, metrics, validation, predictions = zip(*all_ranks, strict=True)
+    interleaved = itertools.chain.from_iterable(itertools.zip_longest(*predictions))
+    return Trace(
+        losses=[_mean(step) for step in zip(*losses, strict=True)],
+        gradient_norms=[[each[0] for each in call] for call in zip(*norms, strict=True)],
+        metrics=[_mean_of_mappings(step) for step in zip(*metrics, strict=True)],
+        parameters=trace.parameters,
+        optimizer_state=trace.optimizer_state,
+        validation=_mean_of_mappings(validation),
+        predictions=[each for each in interleaved if each is not None],
+        disagreement=_find_disagreement(trace.parameters),
+    )
+
+
+def _find_disagreement(parameters: dict[str, Tensor]) -> str | None:
+    """Name the first parameter that is not the same to the bit on every rank."""
+    found = None
+    for name, parameter in parameters.items():
+        low, high = parameter.double().clone(), parameter.double().clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX)
+        if found is None and not torch.equal(low, high):
+            found = f"ranks disagree on parameter {name!r} by {(high - low).max().item():.2g}"
+    return found
+
+
+def _flatten(predictions: Any) -> list[Tensor]:
+    """One tensor per batch: what a module predicts may be nested."""
+    return [
+        torch.cat([leaf.flatten().float().cpu() for leaf in _leaves(batch)] or [torch.empty(0)])
+        for batch in predictions or ()
+    ]
+
+
+def _leaves(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _leaves(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone()
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _mean_of_mappings(mappings: Iterable[dict[str, float]]) -> dict[str, float]:
+    mappings = list(mappings)
+    names = dict.fromkeys(name for each in mappings for name in each)
+    return {name: _mean(each[name] for each in mappings if name in each) for name in names}

@@ -1,0 +1,123 @@
+"""Where a run lives on disk, and which checkpoint continues it.
+
+::
+
+    runs/NAME/                 run.dir and run.name
+        0/                     the first run of that name, then 1/, 2/, ...
+            config.yaml        the config that was used, itself a valid config
+            checkpoints/       *.ckpt, complete or absent
+            logs/              metrics.csv, one folder per start
+"""
+
+from pathlib import Path
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from boltmesh.configs.advice import nearest
+from boltmesh.errors import ConfigError
+
+CHECKPOINTS = "checkpoints"
+CONFIG_FILE = "config.yaml"
+
+
+def folder_of_name(config: DictConfig) -> Path:
+    """The folder that holds all runs of this name."""
+    return Path(config.run.dir).expanduser() / str(config.run.name)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint that was written last in any run of a name."""
+    # A file that is being written has another suffix until it is complete.
+    found = [path for path in folder.glob(f"*/{CHECKPOINTS}/*.ckpt") if path.exists()]
+    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+
+
+def checkpoint_to_resume(config: DictConfig) -> Path | None:
+    """What ``run.resume`` means: None starts at the beginning."""
+    asked = config.run.resume
+    if asked is None:
+        return None
+    if asked == "auto":
+        return newest_checkpoint(folder_of_name(config))
+    return _existing("run.resume", asked)
+
+
+def checkpoint_to_evaluate(config: DictConfig) -> Path | None:
+    """What ``run.ckpt_path`` means: None takes the model as it is built."""
+    asked = config.run.ckpt_path
+    if asked is None:
+        return None
+    if asked != "auto":
+        return _existing("run.ckpt_path", asked)
+    folder = folder_of_name(config)
+    found = newest_checkpoint(folder)
+    if found is None:
+        raise ConfigError(
+            f"run.ckpt_path=auto finds no checkpoint below {folder}. Run boltmesh fit first, give "
+            f"a path, or set run.ckpt_path=null to take the model as it is built."
+        )
+    return found
+
+
+def make_run_folder(config: DictConfig, resumed: Path | None) -> Path:
+    """The folder of this run: a new one, or with ``resume=auto`` the one that is continued."""
+    if config.run.resume == "auto" and resumed is not None:
+        return resumed.parents[1]
+    base = folder_of_name(config)
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        taken = [int(path.name) for path in base.iterdir() if path.name.isdigit()]
+        number = max(taken, default=-1) + 1
+        while True:
+            try:
+                (base / str(number)).mkdir()
+            except FileExistsError:  # another run of this name has just begun
+                number += 1
+            else:
+                return base / str(number)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={config.run.dir}: {base} cannot be written: {error.strerror}. "
+            f"Set run.dir to a folder of yours, for example run.dir=/tmp/runs."
+        ) from error
+
+
+def store_config(config: DictConfig, folder: Path) -> Path:
+    """Write the config beside the checkpoints, with paths to code that hold from anywhere."""
+    stored = config.copy()
+    _anchor_class_paths(stored)
+    path = folder / CONFIG_FILE
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(OmegaConf.to_yaml(stored), encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def next_log_number(folder: Path) -> int:
+    """Each start of a run logs to a folder of its own; a resumed one keeps what was logged."""
+    taken = [int(path.name) for path in (folder / "logs").glob("*") if path.name.isdigit()]
+    return max(taken, default=-1) + 1
+
+
+def _anchor_class_paths(node: DictConfig | ListConfig) -> None:
+    names = range(len(node)) if isinstance(node, ListConfig) else list(node)
+    for name in names:
+        if OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):
+            continue
+        value = node[name]
+        if isinstance(value, (DictConfig, ListConfig)):
+            _anchor_class_paths(value)
+        elif name == "class_path" and isinstance(value, str):
+            file, colon, cls = value.rpartition(":")
+            if colon:
+                node[name] = f"{Path(file).resolve()}:{cls}"
+
+
+def _existing(key: str, asked: str) -> Path:
+    path = Path(asked).expanduser()
+    if path.exists():
+        return path
+    beside = [each.name for each in path.parent.glob("*.ckpt")]
+    guess = nearest(path.name, beside)
+    hint = f"Did you mean {path.with_name(guess)}?" if guess else f"Write for example {key}=auto."
+    raise ConfigError(f"{key}={asked}: there is no such checkpoint. {hint}")

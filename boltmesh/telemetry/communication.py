@@ -1,0 +1,150 @@
+"""Counts what this rank sends, by operator and process group.
+
+``torch_compat`` shows every collective; this writes it into the rank's file, gives groups the
+name of their axis, and tells the phase clock which waits are exposed.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import torch.distributed as dist
+
+from boltmesh.errors import TelemetryError
+from boltmesh.telemetry import layout
+from boltmesh.telemetry.phases import COMMUNICATION, PhaseClock
+from boltmesh.telemetry.torch_compat import COLLECTIVES, Ticket, uncounted_operators
+from boltmesh.telemetry.writer import RankFile
+
+WORLD: Final = "world"
+OTHER: Final = "other"
+
+
+class CommunicationCounter:
+    """Writes each collective of this process into a rank's file, between start and stop.
+
+    Args:
+        file: Where counts and records go.
+        clock: The phases of this rank.
+        is_on_device: Kernels run behind the host, so waits are read from the device's timeline.
+        on_error: Called, at most once, with what went wrong in here; a collective is never stopped.
+    """
+
+    def __init__(
+        self,
+        file: RankFile,
+        clock: PhaseClock,
+        *,
+        is_on_device: bool,
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        self.step = 1
+        """Sequence number of the step record that collectives belong to from now on."""
+        self._file = file
+        self._clock = clock
+        self._is_on_device = is_on_device
+        self._on_error = on_error
+        self._axes: dict[str, str] = {}
+        self._groups: dict[str, int] = {}
+        self._operators: dict[str, int] = {}
+        self._is_counting = False
+
+    def start(self) -> str | None:
+        """Begin to count; return why that is not possible or not complete, where it is not."""
+        try:
+            COLLECTIVES.attach(self)
+        except TelemetryError as error:
+            return f"communication is not counted: {error}"
+        self._is_counting = True
+        if uncounted := uncounted_operators():
+            return f"not counted, because this boltmesh does not know them: {', '.join(uncounted)}"
+        return None
+
+    def stop(self) -> None:
+        """Count no more. Safe from inside a collective: the kernels stay until ``remove``."""
+        self._is_counting = False
+
+    def remove(self) -> None:
+        """Count no more, and take the kernels out with the last counter of the process."""
+        self._is_counting = False
+        COLLECTIVES.detach(self)
+
+    def name_group(self, group: dist.ProcessGroup, axis: str) -> None:
+        """Say which axis of the mesh a process group is."""
+        name = group.group_name
+        self._axes[name] = axis
+        self._groups[name] = self._file.group_number(name, axis)
+
+    def enqueued(
+        self,
+        operator: str,
+        group: dist.ProcessGroup,
+        payload_bytes: int,
+        *,
+        is_synchronous: bool,
+        is_timed: bool,
+    ) -> Ticket | None:
+        """See ``CollectiveObserver``."""
+        if not self._is_counting:
+            return None
+        try:
+            name = group.group_name
+            group_number = self._groups.get(name)
+            if group_number is None:
+                group_number = self._add_group(group, name)
+            operator_number = self._operators.get(operator)
+            if operator_number is None:
+                operator_number = self._file.operator_number(operator)
+                self._operators[operator] = operator_number
+            clock = self._clock
+            flags = (
+                is_synchronous * layout.TRAFFIC_IS_SYNCHRONOUS + is_timed * layout.TRAFFIC_IS_TIMED
+            )
+            ticket = self._file.enqueue(
+                self.step, group_number, operator_number, clock.phase, flags, payload_bytes
+            )
+            if self._is_on_device:
+                if is_synchronous and not is_timed and clock.is_own_thread:
+                    clock.enter(COMMUNICATION)
+                else:
+                    clock.note_enqueue(ticket[-1], is_synchronous=is_synchronous)
+            elif clock.is_own_thread:
+                # Hooks of DDP that chain collectives enqueue from gloo's threads, when the
+                # backward pass has nothing left to compute.
+                clock.note_enqueue(ticket[-1], is_synchronous=is_synchronous)
+        except Exception as error:  # noqa: BLE001 - the collective goes on whatever happens here
+            self._fail(error)
+            return None
+        return ticket
+
+    def returned(self, ticket: Ticket) -> None:
+        """See ``CollectiveObserver``."""
+        is_synchronous = ticket[5] & layout.TRAFFIC_IS_SYNCHRONOUS
+        if self._is_on_device and is_synchronous and self._clock.is_own_thread:
+            self._clock.leave()
+
+    def completed(self, ticket: Ticket) -> None:
+        """See ``CollectiveObserver``."""
+        try:
+            duration_ns = self._file.complete(ticket)
+            if ticket[5] & layout.TRAFFIC_IS_SYNCHRONOUS:
+                self._clock.note_wait(duration_ns)
+            else:
+                self._clock.note_done(ticket[-1] + duration_ns)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(error)
+
+    def lost(self, ticket: Ticket) -> None:
+        """See ``CollectiveObserver``."""
+        self._file.lose(ticket)
+
+    def _add_group(self, group: dist.ProcessGroup, name: str) -> int:
+        axis = self._axes.get(name)
+        if axis is None:
+            axis = WORLD if group.size() == dist.get_world_size() else OTHER
+        number = self._groups[name] = self._file.group_number(name, axis)
+        return number
+
+    def _fail(self, error: Exception) -> None:
+        if self._is_counting:
+            self._is_counting = False
+            self._on_error(error)

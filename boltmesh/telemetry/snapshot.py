@@ -1,0 +1,189 @@
+"""What a reader knows of a job at one moment: immutable, serialisable, free of torch.
+
+Everything that shows a job (the dashboard, ``boltmesh top --json``, a recording) is a function of
+these values. ``None`` always means "not known", never zero.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+SCHEMA_VERSION = 1
+"""Raised when a field changes its meaning or goes away; new fields do not raise it."""
+
+JobState = Literal["running", "finished", "failed", "crashed"]
+"""``failed``: a rank recorded an exception. ``crashed``: a rank died without recording anything."""
+
+RankState = Literal["starting", "running", "finished", "failed", "dead", "missing"]
+"""``dead``: the process is gone and recorded no end. ``missing``: no telemetry file exists."""
+
+PHASES = (
+    "data",
+    "transfer",
+    "forward",
+    "backward",
+    "communication",
+    "optimizer",
+    "validation",
+    "checkpoint",
+    "other",
+)
+"""The exclusive parts of a step's time, in the order in which they are drawn.
+
+``data`` waits for the loader, ``transfer`` moves the batch to the device, ``communication`` is the
+exposed part only (what no computation hides), ``other`` is what remains of the step.
+"""
+
+
+class PhaseTime(msgspec.Struct, frozen=True):
+    """Time of one phase within one step."""
+
+    name: str
+    seconds: float
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """One optimizer step, or one micro-step under accumulation, of one rank."""
+
+    index: int
+    """Counts batches of the fit, from 0."""
+    global_step: int
+    """Lightning's ``trainer.global_step`` after this batch."""
+    epoch: int
+    end_time: float
+    """Wall clock, seconds since 1970."""
+    seconds: float
+    phases: tuple[PhaseTime, ...]
+    loss: float | None
+    samples: int | None
+    """Items of the batch on this rank."""
+    tokens: int | None
+
+
+class MetricPoint(msgspec.Struct, frozen=True):
+    """One logged value, as ``trainer.callback_metrics`` had it."""
+
+    name: str
+    global_step: int
+    value: float
+
+
+class CollectiveTotal(msgspec.Struct, frozen=True):
+    """One operator on one group, as this rank counted it since the start of the run."""
+
+    axis: str
+    """``data``, ``tensor``, ``pipeline``, or ``world`` for what runs over all ranks."""
+    group: str
+    operator: str
+    """The ``c10d`` operator without its trailing underscore, for example ``allreduce``."""
+    calls: int
+    payload_bytes: int
+    calls_per_step: float | None
+    """Mean over the recent steps; None until three steps have passed."""
+    bytes_per_step: float | None
+    seconds_per_step: float | None
+    """Time between enqueue and completion; None where the backend does not tell."""
+
+
+class CollectiveInFlight(msgspec.Struct, frozen=True):
+    """The last collective that this rank entered."""
+
+    axis: str
+    operator: str
+    sequence: int
+    """Counts the collectives of this group on this rank, from 1."""
+    is_done: bool | None
+    """None where the backend does not tell."""
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Bytes in use, as the rank itself sampled them at the end of its last step."""
+
+    host_rss_bytes: int | None
+    device_allocated_bytes: int | None
+    device_reserved_bytes: int | None
+    device_peak_bytes: int | None
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something worth a line: a warning, a checkpoint, the start of validation, an exception."""
+
+    time: float
+    rank: int
+    kind: Literal["start", "checkpoint", "validation", "warning", "error", "end"]
+    message: str
+
+
+class RankSnapshot(msgspec.Struct, frozen=True):
+    """One rank."""
+
+    rank: int
+    pid: int | None
+    host: str
+    device: str
+    """For example ``cpu`` or ``cuda:1 (NVIDIA H100)``."""
+    device_uuid: str | None
+    """As NVML spells it; joins this rank to the device readings of whoever shows it."""
+    state: RankState
+    coordinates: dict[str, int]
+    """Axis name to this rank's coordinate in the mesh."""
+    phase: str | None
+    """Where the rank is now, or was when it was last seen."""
+    global_step: int
+    epoch: int
+    last_seen: float
+    """Wall clock of the last record, seconds since 1970."""
+    steps: tuple[StepRecord, ...]
+    """The newest steps that the ring still holds, oldest first."""
+    samples_per_second: float | None
+    """Of this rank, over its recent steps."""
+    tokens_per_second: float | None
+    memory: Memory
+    collectives: tuple[CollectiveTotal, ...]
+    in_flight: CollectiveInFlight | None
+    error: str | None
+    """The exception that this rank recorded, one line, or how it died where that is known."""
+
+
+class JobSnapshot(msgspec.Struct, frozen=True):
+    """One job, all of its ranks that this host can see."""
+
+    schema: int
+    id: str
+    name: str
+    state: JobState
+    user: str
+    command: tuple[str, ...]
+    folder: str
+    """Working directory of the job."""
+    started: float
+    updated: float
+    strategy: str
+    """Class name, for example ``DDPStrategy``."""
+    mesh: dict[str, int]
+    """Axis name to size, outermost first: pipeline, data, tensor."""
+    world_size: int
+    versions: dict[str, str]
+    hyperparameters: dict[str, str]
+    max_steps: int | None
+    epoch: int
+    global_step: int
+    metrics: dict[str, float]
+    """The newest value of every logged metric."""
+    history: tuple[MetricPoint, ...]
+    """What the ring of rank 0 still holds, oldest first; the training loss is named ``loss``."""
+    samples_per_second: float | None
+    """Of the whole job: summed over the data axis, counted once along the other axes."""
+    tokens_per_second: float | None
+    ranks: tuple[RankSnapshot, ...]
+    expected: tuple[ExpectedTraffic, ...]
+    """What the strategy says that one optimizer step moves on one rank."""
+    communication_note: str | None
+    """Why communication is not counted, where it is not."""
+    events: tuple[Event, ...]
+    cause: str | None
+    """Of a failed or crashed job: one sentence, which rank went first, where, and why."""
+    checkpoint: str | None
+    """The newest checkpoint that the job wrote."""

@@ -1,0 +1,287 @@
+"""The private parts of torch that counting collectives needs; nothing else here uses any.
+
+Every collective and point-to-point call, from Python or from C++, is an operator of the ``c10d``
+namespace. A kernel at the dispatch key ``BackendSelect`` sees each of them on every device, in
+inference mode and in autograd's threads, and passes the call on to the keys below. It never runs
+a kernel object itself: ``call_boxed`` keeps the interpreter lock while it waits, and gloo's
+threads need that lock to free tensors, so that deadlocks.
+
+Used on torch 2.11 and 2.13. What is missing in another version is found at install, and then
+nothing is counted and the reason is kept: a wrong number is worse than none.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+
+from boltmesh.errors import TelemetryError
+
+Ticket = tuple[int, ...]
+
+PAYLOAD: Final[dict[str, int | None]] = {
+    "allreduce_": 0,
+    "allreduce_coalesced_": 0,
+    "broadcast_": 0,
+    "reduce_": 0,
+    "send": 0,
+    "recv_": 0,
+    "recv_any_source_": 0,
+    "allgather_": 0,
+    "_allgather_base_": 0,
+    "allgather_coalesced_": 0,
+    "allgather_into_tensor_coalesced_": 0,
+    "reduce_scatter_": 1,
+    "_reduce_scatter_base_": 1,
+    "reduce_scatter_tensor_coalesced_": 1,
+    "alltoall_": 1,
+    "alltoall_base_": 1,
+    "gather_": 1,
+    "scatter_": 1,
+    "barrier": None,
+    "monitored_barrier_": None,
+}
+"""Operator to the argument whose size is the payload: the full side of gathers and scatters.
+
+None where nothing but a signal moves.
+"""
+
+UNTIMED: Final = frozenset({"send", "recv_", "recv_any_source_", "monitored_barrier_"})
+"""Operators whose work has no future, on any backend."""
+
+_KEY: Final = "BackendSelect"
+_SELF_TEST_GROUP: Final = "boltmesh-self-test"
+
+
+class CollectiveObserver(Protocol):
+    """Who wants to know of collectives. Called from any thread; must not raise."""
+
+    def enqueued(
+        self,
+        operator: str,
+        group: dist.ProcessGroup,
+        payload_bytes: int,
+        *,
+        is_synchronous: bool,
+        is_timed: bool,
+    ) -> Ticket | None:
+        """Take note of a call before it runs; return what the other methods are to be given.
+
+        Exactly one of ``returned`` (not timed) and ``completed`` or ``lost`` (timed) follows,
+        unless a timed call fails.
+        """
+
+    def returned(self, ticket: Ticket) -> None:
+        """Take note that a call whose completion cannot be seen was launched, or failed."""
+
+    def completed(self, ticket: Ticket) -> None:
+        """Take note that a call is done."""
+
+    def lost(self, ticket: Ticket) -> None:
+        """Take note that the completion of a call will not be seen after all."""
+
+
+def payload_bytes(value: Any) -> int:
+    """Return the bytes of a tensor or of nested lists of tensors."""
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided:
+            return value.numel() * value.element_size()
+        return payload_bytes([value._indices(), value._values()])
+    return sum(map(payload_bytes, value))
+
+
+def _is_on_host(args: tuple[Any, ...]) -> bool:
+    for value in args[:2]:
+        while isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        if isinstance(value, torch.Tensor):
+            return value.is_cpu
+    return False
+
+
+class CollectiveHook:
+    """The one set of kernels of this process, shared by all who observe.
+
+    A second registration at the same operator and key would replace the first and silence it, so
+    observers come and go while the kernels are installed once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._library: torch.library.Library | None = None
+        self._observers: tuple[CollectiveObserver, ...] = ()
+
+    @property
+    def is_installed(self) -> bool:
+        return self._library is not None
+
+    def attach(self, observer: CollectiveObserver) -> None:
+        """Start to tell ``observer`` of every collective of this process.
+
+        Raises:
+            TelemetryError: This torch lacks something, so nothing can be counted.
+        """
+        with self._lock:
+            if self._library is None:
+                self._install()
+            self._observers = (*self._observers, observer)
+
+    def detach(self, observer: CollectiveObserver) -> None:
+        """Stop telling ``observer``; remove the kernels with the last one."""
+        with self._lock:
+            self._observers = tuple(each for each in self._observers if each is not observer)
+            if not self._observers:
+                self._uninstall()
+
+    def _install(self) -> None:
+        try:
+            kernels = {name: self._kernel(name, index) for name, index in PAYLOAD.items()}
+            self._library = torch.library.Library("c10d", "IMPL")  # noqa: TOR901 - kept by self
+            for name, kernel in kernels.items():
+                self._library.impl(name, kernel, _KEY, with_keyset=True)
+            self._test_itself()
+        except TelemetryError:
+            self._uninstall()
+            raise
+        except Exception as error:
+            self._uninstall()
+            raise TelemetryError(
+                f"torch {torch.__version__} does not let its collectives be observed: {error}"
+            ) from error
+
+    def _uninstall(self) -> None:
+        library, self._library = self._library, None
+        if library is not None:
+            library._destroy()
+
+    def _kernel(self, name: str, payload_at: int | None) -> Callable[..., Any]:
+        packet = getattr(torch.ops.c10d, name, None)
+        if packet is None:
+            raise TelemetryError(f"torch {torch.__version__} has no operator c10d::{name}")
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", _KEY):
+            raise TelemetryError(f"something else already observes c10d::{name}")
+        arguments = [each.name for each in packet.default._schema.arguments]
+        if "process_group" not in arguments:
+            raise TelemetryError(
+                f"c10d::{name} of torch {torch.__version__} has no process_group argument"
+            )
+        group_at = arguments.index("process_group")
+        # An argument that equals its default (True) is left out of the call.
+        wait_at = arguments.index("async_op") if "async_op" in arguments else len(arguments)
+        redispatch = packet.default._handle.redispatch_boxed
+        after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
+        operator = name.rstrip("_")
+        unbox = dist.ProcessGroup.unbox
+        has_future = name not in UNTIMED
+
+        def kernel(keys: Any, *args: Any) -> Any:
+            # Sizes are read before the call, which may resize or free.
+            size = 0 if payload_at is None else payload_bytes(args[payload_at])
+            is_synchronous = len(args) > wait_at and args[wait_at] is False
+            # A future on CUDA is complete when the work is launched: it tells nothing.
+            is_timed = has_future and _is_on_host(args)
+            group = unbox(args[group_at])
+            noted = [
+                (observer, ticket)
+                for observer in self._observers
+                if (
+                    ticket := observer.enqueued(
+                        operator, group, size, is_synchronous=is_synchronous, is_timed=is_timed
+                    )
+                )
+            ]
+            try:
+                result = redispatch(keys & after, *args)
+            finally:
+                if not is_timed:
+                    for observer, ticket in noted:
+                        observer.returned(ticket)
+            if is_timed and noted:
+                _tell_when_done(result, noted)
+            return result
+
+        return kernel
+
+    def _test_itself(self) -> None:
+        probe = _Probe()
+        self._observers = (probe,)
+        try:
+            group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+            fake = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 1)
+            custom = dist.ProcessGroup.BackendType.CUSTOM
+            group._register_backend(torch.device("cpu"), custom, fake)
+            group._set_default_backend(custom)
+            group._set_group_name(_SELF_TEST_GROUP)
+            group.allreduce([torch.zeros(3)], dist.AllreduceOptions()).wait()
+        finally:
+            self._observers = ()
+        if probe.seen != [("allreduce", _SELF_TEST_GROUP, 12)] or probe.num_completed != 1:
+            raise TelemetryError(
+                f"torch {torch.__version__} shows one all-reduce of 12 bytes as {probe.seen}"
+            )
+
+
+class _Probe:
+    """Notes what the self-test shows it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, int]] = []
+        self.num_completed = 0
+
+    def enqueued(
+        self,
+        operator: str,
+        group: dist.ProcessGroup,
+        payload_bytes: int,
+        *,
+        is_synchronous: bool,
+        is_timed: bool,
+    ) -> Ticket | None:
+        self.seen.append((operator, group.group_name, payload_bytes))
+        return (0,)
+
+    def returned(self, ticket: Ticket) -> None:
+        pass
+
+    def completed(self, ticket: Ticket) -> None:
+        self.num_completed += 1
+
+    def lost(self, ticket: Ticket) -> None:
+        pass
+
+
+def _tell_when_done(result: Any, noted: list[tuple[CollectiveObserver, Ticket]]) -> None:
+    def tell(_: object) -> None:
+        for observer, ticket in noted:
+            observer.completed(ticket)
+
+    try:
+        work = dist.Work.unbox(result[-1] if isinstance(result, (tuple, list)) else result)
+        work.get_future().add_done_callback(tell)
+    except (RuntimeError, TypeError):  # a backend without futures, gloo has them
+        for observer, ticket in noted:
+            observer.lost(ticket)
+
+
+def uncounted_operators() -> list[str]:
+    """Return the operators of this torch that move data in a group and that nobody counts."""
+    names = sorted(
+        name.removeprefix("c10d::").partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("c10d::")
+    )
+    return [
+        name
+        for name in names
+        if name not in PAYLOAD
+        and any(
+            each.name == "process_group"
+            for each in getattr(torch.ops.c10d, name).default._schema.arguments
+        )
+    ]
+
+
+COLLECTIVES: Final = CollectiveHook()
+"""The hook of this process."""

@@ -1,0 +1,17 @@
+"""The bytes that a strategy says one step should move, to be shown beside the measured ones."""
+
+import msgspec
+
+
+class ExpectedTraffic(msgspec.Struct, frozen=True):
+    """One operator on one axis, in one optimizer step, on one rank."""
+
+    axis: str
+    operator: str
+    """The ``c10d`` operator without its trailing underscore, for example ``allreduce``."""
+    payload_bytes: float
+    """Payload, not wire: the size of the tensor that the operator was given (its full side)."""
+    calls: float | None
+    """None where only the bytes are known beforehand."""
+    why: str
+    """The formula in words, for example ``gradients of all trainable parameters, once``."""

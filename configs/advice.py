@@ -1,0 +1,93 @@
+"""The words of an error: nearest names, values that work, what a type asks for."""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import Field
+from typing import Any, Literal, Union, get_args, get_origin
+
+WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    type(None): "null",
+}
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that ``name`` was probably meant to be, or None when none is alike."""
+    found = difflib.get_close_matches(name, sorted(candidates), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
+    """The full key that ``key`` was probably meant to be.
+
+    A sibling with a similar last part comes first, then the same last part in another section,
+    then whatever reads most alike as a whole.
+    """
+    every = sorted(candidates)
+    parent, _, last = key.rpartition(".")
+    siblings = [each.rpartition(".")[2] for each in every if each.rpartition(".")[0] == parent]
+    if (sibling := nearest(last, siblings)) is not None:
+        return f"{parent}.{sibling}" if parent else sibling
+    elsewhere = [each for each in every if each.rpartition(".")[2] == last]
+    if elsewhere:
+        return elsewhere[0]
+    lasts = {each.rpartition(".")[2]: each for each in reversed(every)}
+    if (alike := nearest(last, lasts)) is not None:
+        return lasts[alike]
+    return nearest(key, every)
+
+
+def name_choices(names: Iterable[str], *, last: str = "and", at_most: int = 12) -> str:
+    """``a, b and c``; the first ones only, when there are many."""
+    every = list(names)
+    if len(every) > at_most:
+        return f"{', '.join(every[:at_most])}, ..."
+    *first, end = every or ["none"]
+    return f"{', '.join(first)} {last} {end}" if first else end
+
+
+def describe_type(hint: Any) -> str:
+    """What a value of this type looks like, in words that follow "is not"."""
+    words: list[str] = []
+    for each in get_args(hint) if get_origin(hint) is Union else (hint,):
+        if get_origin(each) is Literal:
+            choices = [str(choice) for choice in get_args(each)]
+            words.append(f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0])
+        elif each is Any:
+            words.append("a value")
+        else:
+            words.append(WORDS.get(each, "a mapping" if get_origin(each) is dict else "a list"))
+    if "a number" in words and "a whole number" in words:
+        words.remove("a whole number")
+    return " or ".join(words) if len(words) < 3 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def choices_of(hint: Any) -> list[str]:
+    """The words that a Literal, or a Union with one, allows."""
+    if get_origin(hint) is Literal:
+        return [str(choice) for choice in get_args(hint)]
+    return [word for part in get_args(hint) for word in choices_of(part)]
+
+
+def working_value(key: Field[Any], hint: Any, value: object) -> str:
+    """A value that the key accepts: the choice nearest to ``value``, else the key's example."""
+    alike = nearest(str(value), choices_of(hint))
+    return show(key.metadata.get("example") if alike is None else alike)
+
+
+def show(value: object) -> str:
+    """A value as it is written in YAML and on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, without its full stop."""
+    text = str(error).strip().splitlines()
+    return text[0].rstrip(".") if text else type(error).__name__

@@ -1,0 +1,160 @@
+"""How a recipe or file, and what the command line changes, become one checked config.
+
+Every mistake is one line that names its source, the full key, the nearest right name and a value
+that works. Nothing here imports a class that the config names; ``classes.py`` does.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from boltmesh.configs.advice import first_line, name_choices, nearest
+from boltmesh.configs.merge import Merge, all_keys, example_of, full_key
+from boltmesh.configs.schema import SECTIONS, Config
+from boltmesh.errors import ConfigError
+
+COMMAND_LINE = "command line"
+"""The source that errors name for what ``key=value`` changed."""
+
+RECIPE_FOLDER = Path(__file__).resolve().parent
+
+
+def load(name_or_path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
+    """Read a recipe by name, or a file by path, and apply ``key=value`` overrides in order.
+
+    Interpolations stay in the result and are resolved when read, so that writing it back gives a
+    config that means the same.
+
+    Raises:
+        ConfigError: One line, for anything that is wrong with the file or an override.
+    """
+    path = find(name_or_path)
+    config: DictConfig = OmegaConf.structured(Config)
+    Merge(config, source=str(path), folder=path.parent).section("", Config, _read(path))
+    from_command_line = Merge(config, source=COMMAND_LINE, folder=None)
+    # Another class or strategy drops the arguments of the old one: names come before arguments.
+    names = ("strategy", "strategy.name")
+    pairs = sorted(
+        map(_split, overrides),
+        key=lambda pair: not (pair[0] in names or pair[0].endswith(".class_path")),
+    )
+    for key, value in pairs:
+        from_command_line.assign(key, value)
+    if config.run.name is None:
+        config.run.name = re.sub(r"[^\w.-]+", "-", path.stem)
+    _check_resolves(config, source=str(path))
+    return config
+
+
+def recipes() -> dict[str, Path]:
+    """The shipped recipes by name."""
+    return {path.stem: path for path in sorted(RECIPE_FOLDER.glob("*.yaml"))}
+
+
+def find(name_or_path: str | Path) -> Path:
+    """The file of a recipe's name or of a path."""
+    path, text = Path(name_or_path), str(name_or_path)
+    looks_like_path = path.suffix in {".yaml", ".yml"} or len(path.parts) > 1
+    if looks_like_path and path.is_dir():
+        raise ConfigError(f"{text} is a folder, not a config file.{_nearby(path / '_')}")
+    if path.is_file():
+        return path
+    if looks_like_path:
+        raise ConfigError(f"There is no config file {text}.{_nearby(path)}")
+    known = recipes()
+    if text in known:
+        return known[text]
+    guess = nearest(text, known)
+    hint = f" Did you mean '{guess}'?" if guess else ""
+    raise ConfigError(
+        f"There is no recipe '{text}'.{hint} "
+        f"Give {name_choices(known, last='or')}, or the path of a YAML file."
+    )
+
+
+def _nearby(path: Path) -> str:
+    files = [each for end in ("*.yaml", "*.yml") for each in sorted(path.parent.glob(end))]
+    guess = nearest(path.stem, [each.stem for each in files])
+    if guess is not None:
+        return f" Did you mean {next(each for each in files if each.stem == guess)}?"
+    if (recipe := nearest(path.stem, recipes())) is not None:
+        return f" Did you mean the recipe '{recipe}'?"
+    if files:
+        return f" The folder has {name_choices(each.name for each in files)}."
+    return f" Give an existing file, or a recipe: {name_choices(recipes(), last='or')}."
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        loaded = OmegaConf.load(path)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: not valid YAML: {error.problem}.") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} cannot be read: {first_line(error)}.") from error
+    content = OmegaConf.to_container(loaded, resolve=False)
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path} holds a list, but a config is a mapping with the sections "
+            f"{name_choices(SECTIONS)}."
+        )
+    return {str(key): value for key, value in content.items()}
+
+
+def _split(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        known = [each for each in all_keys() if each.rpartition(".")[2] == override]
+        example = f"{known[0]}={example_of(known[0])}" if known else "max_steps=10"
+        raise ConfigError(
+            f"{COMMAND_LINE}: '{override}' is not key=value. Write for example {example}."
+        )
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        problem = getattr(error, "problem", None) or first_line(error)
+        raise ConfigError(
+            f"{COMMAND_LINE}: {override} is not valid YAML: {problem}. "
+            f"Quote a text with special characters, twice: {key}='\"...\"'."
+        ) from error
+    assert isinstance(value, dict)
+    return full_key(key.strip()), value["value"]
+
+
+def _check_resolves(config: DictConfig, *, source: str) -> None:
+    """Raise for the first value that is missing or refers to what is not there."""
+    for key, resolve in _open_leaves(config):
+        if resolve is None:
+            raise ConfigError(
+                f"{source}: {key} is missing. Write it into the file, or add "
+                f"{key}={example_of(key)}."
+            )
+        try:
+            resolve()
+        except OmegaConfBaseException as error:
+            example = example_of(key)
+            hint = "" if example == "..." else f", for example {key}={example}"
+            raise ConfigError(
+                f"{source}: {key} cannot be resolved: {first_line(error)}. "
+                f"Write a value instead{hint}."
+            ) from error
+
+
+def _open_leaves(node: Any, key: str = "") -> Iterator[tuple[str, Callable[[], object] | None]]:
+    """Each leaf that is an interpolation, with what resolves it, or is missing, with None."""
+    names: Iterable[Any] = range(len(node)) if isinstance(node, ListConfig) else list(node)
+    for name in names:
+        here = f"{key}.{name}" if key else str(name)
+        if OmegaConf.is_missing(node, name):
+            yield here, None
+        elif OmegaConf.is_interpolation(node, name):
+            yield here, partial(node.__getitem__, name)
+        elif isinstance(node[name], (DictConfig, ListConfig)):
+            yield from _open_leaves(node[name], here)

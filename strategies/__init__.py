@@ -1,0 +1,23 @@
+"""The strategies: custom Lightning ``Strategy`` classes that split a model over many ranks."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.ddp import DDPStrategy
+    from boltmesh.strategies.engine import MeshStrategy
+    from boltmesh.strategies.mesh import MeshLayout
+
+__all__ = ["DDPStrategy", "MeshLayout", "MeshStrategy"]
+
+_HOMES = {
+    "DDPStrategy": "boltmesh.strategies.ddp",
+    "MeshLayout": "boltmesh.strategies.mesh",
+    "MeshStrategy": "boltmesh.strategies.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

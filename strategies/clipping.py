@@ -1,0 +1,56 @@
+"""The norm that gradients are clipped by.
+
+torch's ``vector_norm`` of a large fp32 tensor on the CPU adds the squares up in fp32 and loses
+what is small beside the running sum: 0.5 % at 64 million elements, 19 % in the worst case seen.
+Large tensors are therefore reduced in pieces, and the pieces' norms combined.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+WHOLE_NUMEL = 1 << 20
+"""Up to this size torch's own norm is right to 1e-5, and is used as it is."""
+
+PIECE_NUMEL = 1 << 16
+
+
+def tensor_norm(tensor: Tensor, norm_type: float = 2.0) -> Tensor:
+    """The norm of one tensor, a scalar of its dtype (fp32 at least)."""
+    if tensor.device.type != "cpu" or tensor.numel() <= WHOLE_NUMEL:
+        return torch.linalg.vector_norm(tensor, norm_type)
+    pieces = tensor.detach().reshape(-1).split(PIECE_NUMEL)
+    norms = torch.stack([torch.linalg.vector_norm(piece, norm_type) for piece in pieces])
+    return torch.linalg.vector_norm(norms, norm_type)
+
+
+def clip_by_norm(
+    parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Scale the gradients in place so that their joint norm is at most ``max_norm``.
+
+    Local: gradients must be whole and equal on every rank, as they are after DDP's all-reduce.
+
+    Returns:
+        The norm before clipping, a scalar.
+    """
+    with_gradient = [p for p in parameters if p.grad is not None]
+    if not with_gradient:
+        return torch.zeros(())
+    first = with_gradient[0].grad
+    assert first is not None
+    norms = [tensor_norm(p.grad, norm_type) for p in with_gradient if p.grad is not None]
+    total = torch.linalg.vector_norm(
+        torch.stack([norm.to(first.device) for norm in norms]), norm_type
+    )
+    torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)
+    return total
+
+
+def clip_optimizer(plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:
+    """What a precision plugin's ``clip_grad_by_norm`` does once it belongs to a mesh strategy."""
+    clip_by_norm(plugin.main_params(optimizer), clip_val)

@@ -1,0 +1,1 @@
+"""The data axis: ranks that hold the same model and see different batches."""

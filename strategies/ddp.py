@@ -1,0 +1,128 @@
+"""``DDPStrategy``: every rank holds the whole model, and gradients are averaged."""
+
+import difflib
+from typing import Any
+
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.data.ddp import COMPRESSIONS, ReplicaOptions, Replicas
+from boltmesh.strategies.engine import MeshStrategy
+
+
+class DDPStrategy(MeshStrategy):
+    """Data parallelism over torch's ``DistributedDataParallel``.
+
+    The same numbers as one process with a batch that is larger by the number of ranks. Memory per
+    rank: the whole model, its gradients and its optimizer state. Traffic per optimizer step and
+    rank: one all-reduce of the gradients, however many batches are accumulated.
+
+    Args:
+        bucket_cap_mb: Gradients are reduced in buckets of this size, MiB, as the backward pass
+            makes them: larger ones use the links better, smaller ones start earlier.
+        static_graph: Promise that every step uses the same parameters in the same order. Allows
+            reentrant activation checkpointing and finds unused parameters by itself.
+        find_unused_parameters: Search each step's graph for parameters that it does not use.
+            Needed when a step leaves some out; costs a walk over the graph.
+        gradient_compression: None sends gradients as they are; ``"bf16"`` sends them in bf16, half
+            the bytes of fp32 and 8 bits of mantissa; ``"powersgd"`` sends low-rank factors with
+            error feedback. Both are torch's own hooks, and both change the numbers.
+        powersgd_rank: Rank of the factors: more is closer to the gradient and more to send.
+        powersgd_start_step: Steps without compression before PowerSGD begins, 2 at least.
+        **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
+            ``process_group_backend``, ``start_method`` and Lightning's own.
+
+    Raises:
+        ConfigError: When options contradict each other or do not exist.
+
+    Source: PowerSGD, Vogels et al. 2019, https://arxiv.org/abs/1905.13727
+    """
+
+    strategy_name = "bolt_ddp"
+
+    def __init__(
+        self,
+        *,
+        bucket_cap_mb: float = 25.0,
+        static_graph: bool = False,
+        find_unused_parameters: bool = False,
+        gradient_compression: str | None = None,
+        powersgd_rank: int = 1,
+        powersgd_start_step: int = 1000,
+        **kwargs: Any,
+    ) -> None:
+        options = ReplicaOptions(
+            bucket_cap_mb=bucket_cap_mb,
+            static_graph=static_graph,
+            find_unused_parameters=find_unused_parameters,
+            gradient_compression=gradient_compression,
+            powersgd_rank=powersgd_rank,
+            powersgd_start_step=powersgd_start_step,
+        )
+        _check(options)
+        self.options = options
+        super().__init__(data_axis=Replicas(options), **kwargs)
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        scaler = getattr(precision_plugin, "scaler", None)
+        if (
+            isinstance(precision_plugin, MixedPrecision)
+            and scaler is not None
+            and self.options.gradient_compression == "powersgd"
+        ):
+            raise ConfigError(
+                "gradient_compression='powersgd' keeps what it could not send for the next step, "
+                "and with precision='16-mixed' one overflow would stay in there for good. "
+                "Use precision='bf16-mixed'."
+            )
+        MeshStrategy.precision_plugin.fset(self, precision_plugin)  # type: ignore[attr-defined]
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if "Expected to have finished reduction in the prior iteration" in str(exception):
+            exception.args = (
+                "Some parameters did not take part in the loss that training_step returned, and "
+                "DDP still waits for their gradients. Set find_unused_parameters=True "
+                "(strategy.find_unused_parameters=true in a config), or use every parameter in "
+                f"every step. torch says: {exception}",
+            )
+
+
+# What Lightning allows its own DDP strategy and tells by class alone (compiled modules, automatic
+# samplers) holds for this one, which drives the same DistributedDataParallel.
+LightningDDPStrategy.register(DDPStrategy)
+
+
+def _check(options: ReplicaOptions) -> None:
+    chosen = options.gradient_compression
+    if chosen is not None and chosen not in COMPRESSIONS:
+        near = difflib.get_close_matches(str(chosen), COMPRESSIONS, n=1, cutoff=0.3)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Use {' or '.join(COMPRESSIONS)}."
+        raise ConfigError(f"gradient_compression={chosen!r} does not exist. {hint}")
+    if options.bucket_cap_mb <= 0:
+        raise ConfigError(
+            f"bucket_cap_mb={options.bucket_cap_mb} holds no gradient. Use 25, torch's default."
+        )
+    if options.static_graph and options.find_unused_parameters:
+        raise ConfigError(
+            "static_graph=True finds unused parameters by itself, and find_unused_parameters=True "
+            "would search for them in every step in vain. Drop find_unused_parameters."
+        )
+    if chosen != "powersgd":
+        return
+    if options.powersgd_rank < 1:
+        raise ConfigError(f"powersgd_rank={options.powersgd_rank} sends nothing. Use 1 or more.")
+    if options.powersgd_start_step < 2:
+        raise ConfigError(
+            f"powersgd_start_step={options.powersgd_start_step} is too early: DDP rebuilds its "
+            f"buckets in the first step, and error feedback needs them fixed. Use 2 or more."
+        )

@@ -1,0 +1,450 @@
+"""The one engine under every strategy: mesh, process groups, launch, loops, checkpoints.
+
+``MeshStrategy`` does what Lightning asks of any strategy; how the model is put on an axis is the
+business of that axis's part (``data/``), and the doors (``ddp.py``, ...) choose the parts. The
+LightningModule stays as its author wrote it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from boltmesh.strategies import clipping, observe
+from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.checkpoint import AtomicCheckpointIO
+from boltmesh.strategies.data.axis import DataAxis
+from boltmesh.strategies.mesh import AXES, MeshLayout
+from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.resume import ResumeManager
+from boltmesh.strategies.torch_compat import device_index
+from boltmesh.telemetry.recorder import NullRecorder, Recorder
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+T = TypeVar("T")
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class MeshStrategy(ParallelStrategy):
+    """Runs a LightningModule on a mesh of ranks with the axes pipeline, data and tensor.
+
+    Args:
+        data_axis: How the ranks of the data axis share the model.
+        pipeline: Size of the pipeline axis.
+        tensor: Size of the tensor axis. The data axis takes the ranks that are left.
+        timeout_s: How long a collective may take before the run ends with an error, seconds.
+        telemetry: Record what ``boltmesh top`` shows.
+        seed: Give every data rank a random stream of its own, derived from this number, once the
+            model is built: dropout then differs between ranks and repeats between runs. With None
+            the streams stay as ``seed_everything`` left them, alike on every rank.
+        process_group_backend: ``gloo`` or ``nccl``; by default the one that fits the device.
+        start_method: ``popen`` runs the script again for each rank; ``spawn``, ``fork`` and
+            ``forkserver`` start functions, for notebooks and tests.
+        accelerator: As in any Lightning strategy, like the arguments below.
+        parallel_devices: The devices of this host's ranks.
+        cluster_environment: Tells ranks and addresses.
+        checkpoint_io: Writes and reads checkpoint files.
+        precision_plugin: Set by ``Trainer(precision=...)``.
+    """
+
+    strategy_name = "bolt_mesh"
+
+    def __init__(
+        self,
+        *,
+        data_axis: DataAxis,
+        pipeline: int = 1,
+        tensor: int = 1,
+        timeout_s: float = 1800.0,
+        telemetry: bool = True,
+        seed: int | None = None,
+        process_group_backend: str | None = None,
+        start_method: StartMethod = "popen",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io or AtomicCheckpointIO(),
+            precision_plugin=precision_plugin,
+        )
+        self._forward_redirection = compat.DDPForwardRedirection()
+        self.data_axis = data_axis
+        self.timeout_s = timeout_s
+        self.telemetry = telemetry
+        self.seed = seed
+        self.groups: dict[str, ProcessGroup] = {}
+        self.recorder: Recorder | NullRecorder = NullRecorder()
+        self._pipeline, self._tensor = pipeline, tensor
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._start_method = start_method
+        self._resume: ResumeManager | None = None
+
+    # Where this rank stands.
+
+    is_distributed = True
+    """Read by the Trainer, which otherwise would give every rank the same data."""
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def _is_fitting(self) -> bool:
+        trainer = compat.trainer_of(self.lightning_module)
+        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def process_group_backend(self) -> str:
+        """``nccl`` on CUDA, ``gloo`` on the CPU, unless chosen."""
+        return self._process_group_backend or compat.default_backend(self.root_device)
+
+    @property
+    def layout(self) -> MeshLayout:
+        """The sizes of the axes.
+
+        Raises:
+            LayoutError: When they do not divide the number of ranks.
+        """
+        return MeshLayout.fill_data(
+            world_size=self.num_nodes * self.num_processes,
+            pipeline=self._pipeline,
+            tensor=self._tensor,
+        )
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's place on each axis."""
+        return self.layout.coordinates(self.global_rank)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.layout.data, "rank": self.coordinates["data"]}
+
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer once ranks are known, and again after the ranks were started."""
+        if self.cluster_environment is not None:
+            rank = self.node_rank * self.num_processes + self.local_rank
+            self.cluster_environment.set_global_rank(rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # Some environments ignore the setters, so what they say afterwards counts.
+        rank_zero_only.rank = self.global_rank
+
+    # Starting.
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        _ = self.layout  # refuses sizes that do not fit, when the Trainer is built
+        if self._start_method == "popen":
+            launcher = compat.ScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+            launcher.on_death = self._record_death
+            self._launcher = launcher
+        else:
+            self._launcher = compat.MultiProcessingLauncher(self, start_method=self._start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        compat.reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        device = self.root_device
+        compat.init_process_group(
+            self.cluster_environment,
+            self.process_group_backend,
+            timeout=timedelta(seconds=self.timeout_s),
+            device_id=None if device.type == "cpu" else device,
+        )
+        if not self.groups:
+            self.groups = self._build_groups()
+        self._resume = ResumeManager(self)
+        if self.telemetry:
+            self.recorder = observe.open_recorder_of(self)
+
+    def _build_groups(self) -> dict[str, ProcessGroup]:
+        """One group per axis, never the default one: the default's traffic is nobody's axis.
+
+        Collective over all ranks.
+        """
+        groups = {}
+        for axis in AXES:
+            if self.layout.sizes[axis] > 1 or axis == "data":
+                group, _ = dist.new_subgroups_by_enumeration(
+                    self.layout.groups(axis),
+                    timeout=timedelta(seconds=self.timeout_s),
+                    group_desc=axis,
+                )
+                assert group is not None
+                groups[axis] = group
+        return groups
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if is_fitting:
+            self.model = self.data_axis.wrap(
+                self.model, group=self.groups["data"], device=self.root_device
+            )
+            self.setup_optimizers(trainer)
+        else:
+            compat.sync_module_states(self.model)
+        self.setup_precision_plugin()
+        if is_fitting:
+            compat.optimizers_to_device(self.optimizers, self.root_device)
+            self.recorder.expect(self.expected_traffic())
+            if self.seed is not None:
+                seed_random_state(self.seed + self.coordinates["data"])
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def expected_traffic(self) -> list[ExpectedTraffic]:
+        """What one optimizer step should move on this rank, to be shown beside what it moved.
+
+        Empty under manual optimisation, where only the user knows how often gradients are made.
+        """
+        if self.model is None or self.lightning_module is None:
+            return []
+        if not self.lightning_module.automatic_optimization:
+            return []
+        return self.data_axis.expected_traffic(self.model)
+
+    # The loops.
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = compat.trainer_of(self.lightning_module)
+        if self._resume is None or trainer is None or not self._is_fitting:
+            return dataloader
+        return self._resume.adopt(dataloader, trainer)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        with self.recorder.phase("transfer"):
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_train_start(self) -> None:
+        trainer = compat.trainer_of(self.lightning_module)
+        if self._resume is not None and trainer is not None:
+            self._resume.start(trainer)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._resume is not None:
+            self._resume.point.settle()
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._resume is not None and self._is_fitting:
+            self._resume.point.set_aside()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._resume is not None:
+            self._resume.point.take_back()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder.phase("forward"):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        with self.recorder.phase("backward"):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        assert self.model is not None
+        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
+            self.data_axis.before_manual_backward(self.model, closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        assert self.model is not None
+        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
+            self.data_axis.after_manual_backward(self.model)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self.model is not None
+        with self.data_axis.no_sync(self.model):
+            yield
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        with self.recorder.phase("optimizer"):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # Precision and clipping.
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # The Trainer clips through the plugin and never asks the strategy; a plugin with a norm
+        # of its own keeps it.
+        if precision_plugin is not None and compat.uses_lightning_norm(precision_plugin):
+            clip = partial(clipping.clip_optimizer, precision_plugin)
+            precision_plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
+        self._precision_plugin = precision_plugin
+
+    # Collectives.
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if compat.distributed_is_initialized():
+            dist.barrier(device_ids=device_index(self.root_device))
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not compat.distributed_is_initialized():
+            return obj
+        holder = [obj]
+        dist.broadcast_object_list(holder, src)
+        return holder[0]
+
+    @override
+    def reduce(
+        self,
+        tensor: Tensor | Any,
+        group: Any | None = None,
+        reduce_op: ReduceOp | str | None = "mean",
+    ) -> Tensor | Any:
+        """Reduce over the data axis unless another group is given.
+
+        Ranks of the other axes hold the same value; over all ranks a sum would count it again.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return compat.all_reduce_copy(tensor, group or self.groups.get("data"), reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+        if not compat.distributed_is_initialized():
+            return decision
+        agree = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(agree, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(agree)
+
+    # Checkpoints.
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        with self.recorder.phase("checkpoint"):
+            trainer = compat.trainer_of(self.lightning_module)
+            if self._resume is not None and trainer is not None:
+                self._resume.store(checkpoint, trainer)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only, **kwargs)
+        trainer = compat.trainer_of(self.lightning_module)
+        if self._resume is not None and trainer is not None:
+            self._resume.read(checkpoint, trainer, str(checkpoint_path))
+        return checkpoint
+
+    # Ending.
+
+    def _record_death(self, local_rank: int, code: int) -> None:
+        self.recorder.rank_died(self.node_rank * self.num_processes + local_rank, code)
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        self.model = module
+        trainer = compat.trainer_of(module)
+        if (
+            module is not None
+            and trainer is not None
+            and trainer.state.fn == TrainerFn.FITTING
+            and self._layer_sync is not None
+        ):
+            self.model = self._layer_sync.revert(module)
+        self.recorder.close()
+        self.recorder = NullRecorder()
+        super().teardown()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # Spawned ranks make their own groups, files and hooks.
+        state = super().__getstate__()
+        state.update(groups={}, recorder=NullRecorder(), _resume=None)
+        return state
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Mapping[str, Any]) -> None:
+        """Nothing: ``boltmesh.strategies.registry`` registers all names."""

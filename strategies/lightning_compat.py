@@ -1,0 +1,198 @@
+"""The private names of Lightning that the strategies need, each with why, in one place.
+
+Written for lightning 2.6. Public names are imported where they are used.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from subprocess import Popen
+from typing import Any
+
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized as distributed_is_initialized,
+)
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device as default_backend,
+)
+from lightning.fabric.utilities.distributed import (
+    _init_dist_connection as init_process_group,
+)
+from lightning.fabric.utilities.distributed import (
+    _set_num_threads_if_needed,
+)
+from lightning.fabric.utilities.distributed import (
+    _sync_ddp_if_available as all_reduce_copy,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher as MultiProcessingLauncher,
+)
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from boltmesh.process import describe_exit, end_with_parent
+
+__all__ = [
+    "DDPForwardRedirection",
+    "MultiProcessingLauncher",
+    "ScriptLauncher",
+    "all_reduce_copy",
+    "batches_to_skip",
+    "default_backend",
+    "distributed_is_initialized",
+    "init_process_group",
+    "is_epoch_over",
+    "optimizers_to_device",
+    "prefetched_batches",
+    "prepare_for_backward",
+    "rank_loader",
+    "reset_seed",
+    "restart_fetching",
+    "sync_module_states",
+    "trainer_of",
+    "training_loaders",
+    "uses_lightning_norm",
+    "validation_follows",
+]
+
+_PARENT = "BOLTMESH_LAUNCHER_PID"
+_POLL_S = 0.3
+_GRACE_S = 3.0
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs the script again for the other ranks of this host, and ends all when one dies.
+
+    Lightning's own observer looks every five seconds and kills its process without a word; this
+    one names the rank that went first, within a second. Ranks whose parent dies, end with it.
+    """
+
+    on_death: Callable[[int, int], None] | None = None
+    """Called with the local rank and the exit code of the rank that went first."""
+
+    @override
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
+        if not self.cluster_environment.creates_processes_externally:
+            os.environ[_PARENT] = str(os.getpid())
+            self._call_children_scripts()
+            threading.Thread(target=self._watch, name="boltmesh-ranks", daemon=True).start()
+        elif os.environ.get(_PARENT) == str(os.getppid()):
+            end_with_parent()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    def _watch(self) -> None:
+        while True:
+            codes = [process.poll() for process in self.procs]
+            if all(code == 0 for code in codes):
+                return
+            first = next((rank for rank, code in enumerate(codes, start=1) if code), None)
+            if first is not None:
+                self._end_job(first, self.procs)
+            time.sleep(_POLL_S)
+
+    def _end_job(self, local_rank: int, processes: Sequence["Popen[bytes]"]) -> None:
+        code = processes[local_rank - 1].returncode
+        how = describe_exit(code)
+        print(  # noqa: T201 - the logging of a process about to end cannot be trusted to flush
+            f"boltmesh: local rank {local_rank} (pid {processes[local_rank - 1].pid}) {how}; "
+            f"ending the other ranks.",
+            file=sys.stderr,
+            flush=True,
+        )
+        if self.on_death is not None:
+            self.on_death(local_rank, code)
+        # A rank that failed by an exception leaves its peers with an error of their own to
+        # report; one that is stuck in a collective never gets there.
+        time.sleep(_GRACE_S)
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def trainer_of(module: LightningModule | None) -> Trainer | None:
+    """The module's Trainer, None before it is attached (the public property raises then)."""
+    return None if module is None else module._trainer
+
+
+def training_loaders(trainer: Trainer) -> list[Any]:
+    """The loaders of the fit loop as it iterates over them, after samplers were put in."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def prefetched_batches(trainer: Trainer) -> int:
+    """How many batches the fit loop has fetched and not yet used (loaders without a length)."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def is_epoch_over(trainer: Trainer) -> bool:
+    """Whether the batch in work, or the last one done, is the last of its epoch."""
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def validation_follows(trainer: Trainer) -> bool:
+    """Whether the fit loop will validate before it trains on the next batch."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher is not None and bool(trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher))
+
+
+def batches_to_skip(trainer: Trainer) -> int:
+    """How many batches of the current epoch a restored fit loop has used."""
+    loop = trainer.fit_loop
+    if not loop.is_resuming and not loop.restarting:
+        return 0
+    used = int(loop.epoch_loop.batch_progress.current.ready)
+    is_over = loop.epoch_loop.batch_progress.is_last_batch or used >= loop.max_batches
+    return 0 if is_over else used
+
+
+def restart_fetching(trainer: Trainer) -> None:
+    """Make the fit loop ask its loaders for new iterators."""
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is not None:
+        iter(fetcher)
+
+
+def rank_loader(
+    loader: DataLoader[Any], rank: int, num_replicas: int, stage: RunningStage
+) -> DataLoader[Any]:
+    """The loader that the Trainer would make of ``loader`` for one rank of a data axis."""
+    sampler = _get_distributed_sampler(
+        loader,
+        shuffle=stage == RunningStage.TRAINING,
+        overfit_batches=0,
+        mode=stage,
+        num_replicas=num_replicas,
+        rank=rank,
+    )
+    return _update_dataloader(loader, sampler, mode=stage)
+
+
+def uses_lightning_norm(plugin: Precision) -> bool:
+    """Whether clipping by norm is Lightning's own, so that ours may take its place."""
+    return type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm

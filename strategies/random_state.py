@@ -1,0 +1,42 @@
+"""The random states of one rank: torch, numpy, Python and its device."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+RandomState = dict[str, Any]
+"""Plain containers and tensors, so that ``torch.load(weights_only=True)`` reads it."""
+
+
+def capture_random_state(device: torch.device | None = None) -> RandomState:
+    """The states of torch, numpy and Python, and of ``device`` when it has its own generator."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    state: RandomState = {
+        "torch": torch.get_rng_state(),
+        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
+    }
+    if device is not None and device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: RandomState, device: torch.device | None = None) -> None:
+    """Put back what ``capture_random_state`` gave."""
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    if device is not None and device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def seed_random_state(seed: int) -> None:
+    """Start every generator of this process from ``seed``."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

@@ -1,0 +1,98 @@
+"""The names by which ``Trainer(strategy=...)`` and configs know the strategies.
+
+Importing this module loads neither torch nor Lightning; a door is imported when its name is used.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+HOST = "lightning.pytorch"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where the class of a name is, and which arguments the name fixes."""
+
+    module: str
+    class_name: str
+    description: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def load(self) -> Any:
+        """Import the class."""
+        return getattr(importlib.import_module(self.module), self.class_name)
+
+
+STRATEGIES: dict[str, Entry] = {
+    "bolt_ddp": Entry(
+        "boltmesh.strategies.ddp",
+        "DDPStrategy",
+        "Data parallelism: the whole model on every rank, gradients averaged.",
+    ),
+}
+
+
+def build_strategy(name: str, **arguments: Any) -> Any:
+    """The strategy of a registered name; ``arguments`` come on top of those that the name fixes."""
+    entry = STRATEGIES[name]
+    return entry.load()(**{**entry.arguments, **arguments})
+
+
+def register_with_lightning() -> None:
+    """Make the names known to Lightning: now if it is loaded, else as soon as it is.
+
+    Lightning has no entry point for strategies, and importing it takes seconds, which a dashboard
+    or ``--help`` must not pay.
+    """
+    if HOST in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _WaitForHost) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WaitForHost())
+
+
+def _register() -> None:
+    known = importlib.import_module("lightning.pytorch.strategies").StrategyRegistry
+    for name, entry in STRATEGIES.items():
+        known.register(
+            name, partial(build_strategy, name), description=entry.description, override=True
+        )
+
+
+class _WaitForHost(MetaPathFinder):
+    """Stands in the import path until Lightning is imported once, then leaves."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if fullname != HOST:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _RegisterAfter(spec.loader)
+        return spec
+
+
+class _RegisterAfter(Loader):
+    """Runs a module as its own loader does, and registers the names afterwards."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _register()

@@ -1,0 +1,50 @@
+"""What every test starts from and leaves behind: its own run directory, and nothing else changed."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported, here or in a rank: several ranks share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(tmp_path: Path) -> Iterator[None]:
+    """Give the test a run directory of its own, and take back what it sets for its process."""
+    before = dict(os.environ)
+    os.environ["BOLTMESH_RUN_DIR"] = str(tmp_path / "boltmesh-run")
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _own_torch() -> Iterator[None]:
+    """Reset what torch keeps for the whole process; torch is imported by the tests that need it."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.use_deterministic_algorithms(False)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put slow tests last, and skip by name what needs a device that is not there."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    needs_a_device = [item for item in items if item.get_closest_marker("gpu")]
+    if needs_a_device and not _has_cuda():
+        for item in needs_a_device:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,94 @@
+"""DDP on 2 and 4 ranks computes what one process computes."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule
+
+from boltmesh.parity import Problem, Trace, find_differences, trace_layout, trace_one_process
+from boltmesh.strategies import DDPStrategy
+from tests.support.models import Regression, TwoOptimizers, regression_data
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination of what a user may ask for."""
+
+    name: str
+    ranks: int = 2
+    count: int = 48
+    batch_size: int = 4
+    accumulate: Any = 1
+    steps: int = 5
+    module: type[LightningModule] = Regression
+    model: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+
+    def problem(self) -> Problem:
+        data = partial(regression_data, self.count, self.batch_size)
+        return Problem(
+            module=partial(self.module, **self.model),
+            train=data,
+            validation=partial(regression_data, 21, 4),
+            prediction=partial(regression_data, 19, 4) if self.module is Regression else None,
+            steps=self.steps,
+            accumulate=self.accumulate,
+            trainer={"accelerator": "cpu", **self.trainer},
+        )
+
+
+SGD = {"optimizer": "sgd"}
+UNUSED = {"find_unused_parameters": True}
+CASES = [
+    Case("plain"),
+    Case("plain, 4 ranks", ranks=4),
+    Case("sgd with momentum, 4 ranks", ranks=4, model=SGD),
+    Case("odd sizes", count=37, batch_size=5),
+    Case("odd sizes, 4 ranks", count=43, batch_size=3, ranks=4, model=SGD),
+    Case("accumulation", accumulate=3),
+    Case("accumulation over an odd epoch, 4 ranks", accumulate=2, count=45, ranks=4, model=SGD),
+    Case("scheduled accumulation", accumulate={0: 1, 1: 2, 2: 3}, count=16, steps=6),
+    Case("clipping by norm", trainer={"gradient_clip_val": 0.05}),
+    Case("clipping by norm, accumulation, 4 ranks", ranks=4, accumulate=2,
+         trainer={"gradient_clip_val": 0.05}),
+    Case("clipping by value", model=SGD,
+         trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    Case("bf16-mixed", trainer={"precision": "bf16-mixed"}),
+    Case("bf16-mixed, accumulation, clipping", accumulate=2,
+         trainer={"precision": "bf16-mixed", "gradient_clip_val": 0.05}),
+    Case("bf16-true", model=SGD, trainer={"precision": "bf16-true"}),
+    Case("64 bits", trainer={"precision": "64-true"}, accumulate=2, ranks=4),
+    Case("several buckets", strategy={"bucket_cap_mb": 0.0001}, model={"width": 64}),
+    Case("a static graph", strategy={"static_graph": True}, accumulate=2),
+    Case("unused parameters", model={"leaves_out_on_odd_steps": True, **SGD},
+         strategy=UNUSED),
+    Case("a frozen layer", model={"has_frozen_layer": True}, ranks=4),
+    Case("several optimizers", module=TwoOptimizers, strategy=UNUSED),
+    Case("several optimizers, 4 ranks", module=TwoOptimizers, ranks=4, strategy=UNUSED),
+]  # fmt: skip
+
+
+def one_process(rank: int, world_size: int, case: Case) -> Trace:
+    return trace_one_process(case.problem(), data_size=case.ranks)
+
+
+def layout(rank: int, world_size: int, case: Case) -> Trace:
+    strategy = DDPStrategy(telemetry=False, **case.strategy)
+    return trace_layout(case.problem(), strategy, devices=world_size)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_ddp_equals_one_process(case: Case) -> None:
+    reference = run_ranks(one_process, 1, case)[0]
+    traces = run_ranks(layout, case.ranks, case)
+    assert len(reference.losses) == case.steps
+    assert reference.losses[-1] != reference.losses[0]
+    assert reference.validation
+    for trace in traces:
+        assert [str(each) for each in find_differences(reference, trace)] == []

@@ -1,0 +1,178 @@
+"""Starts ranks for a test, cheaply: a fork server holds torch and Lightning already imported.
+
+``run_ranks(worker, 2, *args)`` calls the module-level function ``worker(rank, world_size, *args)``
+in two processes that share an initialised gloo group, and returns what each rank returned. The
+environment of a rank looks like torchrun's, so a Trainer built by the worker joins and launches
+nothing. A failing rank raises ``RankFailure`` in the test, with the rank and its traceback;
+nothing outlives ``timeout_s``.
+"""
+
+import gc
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "boltmesh.strategies.ddp"]
+GRACE_S = 3.0
+"""How long the other ranks may take to tell their side once one has failed."""
+
+CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "timed out")
+"""A rank that says this lost a peer; the peer is the cause."""
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not finish in time."""
+
+
+@dataclass
+class _Rank:
+    rank: int
+    process: BaseProcess
+    connection: Connection
+    result: Any = None
+    error: str | None = None
+    is_done: bool = False
+    said: list[str] = field(default_factory=list)
+
+    def collect(self) -> None:
+        """Take the report of a rank that has sent one or has died."""
+        if self.is_done:
+            return
+        self.is_done = True
+        try:
+            outcome, value = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.process.join(GRACE_S)
+            self.error = f"died with exit code {self.process.exitcode} and reported nothing"
+            return
+        if outcome == "ok":
+            self.result = value
+        else:
+            self.error = value
+
+
+def run_ranks(
+    worker: Callable[..., Any], world_size: int, *args: object, timeout_s: float = 60.0
+) -> list[Any]:
+    """Run ``worker(rank, world_size, *args)`` on every rank and return the results by rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ranks = []
+        for rank in range(world_size):
+            here, there = context.Pipe(duplex=False)
+            job = (there, worker, rank, world_size, folder, timeout_s, args)
+            process = context.Process(target=_rank_main, args=job, daemon=False)
+            process.start()
+            there.close()
+            ranks.append(_Rank(rank, process, here))
+        try:
+            _wait(ranks, timeout_s)
+        finally:
+            for each in ranks:
+                if each.process.is_alive():
+                    each.process.kill()
+                each.process.join()
+                each.connection.close()
+    _raise_first_cause(ranks)
+    return [each.result for each in ranks]
+
+
+def _wait(ranks: list[_Rank], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while pending := {each.connection: each for each in ranks if not each.is_done}:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        for connection in ready:
+            pending[connection].collect()  # type: ignore[index]
+        if any(each.error for each in ranks):
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        if not ready and time.monotonic() >= deadline:
+            reason = "did not finish" if not any(each.error for each in ranks) else "was waiting"
+            for each in pending.values():
+                each.is_done = True
+                each.error = f"{reason} within {timeout_s:g} s and was ended"
+
+
+def _raise_first_cause(ranks: list[_Rank]) -> None:
+    failed = [each for each in ranks if each.error]
+    if not failed:
+        return
+
+    def is_consequence(each: _Rank) -> bool:
+        text = each.error or ""
+        return "was waiting" in text or any(sign in text for sign in CONSEQUENCES)
+
+    failed.sort(key=is_consequence)
+    raise RankFailure("\n".join(f"rank {each.rank}: {each.error}" for each in failed))
+
+
+def _rank_main(
+    connection: Connection,
+    worker: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_s: float,
+    args: tuple[object, ...],
+) -> None:
+    try:
+        with _group(rank, world_size, folder, timeout_s):
+            result = worker(rank, world_size, *args)
+        report = pickle.dumps(("ok", result))
+    except BaseException:
+        report = pickle.dumps(("error", traceback.format_exc()))
+    # Plain bytes: multiprocessing would share a tensor's memory with a process about to end.
+    connection.send_bytes(report)
+    connection.close()
+    # gloo's threads sometimes abort while the interpreter goes down, see pytorch#190489.
+    os._exit(0)
+
+
+@contextmanager
+def _group(rank: int, world_size: int, folder: str, timeout_s: float) -> Iterator[None]:
+    import torch
+    import torch.distributed as dist
+
+    # Warnings are errors in the test process; in a rank, Lightning's advice on workers and
+    # loggers is not what is tested.
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+        TORCHELASTIC_RUN_ID="tests",
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+        BOLTMESH_RUN_DIR=os.environ.get("BOLTMESH_RUN_DIR") or str(Path(folder, "telemetry")),
+    )
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        yield
+        dist.barrier()
+    finally:
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()

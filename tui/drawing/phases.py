@@ -1,0 +1,71 @@
+"""Where the time of a step goes: one stacked bar and its legend."""
+
+from boltmesh.telemetry.snapshot import PhaseTime
+from boltmesh.tui import units
+from boltmesh.tui.drawing.bars import phase_role, stacked_bar
+from boltmesh.tui.drawing.glyphs import Glyphs
+from boltmesh.tui.drawing.line import Line
+from boltmesh.tui.drawing.look import Look, heading
+from boltmesh.tui.figures.phases import PhaseSplit, phase_split
+from boltmesh.tui.figures.progress import progress
+from boltmesh.tui.state import State
+
+
+def draw_phases(state: State, width: int, height: int, look: Look) -> list[Line]:
+    """The full form has a heading and a legend line for each phase, the short one packs them."""
+    split = phase_split(state.job)
+    if split is None:
+        return _draw_nothing(width, height, look)
+    label = phases_title(state)
+    if look.has_headings and height >= 3:
+        title = heading(label, width, look, right=Line(units.seconds(split.seconds), "strong"))
+        bar = stacked_bar(split.phases, width, look.glyphs)
+        room = height - 2
+        legend = _legend(split, look.glyphs)
+        if len(legend) > room:
+            legend = _pack(split, width, look.glyphs)
+        return [title, bar, *(line.crop(width) for line in legend[:room])]
+    bar = Line(f"{label} ", "muted").add(units.seconds(split.seconds), "strong").add("  ")
+    bar.join(stacked_bar(split.phases, max(0, width - bar.width), look.glyphs))
+    return [bar.crop(width), *_pack(split, width, look.glyphs)][:height]
+
+
+def phases_title(state: State) -> str:
+    """Name what the records are of: a step, or one of the batches that a step accumulates."""
+    batches = progress(state).batches_per_step
+    return "step time" if batches == 1 else f"batch time, {batches} a step"
+
+
+def _draw_nothing(width: int, height: int, look: Look) -> list[Line]:
+    if look.has_headings and height >= 2:
+        return [heading("step time", width, look), Line("no step yet", "muted").crop(width)]
+    return [Line("step time  no step yet", "muted").crop(width)][:height]
+
+
+def _legend(split: PhaseSplit, glyphs: Glyphs) -> list[Line]:
+    names = max(len(phase.name) for phase in split.phases)
+    lines = []
+    for phase in split.phases:
+        line = Line(glyphs.phases[phase.name] * 2, phase_role(phase.name)).add(" ")
+        line.add(phase.name.ljust(names)).add(units.seconds(phase.seconds).rjust(10))
+        lines.append(line.add(_share(phase, split).rjust(6), "muted"))
+    return lines
+
+
+def _pack(split: PhaseSplit, width: int, glyphs: Glyphs) -> list[Line]:
+    """The legend in running lines: ``forward 62 ms``, as many to a line as fit."""
+    lines = [Line()]
+    for phase in split.phases:
+        entry = Line(glyphs.phases[phase.name], phase_role(phase.name))
+        entry.add(f" {phase.name} ", "muted").add(_share(phase, split))
+        if lines[-1].width and lines[-1].width + 3 + entry.width > width:
+            lines.append(Line())
+        if lines[-1].width:
+            lines[-1].add("   ")
+        lines[-1].join(entry.crop(width))
+    return lines
+
+
+def _share(phase: PhaseTime, split: PhaseSplit) -> str:
+    share = 100 * phase.seconds / split.seconds
+    return "<1%" if share < 0.5 else units.percent(share)

@@ -1,0 +1,1 @@
+"""What a snapshot means: pure functions from a job to the figures that are shown of it."""

@@ -1,0 +1,86 @@
+"""Everything the dashboard knows, as one immutable value folded from what a source saw.
+
+The rings of a job forget; the state remembers each metric for as long as somebody watches, thinned
+so that its size stays bounded however long that is.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from boltmesh.telemetry.snapshot import JobSnapshot, MetricPoint
+from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.source import Observation
+
+MAX_POINTS = 4096
+"""Points kept of one metric; beyond it every second one of the older half goes."""
+
+
+class Series(msgspec.Struct, frozen=True):
+    """One metric over the run, steps ascending."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+class State(msgspec.Struct, frozen=True):
+    """What the screens show."""
+
+    time: float
+    """When the job was last seen, by the watcher's wall clock."""
+    job: JobSnapshot
+    devices: tuple[DeviceReading, ...]
+    series: Mapping[str, Series]
+    lost: str | None = None
+    """Why the job can no longer be read, while its last data stay on the screen."""
+
+
+def fold(state: State | None, seen: Observation) -> State:
+    """Return ``state`` with one more observation; another job starts afresh."""
+    known = state.series if state is not None and state.job.id == seen.job.id else {}
+    return State(
+        time=seen.time,
+        job=seen.job,
+        devices=seen.devices,
+        series=_extend(known, seen.job.history),
+    )
+
+
+def fold_loss_of_source(state: State, reason: str) -> State:
+    """Return ``state`` marked as the last that is known, and why."""
+    return msgspec.structs.replace(state, lost=reason)
+
+
+def metric_names(state: State) -> tuple[str, ...]:
+    """Return the metrics that have a series: the loss first, then by name."""
+    return tuple(sorted(state.series, key=lambda name: (name != "loss", name)))
+
+
+def _extend(
+    known: Mapping[str, Series], history: tuple[MetricPoint, ...]
+) -> Mapping[str, Series]:
+    fresh: dict[str, list[MetricPoint]] = {}
+    for point in history:
+        series = known.get(point.name)
+        if series is None or point.global_step > series.steps[-1]:
+            fresh.setdefault(point.name, []).append(point)
+    extended = dict(known)
+    for name, points in fresh.items():
+        before = known.get(name, Series((), ()))
+        extended[name] = _thin(
+            Series(
+                steps=before.steps + tuple(point.global_step for point in points),
+                values=before.values + tuple(point.value for point in points),
+            )
+        )
+    return extended
+
+
+def _thin(series: Series) -> Series:
+    while len(series.steps) > MAX_POINTS:
+        half = len(series.steps) // 2
+        series = Series(
+            steps=series.steps[:half:2] + series.steps[half:],
+            values=series.values[:half:2] + series.values[half:],
+        )
+    return series

@@ -1,0 +1,106 @@
+"""Numbers as people read them; ``-`` where nothing is known."""
+
+import math
+from collections.abc import Mapping
+
+UNKNOWN = "-"
+
+
+def count(value: float | None) -> str:
+    """1,234,567: steps and calls. A mean that is not whole keeps one decimal."""
+    if value is None:
+        return UNKNOWN
+    if value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,.1f}"
+
+
+def rate(value: float | None) -> str:
+    """Things a second: ``3.21``, ``412``, ``28,900``, ``1.24 M``."""
+    if value is None:
+        return UNKNOWN
+    if value < 10:
+        return f"{value:.2f}"
+    if value < 100:
+        return f"{value:.1f}"
+    if value < 999_950:
+        return f"{value:,.0f}"
+    return f"{value / 1e6:,.2f} M"
+
+
+def traffic(value: float | None) -> str:
+    """Bytes that move, in decimal units as links are sold: ``26.2 MB``."""
+    return _scaled(value, 1000, ("B", "kB", "MB", "GB", "TB"))
+
+
+def memory(value: float | None) -> str:
+    """Bytes that stay, in binary units as memory is sold: ``61.2 GiB``."""
+    return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def _scaled(value: float | None, base: int, units: tuple[str, ...]) -> str:
+    if value is None:
+        return UNKNOWN
+    scaled = float(value)
+    last = len(units) - 1
+    for place, unit in enumerate(units):
+        # What would round up to four digits belongs to the next unit.
+        if scaled < base - 0.5 or place == last:
+            digits = 0 if place == 0 or scaled >= 99.95 else 1 if scaled >= 9.995 else 2
+            return f"{scaled:.{digits}f} {unit}"
+        scaled /= base
+    raise AssertionError("the last unit takes every value")
+
+
+def percent(value: float | None) -> str:
+    """``84%``."""
+    return UNKNOWN if value is None else f"{value:.0f}%"
+
+
+def seconds(value: float | None) -> str:
+    """A short time, such as a step or a phase: ``0.41 ms``, ``212 ms``, ``1.24 s``."""
+    if value is None:
+        return UNKNOWN
+    if value >= 99.95:
+        return duration(value)
+    if value >= 0.9995:
+        return f"{value:.2f} s" if value < 9.995 else f"{value:.1f} s"
+    milliseconds = value * 1e3
+    digits = 0 if milliseconds >= 99.95 else 1 if milliseconds >= 9.995 else 2
+    return f"{milliseconds:.{digits}f} ms"
+
+
+def duration(value: float | None) -> str:
+    """A long time, such as a run: ``42s``, ``12m 03s``, ``1h 04m``, ``3d 02h``."""
+    if value is None:
+        return UNKNOWN
+    whole = max(0, int(value))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole // 60 % 60:02d}m"
+    return f"{whole // 86400}d {whole // 3600 % 24:02d}h"
+
+
+def number(value: float | None) -> str:
+    """A metric, to four or five figures: ``2.4137``, ``0.0003``, ``1.5e-07``, ``nan``."""
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if 1 <= size < 10_000:
+        return f"{value:.{4 - len(str(int(size))) + 1}f}"
+    if 0.001 <= size < 1:
+        return f"{value:.4f}"
+    return f"{value:.3g}"
+
+
+def mesh(sizes: Mapping[str, int], world_size: int, *, times: str = " x ") -> str:
+    """``pipeline 2 x data 4``; axes of size one say nothing and are left out."""
+    parts = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    return times.join(parts) or ("1 rank" if world_size == 1 else f"{world_size} ranks")
