@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
@@ -98,6 +98,7 @@ class Difference:
     reference: float
     layout: float
 
+    @override
     def __str__(self) -> str:
         apart = abs(self.layout - self.reference)
         return (
@@ -140,11 +141,12 @@ def _differences(reference: Trace, layout: Trace, tolerance: Tolerance) -> Itera
         )
         pairs = zip(norms[0][step], norms[1][step], strict=False)
         for number, (one, ranks) in enumerate(pairs):
-            which = f"gradient norm {number} of step {step}" if number else "gradient norm of step"
-            which = which if number else f"{which} {step}"
+            which = f"gradient norm {number + 1}" if number else "gradient norm"
+            if len(set(ranks)) == 1:
+                yield from _scalar(f"{which} of step {step}", one[0], ranks[0], rtol)
+                continue
             for rank, norm in enumerate(ranks):
-                where = f"{which} on rank {rank}" if len(set(ranks)) > 1 else which
-                yield from _scalar(where, one[0], norm, rtol)
+                yield from _scalar(f"{which} of step {step} on rank {rank}", one[0], norm, rtol)
         yield from _mapping(
             f"metric {{}} of step {step}", reference.metrics[step], layout.metrics[step], rtol
         )
@@ -328,11 +330,12 @@ class _RankBatches:
     def __init__(
         self, loader: DataLoader[Any], data_size: int, stage: RunningStage, *, is_merged: bool
     ) -> None:
-        if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__getitem__"):
+        dataset = getattr(loader, "dataset", None)
+        if dataset is None or isinstance(dataset, IterableDataset):
             raise ConfigError(
                 f"A comparison needs a DataLoader over a dataset with indices, and this is "
-                f"{type(loader).__name__} over {type(getattr(loader, 'dataset', None)).__name__}: "
-                f"nothing says which rank should see what of it."
+                f"{type(loader).__name__} over {type(dataset).__name__}: nothing says which rank "
+                f"should see what of it."
             )
         self.loaders = [rank_loader(loader, rank, data_size, stage) for rank in range(data_size)]
         self.is_merged = is_merged
@@ -406,7 +409,7 @@ def _flatten(predictions: Any) -> list[Tensor]:
     """One tensor per batch: what a module predicts may be nested."""
     return [
         torch.cat([leaf.flatten().float().cpu() for leaf in _leaves(batch)] or [torch.empty(0)])
-        for batch in predictions or ()
+        for batch in predictions
     ]
 
 

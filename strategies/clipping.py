@@ -22,10 +22,12 @@ PIECE_NUMEL = 1 << 16
 def tensor_norm(tensor: Tensor, norm_type: float = 2.0) -> Tensor:
     """The norm of one tensor, a scalar of its dtype (fp32 at least)."""
     if tensor.device.type != "cpu" or tensor.numel() <= WHOLE_NUMEL:
-        return torch.linalg.vector_norm(tensor, norm_type)
-    pieces = tensor.detach().reshape(-1).split(PIECE_NUMEL)
+        whole: Tensor = torch.linalg.vector_norm(tensor, norm_type)
+        return whole
+    pieces = torch.split(tensor.detach().reshape(-1), PIECE_NUMEL)
     norms = torch.stack([torch.linalg.vector_norm(piece, norm_type) for piece in pieces])
-    return torch.linalg.vector_norm(norms, norm_type)
+    joint: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    return joint
 
 
 def clip_by_norm(
@@ -44,7 +46,7 @@ def clip_by_norm(
     first = with_gradient[0].grad
     assert first is not None
     norms = [tensor_norm(p.grad, norm_type) for p in with_gradient if p.grad is not None]
-    total = torch.linalg.vector_norm(
+    total: Tensor = torch.linalg.vector_norm(
         torch.stack([norm.to(first.device) for norm in norms]), norm_type
     )
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)

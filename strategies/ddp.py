@@ -65,12 +65,13 @@ class DDPStrategy(MeshStrategy):
         self.options = options
         super().__init__(data_axis=Replicas(options), **kwargs)
 
-    @property
+    @property  # type: ignore[explicit-override]
     @override
     def precision_plugin(self) -> Precision:
         return super().precision_plugin
 
     @precision_plugin.setter
+    @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         scaler = getattr(precision_plugin, "scaler", None)
         if (
@@ -89,12 +90,13 @@ class DDPStrategy(MeshStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if "Expected to have finished reduction in the prior iteration" in str(exception):
-            exception.args = (
+            advice = (
                 "Some parameters did not take part in the loss that training_step returned, and "
                 "DDP still waits for their gradients. Set find_unused_parameters=True "
                 "(strategy.find_unused_parameters=true in a config), or use every parameter in "
-                f"every step. torch says: {exception}",
+                f"every step. torch says: {exception}"
             )
+            exception.args = (advice,)
 
 
 # What Lightning allows its own DDP strategy and tells by class alone (compiled modules, automatic

@@ -14,15 +14,15 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -168,7 +168,7 @@ class MeshStrategy(ParallelStrategy):
             self.cluster_environment.set_global_rank(rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         # Some environments ignore the setters, so what they say afterwards counts.
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # Starting.
 
@@ -212,7 +212,7 @@ class MeshStrategy(ParallelStrategy):
         groups = {}
         for axis in AXES:
             if self.layout.sizes[axis] > 1 or axis == "data":
-                group, _ = dist.new_subgroups_by_enumeration(
+                group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
                     self.layout.groups(axis),
                     timeout=timedelta(seconds=self.timeout_s),
                     group_desc=axis,
@@ -342,12 +342,13 @@ class MeshStrategy(ParallelStrategy):
 
     # Precision and clipping.
 
-    @property
+    @property  # type: ignore[explicit-override]
     @override
     def precision_plugin(self) -> Precision:
         return super().precision_plugin
 
     @precision_plugin.setter
+    @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         # The Trainer clips through the plugin and never asks the strategy; a plugin with a norm
         # of its own keeps it.
@@ -387,7 +388,7 @@ class MeshStrategy(ParallelStrategy):
         return compat.all_reduce_copy(tensor, group or self.groups.get("data"), reduce_op)
 
     @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if not compat.distributed_is_initialized():
             return decision
         agree = torch.tensor(int(decision), device=self.root_device)

@@ -8,8 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from subprocess import Popen
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized as distributed_is_initialized,
@@ -44,6 +43,9 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from boltmesh.process import describe_exit, end_with_parent
+
+if TYPE_CHECKING:
+    from subprocess import Popen
 
 __all__ = [
     "DDPForwardRedirection",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from boltmesh.strategies.random_state import (
     RandomState,
@@ -103,28 +103,36 @@ class ResumePoint:
             self._now = None
 
 
-class _ResumableLoader:
-    """Marks the class of a loader that knows its place, and holds what it knows."""
+@dataclass
+class _Place:
+    """What a resumable loader knows of itself."""
 
-    _resume_point: ResumePoint | None = None
-    _resume_from: LoaderState | None = None
-    _epoch: "_Epoch | None" = None
-    _is_for_training = True
+    point: ResumePoint
+    is_for_training: bool
+    start: LoaderState | None = None
+    """Where the next pass begins, when a run was resumed."""
+    epoch: "_Epoch | None" = None
+    """The pass that was begun last."""
+
+
+class _ResumableLoader:
+    """Marks the class of a loader that knows its place."""
+
+    place: _Place
 
 
 def _iterate(loader: Any) -> Iterator[Any]:
     """Takes the place of ``__iter__``: a pass over the loader that knows its place."""
-    if not loader._is_for_training:
-        loader._resume_point.set_aside()
-        plain: Iterator[Any] = type(loader).plain_iter(loader)
-        return plain
-    start, loader._resume_from = loader._resume_from, None
-    if start is None and loader._epoch is not None and loader._resume_point.is_resuming:
-        start = loader._epoch.start
-    make = partial(type(loader).plain_iter, loader)
-    loader._epoch = _Epoch(loader, make, loader._resume_point, start)
-    epoch: _Epoch = loader._epoch
-    return epoch
+    place: _Place = loader.place
+    make: Callable[[], Iterator[Any]] = partial(type(loader).plain_iter, loader)
+    if not place.is_for_training:
+        place.point.set_aside()
+        return make()
+    start, place.start = place.start, None
+    if start is None and place.epoch is not None and place.point.is_resuming:
+        start = place.epoch.start  # Lightning asked twice before it used a batch
+    place.epoch = _Epoch(loader, make, place.point, start)
+    return place.epoch
 
 
 class _Epoch(Iterator[Any]):
@@ -149,6 +157,7 @@ class _Epoch(Iterator[Any]):
         if start is None:
             self._begin()
 
+    @override
     def __next__(self) -> Any:
         if self._inner is None:
             self._resume()
@@ -207,10 +216,7 @@ def make_resumable(loader: object, point: ResumePoint, *, is_for_training: bool)
         # The user's class comes first: only then may an object change to the new one.
         names = {"__iter__": _iterate, "plain_iter": kind.__iter__}
         loader.__class__ = type(kind.__name__, (kind, _ResumableLoader), names)
-    loader._resume_point = point  # type: ignore[attr-defined]
-    loader._resume_from = None  # type: ignore[attr-defined]
-    loader._epoch = None  # type: ignore[attr-defined]
-    loader._is_for_training = is_for_training  # type: ignore[attr-defined]
+    loader.place = _Place(point, is_for_training)
     for name in ("state_dict", "load_state_dict"):
         vars(loader).pop(name, None)
     return True
@@ -233,7 +239,7 @@ def announce(loader: Any) -> None:
 
 def loader_state(loader: Any, *, prefetched: int, is_epoch_over: bool) -> LoaderState:
     """Where this rank stands in a resumable loader."""
-    epoch: _Epoch | None = loader._epoch
+    epoch: _Epoch | None = loader.place.epoch
     if epoch is None or is_epoch_over:
         return LoaderState(position=0, epoch_start=None)
     before = epoch.before_last if prefetched else None
@@ -242,4 +248,4 @@ def loader_state(loader: Any, *, prefetched: int, is_epoch_over: bool) -> Loader
 
 def resume_loader(loader: Any, state: LoaderState) -> None:
     """Let the next pass over the loader begin where ``state`` says."""
-    loader._resume_from = state
+    loader.place.start = state

@@ -6,6 +6,8 @@ innermost. Global ranks are node-major, so the innermost axis stays inside a nod
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from boltmesh.errors import LayoutError
 
 AXES = ("pipeline", "data", "tensor")
@@ -76,5 +78,6 @@ class MeshLayout:
             groups.setdefault(key, []).append(rank)
         return list(groups.values())
 
+    @override
     def __str__(self) -> str:
         return " x ".join(f"{axis}={size}" for axis, size in self.sizes.items())

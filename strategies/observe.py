@@ -1,12 +1,51 @@
-"""Opens a strategy's telemetry: what the job is called, where it runs, which group is which axis."""
+"""Opens a strategy's telemetry: what the job is, where this rank stands, which group is whose."""
 
+import os
+import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from boltmesh.telemetry.recorder import NullRecorder, Recorder
+from boltmesh.errors import TelemetryError
+from boltmesh.strategies.lightning_compat import trainer_of
+from boltmesh.telemetry.job import ID_VARIABLE, JobInfo, new_job_id
+from boltmesh.telemetry.recorder import NullRecorder, Recorder, open_recorder
 
 if TYPE_CHECKING:
     from boltmesh.strategies.engine import MeshStrategy
 
 
 def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
-    return NullRecorder()
+    """Open this rank's recorder and name the groups of the axes.
+
+    Collective over all ranks, which have to agree on the job's id.
+    """
+    trainer = trainer_of(strategy.lightning_module)
+    max_steps = trainer.max_steps if trainer is not None else -1
+    job_id = strategy.broadcast(os.environ.get(ID_VARIABLE) or new_job_id())
+    try:
+        info = JobInfo.create(
+            strategy=type(strategy).__name__,
+            mesh=strategy.layout.sizes,
+            world_size=strategy.world_size,
+            id=job_id,
+            hyperparameters=_hyperparameters(strategy),
+            max_steps=max_steps if max_steps > 0 else None,
+        )
+    except TelemetryError as error:
+        warnings.warn(f"boltmesh telemetry is off: {error}", RuntimeWarning, stacklevel=2)
+        return NullRecorder()
+    recorder = open_recorder(
+        info,
+        rank=strategy.global_rank,
+        local_rank=strategy.local_rank,
+        device=strategy.root_device,
+        coordinates=strategy.coordinates,
+    )
+    for axis, group in strategy.groups.items():
+        recorder.name_group(group, axis)
+    return recorder
+
+
+def _hyperparameters(strategy: "MeshStrategy") -> Mapping[str, object]:
+    module = strategy.lightning_module
+    return dict(module.hparams) if module is not None else {}

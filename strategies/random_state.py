@@ -13,7 +13,8 @@ RandomState = dict[str, Any]
 def capture_random_state(device: torch.device | None = None) -> RandomState:
     """The states of torch, numpy and Python, and of ``device`` when it has its own generator."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
     state: RandomState = {
         "torch": torch.get_rng_state(),
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),

@@ -14,6 +14,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from typing_extensions import override
+
 HOST = "lightning.pytorch"
 
 
@@ -69,6 +71,7 @@ def _register() -> None:
 class _WaitForHost(MetaPathFinder):
     """Stands in the import path until Lightning is imported once, then leaves."""
 
+    @override
     def find_spec(
         self,
         fullname: str,
@@ -90,9 +93,11 @@ class _RegisterAfter(Loader):
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
+    @override
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
+    @override
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         _register()

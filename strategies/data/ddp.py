@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch.distributed import GradBucket, ProcessGroup
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
@@ -58,7 +59,8 @@ class Replicas(DataAxis):
         # https://docs.pytorch.org/docs/stable/notes/cuda.html#use-nn-parallel-distributeddataparallel
         stream: AbstractContextManager[object] = nullcontext()
         if device.type == "cuda":
-            stream = torch.cuda.stream(torch.cuda.Stream())
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream = torch.cuda.stream(side)
         with stream:
             wrapped = DistributedDataParallel(
                 module,
@@ -155,7 +157,7 @@ class Replicas(DataAxis):
 
 
 def bf16_hook(group: ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
-    """torch's bf16 compression under another name.
+    """Torch's bf16 compression under another name.
 
     torch refuses its own hook by name unless NCCL is there; gloo reduces bf16 just as well.
     """

@@ -18,6 +18,8 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
+STEPS = 3
+
 
 class WrongGradient(DDPStrategy):
     """One gradient of one parameter is two per cent too large."""
@@ -67,12 +69,16 @@ class WrongClipping(DDPStrategy):
 
 
 class LostState(DDPStrategy):
-    """Forgets the optimizer's momentum in the middle, which one step's losses do not show."""
+    """Forgets the optimizer's momentum after the last step, which no loss shows."""
 
     @override
-    def on_train_end(self) -> None:
-        for state in self.optimizers[0].state.values():
-            state["momentum_buffer"].zero_()
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == STEPS:
+            for state in self.optimizers[0].state.values():
+                state["momentum_buffer"].zero_()
+        return output
 
 
 def problem() -> Problem:
@@ -80,7 +86,7 @@ def problem() -> Problem:
         module=partial(Regression, optimizer="sgd"),
         train=partial(regression_data, 24, 4),
         validation=partial(regression_data, 12, 4),
-        steps=3,
+        steps=STEPS,
         trainer={"accelerator": "cpu", "gradient_clip_val": 0.1},
     )
 

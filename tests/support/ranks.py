@@ -32,7 +32,7 @@ CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken
 """A rank that says this lost a peer; the peer is the cause."""
 
 
-class RankFailure(AssertionError):
+class RankFailure(AssertionError):  # noqa: N818 - what a test reports, not an error of ours
     """A rank raised, died or did not finish in time."""
 
 
@@ -131,7 +131,7 @@ def _rank_main(
         with _group(rank, world_size, folder, timeout_s):
             result = worker(rank, world_size, *args)
         report = pickle.dumps(("ok", result))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
         report = pickle.dumps(("error", traceback.format_exc()))
     # Plain bytes: multiprocessing would share a tensor's memory with a process about to end.
     connection.send_bytes(report)

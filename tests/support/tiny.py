@@ -1,0 +1,91 @@
+"""A model and data small enough that a run is over before its imports are."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+FEATURES = 6
+
+
+class TinyModel(LightningModule):
+    """A perceptron with dropout, so that a resumed run has random numbers to repeat.
+
+    Args:
+        width: Of the hidden layer.
+        step_s: How long a step takes at least, so that a test can interfere.
+        fail_at: Batch at which ``failing_rank`` raises.
+        kill_at: Batch at which ``failing_rank`` is killed, as by the kernel.
+        failing_rank: Which rank ``fail_at`` and ``kill_at`` mean.
+    """
+
+    def __init__(
+        self,
+        width: int = 5,
+        learning_rate: float = 0.05,
+        step_s: float = 0.0,
+        fail_at: int | None = None,
+        kill_at: int | None = None,
+        failing_rank: int = 1,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        options = self.hparams
+        time.sleep(options["step_s"])
+        if self.global_rank == options["failing_rank"]:
+            if batch_idx == options["fail_at"]:
+                raise ValueError("planted: this batch is bad")
+            if batch_idx == options["kill_at"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+        loss = F.mse_loss(self(x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", F.mse_loss(self(x), y), sync_dist=True)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, y = batch
+        self.log("test_loss", F.mse_loss(self(x), y), sync_dist=True)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams["learning_rate"])
+
+
+class TinyData(LightningDataModule):
+    """A linear function with noise."""
+
+    def __init__(self, samples: int = 96, batch_size: int = 4) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(samples, FEATURES, generator=generator)
+        y = x.sum(1, keepdim=True) + 0.1 * torch.randn(samples, 1, generator=generator)
+        self.part = TensorDataset(x, y)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(self.part, batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(self.part, batch_size=self.batch_size)
+
+    test_dataloader = val_dataloader
+    predict_dataloader = val_dataloader
