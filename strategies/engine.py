@@ -406,6 +406,8 @@ class MeshStrategy(ParallelStrategy):
             if self._resume is not None and trainer is not None:
                 self._resume.store(checkpoint, trainer)
             super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            self.recorder.event("checkpoint", str(filepath))
 
     @override
     def load_checkpoint(

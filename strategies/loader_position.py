@@ -33,6 +33,8 @@ class LoaderState:
     """Before this epoch's iterator was made; None where a new epoch begins."""
     before_prefetch: RandomState | None = None
     """Before the batch was loaded that is fetched and not yet used, where there is one."""
+    sampler_seed: int | None = None
+    """By which a distributed sampler shuffles each epoch."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain containers."""
@@ -96,7 +98,6 @@ class ResumePoint:
     def settle(self) -> None:
         """The first batch is about to be used: from here on the run is like any other."""
         if self.is_resuming:
-            # A restarting fit loop may iterate over a validation loader that it does not run.
             self._aside = None
             self.apply_once()
             self.is_resuming = False
@@ -159,6 +160,8 @@ class _Epoch(Iterator[Any]):
 
     @override
     def __next__(self) -> Any:
+        # A restarting fit loop may have iterated over a validation loader that it does not run.
+        self._point.take_back()
         if self._inner is None:
             self._resume()
         else:
@@ -240,12 +243,15 @@ def announce(loader: Any) -> None:
 def loader_state(loader: Any, *, prefetched: int, is_epoch_over: bool) -> LoaderState:
     """Where this rank stands in a resumable loader."""
     epoch: _Epoch | None = loader.place.epoch
+    seed = getattr(loader.sampler, "seed", None)
     if epoch is None or is_epoch_over:
-        return LoaderState(position=0, epoch_start=None)
+        return LoaderState(position=0, epoch_start=None, sampler_seed=seed)
     before = epoch.before_last if prefetched else None
-    return LoaderState(epoch.position - prefetched, epoch.epoch_start, before)
+    return LoaderState(epoch.position - prefetched, epoch.epoch_start, before, seed)
 
 
 def resume_loader(loader: Any, state: LoaderState) -> None:
     """Let the next pass over the loader begin where ``state`` says."""
     loader.place.start = state
+    if state.sampler_seed is not None and hasattr(loader.sampler, "seed"):
+        loader.sampler.seed = state.sampler_seed

@@ -35,6 +35,7 @@ class Regression(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.optimizer_name = optimizer
+        self.lr = 0.01
         self.leaves_out_on_odd_steps = leaves_out_on_odd_steps
         self.net = nn.Sequential(
             nn.Linear(FEATURES, width),
@@ -78,7 +79,7 @@ class Regression(LightningModule):
         parameters = [p for p in self.parameters() if p.requires_grad]
         if self.optimizer_name == "sgd":
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-        optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        optimizer = torch.optim.AdamW(parameters, lr=self.lr)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 

@@ -1,0 +1,67 @@
+"""A checkpoint file is complete or absent, whatever happens while it is written."""
+
+import errno
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint import PARTIAL, AtomicCheckpointIO
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"weight": torch.arange(3)}, path)
+    assert AtomicCheckpointIO().load_checkpoint(path)["weight"].tolist() == [0, 1, 2]
+    assert [each.name for each in path.parent.iterdir()] == ["a.ckpt"]
+
+
+class _KillsItsWriter:
+    """Something that a checkpoint may hold, and that ends the process while it is pickled."""
+
+    def __reduce__(self) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return (int, ())
+
+
+def _write(path: Path) -> None:
+    big = torch.zeros(1 << 20)
+    AtomicCheckpointIO().save_checkpoint({"big": big, "bomb": _KillsItsWriter()}, path)
+
+
+def test_a_torn_write_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+    writer = multiprocessing.get_context("fork").Process(target=_write, args=(path,))
+    writer.start()
+    writer.join(30)
+    assert writer.exitcode == -signal.SIGKILL
+    assert AtomicCheckpointIO().load_checkpoint(path) == {"step": 1}
+
+
+def test_a_full_disk_is_named_and_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+
+    def full(checkpoint: object, file: Any) -> None:
+        file.write(b"half of")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"a\.ckpt could not be written: No space left"):
+        AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
+    monkeypatch.undo()
+    assert AtomicCheckpointIO().load_checkpoint(path) == {"step": 1}
+    assert not path.with_name(path.name + PARTIAL).exists()
+
+
+def test_a_remote_file_system_keeps_the_way_of_lightning() -> None:
+    AtomicCheckpointIO().save_checkpoint({"step": 3}, "memory://folder/a.ckpt")
+    assert AtomicCheckpointIO().load_checkpoint("memory://folder/a.ckpt") == {"step": 3}

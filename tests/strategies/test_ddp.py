@@ -1,0 +1,186 @@
+"""What ``DDPStrategy`` refuses, and that Lightning's features work with it as with stock DDP."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies import DDPStrategy
+from tests.support.models import Regression, regression_data
+from tests.support.ranks import RankFailure, run_ranks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gradient_compression": "powersdg"}, "Did you mean 'powersgd'?"),
+        ({"gradient_compression": "zip"}, "Use bf16 or powersgd."),
+        ({"bucket_cap_mb": 0}, "Use 25"),
+        ({"static_graph": True, "find_unused_parameters": True}, "Drop find_unused_parameters."),
+        ({"gradient_compression": "powersgd", "powersgd_rank": 0}, "Use 1 or more."),
+        ({"gradient_compression": "powersgd", "powersgd_start_step": 1}, "Use 2 or more."),
+    ],
+)
+def test_options_that_cannot_be_right_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        DDPStrategy(**arguments)
+    assert message in str(refused.value)
+
+
+def test_powersgd_with_a_loss_scaler_is_refused_when_the_trainer_is_built() -> None:
+    plugin = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ConfigError, match="bf16-mixed"):
+        Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=DDPStrategy(gradient_compression="powersgd"),
+            plugins=[plugin],
+            logger=False,
+        )
+
+
+def trainer(world_size: int, **arguments: Any) -> Trainer:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "strategy": DDPStrategy(telemetry=False),
+    }
+    return Trainer(accelerator="cpu", devices=world_size, **{**quiet, **arguments})
+
+
+def fit_with_monitors(rank: int, world_size: int, folder: Path) -> Any:
+    seed_everything(1)
+    best = ModelCheckpoint(folder, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
+    stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    finder = LearningRateFinder(num_training_steps=40, attr_name="lr")
+    module = Regression()
+    run = trainer(
+        world_size,
+        max_epochs=9,
+        callbacks=[best, stopping, finder],
+        enable_checkpointing=True,
+        logger=CSVLogger(folder),
+    )
+    run.fit(module, regression_data(37, 4), regression_data(13, 4))
+    tested = run.test(module, regression_data(13, 4), ckpt_path="best", verbose=False)
+    kept = sorted(path.name for path in folder.glob("*.ckpt"))
+    return run.current_epoch, kept, best.best_model_path, tested[0]["val_loss"], module.lr
+
+
+@pytest.mark.ranks
+def test_monitors_loggers_and_the_lr_finder_agree_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(fit_with_monitors, 2, tmp_path)
+    epochs, kept, _, _, learning_rate = first
+    assert first == second
+    assert epochs == 2
+    assert learning_rate != 0.01
+    assert kept == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
+    assert len(list(tmp_path.glob("lightning_logs/*/metrics.csv"))) == 1
+
+
+class Stops(Callback):
+    """Receives a SIGTERM in the middle, as from a scheduler."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 2:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit_until_sigterm(rank: int, world_size: int) -> Any:
+    run = trainer(world_size, max_epochs=3, callbacks=[Stops()])
+    try:
+        run.fit(Regression(), regression_data(48, 4))
+    except BaseException as error:
+        return type(error).__name__, run.global_step
+    return None
+
+
+@pytest.mark.ranks
+def test_sigterm_ends_every_rank_at_the_same_step() -> None:
+    ends = run_ranks(fit_until_sigterm, 2)
+    assert ends[0] == ends[1]
+    assert ends[0][0] == "SIGTERMException"
+
+
+class Silent(Regression):
+    """Logs nothing: with torch 2.13 dynamo fails in ``self.log``, under any strategy."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+
+def fit_compiled(rank: int, world_size: int) -> Any:
+    seed_everything(1)
+    plain, other = Silent(), Silent()
+    other.load_state_dict(plain.state_dict())
+    for module in (plain, torch.compile(other, backend="aot_eager")):
+        trainer(world_size, max_steps=3).fit(module, regression_data(24, 4))  # type: ignore[arg-type]
+    pairs = zip(plain.parameters(), other.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_compiled_module_trains_to_the_same_parameters() -> None:
+    assert max(run_ranks(fit_compiled, 2, timeout_s=110.0)) < 1e-5
+
+
+class LeavesOut(Regression):
+    """Leaves a layer out of the loss, which DDP has to be told."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch, uses_side=False)
+
+
+def fit_leaving_out(rank: int, world_size: int) -> None:
+    trainer(world_size, max_steps=3).fit(LeavesOut(), regression_data(24, 4))
+
+
+@pytest.mark.ranks
+def test_unused_parameters_are_explained() -> None:
+    with pytest.raises(RankFailure, match="Set find_unused_parameters=True"):
+        run_ranks(fit_leaving_out, 2)
+
+
+class Draws(LightningModule):
+    """Shows which random numbers training sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append(torch.rand(1).item())
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def draw(rank: int, world_size: int, seed: int | None) -> list[float]:
+    seed_everything(5)
+    module = Draws()
+    strategy = DDPStrategy(telemetry=False, seed=seed)
+    trainer(world_size, strategy=strategy, max_steps=3).fit(module, regression_data(24, 4))
+    return module.seen
+
+
+@pytest.mark.ranks
+def test_a_seed_gives_every_rank_a_stream_of_its_own_that_repeats() -> None:
+    alike = run_ranks(draw, 2, None)
+    assert alike[0] == alike[1]
+    first, second = run_ranks(draw, 2, 3)
+    assert first != second
+    assert run_ranks(draw, 2, 3) == [first, second]

@@ -1,0 +1,103 @@
+"""A script that starts its own ranks: one dies, all end soon, and the first is named."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from boltmesh.process import describe_exit
+from boltmesh.telemetry.reader import list_jobs, open_job
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {root!r})
+import boltmesh
+from lightning.pytorch import Trainer, Callback
+from tests.support.models import Regression, regression_data
+
+class Slow(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 3:
+            import os
+            print("READY", trainer.global_rank, os.getpid(), flush=True)
+        time.sleep(0.02)
+
+trainer = Trainer(accelerator="cpu", devices=2, strategy="bolt_ddp", max_epochs=-1, logger=False,
+                  callbacks=[Slow()], enable_checkpointing=False, enable_progress_bar=False,
+                  enable_model_summary=False)
+trainer.fit(Regression(), regression_data(48, 4))
+"""
+
+
+def start(tmp_path: Path) -> tuple["subprocess.Popen[str]", dict[int, int]]:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(root=str(Path(__file__).parents[2])))
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    assert process.stdout is not None
+    pids: dict[int, int] = {}
+    for line in process.stdout:
+        if line.startswith("READY"):
+            _, rank, pid = line.split()
+            pids[int(rank)] = int(pid)
+        if len(pids) == 2:
+            break
+    return process, pids
+
+
+def wait_until_gone(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, victim: int) -> None:
+    process, pids = start(tmp_path)
+    assert process.pid == pids[0]
+    killed_at = time.monotonic()
+    os.kill(pids[victim], signal.SIGKILL)
+    code = process.wait(15)
+    assert wait_until_gone(pids[1 - victim], 15 - (time.monotonic() - killed_at))
+    (job,) = list_jobs()
+    with open_job(job.path) as opened:
+        snapshot = opened.snapshot()
+    assert snapshot.state == "crashed"
+    assert snapshot.cause is not None
+    assert f"rank {victim}" in snapshot.cause
+    if victim == 1:
+        assert code == 1
+        stderr = (tmp_path / "stderr").read_text()
+        assert f"local rank 1 (pid {pids[1]}) was killed by signal 9 (SIGKILL)" in stderr
+        assert "SIGKILL" in snapshot.cause
+    else:
+        assert code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, "exited with code 3"),
+        (-11, "was killed by signal 11 (SIGSEGV)"),
+        (-99, "was killed by signal 99 (unknown)"),
+    ],
+)
+def test_exit_codes_are_told_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words

@@ -1,0 +1,197 @@
+"""A run that was stopped and resumed is, to the bit, the run that was never stopped."""
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from boltmesh.errors import CheckpointError
+from boltmesh.strategies import DDPStrategy
+from boltmesh.strategies.random_state import capture_random_state, restore_random_state
+from tests.support.models import FEATURES, Regression
+from tests.support.ranks import RankFailure, run_ranks
+
+
+class Augmented(Dataset[Any]):
+    """Draws from all three generators for every sample, as image augmentation does."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.rand(FEATURES) + random.random() + np.random.rand()
+        return index / self.count + 0.1 * noise.float(), torch.tensor([index / self.count])
+
+
+class Stream(IterableDataset[Any]):
+    """The same without a length, so that the fit loop fetches one batch ahead."""
+
+    def __iter__(self) -> Any:
+        return (Augmented(37)[index] for index in range(37))
+
+
+def loader(kind: str) -> DataLoader[Any]:
+    if kind == "stream":
+        return DataLoader(Stream(), batch_size=4)
+    workers = 2 if kind == "workers" else 0
+    return DataLoader(Augmented(43), batch_size=4, shuffle=True, num_workers=workers)
+
+
+def fit(
+    world_size: int,
+    kind: str,
+    folder: Path | None,
+    resume: Path | None = None,
+    *,
+    epochs: int = 3,
+    **arguments: Any,
+) -> dict[str, Tensor]:
+    seed_everything(11)
+    module = Regression(dropout=0.3)
+    callbacks = []
+    if folder is not None:
+        saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+        callbacks.append(saver)
+    if resume is not None:
+        seed_everything(77)  # nothing of the new process may matter
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "strategy": DDPStrategy(telemetry=False),
+        "max_epochs": epochs,
+        "callbacks": callbacks,
+        "enable_checkpointing": bool(callbacks),
+    }
+    trainer = Trainer(accelerator="cpu", devices=world_size, **{**quiet, **arguments})
+    trainer.fit(module, loader(kind), loader("plain"), ckpt_path=resume)
+    state = trainer.optimizers[0].state_dict()["state"]
+    momenta = {f"{n}.{k}": v for n, each in state.items() for k, v in each.items()}
+    return {**module.state_dict(), **momenta}
+
+
+def stop_and_resume(rank: int, world_size: int, folder: Path, kind: str, accumulate: int) -> Any:
+    whole = fit(world_size, kind, folder, accumulate_grad_batches=accumulate)
+    saved = sorted(folder.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
+    apart = {}
+    # Starting workers takes long: one in mid-epoch, one at the end of an epoch, the last.
+    chosen = saved if kind != "workers" else [saved[0], saved[2], saved[-1]]
+    for path in chosen:
+        again = fit(world_size, kind, None, path, accumulate_grad_batches=accumulate)
+        different = [name for name in whole if not torch.equal(whole[name], again[name])]
+        if different:
+            apart[path.name] = different
+    return len(saved), apart
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "kind", "accumulate"),
+    [(1, "plain", 1), (2, "plain", 2), (2, "workers", 2), (1, "stream", 1), (2, "stream", 2)],
+)
+def test_every_checkpoint_continues_to_the_bit(
+    tmp_path: Path, world_size: int, kind: str, accumulate: int
+) -> None:
+    results = run_ranks(stop_and_resume, world_size, tmp_path, kind, accumulate, timeout_s=110.0)
+    for saved, apart in results:
+        assert saved >= 4
+        assert apart == {}
+
+
+def save_in_two(rank: int, world_size: int, folder: Path) -> None:
+    fit(world_size, "plain", folder, epochs=1)
+
+
+def resume_in_one(rank: int, world_size: int, path: Path) -> None:
+    fit(world_size, "plain", None, path, epochs=2)
+
+
+@pytest.mark.ranks
+def test_another_number_of_ranks_in_mid_epoch_is_refused(tmp_path: Path) -> None:
+    run_ranks(save_in_two, 2, tmp_path)
+    with pytest.raises(RankFailure, match="in the middle of an epoch by 2 data ranks") as refused:
+        run_ranks(resume_in_one, 1, tmp_path / "step=2.ckpt")
+    assert CheckpointError.__name__ in str(refused.value)
+
+
+def exchange_with_plain_lightning(rank: int, world_size: int, folder: Path) -> Any:
+    ours = folder / "ours"
+    fit(world_size, "plain", ours)
+    plain = SingleDeviceStrategy(torch.device("cpu"))
+    fit(1, "plain", folder / "theirs", ours / "step=4.ckpt", strategy=plain, epochs=2)
+    loaded = Regression.load_from_checkpoint(ours / "step=4.ckpt", weights_only=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(1, "plain", None, next((folder / "theirs").glob("*.ckpt")), epochs=3)
+    return type(loaded).__name__, [str(each.message) for each in caught]
+
+
+@pytest.mark.ranks
+def test_checkpoints_pass_between_plain_lightning_and_us(tmp_path: Path) -> None:
+    ((name, messages),) = run_ranks(exchange_with_plain_lightning, 1, tmp_path)
+    assert name == "Regression"
+    assert any("does not hold this loader's random state" in message for message in messages)
+
+
+class Counts(LightningModule):
+    """Remembers which samples it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += batch[1].flatten().tolist()
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_twice(rank: int, world_size: int) -> list[list[float]]:
+    seed_everything(2)
+    data = loader("plain")
+    seen = []
+    for _ in range(2):
+        module = Counts()
+        strategy = DDPStrategy(telemetry=False)
+        trainer = Trainer(
+            accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=2, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, data)
+        seen.append(module.seen)
+    return seen
+
+
+@pytest.mark.ranks
+def test_a_loader_used_in_two_fits_gives_all_of_its_data_each_time() -> None:
+    for world_size in (1, 2):
+        ranks = run_ranks(fit_twice, world_size)
+        for which in range(2):
+            seen = sorted(value for rank in ranks for value in rank[which])
+            expected = sorted(torch.tensor([i / 43 for i in range(43)] * 2).tolist())
+            assert set(seen) == set(expected)
+            assert len(seen) == 2 * (43 + (world_size - 43 % world_size) % world_size)
+
+
+def test_random_states_are_put_back() -> None:
+    state = capture_random_state()
+    drawn = torch.rand(3).tolist(), random.random(), np.random.rand(), np.random.randn()
+    restore_random_state(state)
+    again = torch.rand(3).tolist(), random.random(), np.random.rand(), np.random.randn()
+    assert again == drawn
