@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+import select
 import signal
 import sys
+import time
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -30,3 +32,19 @@ def end_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_end_of_parent() -> None:
+    """Return when the process that started this one has ended; for a thread to wait in."""
+    parent = os.getppid()
+    if hasattr(os, "pidfd_open"):
+        try:
+            descriptor = os.pidfd_open(parent)
+        except OSError:  # an old kernel, or the parent ended already
+            pass
+        else:
+            select.select([descriptor], [], [])
+            os.close(descriptor)
+            return
+    while os.getppid() == parent:
+        time.sleep(0.5)

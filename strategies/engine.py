@@ -421,7 +421,7 @@ class MeshStrategy(ParallelStrategy):
 
     # Ending.
 
-    def _record_death(self, local_rank: int, code: int) -> None:
+    def _record_death(self, local_rank: int, code: int | None) -> None:
         self.recorder.rank_died(self.node_rank * self.num_processes + local_rank, code)
 
     @override

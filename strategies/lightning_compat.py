@@ -7,9 +7,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized as distributed_is_initialized,
 )
@@ -42,7 +43,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from boltmesh.process import describe_exit, end_with_parent
+from boltmesh.process import describe_exit, wait_for_end_of_parent
 
 if TYPE_CHECKING:
     from subprocess import Popen
@@ -82,8 +83,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     one names the rank that went first, within a second. Ranks whose parent dies, end with it.
     """
 
-    on_death: Callable[[int, int], None] | None = None
-    """Called with the local rank and the exit code of the rank that went first."""
+    on_death: Callable[[int, int | None], None] | None = None
+    """Called with the local rank that went first and its exit code, None where that is unknown."""
+
+    def __init__(
+        self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._naming = threading.Lock()
+        self._is_named = False
 
     @override
     def launch(
@@ -101,39 +109,63 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             self._call_children_scripts()
             threading.Thread(target=self._watch, name="boltmesh-ranks", daemon=True).start()
         elif os.environ.get(_PARENT) == str(os.getppid()):
-            end_with_parent()
+            parent = threading.Thread(
+                target=self._watch_parent, name="boltmesh-parent", daemon=True
+            )
+            parent.start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            # This rank may have failed because it lost a peer, and then says only that.
+            self._name_first_death(within_s=_POLL_S)
+            raise
+
+    def _watch_parent(self) -> None:
+        wait_for_end_of_parent()
+        if self.on_death is not None:
+            self.on_death(0, None)
+        os._exit(1)
 
     def _watch(self) -> None:
-        while True:
-            codes = [process.poll() for process in self.procs]
-            if all(code == 0 for code in codes):
+        while not self._name_first_death():
+            if all(process.poll() == 0 for process in self.procs):
                 return
-            first = next((rank for rank, code in enumerate(codes, start=1) if code), None)
-            if first is not None:
-                self._end_job(first, self.procs)
             time.sleep(_POLL_S)
-
-    def _end_job(self, local_rank: int, processes: Sequence["Popen[bytes]"]) -> None:
-        code = processes[local_rank - 1].returncode
-        how = describe_exit(code)
-        print(  # noqa: T201 - the logging of a process about to end cannot be trusted to flush
-            f"boltmesh: local rank {local_rank} (pid {processes[local_rank - 1].pid}) {how}; "
-            f"ending the other ranks.",
-            file=sys.stderr,
-            flush=True,
-        )
-        if self.on_death is not None:
-            self.on_death(local_rank, code)
         # A rank that failed by an exception leaves its peers with an error of their own to
         # report; one that is stuck in a collective never gets there.
         time.sleep(_GRACE_S)
-        for process in processes:
+        for process in self.procs:
             if process.poll() is None:
                 process.kill()
         sys.stdout.flush()
         os._exit(1)
+
+    def _name_first_death(self, *, within_s: float = 0.0) -> bool:
+        """Say once which rank went first. False when all are alive or ended well."""
+        deadline = time.monotonic() + within_s
+        with self._naming:
+            while not self._is_named:
+                codes = [process.poll() for process in self.procs]
+                first = next((rank for rank, code in enumerate(codes, start=1) if code), None)
+                if first is not None:
+                    self._is_named = True
+                    self._name(first, self.procs[first - 1])
+                elif time.monotonic() >= deadline:
+                    return False
+                else:
+                    time.sleep(_POLL_S / 10)
+        return True
+
+    def _name(self, local_rank: int, process: "Popen[bytes]") -> None:
+        how = describe_exit(process.returncode)
+        print(  # noqa: T201 - the logging of a process about to end cannot be trusted to flush
+            f"boltmesh: local rank {local_rank} (pid {process.pid}) {how}; ending the other ranks.",
+            file=sys.stderr,
+            flush=True,
+        )
+        if self.on_death is not None:
+            self.on_death(local_rank, process.returncode)
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:

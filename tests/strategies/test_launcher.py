@@ -54,6 +54,7 @@ def start(tmp_path: Path) -> tuple["subprocess.Popen[str]", dict[int, int]]:
             pids[int(rank)] = int(pid)
         if len(pids) == 2:
             break
+    process.stdout.close()
     return process, pids
 
 
