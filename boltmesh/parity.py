@@ -11,6 +11,7 @@ and predictions are compared, in this order, and the first that differs is named
 the running statistics of a batch norm depend on how a batch is cut.
 """
 
+import copy
 import itertools
 import math
 import warnings
@@ -86,6 +87,8 @@ class Trace:
     optimizer_state: dict[str, Tensor] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
     predictions: list[Tensor] = field(default_factory=list)
+    """Per batch, the floating-point part. Whole numbers were picked or drawn by comparing floats,
+    and rounding may tip such a choice in a right layout too."""
     disagreement: str | None = None
     """The first parameter that ranks which should hold it alike do not, if any."""
 
@@ -238,7 +241,7 @@ def _trace(
             max_steps=problem.steps * module_steps(module),
             max_epochs=-1,
             limit_val_batches=limit,
-            limit_predict_batches=limit,
+            limit_predict_batches=problem.evaluation_batches,
             num_sanity_val_steps=0,
             logger=False,
             enable_checkpointing=False,
@@ -262,8 +265,13 @@ def _trace(
             trainer.validate(module, loader, verbose=False)
             trace.validation = _numbers(trainer.callback_metrics)
         if problem.prediction is not None:
-            loader = source(problem.prediction(), RunningStage.PREDICTING)
-            trace.predictions = _flatten(trainer.predict(module, loader))
+            # Rank by rank also in one process: a prediction may depend on the batch's index.
+            loaders: list[Any] = [problem.prediction()]
+            if is_reference:
+                whole = _RankBatches(loaders[0], data_size, RunningStage.PREDICTING)
+                loaders = whole.split()
+            predicted = [_flatten(trainer.predict(module, loader)) for loader in loaders]
+            trace.predictions = _interleave(predicted)
     return trace if is_reference else _merge_over_ranks(trace)
 
 
@@ -328,7 +336,12 @@ class _RankBatches:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], data_size: int, stage: RunningStage, *, is_merged: bool
+        self,
+        loader: DataLoader[Any],
+        data_size: int,
+        stage: RunningStage,
+        *,
+        is_merged: bool = False,
     ) -> None:
         dataset = getattr(loader, "dataset", None)
         if dataset is None or isinstance(dataset, IterableDataset):
@@ -341,6 +354,13 @@ class _RankBatches:
         self.is_merged = is_merged
         # Where Lightning looks for ``set_epoch``.
         self.sampler, self.batch_sampler = self, None
+
+    def split(self) -> "list[_RankBatches]":
+        """One rank each."""
+        parts = [copy.copy(self) for _ in self.loaders]
+        for part, loader in zip(parts, self.loaders, strict=True):
+            part.loaders = [loader]
+        return parts
 
     def set_epoch(self, epoch: int) -> None:
         for loader in self.loaders:
@@ -380,7 +400,6 @@ def _merge_over_ranks(trace: Trace) -> Trace:
     all_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, mine)
     losses, norms, metrics, validation, predictions = zip(*all_ranks, strict=True)
-    interleaved = itertools.chain.from_iterable(itertools.zip_longest(*predictions))
     return Trace(
         losses=[_mean(step) for step in zip(*losses, strict=True)],
         gradient_norms=[[each[0] for each in call] for call in zip(*norms, strict=True)],
@@ -388,7 +407,7 @@ def _merge_over_ranks(trace: Trace) -> Trace:
         parameters=trace.parameters,
         optimizer_state=trace.optimizer_state,
         validation=_mean_of_mappings(validation),
-        predictions=[each for each in interleaved if each is not None],
+        predictions=_interleave(predictions),
         disagreement=_find_disagreement(trace.parameters),
     )
 
@@ -407,10 +426,18 @@ def _find_disagreement(parameters: dict[str, Tensor]) -> str | None:
 
 def _flatten(predictions: Any) -> list[Tensor]:
     """One tensor per batch: what a module predicts may be nested."""
-    return [
-        torch.cat([leaf.flatten().float().cpu() for leaf in _leaves(batch)] or [torch.empty(0)])
-        for batch in predictions
-    ]
+    batches = []
+    for batch in predictions:
+        leaves = [leaf for leaf in _leaves(batch) if leaf.is_floating_point()]
+        if leaves:
+            batches.append(torch.cat([leaf.flatten().float().cpu() for leaf in leaves]))
+    return batches
+
+
+def _interleave(ranks: Sequence[list[Tensor]]) -> list[Tensor]:
+    """The first batch of each rank, then the second of each, as far as there are any."""
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*ranks))
+    return [each for each in turns if each is not None]
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:
