@@ -4,15 +4,16 @@ Loads torch only where NVML says that there are CUDA devices to count.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
-
-from omegaconf import DictConfig, ListConfig
+from typing import TYPE_CHECKING, Any, Literal
 
 from boltmesh.errors import ConfigError, LayoutError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Placement:
         return self.num_local_ranks * self.num_nodes
 
 
-def place_ranks(config: DictConfig) -> Placement:
+def place_ranks(config: "DictConfig") -> Placement:
     """Decide devices and ranks, and compare them with what a launcher has started.
 
     Raises:
@@ -157,7 +158,7 @@ def _cpu_ranks(asked: Any, launcher: Launcher | None) -> int:
             return 1
         return launcher.local_world_size or launcher.world_size
     text = str(asked)
-    if isinstance(asked, ListConfig) or not text.isdigit():
+    if isinstance(asked, MutableSequence) or not text.isdigit():
         count = len([each for each in text.strip("[]").split(",") if each.strip()]) or 1
         raise ConfigError(
             f"trainer.devices={text} names CUDA devices, but the ranks run on the CPU. "
@@ -170,7 +171,7 @@ def _cuda_devices(asked: Any, available: int) -> int | list[int]:
     text = "auto" if asked == -1 else str(asked)
     if text in {"auto", "-1"}:
         return available
-    if isinstance(asked, ListConfig) or "," in text:
+    if isinstance(asked, MutableSequence) or "," in text:
         chosen = [int(each) for each in text.strip("[]").split(",") if each.strip()]
         missing = [device for device in chosen if device >= available]
         if missing or len(set(chosen)) < len(chosen):

@@ -1,5 +1,6 @@
 """The dashboard as a Textual app: screens, themes and the keys that work everywhere."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -51,7 +52,8 @@ class DashboardApp(App[None]):
         palette: str | None = None,
         interval_s: float | None = 1.0,
     ) -> None:
-        super().__init__()
+        # Textual decides here, before a theme can be set, whether NO_COLOR means greys or nothing.
+        super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.glyphs: Glyphs = ASCII if is_ascii else UNICODE
         self.animation_level = "none"
         self._source = source
@@ -75,6 +77,13 @@ class DashboardApp(App[None]):
         """Whether there is a list of jobs to go to."""
         return self._list_jobs is not None
 
+    @property
+    def detached_from(self) -> str | None:
+        """The id of the job that was on the screen, if it was running when it was last seen."""
+        if self._overview is None or self._overview.state.job.state != "running":
+            return None
+        return self._overview.state.job.id
+
     def on_mount(self) -> None:
         """Begin with the job, or with the choice of one."""
         if self._source is not None:
@@ -90,7 +99,8 @@ class DashboardApp(App[None]):
             source = self._open_source(job_id)
         except TelemetryError as error:
             # The list is a second old; the job's files may be gone by now.
-            self.notify(str(error), severity="warning", markup=False)
+            if isinstance(self.screen, JobsScreen):
+                self.screen.say(str(error))
             return
         while len(self.screen_stack) > 1:
             self.pop_screen()

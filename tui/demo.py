@@ -198,7 +198,7 @@ def _phase_at(fraction: float) -> str:
 
 def _loss(step: int) -> float:
     """A power law, from the entropy of a uniform guess down."""
-    return 2.72 + 8.1 / (1 + step / 90) ** 0.62
+    return 2.72 + 8.1 * math.pow(1 + step / 90, -0.62)
 
 
 def _learning_rate(step: int) -> float:

@@ -27,6 +27,8 @@ WIDE = 100
 VERY_WIDE = 160
 HEADINGS_FROM_HEIGHT = 24
 GUTTER = 3
+MARGIN_FROM_WIDTH = 80
+"""From here on a blank column is left at each side."""
 
 
 class Region(NamedTuple):
@@ -52,7 +54,7 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 class _Item(NamedTuple):
-    """One panel of a column: never below ``least`` lines, ``ideal`` if possible, then maybe more."""
+    """One panel of a column: at least ``least`` lines or none, ``ideal`` if possible."""
 
     panel: Panel
     least: int
@@ -75,19 +77,21 @@ def plan_overview(width: int, height: int, contents: Contents) -> Mapping[Panel,
     header = 2 if height >= 6 else 1
     keys = 1 if height >= 4 else 0
     status = min(contents.status_lines, max(0, height - header - keys - 1))
-    regions["header"] = Region(0, 0, width, header)
+    margin = 1 if width >= MARGIN_FROM_WIDTH else 0
+    page = Region(margin, 0, width - 2 * margin, height)
+    regions["header"] = page._replace(height=header)
     if status:
-        regions["status"] = Region(0, header, width, status)
+        regions["status"] = page._replace(y=header, height=status)
     if keys:
-        regions["keys"] = Region(0, height - 1, width, 1)
+        regions["keys"] = page._replace(y=height - 1, height=1)
     title = 1 if has_headings(height) else 0
     # A blank line under the header, unless the status stands there already or lines are scarce.
     top = header + (status or title)
-    body = Region(0, top, width, height - top - keys)
+    body = page._replace(y=top, height=height - top - keys)
     if width < WIDE:
         _place_column(regions, body, _narrow_items(contents, title))
     else:
-        _place_wide(regions, body, contents, title)
+        _place_wide(regions, body, contents, title, is_very_wide=width >= VERY_WIDE)
     return regions
 
 
@@ -96,7 +100,7 @@ def _narrow_items(contents: Contents, title: int) -> Sequence[_Item]:
     return (
         _Item("chart", 4, 10, 4, grows=True),
         _Item("throughput", 1, contents.units, 3),
-        _Item("phases", 1, 1 + legend + title, 2),
+        _Item("phases", 2, 1 + legend + title, 2),
         _Item("ranks", title + 1 + min(2, contents.ranks), title + 1 + contents.ranks, 1),
         _Item("communication", title + 2, title + 1 + max(1, contents.traffic), 5),
         _Item("events", title + 1, title + min(8, max(1, contents.events)), 6, grows=True),
@@ -104,25 +108,28 @@ def _narrow_items(contents: Contents, title: int) -> Sequence[_Item]:
 
 
 def _place_wide(
-    regions: dict[Panel, Region], body: Region, contents: Contents, title: int
+    regions: dict[Panel, Region],
+    body: Region,
+    contents: Contents,
+    title: int,
+    *,
+    is_very_wide: bool,
 ) -> None:
     """Two rows: what the job achieves above, what its parts do below."""
     beside = title + 1 + contents.phases + title + contents.units
     ranks = title + 1 + contents.ranks
     traffic = title + 1 + max(1, contents.traffic)
-    events = title + min(6, max(1, contents.events))
-    is_very_wide = body.width >= VERY_WIDE
+    events = title + min(12, max(1, contents.events))
     few_events = min(events, title + 3)
     if is_very_wide:
         below, below_least = max(ranks, traffic + events), max(ranks, traffic + few_events)
     else:
         below, below_least = ranks + traffic + events, ranks + traffic + few_events
-    # What stands beside the chart is shown whole if events can make room for it, and on a tall
-    # terminal the chart does not take everything that is left.
+    # What stands beside the chart is shown whole if events can make room for it.
     upper = max(body.height - below, min(beside, body.height - below_least))
-    upper = min(upper, max(beside, body.height * 45 // 100))
     upper = max(upper, min(beside, 9, body.height // 2))
-    _place_upper(regions, Region(body.x, body.y, body.width, upper), contents, title)
+    above = body._replace(height=upper)
+    _place_upper(regions, above, contents, title, is_very_wide=is_very_wide)
     lower = Region(body.x, body.y + upper, body.width, body.height - upper)
     ranks_item = _Item("ranks", title + 1 + min(2, contents.ranks), ranks, 1)
     rest = (
@@ -138,20 +145,27 @@ def _place_wide(
 
 
 def _place_upper(
-    regions: dict[Panel, Region], upper: Region, contents: Contents, title: int
+    regions: dict[Panel, Region],
+    upper: Region,
+    contents: Contents,
+    title: int,
+    *,
+    is_very_wide: bool,
 ) -> None:
     chart, side = _split(upper, 60)
-    if upper.width >= VERY_WIDE and contents.metrics:
+    metrics_item = _Item("metrics", title + 1, title + contents.metrics, 3)
+    if is_very_wide:
         side, metrics = _split(side, 62)
-        _place_column(regions, metrics, (_Item("metrics", 2, 2, 1, grows=True),))
+        _place_column(regions, metrics, (metrics_item,))
     _place_column(regions, chart, (_Item("chart", 3, 3, 1, grows=True),))
+    phases = _Item("phases", 1, title + 1 + contents.phases, 1)
+    throughput = _Item("throughput", 1, title + contents.units, 2)
+    # The chart's heading has a metric's value already; the others may use what would stay blank.
+    is_tall = side.height >= phases.ideal + throughput.ideal + title + 2
     _place_column(
         regions,
         side,
-        (
-            _Item("phases", 1, title + 1 + contents.phases, 1, grows=True),
-            _Item("throughput", 1, title + contents.units, 2),
-        ),
+        (phases, throughput, *((metrics_item,) if is_tall and not is_very_wide else ())),
     )
 
 
@@ -165,9 +179,7 @@ def _split(region: Region, percent: int) -> tuple[Region, Region]:
     )
 
 
-def _place_column(
-    regions: dict[Panel, Region], region: Region, items: Sequence[_Item]
-) -> None:
+def _place_column(regions: dict[Panel, Region], region: Region, items: Sequence[_Item]) -> None:
     """Stack ``items`` in their order, with heights dealt out by priority."""
     heights: dict[Panel, int] = {}
     left = region.height

@@ -56,9 +56,7 @@ def metric_names(state: State) -> tuple[str, ...]:
     return tuple(sorted(state.series, key=lambda name: (name != "loss", name)))
 
 
-def _extend(
-    known: Mapping[str, Series], history: tuple[MetricPoint, ...]
-) -> Mapping[str, Series]:
+def _extend(known: Mapping[str, Series], history: tuple[MetricPoint, ...]) -> Mapping[str, Series]:
     fresh: dict[str, list[MetricPoint]] = {}
     for point in history:
         series = known.get(point.name)

@@ -8,6 +8,7 @@ median step; printed are the medians over the rounds and the median of the round
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -68,7 +69,7 @@ def loader(steps: int, world_size: int) -> DataLoader[Any]:
 
 
 def median_step(starts: list[float]) -> float:
-    gaps = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(starts)]
     return statistics.median(gaps[SKIPPED:])
 
 

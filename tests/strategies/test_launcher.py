@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -34,7 +36,9 @@ trainer.fit(Regression(), regression_data(48, 4))
 """
 
 
-def start(tmp_path: Path) -> tuple["subprocess.Popen[str]", dict[int, int]]:
+@contextmanager
+def started(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", dict[int, int]]]:
+    """The script's process and the process of each rank; none outlives the test."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(root=str(Path(__file__).parents[2])))
     with (tmp_path / "stderr").open("w") as stderr:
@@ -44,18 +48,24 @@ def start(tmp_path: Path) -> tuple["subprocess.Popen[str]", dict[int, int]]:
             stderr=stderr,
             text=True,
             cwd=tmp_path,
+            start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     assert process.stdout is not None
     pids: dict[int, int] = {}
-    for line in process.stdout:
-        if line.startswith("READY"):
-            _, rank, pid = line.split()
-            pids[int(rank)] = int(pid)
-        if len(pids) == 2:
-            break
-    process.stdout.close()
-    return process, pids
+    try:
+        for line in process.stdout:
+            if line.startswith("READY"):
+                _, rank, pid = line.split()
+                pids[int(rank)] = int(pid)
+            if len(pids) == 2:
+                break
+        yield process, pids
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
 
 
 def wait_until_gone(pid: int, seconds: float) -> bool:
@@ -71,12 +81,12 @@ def wait_until_gone(pid: int, seconds: float) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, victim: int) -> None:
-    process, pids = start(tmp_path)
-    assert process.pid == pids[0]
-    killed_at = time.monotonic()
-    os.kill(pids[victim], signal.SIGKILL)
-    code = process.wait(15)
-    assert wait_until_gone(pids[1 - victim], 15 - (time.monotonic() - killed_at))
+    with started(tmp_path) as (process, pids):
+        assert process.pid == pids[0]
+        killed_at = time.monotonic()
+        os.kill(pids[victim], signal.SIGKILL)
+        code = process.wait(15)
+        assert wait_until_gone(pids[1 - victim], 15 - (time.monotonic() - killed_at))
     (job,) = list_jobs()
     with open_job(job.path) as opened:
         snapshot = opened.snapshot()

@@ -8,11 +8,10 @@ from boltmesh.tui.drawing.glyphs import Glyphs
 from boltmesh.tui.drawing.line import Line, Role
 
 
-def bar(fraction: float | None, width: int, glyphs: Glyphs, *, role: Role = "accent") -> Line:
+def bar(fraction: float, width: int, glyphs: Glyphs, *, role: Role = "accent") -> Line:
     """A share of ``width``, in steps of half a cell."""
-    halves = 0
-    if fraction is not None and math.isfinite(fraction):
-        halves = round(min(1.0, max(0.0, fraction)) * width * 2)
+    share = min(1.0, max(0.0, fraction)) if math.isfinite(fraction) else 0.0
+    halves = round(share * width * 2)
     full, half = divmod(halves, 2)
     line = Line(glyphs.bar_full * full + glyphs.bar_half * half, role)
     return line.pad_to(width, glyphs.bar_rest, "faint")
@@ -26,7 +25,7 @@ def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> Line:
     columns = "".join(
         glyphs.levels[round(max(0.0, value) / top * last) if top > 0 else 0] for value in values
     )
-    return Line(" " * (width - len(columns))).add(columns, "chart")
+    return Line(" " * (width - len(columns))).add(columns, "faint")
 
 
 def stacked_bar(phases: Sequence[PhaseTime], width: int, glyphs: Glyphs) -> Line:

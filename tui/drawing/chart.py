@@ -40,7 +40,7 @@ def draw_chart(
     series = state.series[name]
     value = Line(units.number(series.values[-1]), "strong")
     if len(names) > 1:
-        value = Line(f"{names.index(name) + 1} of {len(names)}", "faint").add("  ").join(value)
+        value = Line(f"{names.index(name) + 1} of {len(names)}", "muted").add("  ").join(value)
     has_axis = height >= AXIS_FROM_HEIGHT
     plot = plot_series(series, width, height - 1 - has_axis, look)
     lines = [heading(name, width, look, right=value), *plot]
@@ -78,7 +78,7 @@ def plot_series(series: Series, width: int, height: int, look: Look) -> list[Lin
 
 
 def nice_scale(low: float, high: float, *, ticks: int) -> Scale:
-    """Return the range from ``low`` to ``high`` with about ``ticks`` multiples of 1, 2 or 5 x 10^n."""
+    """Return a range with about ``ticks`` round numbers: multiples of 1, 2 or 5 x 10^n."""
     if not high - low > 1e-9 * max(abs(low), abs(high), 1e-300):
         # All values are the same: any range around them will do.
         margin = abs(high) * 0.1 or 1.0

@@ -1,10 +1,9 @@
 """What a step moves between the ranks: measured, and beside it what was expected."""
 
 from boltmesh.tui import units
-from boltmesh.tui.drawing.glyphs import Glyphs
 from boltmesh.tui.drawing.line import Line, fit
 from boltmesh.tui.drawing.look import Look, heading
-from boltmesh.tui.drawing.table import Column, draw_table
+from boltmesh.tui.drawing.table import Cell, Column, draw_table
 from boltmesh.tui.figures.traffic import TrafficRow, traffic_rows
 from boltmesh.tui.state import State
 
@@ -18,7 +17,8 @@ def draw_communication(state: State, width: int, height: int, look: Look) -> lis
         lines.append(Line(fit(note, width, ellipsis=look.glyphs.ellipsis), "warn"))
     elif not rows:
         nothing = "one rank, nothing to send" if state.job.world_size == 1 else "nothing sent yet"
-        lines.append(Line(nothing, "muted").crop(width))
+        prefix = "" if look.has_headings else "communication: "
+        lines.append(Line(prefix + nothing, "muted").crop(width))
     if rows:
         lines += communication_table(rows, width, look)
     return lines[:height]
@@ -39,7 +39,7 @@ def communication_table(rows: list[TrafficRow], width: int, look: Look) -> list[
         Column(""),
         Column("because", rank=4, shrinks_to=12),
     ]
-    cells = [
+    cells: list[list[Cell]] = [
         [
             row.axis,
             row.operator.strip("_"),
@@ -47,7 +47,7 @@ def communication_table(rows: list[TrafficRow], width: int, look: Look) -> list[
             units.traffic(row.payload_bytes),
             *([_speed(row)] if has_speed else []),
             Line(units.traffic(row.expected_bytes), "muted"),
-            _verdict(row, glyphs),
+            _verdict(row, look),
             Line(row.why or "", "muted"),
         ]
         for row in rows
@@ -60,13 +60,14 @@ def _speed(row: TrafficRow) -> str:
     return units.UNKNOWN if speed is None else f"{units.traffic(speed)}/s"
 
 
-def _verdict(row: TrafficRow, glyphs: Glyphs) -> Line:
+def _verdict(row: TrafficRow, look: Look) -> Line:
+    glyphs = look.glyphs
     if row.verdict == "equal":
-        return Line(f"{glyphs.equal} equal", "good")
+        return Line(look.sign(glyphs.equal) + "equal", "good")
     if row.verdict == "differs":
         ratio = row.ratio
         how = "unexpected" if ratio is None else f"{ratio:.3g}x"
-        return Line(f"{glyphs.differs} {how}", "bad")
+        return Line(look.sign(glyphs.differs) + how, "bad")
     if row.verdict == "missing":
-        return Line(f"{glyphs.differs} never seen", "bad")
+        return Line(look.sign(glyphs.differs) + "never seen", "bad")
     return Line("counting" if row.verdict == "pending" else "not stated", "muted")

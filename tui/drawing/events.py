@@ -16,7 +16,7 @@ def draw_events(state: State, width: int, height: int, look: Look) -> list[Line]
     room = max(0, height - len(lines))
     rows = event_rows(state.job.events)
     if not rows:
-        return [*lines, Line("none yet", "muted").crop(width)][:height]
+        return [*lines, Line("no events yet", "muted").crop(width)][:height]
     shown = rows[-room:] if room else []
     return [*lines, *(event_line(row, state.job.world_size, width, look) for row in shown)]
 
@@ -24,7 +24,7 @@ def draw_events(state: State, width: int, height: int, look: Look) -> list[Line]
 def event_line(row: EventRow, world_size: int, width: int, look: Look) -> Line:
     """Time, ranks, kind and message of one event."""
     clock = time.strftime("%H:%M:%S", time.localtime(row.time))
-    line = Line(clock, "faint").add("  ").add(_who(row.ranks, world_size).ljust(9), "muted")
+    line = Line(clock, "muted").add("  ").add(_who(row.ranks, world_size).ljust(9), "muted")
     line.add("  ").add(row.kind.ljust(10), _ROLES.get(row.kind, "muted")).add("  ")
     room = max(0, width - line.width)
     return line.add(fit(row.message, room, ellipsis=look.glyphs.ellipsis)).crop(width)

@@ -3,7 +3,6 @@
 from boltmesh.telemetry.snapshot import JobState
 from boltmesh.tui import units
 from boltmesh.tui.drawing.bars import bar
-from boltmesh.tui.drawing.glyphs import Glyphs
 from boltmesh.tui.drawing.line import Line, fit
 from boltmesh.tui.drawing.look import Look, facts, labelled, spread
 from boltmesh.tui.figures.progress import progress
@@ -11,28 +10,37 @@ from boltmesh.tui.state import State
 
 
 def draw_header(
-    state: State, width: int, height: int, look: Look, *, is_paused: bool = False
+    state: State,
+    width: int,
+    height: int,
+    look: Look,
+    *,
+    is_paused: bool = False,
+    has_bar: bool = True,
 ) -> list[Line]:
     """Name, strategy, mesh and state; step, epoch and time below, where there is a second line."""
-    return [_identity(state, width, look, is_paused=is_paused), _progress(state, width, look)][
-        :height
+    lines = [
+        _identity(state, width, look, is_paused=is_paused),
+        _progress(state, width, look, has_bar=has_bar),
     ]
+    return lines[:height]
 
 
-def job_state(state: JobState, glyphs: Glyphs) -> Line:
+def job_state(state: JobState, look: Look) -> Line:
     """The job's state as a sign and a word."""
+    glyphs = look.glyphs
     if state == "running":
-        return Line(f"{glyphs.running} running", "good")
+        return Line(look.sign(glyphs.running) + state, "good")
     if state == "finished":
-        return Line(f"{glyphs.finished} finished", "good")
-    return Line(f"{glyphs.failed} {state}", "bad")
+        return Line(look.sign(glyphs.finished) + state, "good")
+    return Line(look.sign(glyphs.failed) + state, "bad")
 
 
 def _identity(state: State, width: int, look: Look, *, is_paused: bool) -> Line:
     job, glyphs = state.job, look.glyphs
-    right = job_state(job.state, glyphs)
+    right = job_state(job.state, look)
     if state.lost is not None:
-        right = Line(f"{glyphs.absent} disconnected", "warn")
+        right = Line(look.sign(glyphs.absent) + "disconnected", "warn")
     if is_paused:
         right = Line("paused", "warn").add("  ").join(right)
     room = width - right.width - 2
@@ -43,14 +51,14 @@ def _identity(state: State, width: int, look: Look, *, is_paused: bool) -> Line:
             Line(name, "strong"),
             Line(job.strategy),
             Line(mesh),
-            Line(job.id, "faint") if job.id != job.name else Line(),
+            Line(job.id, "muted") if job.id != job.name else Line(),
         ],
         room,
     )
     return spread(left, right, width)
 
 
-def _progress(state: State, width: int, look: Look) -> Line:
+def _progress(state: State, width: int, look: Look, *, has_bar: bool) -> Line:
     job, run = state.job, progress(state)
     step = units.count(job.global_step)
     if run.fraction is not None:
@@ -66,6 +74,6 @@ def _progress(state: State, width: int, look: Look) -> Line:
     if run.fraction is not None:
         share = Line(units.percent(100 * run.fraction), "muted")
         room = width - line.width - share.width - 4
-        if room >= 10:
+        if has_bar and room >= 10:
             line.add("   ").join(bar(run.fraction, room, look.glyphs)).add(" ").join(share)
     return line.crop(width)

@@ -8,7 +8,7 @@ from boltmesh.tui import units
 from boltmesh.tui.drawing.header import job_state
 from boltmesh.tui.drawing.line import Line
 from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.table import Column, draw_table
+from boltmesh.tui.drawing.table import Cell, Column, draw_table
 
 if TYPE_CHECKING:
     from boltmesh.telemetry.reader import JobSummary
@@ -29,11 +29,11 @@ def draw_jobs(
         Column("step", is_number=True, rank=1),
         Column("age", is_number=True),
     ]
-    cells = [
+    cells: list[list[Cell]] = [
         [
             Line(job.id, "strong"),
             Line(job.name if job.name != job.id else "", "muted"),
-            job_state(job.state, glyphs),
+            job_state(job.state, look),
             job.strategy,
             units.mesh(job.mesh, job.world_size, times=f" {glyphs.times} "),
             units.count(job.global_step),

@@ -97,7 +97,7 @@ class Line:
 
 
 def fit(text: str, width: int, *, ellipsis: str) -> str:
-    """Return ``text`` cleaned, in at most ``width`` cells, with a mark where something is missing."""
+    """Return ``text`` cleaned and in at most ``width`` cells, with a mark where it was cut."""
     text = clean(text)
     if cell_len(text) <= width:
         return text

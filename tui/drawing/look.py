@@ -14,6 +14,12 @@ class Look(msgspec.Struct, frozen=True):
     glyphs: Glyphs
     has_headings: bool = True
     """False where lines are scarce: tables then begin with their column titles."""
+    has_signs: bool = True
+    """False where words alone are wanted, as for a screen reader."""
+
+    def sign(self, glyph: str) -> str:
+        """Return what stands before a word that has a sign."""
+        return f"{glyph} " if self.has_signs else ""
 
 
 def heading(title: str, width: int, look: Look, *, right: Line | None = None) -> Line:
@@ -28,16 +34,27 @@ def heading(title: str, width: int, look: Look, *, right: Line | None = None) ->
     return line.pad_to(width, rule, "faint").crop(width)
 
 
-def facts(parts: Iterable[Line], width: int, *, gap: int = 3) -> Line:
+def facts(parts: Iterable[Line], width: int) -> Line:
     """Parts side by side, as many of the first as fit whole."""
+    known = [part for part in parts if part.width]
+    gap = 3 if sum(part.width + 3 for part in known) - 3 <= width else 2
     line = Line()
-    for part in parts:
-        if not part.width:
-            continue
+    for part in known:
         if line.width + (gap if line.width else 0) + part.width > width:
             break
         line.add(" " * gap if line.width else "").join(part)
     return line
+
+
+def wrap_facts(parts: Iterable[Line], width: int, *, gap: int = 3) -> list[Line]:
+    """Parts side by side, in as many lines as they need."""
+    lines: list[Line] = []
+    for part in parts:
+        if lines and lines[-1].width + gap + part.width <= width:
+            lines[-1].add(" " * gap).join(part)
+        else:
+            lines.append(Line().join(part.crop(width)))
+    return lines
 
 
 def labelled(label: str, value: str, role: Role = "text") -> Line:

@@ -1,7 +1,7 @@
 """The newest value of every logged metric."""
 
 from boltmesh.tui import units
-from boltmesh.tui.drawing.line import Line, fit
+from boltmesh.tui.drawing.line import Line, Role, fit
 from boltmesh.tui.drawing.look import Look, heading, spread
 from boltmesh.tui.state import State, metric_names
 
@@ -16,7 +16,7 @@ def draw_metrics(
         mark = look.glyphs.cursor if name == selected else " "
         figure = Line(units.number(value))
         label = fit(name, max(0, width - figure.width - 3), ellipsis=look.glyphs.ellipsis)
-        role = "text" if name == selected else "muted"
+        role: Role = "text" if name == selected else "muted"
         lines.append(spread(Line(f"{mark} ", "accent").add(label, role), figure, width))
     if not values:
         lines.append(Line("nothing logged yet", "muted").crop(width))

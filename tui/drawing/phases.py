@@ -5,14 +5,17 @@ from boltmesh.tui import units
 from boltmesh.tui.drawing.bars import phase_role, stacked_bar
 from boltmesh.tui.drawing.glyphs import Glyphs
 from boltmesh.tui.drawing.line import Line
-from boltmesh.tui.drawing.look import Look, heading
+from boltmesh.tui.drawing.look import Look, heading, wrap_facts
 from boltmesh.tui.figures.phases import PhaseSplit, phase_split
 from boltmesh.tui.figures.progress import progress
 from boltmesh.tui.state import State
 
 
 def draw_phases(state: State, width: int, height: int, look: Look) -> list[Line]:
-    """The full form has a heading and a legend line for each phase, the short one packs them."""
+    """A heading and a legend line for each phase; with fewer lines the legend is packed.
+
+    A single line has words and no bar: a bar says nothing without its legend.
+    """
     split = phase_split(state.job)
     if split is None:
         return _draw_nothing(width, height, look)
@@ -26,7 +29,10 @@ def draw_phases(state: State, width: int, height: int, look: Look) -> list[Line]
             legend = _pack(split, width, look.glyphs)
         return [title, bar, *(line.crop(width) for line in legend[:room])]
     bar = Line(f"{label} ", "muted").add(units.seconds(split.seconds), "strong").add("  ")
-    bar.join(stacked_bar(split.phases, max(0, width - bar.width), look.glyphs))
+    room = max(0, width - bar.width)
+    if height == 1:
+        return [bar.join(_pack(split, room, look.glyphs)[0]).crop(width)]
+    bar.join(stacked_bar(split.phases, room, look.glyphs))
     return [bar.crop(width), *_pack(split, width, look.glyphs)][:height]
 
 
@@ -48,24 +54,22 @@ def _legend(split: PhaseSplit, glyphs: Glyphs) -> list[Line]:
     for phase in split.phases:
         line = Line(glyphs.phases[phase.name] * 2, phase_role(phase.name)).add(" ")
         line.add(phase.name.ljust(names)).add(units.seconds(phase.seconds).rjust(10))
-        lines.append(line.add(_share(phase, split).rjust(6), "muted"))
+        lines.append(line.add(phase_share(phase, split).rjust(6), "muted"))
     return lines
 
 
 def _pack(split: PhaseSplit, width: int, glyphs: Glyphs) -> list[Line]:
-    """The legend in running lines: ``forward 62 ms``, as many to a line as fit."""
-    lines = [Line()]
-    for phase in split.phases:
-        entry = Line(glyphs.phases[phase.name], phase_role(phase.name))
-        entry.add(f" {phase.name} ", "muted").add(_share(phase, split))
-        if lines[-1].width and lines[-1].width + 3 + entry.width > width:
-            lines.append(Line())
-        if lines[-1].width:
-            lines[-1].add("   ")
-        lines[-1].join(entry.crop(width))
-    return lines
+    """The legend in running lines, ``forward 28%``, the longest phases first."""
+    entries = [
+        Line(glyphs.phases[phase.name], phase_role(phase.name))
+        .add(f" {phase.name} ", "muted")
+        .add(phase_share(phase, split))
+        for phase in sorted(split.phases, key=lambda phase: -phase.seconds)
+    ]
+    return wrap_facts(entries, width, gap=2)
 
 
-def _share(phase: PhaseTime, split: PhaseSplit) -> str:
+def phase_share(phase: PhaseTime, split: PhaseSplit) -> str:
+    """Return the phase's share of the step; what is there is never called nothing."""
     share = 100 * phase.seconds / split.seconds
     return "<1%" if share < 0.5 else units.percent(share)

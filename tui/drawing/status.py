@@ -42,7 +42,7 @@ def _wrap(found: Status, width: int, look: Look) -> list[Line]:
         rows = [*rows[: MAX_LINES - 1], f"{rows[MAX_LINES - 1]} {rows[MAX_LINES]}"]
     lines = []
     for place, row in enumerate(rows):
-        mark = sign if place == 0 else " "
+        mark = look.sign(sign if place == 0 else " ")
         text = fit(row, room, ellipsis=glyphs.ellipsis)
-        lines.append(Line(f"{mark} {text}", found.level).crop(width))
+        lines.append(Line(mark + text, found.level).crop(width))
     return lines

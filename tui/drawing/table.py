@@ -17,6 +17,8 @@ class Column(msgspec.Struct, frozen=True):
     """Numbers stand at the right edge of their column, under a title that does too."""
     rank: int = 0
     """The columns of the highest rank go first when there is no room; rank 0 never goes."""
+    steady_width: int = 0
+    """The least width, for text that changes all the time: columns should not jump about."""
     shrinks_to: int | None = None
     """The width down to which text may be cut before any column goes."""
 
@@ -36,14 +38,12 @@ def draw_table(
     """Return a header line and one line for each row, none wider than ``width``."""
     lines = [[cell if isinstance(cell, Line) else Line(cell) for cell in row] for row in rows]
     widths = [
-        max([len(column.title), *(line[place].width for line in lines)])
+        max([len(column.title), column.steady_width, *(line[place].width for line in lines)])
         for place, column in enumerate(columns)
     ]
     kept = _shrink(columns, widths, width)
     header = [Line(column.title, header_role) for column in columns]
-    return [
-        _draw_row(columns, row, widths, kept, ellipsis).crop(width) for row in (header, *lines)
-    ]
+    return [_draw_row(columns, row, widths, kept, ellipsis).crop(width) for row in (header, *lines)]
 
 
 def _shrink(columns: Sequence[Column], widths: list[int], width: int) -> list[int]:
@@ -53,7 +53,8 @@ def _shrink(columns: Sequence[Column], widths: list[int], width: int) -> list[in
     def overflow() -> int:
         return sum(widths[place] for place in kept) + GAP * (len(kept) - 1) - width
 
-    for place, column in enumerate(columns):
+    # The last columns give way first: they explain what the first ones name.
+    for place, column in reversed(list(enumerate(columns))):
         if column.shrinks_to is not None and overflow() > 0:
             least = max(column.shrinks_to, len(column.title))
             widths[place] = max(min(widths[place], least), widths[place] - overflow())

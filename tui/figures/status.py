@@ -29,7 +29,9 @@ class Status(msgspec.Struct, frozen=True):
 def status(state: State) -> Status | None:
     """Return what the reader should know first, or None while all is well."""
     if state.lost is not None:
-        return Status("warn", f"the job can no longer be read, this is its last state: {state.lost}")
+        return Status(
+            "warn", f"the job can no longer be read, this is its last state: {state.lost}"
+        )
     job = state.job
     if job.state == "finished":
         ran = units.duration(job.updated - job.started)

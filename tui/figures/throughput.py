@@ -26,9 +26,7 @@ def throughput_over_time(job: JobSnapshot, unit: Unit, *, buckets: int) -> list[
     rank_rate = rank.samples_per_second if unit == "samples" else rank.tokens_per_second
     if not rank_rate:
         return []
-    return [
-        amount * job_rate / rank_rate for amount in _rate_in_spans(rank, unit, buckets=buckets)
-    ]
+    return [amount * job_rate / rank_rate for amount in _rate_in_spans(rank, unit, buckets=buckets)]
 
 
 def _rate_in_spans(rank: RankSnapshot, unit: Unit, *, buckets: int) -> list[float]:

@@ -43,7 +43,10 @@ class TrafficRow(msgspec.Struct, frozen=True):
 
 
 def traffic_rows(job: JobSnapshot) -> list[TrafficRow]:
-    """Return what is measured or expected: the mesh's axes outermost first, then the most bytes."""
+    """Return what is measured or expected: the mesh's axes outermost first, then the most bytes.
+
+    Operators that ran only outside of steps, to set up or to save, are no part of a step.
+    """
     measured: dict[tuple[str, str], list[CollectiveTotal]] = defaultdict(list)
     for rank in job.ranks:
         for total in _by_operator(rank.collectives):
@@ -54,6 +57,7 @@ def traffic_rows(job: JobSnapshot) -> list[TrafficRow]:
         _row(key, measured.get(key, ()), expected.get(key), job, is_early=is_early)
         for key in {**expected, **measured}
     ]
+    rows = [row for row in rows if row.calls != 0 or row.expected_bytes]
     axes = [*job.mesh, "world"]
     return sorted(
         rows,

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from boltmesh.tui.drawing.jobs import draw_jobs
 from boltmesh.tui.drawing.keys import draw_keys
-from boltmesh.tui.drawing.line import Line
+from boltmesh.tui.drawing.line import Line, fit
 from boltmesh.tui.drawing.look import heading
 from boltmesh.tui.screens.base import PanelScreen
 from boltmesh.tui.widgets.panel import Panel
@@ -42,6 +42,7 @@ class JobsScreen(PanelScreen):
         self._interval_s = interval_s
         self._jobs = list_jobs()
         self._chosen = self._jobs[0].id if self._jobs else None
+        self._note = ""
 
     @override
     def compose(self) -> ComposeResult:
@@ -61,13 +62,18 @@ class JobsScreen(PanelScreen):
             self._chosen = self._jobs[0].id if self._jobs else None
         self.paint()
 
+    def say(self, note: str) -> None:
+        """Show a line above the list until the next key."""
+        self._note = note
+        self.paint()
+
     def action_move(self, by: int) -> None:
         """Move the cursor; at the ends nothing happens."""
         place = self._place()
         if place is not None:
             place = min(max(0, place + by), len(self._jobs) - 1)
             self._chosen = self._jobs[place].id
-            self.paint()
+            self.say("")
 
     def action_open(self) -> None:
         """Attach to the job under the cursor."""
@@ -84,7 +90,10 @@ class JobsScreen(PanelScreen):
     def _draw(self, width: int, height: int) -> list[Line]:
         glyphs = self.look.glyphs
         header, *rows = draw_jobs(self._jobs, max(0, width - 2), self.look)
-        lines = [heading("jobs on this host", width, self.look), Line("  ").join(header)]
+        lines = [heading("jobs on this host", width, self.look)]
+        if self._note:
+            lines.append(Line(fit(self._note, width, ellipsis=glyphs.ellipsis), "warn"))
+        lines.append(Line("  ").join(header))
         place = self._place() or 0
         room = max(1, height - len(lines))
         first = max(0, place - room + 1)

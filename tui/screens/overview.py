@@ -1,7 +1,6 @@
 """The first screen of a job: what it achieves, where its time goes, how its ranks are."""
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -210,7 +209,7 @@ class OverviewScreen(PanelScreen):
             events=len(event_rows(state.job.events)),
         )
 
-    def _keys(self) -> Iterable[tuple[str, str]]:
+    def _keys(self) -> list[tuple[str, str]]:
         keys = [
             ("q", "detach"),
             ("?", "help"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from rich.segment import Segment
 from rich.style import Style
+from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 from typing_extensions import override
@@ -33,21 +34,34 @@ class Panel(Widget):
         self._strips_size = (-1, -1)
 
     def repaint(self, styles: Mapping[Role, Style], *, is_ascii: bool) -> None:
-        """Draw anew, in these styles, when the screen next asks for it."""
+        """Draw anew in these styles, and send the terminal only the lines that have changed."""
+        before = self._strips
         self._styles_by_role = styles
         self._is_ascii = is_ascii
-        self._strips_size = (-1, -1)
-        self.refresh()
+        width, height = self.size
+        is_same_place = self._strips_size == (width, height)
+        self._draw(width, height)
+        if not is_same_place:
+            self.refresh()
+            return
+        for y in range(max(len(before), len(self._strips))):
+            if before[y : y + 1] != self._strips[y : y + 1]:
+                self.refresh(Region(0, y, width, 1))
 
     @override
     def render_line(self, y: int) -> Strip:
         width, height = self.size
         if self._strips_size != (width, height):
-            self._strips = [self._strip(line, width) for line in self._draw_lines(width, height)]
-            self._strips_size = (width, height)
+            self._draw(width, height)
         if y < len(self._strips):
             return self._strips[y]
         return Strip.blank(width, self.rich_style)
+
+    def _draw(self, width: int, height: int) -> None:
+        self._strips = [
+            self._strip(line, width) for line in self._draw_lines(width, height)[:height]
+        ]
+        self._strips_size = (width, height)
 
     def _strip(self, line: Line, width: int) -> Strip:
         base = self.rich_style

@@ -1,0 +1,62 @@
+"""Draws docs/dashboard.svg: the dashboard itself, on its demo source, at a fixed moment.
+
+    python docs/screenshot.py [FILE.svg]
+
+The clock and the seed are fixed, so the picture changes only when the dashboard does. Where
+``rsvg-convert`` is installed, a PNG for looking at is written beside it with ``--png``.
+"""
+
+import argparse
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from boltmesh.tui.app import DashboardApp
+from boltmesh.tui.demo import DemoSource
+
+SIZE = (120, 35)
+MOMENT = 1_763_726_400.0
+"""2025-11-21 12:00:00 UTC."""
+
+
+async def draw(size: tuple[int, int] = SIZE) -> str:
+    """Return the first screen of the dashboard as SVG."""
+    app = DashboardApp(DemoSource(clock=lambda: MOMENT), palette="night", interval_s=None)
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        svg = app.export_screenshot(title="boltmesh top")
+    # Some viewers collapse the blanks that hold columns in their places.
+    return svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
+
+
+def main() -> int:
+    """Write the file that is named, or the one that the README shows."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    default = Path(__file__).with_name("dashboard.svg")
+    parser.add_argument("file", type=Path, nargs="?", default=default)
+    parser.add_argument("--png", action="store_true", help="also write a PNG, by rsvg-convert")
+    options = parser.parse_args()
+
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+    os.environ.pop("NO_COLOR", None)
+    options.file.write_text(asyncio.run(draw()), encoding="utf-8")
+    sys.stdout.write(f"{options.file}\n")
+    if options.png:
+        converter = shutil.which("rsvg-convert")
+        if converter is None:
+            sys.stderr.write("screenshot: no rsvg-convert (Debian: librsvg2-bin), so no PNG\n")
+            return 1
+        target = options.file.with_suffix(".png")
+        command = [converter, "--width", "1600", "--output", str(target), str(options.file)]
+        subprocess.run(command, check=True)  # noqa: S603 (both paths are the caller's own)
+        sys.stdout.write(f"{target}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The document that scripts rely on, as docs/json.md describes it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from boltmesh.telemetry.reader import JobSummary
+from boltmesh.telemetry.snapshot import (
+    PHASES,
+    SCHEMA_VERSION,
+    CollectiveInFlight,
+    CollectiveTotal,
+    Event,
+    JobSnapshot,
+    Memory,
+    MetricPoint,
+    RankSnapshot,
+    StepRecord,
+)
+from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.report import JobReport, job_json, jobs_json
+from tests.tui.samples import demo, summary
+
+TEXT = (Path(__file__).parents[2] / "docs" / "json.md").read_text(encoding="utf-8")
+WORDS = set(re.findall(r"`([a-z_]+)`", TEXT))
+
+
+@pytest.mark.parametrize(
+    "struct",
+    [JobReport, JobSnapshot, RankSnapshot, StepRecord, MetricPoint, CollectiveTotal,
+     CollectiveInFlight, Memory, Event, ExpectedTraffic, DeviceReading, JobSummary],
+)  # fmt: skip
+def test_every_field_is_described(struct: type[msgspec.Struct]) -> None:
+    assert set(struct.__struct_fields__) <= WORDS
+
+
+def test_every_phase_and_state_is_described() -> None:
+    states = {"running", "finished", "failed", "crashed", "starting", "dead", "missing"}
+    assert states | set(PHASES) <= WORDS
+
+
+def test_the_described_version_is_the_one_that_is_written() -> None:
+    assert f"| `schema` | integer | {SCHEMA_VERSION} |" in TEXT
+    assert json.loads(job_json(demo()))["schema"] == SCHEMA_VERSION
+    assert json.loads(jobs_json([]))["schema"] == SCHEMA_VERSION
+
+
+def test_the_document_is_read_back_as_what_was_written() -> None:
+    seen = demo()
+    report = msgspec.json.decode(job_json(seen), type=JobReport)
+    assert report.devices == seen.devices
+    for field in JobSnapshot.__struct_fields__:
+        assert getattr(report, field) == getattr(seen.job, field), field
+
+
+def test_a_list_of_jobs_is_read_back_as_what_was_written() -> None:
+    jobs = [summary(1), summary(2)]
+    document: dict[str, Any] = msgspec.json.decode(jobs_json(jobs))
+    assert msgspec.convert(document["jobs"], list[JobSummary]) == jobs

@@ -1,0 +1,136 @@
+"""The dashboard beside a real training of two ranks: attach, detach, and see a rank die."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boltmesh.errors import TelemetryError
+from boltmesh.telemetry.reader import open_job
+from boltmesh.telemetry.snapshot import JobSnapshot
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
+BOLTMESH = [sys.executable, "-m", "boltmesh"]
+
+
+def _wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        time.sleep(0.1)
+
+
+def _snapshot() -> JobSnapshot | None:
+    with contextlib.suppress(TelemetryError), open_job() as job:
+        return job.snapshot()
+    return None
+
+
+def _step() -> int:
+    found = _snapshot()
+    return 0 if found is None else found.global_step
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Train for as long as the test lasts."""
+    command = [*BOLTMESH, "fit", str(TINY), "max_epochs=100000", "model.init_args.step_s=0.05"]
+    log = (tmp_path / "fit.log").open("wb")
+    with log, subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log) as process:
+        try:
+            _wait_for(
+                lambda: _step() >= 8 or process.poll() is not None, f"steps; see {tmp_path}/fit.log"
+            )
+            assert process.poll() is None, (tmp_path / "fit.log").read_text()
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+
+
+def _top(*options: str) -> str:
+    command = [*BOLTMESH, "top", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+
+
+class Terminal:
+    """A terminal of 120 x 35 cells that runs a command and keeps what it prints."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.pid, self._file = pty.fork()
+        if self.pid == 0:
+            os.environ["TERM"] = "xterm-256color"
+            os.execv(command[0], command)
+        fcntl.ioctl(self._file, termios.TIOCSWINSZ, struct.pack("HHHH", 35, 120, 0, 0))
+        self.printed = b""
+
+    def read_until(self, text: str, *, timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text.encode() not in self.printed:
+            assert time.monotonic() < deadline, f"no {text!r} on the screen: {self.printed!r}"
+            if select.select([self._file], [], [], 0.1)[0]:
+                self.printed += os.read(self._file, 65536)
+
+    def press(self, key: str) -> None:
+        os.write(self._file, key.encode())
+
+    def wait(self) -> int:
+        """Read to the end and return the exit code."""
+        with contextlib.suppress(OSError):
+            while data := os.read(self._file, 65536):
+                self.printed += data
+        os.close(self._file)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_watching_leaves_the_job_alone_and_sees_it_die(
+    training: "subprocess.Popen[bytes]",
+) -> None:
+    document: dict[str, Any] = json.loads(_top("--once", "--json"))
+    assert document["state"] == "running"
+    assert document["strategy"] == "DDPStrategy"
+    pids = {rank["pid"] for rank in document["ranks"]}
+    assert {device["pid"] for device in document["devices"]} == pids
+    assert all(device["utilization_percent"] is not None for device in document["devices"])
+    assert "  equal " in _top("--once")
+
+    terminal = Terminal([*BOLTMESH, "top"])
+    terminal.read_until("DDPStrategy")
+    terminal.read_until("running")
+    terminal.press("m")
+    terminal.press("q")
+    assert terminal.wait() == 0
+    assert f"detached from {document['id']}".encode() in terminal.printed
+
+    before = _step()
+    _wait_for(lambda: _step() > before + 3, "steps after the dashboard has left")
+    assert training.poll() is None
+
+    terminal = Terminal([*BOLTMESH, "top", document["id"][:4]])
+    terminal.read_until("running")
+    os.kill(document["ranks"][1]["pid"], signal.SIGKILL)
+    # Only cells that change are sent, so single words are looked for.
+    terminal.read_until("SIGKILL")
+    assert training.wait(15) != 0
+    terminal.press("q")
+    assert terminal.wait() == 0
+    assert b"detached" not in terminal.printed
+
+    text = _top("--once")
+    assert "crashed: rank 1 was killed by SIGKILL" in " ".join(text.split())
+    assert "dead" in text

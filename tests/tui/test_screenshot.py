@@ -1,0 +1,38 @@
+"""The README's picture is the dashboard itself, as it is now."""
+
+import importlib.util
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def screenshot() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("screenshot", DOCS / "screenshot.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _words(svg: str) -> list[str]:
+    texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    return [word for text in texts for word in (text.text or "").split()]
+
+
+async def test_the_picture_is_up_to_date(screenshot: ModuleType) -> None:
+    drawn = await screenshot.draw()
+    words = _words(drawn)
+    assert {"DDPStrategy", "backward", "allreduce", "running"} <= set(words)
+    assert words == _words((DOCS / "dashboard.svg").read_text(encoding="utf-8")), (
+        "run `make screenshot` and look at docs/dashboard.svg"
+    )
+
+
+async def test_the_picture_does_not_depend_on_when_it_is_drawn(screenshot: ModuleType) -> None:
+    assert await screenshot.draw() == await screenshot.draw()

@@ -1,0 +1,71 @@
+"""Whole screens and summaries of the seeded demo as text; see conftest.py for how to renew them."""
+
+from collections.abc import Callable
+
+import pytest
+
+from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
+from boltmesh.tui.drawing.look import Look
+from boltmesh.tui.report import job_text, jobs_text
+from boltmesh.tui.source import Observation
+from boltmesh.tui.state import fold
+from tests.tui.samples import NOW, crashed_demo, demo, job, summary
+from tests.tui.screens import open_app, screen_text
+
+MatchesSnapshot = Callable[[str, str], None]
+
+
+@pytest.mark.parametrize("size", [(60, 15), (80, 24), (120, 35), (200, 60)])
+async def test_the_overview(size: tuple[int, int], matches_snapshot: MatchesSnapshot) -> None:
+    async with open_app(demo(), size=size) as pilot:
+        matches_snapshot(f"overview-{size[0]}x{size[1]}", screen_text(pilot.app))
+
+
+async def test_the_overview_in_ascii(matches_snapshot: MatchesSnapshot) -> None:
+    async with open_app(demo(), size=(100, 30), is_ascii=True) as pilot:
+        text = screen_text(pilot.app)
+        assert text.isascii()
+        matches_snapshot("overview-ascii", text)
+
+
+async def test_a_crashed_job(matches_snapshot: MatchesSnapshot) -> None:
+    async with open_app(crashed_demo(), size=(100, 30)) as pilot:
+        matches_snapshot("overview-crashed", screen_text(pilot.app))
+
+
+async def test_a_job_before_its_first_step(matches_snapshot: MatchesSnapshot) -> None:
+    young = job(ranks=(), world_size=2, samples_per_second=None, tokens_per_second=None)
+    async with open_app(Observation(NOW, young), size=(80, 24)) as pilot:
+        matches_snapshot("overview-starting", screen_text(pilot.app))
+
+
+async def test_the_help_page(matches_snapshot: MatchesSnapshot) -> None:
+    async with open_app(demo(), size=(80, 24)) as pilot:
+        await pilot.press("question_mark")
+        matches_snapshot("help", screen_text(pilot.app))
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_summary(width: int, matches_snapshot: MatchesSnapshot) -> None:
+    look = Look(UNICODE, has_headings=False, has_signs=False)
+    text = job_text(fold(None, demo()), width, look)
+    assert max(map(len, text.splitlines())) <= width
+    matches_snapshot(f"once-{width}", text)
+
+
+def test_the_summary_of_a_crashed_job(matches_snapshot: MatchesSnapshot) -> None:
+    look = Look(ASCII, has_headings=False, has_signs=False)
+    text = job_text(fold(None, crashed_demo()), 100, look)
+    assert text.isascii()
+    matches_snapshot("once-crashed", text)
+
+
+def test_the_table_of_jobs(matches_snapshot: MatchesSnapshot) -> None:
+    jobs = [
+        summary(1),
+        summary(2, state="crashed", strategy="Parallel3DStrategy", world_size=16,
+                mesh={"pipeline": 2, "data": 4, "tensor": 2}),
+        summary(3, state="finished", name="a name that is rather long for a table"),
+    ]  # fmt: skip
+    look = Look(UNICODE, has_headings=False, has_signs=False)
+    matches_snapshot("jobs", jobs_text(jobs, 80, look, now=NOW))

@@ -1,0 +1,137 @@
+"""What ``--once`` and ``--json`` print: the same figures without a screen.
+
+``--once`` is also the form for screen readers: words and numbers in aligned columns, no bars, no
+charts, no escape sequences.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from boltmesh.telemetry.snapshot import SCHEMA_VERSION, JobSnapshot
+from boltmesh.tui import units
+from boltmesh.tui.clean import clean_json
+from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.drawing.communication import draw_communication
+from boltmesh.tui.drawing.events import draw_events
+from boltmesh.tui.drawing.header import draw_header
+from boltmesh.tui.drawing.jobs import draw_jobs
+from boltmesh.tui.drawing.line import Line, to_ascii
+from boltmesh.tui.drawing.look import Look, labelled, wrap_facts
+from boltmesh.tui.drawing.metrics import newest_metrics
+from boltmesh.tui.drawing.phases import phase_share, phases_title
+from boltmesh.tui.drawing.ranks import ranks_table
+from boltmesh.tui.drawing.status import MAX_LINES, draw_status
+from boltmesh.tui.drawing.table import Column, draw_table
+from boltmesh.tui.figures.phases import phase_split
+from boltmesh.tui.figures.ranks import rank_rows
+from boltmesh.tui.figures.throughput import throughput
+from boltmesh.tui.figures.traffic import traffic_rows
+from boltmesh.tui.source import Observation
+from boltmesh.tui.state import State
+
+if TYPE_CHECKING:
+    from boltmesh.telemetry.reader import JobSummary
+
+MAX_EVENTS = 5
+
+
+class JobReport(JobSnapshot, frozen=True):
+    """What ``boltmesh top --json`` writes: a JobSnapshot, and the devices as the viewer saw them.
+
+    ``schema`` numbers the whole document; docs/json.md describes it.
+    """
+
+    devices: tuple[DeviceReading, ...]
+
+
+class JobList(msgspec.Struct, frozen=True):
+    """What ``boltmesh jobs --json`` writes."""
+
+    schema: int
+    jobs: tuple["JobSummary", ...]
+
+
+def job_json(seen: Observation) -> str:
+    """Return one JSON object on one line."""
+    known = {name: getattr(seen.job, name) for name in JobSnapshot.__struct_fields__}
+    return _encode(JobReport(**known, devices=seen.devices))
+
+
+def jobs_json(jobs: Sequence["JobSummary"]) -> str:
+    """Return one JSON object on one line."""
+    return _encode(JobList(schema=SCHEMA_VERSION, jobs=tuple(jobs)))
+
+
+def _encode(document: object) -> str:
+    return clean_json(msgspec.json.encode(document, enc_hook=_encode_other))
+
+
+def _encode_other(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"cannot write {type(value).__name__} as JSON")
+
+
+def job_text(state: State, width: int, look: Look) -> str:
+    """Return the summary of one job."""
+    blocks = [
+        [
+            *draw_header(state, width, 2, look, has_bar=False),
+            *draw_status(state, width, MAX_LINES, look),
+        ],
+        _rates_and_metrics(state, width),
+        _phases(state, width, look),
+        ranks_table(state, rank_rows(state), width, look, bar_width=0),
+        _communication(state, width, look),
+        draw_events(state, width, MAX_EVENTS, look),
+    ]
+    return _join(blocks, look)
+
+
+def jobs_text(jobs: Sequence["JobSummary"], width: int, look: Look, *, now: float) -> str:
+    """Return the table of jobs."""
+    return _join([draw_jobs(jobs, width, look, now=now)], look)
+
+
+def _join(blocks: Sequence[Sequence[Line]], look: Look) -> str:
+    text = "\n\n".join(
+        "\n".join(line.plain.rstrip() for line in block) for block in blocks if block
+    )
+    return to_ascii(text) if look.glyphs.is_ascii else text
+
+
+def _rates_and_metrics(state: State, width: int) -> list[Line]:
+    parts = [
+        labelled("samples/s", units.rate(throughput(state.job, "samples"))),
+        labelled("tokens/s", units.rate(throughput(state.job, "tokens"))),
+    ]
+    parts += [labelled(name, units.number(value)) for name, value in newest_metrics(state).items()]
+    return wrap_facts(parts, width)
+
+
+def _phases(state: State, width: int, look: Look) -> list[Line]:
+    split = phase_split(state.job)
+    if split is None:
+        return [Line("no step yet")]
+    columns = [
+        Column(phases_title(state)),
+        Column(units.seconds(split.seconds), is_number=True),
+        Column("share", is_number=True),
+    ]
+    cells = [
+        [
+            phase.name,
+            units.seconds(phase.seconds),
+            phase_share(phase, split),
+        ]
+        for phase in split.phases
+    ]
+    return draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
+
+
+def _communication(state: State, width: int, look: Look) -> list[Line]:
+    num_rows = len(traffic_rows(state.job))
+    return draw_communication(state, width, num_rows + 2, look)
