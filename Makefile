@@ -23,7 +23,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: venv  ## train a small GPT on two CPU ranks for about two minutes
-	$(BIN)/python examples/demo.py
+	@echo 'Watch it from another terminal: $(BIN)/boltmesh top'
+	$(BIN)/boltmesh fit ddp run.name=demo
+	@printf '%s\n' '' 'Next, after ". $(BIN)/activate":' \
+	  '  boltmesh fit ddp run.name=demo resume=auto max_steps=1200   # go on where it stopped' \
+	  '  boltmesh fit ddp data.init_args.path=FOLDER                 # other text' \
+	  '  boltmesh fit ddp --print-config > mine.yaml                 # a config of your own'
 
 test: check  ## check, then the whole test suite
 	$(BIN)/python -m pytest
@@ -42,7 +47,7 @@ screenshot: venv  ## draw docs/dashboard.svg from the dashboard's demo source
 	$(BIN)/python docs/screenshot.py
 
 bench: venv  ## compare step times with Lightning's and torch's DDP, telemetry on and off
-	for bench in tests/benchmarks/*.py; do $(BIN)/python $$bench || exit 1; done
+	for each in tests/benchmarks/*.py; do OMP_NUM_THREADS=1 $(BIN)/python $$each || exit 1; done
 
 clean:  ## remove what builds and tests leave; runs and checkpoints stay
 	rm -rf build dist *.egg-info .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

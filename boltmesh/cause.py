@@ -93,7 +93,7 @@ def describe_cause(cause: Cause, *, job_id: str) -> str:
 
 
 def where_it_was(job_id: str, rank: int) -> str:
-    """`` at step 41 in backward``, as telemetry has it; empty when there is none."""
+    """`` in backward after step 41``, as telemetry has it; empty when there is none."""
     from boltmesh.telemetry.reader import open_job
 
     try:
@@ -103,4 +103,4 @@ def where_it_was(job_id: str, rank: int) -> str:
         return ""
     if found is None:
         return ""
-    return f" at step {found.global_step}" + (f" in {found.phase}" if found.phase else "")
+    return (f" in {found.phase}" if found.phase else "") + f" after step {found.global_step}"

@@ -88,9 +88,7 @@ class GracefulStop(Checkpoint):
         signum, is_between_steps = self._ask(trainer)
         if signum and is_between_steps:
             checkpoint = self._save(trainer)
-            self._leaving = StoppedBySignal(
-                signum, step=trainer.global_step, checkpoint=checkpoint
-            )
+            self._leaving = StoppedBySignal(signum, step=trainer.global_step, checkpoint=checkpoint)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,7 +123,7 @@ class GracefulStop(Checkpoint):
         if self.folder is None or getattr(trainer, "fast_dev_run", False):
             return None
         path = self.folder / f"{PREFIX}-step={trainer.global_step}.ckpt"
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         if trainer.is_global_zero:
             for older in self.folder.glob(f"{PREFIX}-step=*.ckpt"):
                 if older != path:

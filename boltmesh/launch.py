@@ -141,7 +141,7 @@ class Supervisor:
                     if rank == 0:
                         descriptors = [rendezvous.fileno()]
                         place[RENDEZVOUS_VARIABLE] = str(descriptors[0])
-                    process = subprocess.Popen(
+                    process = subprocess.Popen(  # noqa: S603 - this very program
                         self.command,
                         env={**environment, **place},
                         stdin=subprocess.DEVNULL,
@@ -186,6 +186,7 @@ class Supervisor:
             now = time.monotonic()
             if ending_since is None and self._is_ending():
                 ending_since = now
+                self._record_deaths()
             if ending_since is not None:
                 waited = now - ending_since
                 if not self._has_failed():
@@ -210,6 +211,13 @@ class Supervisor:
             for each in running:
                 each.kill_group()
         return received
+
+    def _record_deaths(self) -> None:
+        """Let the dashboard know of ranks that could not record their own end."""
+        for each in self._ranks:
+            if each.code and each.rank not in self._reports and not self._signals:
+                with contextlib.suppress(TelemetryError):
+                    record_end(job_path(self.job_id), rank=each.rank, exit_code=each.code)
 
     def _is_ending(self) -> bool:
         return self._has_failed() or any(each.kind == "stopped" for each in self._reports.values())
@@ -270,10 +278,6 @@ class Supervisor:
                 path = stored[cause.rank]
                 line += traceback_hint(path, wants_traceback=self.wants_traceback)
         say(f"boltmesh: {line}\n")
-        with contextlib.suppress(TelemetryError):
-            record_end(
-                job_path(self.job_id), rank=cause.rank, exit_code=cause.exit_code, message=line
-            )
         return 2 if cause.report is not None and cause.report.kind == "user" else 1
 
 

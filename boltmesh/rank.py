@@ -73,7 +73,7 @@ class Rank:
             return
         from datetime import timedelta
 
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self._rendezvous = TCPStore(
             os.environ["MASTER_ADDR"],
@@ -109,10 +109,10 @@ class Rank:
             report = report_of_error(error, rank=self.rank, run_folder=self.run_folder)
             write_report(self.supervisor_folder, report)
 
-    def execute(self, work: Callable[[], None]) -> int:
+    def execute(self, work: Callable[[], int]) -> int:
         """Run ``work`` to its end, tell how it ended, and return the exit code."""
         try:
-            work()
+            code = work()
         except StoppedBySignal as stopped:
             self.checkpoint = stopped.checkpoint
             self.report("stopped", message=str(stopped), signum=stopped.signum)
@@ -125,7 +125,7 @@ class Rank:
         except BaseException as error:  # noqa: BLE001 - told in one line, kept with its traceback
             return self._fail(error)
         self.report("done")
-        return 0
+        return code
 
     def _fail(self, error: BaseException) -> int:
         self.report_error(error)
@@ -143,11 +143,10 @@ class Rank:
         if self.wants_traceback:
             print(report.traceback, file=sys.stderr, flush=True)  # noqa: T201 - asked for
         line = report.message
-        if self.launcher is not None and report.kind != "user":
-            line = f"rank {self.rank}: {line}"
-        if report.kind == "consequence":
-            line = f"{line} (a peer was lost; the rank that went first says why)"
+        if report.kind == "consequence" and self.launcher is not None:
+            line = "lost a peer; the rank that went first says why"
         if report.kind != "user":
+            line = line if self.launcher is None else f"rank {self.rank} {_verb(report)}{line}"
             line += traceback_hint(store_traceback(report), wants_traceback=self.wants_traceback)
         self._print(line)
 
@@ -155,6 +154,10 @@ class Rank:
     def _print(line: str) -> None:
         sys.stdout.flush()
         say(f"boltmesh: {line}\n")
+
+
+def _verb(report: Report) -> str:
+    return "" if report.kind == "consequence" else "failed: "
 
 
 def stop_line(message: str, checkpoint: str | None, resume_command: str) -> str:

@@ -71,7 +71,8 @@ def kind_of_error(error: BaseException) -> Kind:
         return "user" if error.exit_code == 2 else "failure"
     seen: BaseException | None = error
     while seen is not None:
-        text = str(seen).lower()
+        # gloo, NCCL and the store raise RuntimeErrors; an OSError is of this rank's own files.
+        text = "" if isinstance(seen, OSError) else str(seen).lower()
         if any(sign in text for sign in LOST_PEER):
             return "consequence"
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)

@@ -9,6 +9,7 @@
             logs/              metrics.csv, one folder per start
 """
 
+import contextlib
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -59,6 +60,15 @@ def checkpoint_to_evaluate(config: DictConfig) -> Path | None:
     return found
 
 
+def next_run_folder(config: DictConfig, resumed: Path | None) -> Path:
+    """The folder that this run would have, which is not made."""
+    if config.run.resume == "auto" and resumed is not None:
+        return resumed.parents[1]
+    base = folder_of_name(config)
+    taken = [int(path.name) for path in base.glob("*") if path.name.isdigit()]
+    return base / str(max(taken, default=-1) + 1)
+
+
 def make_run_folder(config: DictConfig, resumed: Path | None) -> Path:
     """The folder of this run: a new one, or with ``resume=auto`` the one that is continued."""
     if config.run.resume == "auto" and resumed is not None:
@@ -66,15 +76,12 @@ def make_run_folder(config: DictConfig, resumed: Path | None) -> Path:
     base = folder_of_name(config)
     try:
         base.mkdir(parents=True, exist_ok=True)
-        taken = [int(path.name) for path in base.iterdir() if path.name.isdigit()]
-        number = max(taken, default=-1) + 1
         while True:
-            try:
-                (base / str(number)).mkdir()
-            except FileExistsError:  # another run of this name has just begun
-                number += 1
-            else:
-                return base / str(number)
+            # Another run of this name may begin at the same moment.
+            with contextlib.suppress(FileExistsError):
+                folder = next_run_folder(config, None)
+                folder.mkdir()
+                return folder
     except OSError as error:
         raise ConfigError(
             f"run.dir={config.run.dir}: {base} cannot be written: {error.strerror}. "

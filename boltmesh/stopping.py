@@ -52,6 +52,7 @@ class StopSwitch:
         self._is_supervised = is_supervised
         self._same_signal_s = same_signal_s
         self._since = 0.0
+        self._pid = os.getpid()
 
     def install(self) -> None:
         """Handle the signals from now on; one that the caller of this program ignores, stays so."""
@@ -61,15 +62,24 @@ class StopSwitch:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if not self.is_training:
+        if os.getpid() != self._pid:
+            self._handle_in_child(signum)
+        elif not self.is_training:
             raise StoppedBySignal(signum)
-        if self.signum is None:
+        elif self.signum is None:
             self.signum, self._since = signum, time.monotonic()
             if not self._is_supervised:
                 say(STOPPING)
         elif not self._is_supervised and time.monotonic() - self._since > self._same_signal_s:
             say("boltmesh: killed by a second signal.\n")
             os._exit(128 + signum)
+
+    @staticmethod
+    def _handle_in_child(signum: int) -> None:
+        """A forked loader worker outlives Ctrl-C, for its rank needs batches until it stops."""
+        if signum != signal.SIGINT:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
 
 
 STOPPING = (

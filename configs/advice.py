@@ -24,7 +24,7 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
     """The full key that ``key`` was probably meant to be.
 
     A sibling with a similar last part comes first, then the same last part in another section,
-    then whatever reads most alike as a whole.
+    then a similar one.
     """
     every = sorted(candidates)
     parent, _, last = key.rpartition(".")
@@ -35,9 +35,8 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
     if elsewhere:
         return elsewhere[0]
     lasts = {each.rpartition(".")[2]: each for each in reversed(every)}
-    if (alike := nearest(last, lasts)) is not None:
-        return lasts[alike]
-    return nearest(key, every)
+    alike = nearest(last, lasts)
+    return None if alike is None else lasts[alike]
 
 
 def name_choices(names: Iterable[str], *, last: str = "and", at_most: int = 12) -> str:

@@ -231,11 +231,23 @@ def _find_spec(package: str) -> object:
 
 
 def _no_module(class_path: str, key: str, source: str, module: str) -> ConfigError:
-    importable = [each.name for each in pkgutil.iter_modules()]
-    guess = nearest(module, importable)
+    parent, _, last = module.rpartition(".")
     rest = class_path.removeprefix(module)
-    hint = f"Did you mean {guess}{rest}?" if guess else "Install it, or give path/to/file.py:Class."
+    guess = nearest(last, (each.name for each in pkgutil.iter_modules()))
+    fits = not parent and guess is not None and _holds(guess, rest.strip(".").split(".")[:-1])
+    hint = f"Did you mean {guess}{rest}?" if fits else "Install it, or give path/to/file.py:Class."
     return ConfigError(f"{source}: {key}={class_path}: there is no module '{module}'. {hint}")
+
+
+def _holds(package: str, submodules: list[str]) -> bool:
+    """Whether a package has these modules inside each other, by its files alone."""
+    spec = importlib.util.find_spec(package)
+    folders = [Path(each) for each in (spec and spec.submodule_search_locations) or []]
+    for name in submodules:
+        if any((folder / f"{name}.py").is_file() for folder in folders):
+            return True
+        folders = [folder / name for folder in folders if (folder / name).is_dir()]
+    return bool(folders) or not submodules
 
 
 def _no_such_name(

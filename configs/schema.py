@@ -99,7 +99,7 @@ class TrainerSection:
     min_steps: Optional[int] = _key(None, 100, minimum=0)
     """Early stopping waits for this many optimizer steps."""
     max_time: Optional[str] = _key(
-        None, "00:12:00:00", form=TIME_FORM, form_in_words="days:hours:minutes:seconds"
+        None, "00:12:00:00", form=TIME_FORM, form_in_words="days:hours:minutes:seconds in quotes"
     )
     """Stop after this wall time, as days:hours:minutes:seconds."""
     limit_train_batches: Optional[Union[int, float]] = _key(None, 100, minimum=0)
@@ -164,7 +164,8 @@ class CheckpointSection:
     enabled: bool = _key(True)
     """False keeps none, not even when the run is stopped."""
     every_n_steps: Optional[int] = _key(None, 100, minimum=1)
-    """Save every n optimizer steps."""
+    """Save every n optimizer steps. With ``monitor`` leave it null: a validation after the same
+    step would come too late to be the value that counts."""
     every_n_epochs: Optional[int] = _key(None, 1, minimum=1)
     """Save every n epochs; when neither is given, every epoch and after each validation."""
     monitor: Optional[str] = _key(None, "val_loss")

@@ -27,21 +27,18 @@ class Windows(Dataset[Batch]):
     """Pieces of ``block_size`` bytes that lie end to end, and the bytes one further as targets.
 
     The last piece is moved back to where the text ends, so every byte but the first is a target.
+    The text must be longer than a piece.
     """
 
     def __init__(self, text: Tensor, block_size: int) -> None:
-        if len(text) <= block_size:
-            raise ValueError(
-                f"block_size={block_size} needs at least {block_size + 1} bytes of text for "
-                f"training and for validation, but one of them has {len(text)}. "
-                f"Give more text, or set block_size={max(1, len(text) - 1)}."
-            )
         self.text, self.block_size = text, block_size
 
     def __len__(self) -> int:
         return math.ceil((len(self.text) - 1) / self.block_size)
 
     def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
         start = min(index * self.block_size, len(self.text) - 1 - self.block_size)
         window = self.text[start : start + self.block_size + 1].long()
         return window[:-1], window[1:]
@@ -100,6 +97,13 @@ class TextData(LightningDataModule):
         if self._parts is None:
             text = _lay_end_to_end(self._documents(), self._limit_bytes())
             cut = round(len(text) * (1.0 - self.validation_fraction))
+            shorter = min(cut, len(text) - cut)
+            if shorter <= self.block_size:
+                raise ValueError(
+                    f"block_size={self.block_size} needs {self.block_size + 1} bytes for training "
+                    f"and as many for validation, but of {len(text)} bytes one part has {shorter}. "
+                    f"Give more text, or set block_size={max(1, shorter - 1)}."
+                )
             train, validation = text[:cut], text[cut:]
             self._parts = Windows(train, self.block_size), Windows(validation, self.block_size)
 

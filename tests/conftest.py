@@ -1,4 +1,4 @@
-"""What every test starts from and leaves behind: its own run directory, and nothing else changed."""
+"""What every test starts from and leaves behind: its own run directory, and no other change."""
 
 import os
 import sys

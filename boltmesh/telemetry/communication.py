@@ -69,7 +69,12 @@ class CommunicationCounter:
         COLLECTIVES.detach(self)
 
     def name_group(self, group: dist.ProcessGroup, axis: str) -> None:
-        """Say which axis of the mesh a process group is."""
+        """Say which axis of the mesh a process group is.
+
+        Ignores what ``new_group`` returns on ranks that are no members.
+        """
+        if not isinstance(group, dist.ProcessGroup):
+            return  # type: ignore[unreachable]
         name = group.group_name
         self._axes[name] = axis
         self._groups[name] = self._file.group_number(name, axis)
@@ -79,7 +84,6 @@ class CommunicationCounter:
         operator: str,
         group: dist.ProcessGroup,
         payload_bytes: int,
-        *,
         is_synchronous: bool,
         is_timed: bool,
     ) -> Ticket | None:
@@ -140,7 +144,7 @@ class CommunicationCounter:
     def _add_group(self, group: dist.ProcessGroup, name: str) -> int:
         axis = self._axes.get(name)
         if axis is None:
-            axis = WORLD if group.size() == dist.get_world_size() else OTHER
+            axis = WORLD if group.size() == self._file.header.world_size else OTHER
         number = self._groups[name] = self._file.group_number(name, axis)
         return number
 

@@ -37,7 +37,7 @@ class StepMarks(NamedTuple):
 
     def has_passed(self) -> bool:
         """Tell whether the device has come to the end of the step."""
-        return self.end.query()
+        return bool(self.end.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> StepTime:
         """Return the times on the device; only once it ``has_passed``."""
@@ -53,7 +53,7 @@ class StepMarks(NamedTuple):
 
 
 def _elapsed_ns(start: torch.cuda.Event, end: torch.cuda.Event) -> int:
-    return max(0, round(start.elapsed_time(end) * 1e6))
+    return max(0, int(start.elapsed_time(end) * 1e6))
 
 
 class CudaTimeline:
@@ -98,7 +98,9 @@ class CudaTimeline:
         self._pool.append(marks.end)
 
     def _take(self) -> torch.cuda.Event:
-        return self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
+        if self._pool:
+            return self._pool.pop()
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def _record(self) -> torch.cuda.Event:
         event = self._take()

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 JOB_FILE = "job.json"
 END_FILE = "end.json"
 ID_VARIABLE = "BOLTMESH_JOB_ID"
+NAME_VARIABLE = "BOLTMESH_JOB_NAME"
 RUN_DIR_VARIABLE = "BOLTMESH_RUN_DIR"
-SWITCH_VARIABLE = "BOLTMESH_TELEMETRY"
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_JSON_BYTES = 1 << 20
@@ -84,7 +84,7 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
         mesh: Mapping[str, int],
         world_size: int,
         name: str | None = None,
-        id: str | None = None,
+        id: str | None = None,  # noqa: A002 - the field's name
         hyperparameters: Mapping[str, object] | None = None,
         max_steps: int | None = None,
     ) -> "Self":
@@ -96,7 +96,7 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
         command = [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else []
         return cls(
             id=check_job_id(id or os.environ.get(ID_VARIABLE) or new_job_id()),
-            name=name or (Path(command[0]).stem if command and command[0] else "python"),
+            name=name or os.environ.get(NAME_VARIABLE) or _program(command),
             user=_user(),
             host=socket.gethostname(),
             command=tuple(redact_command(command)),
@@ -157,6 +157,11 @@ def job_path(job_id: str, folder: Path | None = None) -> Path:
     return (folder or run_dir()) / check_job_id(job_id)
 
 
+def rank_file(path: Path, rank: int) -> Path:
+    """Return where a rank's telemetry is, within its job's folder."""
+    return path / f"rank-{rank}.bin"
+
+
 def make_private_folder(path: Path) -> None:
     """Create a folder that only this user can enter, or check that an existing one is such."""
     with contextlib.suppress(FileExistsError):
@@ -202,8 +207,8 @@ def record_end(
     first note of a run stays. ``exit_code`` may be negative as ``subprocess`` has it; it then
     means a signal. Never raises, for it runs while a job is being torn down.
     """
-    if exit_code is not None and exit_code < 0 and signal is None:
-        exit_code, signal = None, -exit_code
+    if exit_code is not None and exit_code < 0:
+        signal, exit_code = signal or -exit_code, None
     end = RankEnd(rank=rank, signal=signal, exit_code=exit_code, time=time.time(), message=message)
     with contextlib.suppress(OSError, TelemetryError):
         earlier = read_end(path)
@@ -257,25 +262,32 @@ def open_private(path: Path) -> int:
     """Open a file of this user for reading; refuse links, devices and files of others."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise TelemetryError(f"{path} is not a plain file.")
-        if found.st_uid != os.geteuid():
-            raise TelemetryError(
-                f"{path} belongs to user {found.st_uid}, and this is user {os.geteuid()}. "
-                f"Read it as its owner."
-            )
-        if found.st_mode & 0o077:
-            raise TelemetryError(f"{path} can be written or read by others. Run: chmod 600 {path}")
+        _check_private(path, os.fstat(descriptor))
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
+def _check_private(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise TelemetryError(f"{path} is not a plain file.")
+    if found.st_uid != os.geteuid():
+        raise TelemetryError(
+            f"{path} belongs to user {found.st_uid}, and this is user {os.geteuid()}. "
+            f"Read it as its owner."
+        )
+    if found.st_mode & 0o077:
+        raise TelemetryError(f"{path} can be read or written by others. Run: chmod 600 {path}")
+
+
 def _read_private(path: Path) -> bytes:
     with open(open_private(path), "rb") as file:
         return file.read(_MAX_JSON_BYTES)
+
+
+def _program(command: Sequence[str]) -> str:
+    return Path(command[0]).stem if command and command[0] else "python"
 
 
 def _user() -> str:

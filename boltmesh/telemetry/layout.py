@@ -4,9 +4,9 @@ Everything here is ``struct`` and ``zlib``, so that a reader needs nothing but t
 library. A file is a header page and eight sections:
 
 ======== ============================================================================
-header   who wrote the file, its clocks, and where each section lies
+header   who wrote the file, its clocks, where each section lies, and the present phase
 names    a JSON object, in two buffers: names behind the numbers, and what is constant
-status   where the rank is now, in two slots
+status   step, epoch, memory and state of the rank, in two slots
 counters calls and payload bytes of each operator on each group, since the start
 steps    ring: one record a batch, with its phases
 series   the loss and the logged metrics over the whole run, thinned
@@ -26,7 +26,7 @@ is whole whenever the writer dies.
 
 import struct
 import zlib
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from boltmesh.errors import TelemetryError
 
@@ -70,7 +70,7 @@ class Record:
         body = self._body.pack(sequence, *fields)
         return body + _CRC.pack(zlib.crc32(body))
 
-    def unpack(self, buffer: bytes, offset: int) -> tuple[int, ...] | None:
+    def unpack(self, buffer: bytes, offset: int) -> tuple[Any, ...] | None:
         """Return the sequence number and the fields, or None when the record is not whole."""
         end = offset + self.body_bytes
         if len(buffer) < end + 4:
@@ -84,13 +84,17 @@ class Record:
 _CRC: Final = struct.Struct("<I")
 _SEQUENCE: Final = struct.Struct("<Q")
 
-STATUS: Final = Record("BBHiqqqdqqqq")
-"""state, phase, 0, epoch, global step, batch index, step being recorded, seconds on the wall
-clock, host resident bytes, and device bytes allocated, reserved and at the peak."""
+PHASE_OFFSET: Final = 2048
+"""Where, in the header page, one byte holds the phase that the rank is in. It changes many times
+a step, and one byte is never torn."""
 
-COUNTER: Final = Record("QQQQ")
-"""calls, payload bytes, calls known to be complete, and their nanoseconds. The sequence number
-is the number of writes."""
+STATUS: Final = Record("BBHiqqdqqqq")
+"""state, 0, 0, epoch, global step, batch index, seconds on the wall clock, host resident bytes,
+and device bytes allocated, reserved and at the peak."""
+
+COUNTER: Final = Record("Q")
+"""calls, in the place of the sequence number, and payload bytes. Behind ``traffic`` by a step or a
+tenth of a second; the totals of what it lacks are in the records there."""
 
 STEP: Final = Record("qqiIdQ9Qdqq")
 """batch index, global step, epoch, flags (1: the loss is known), seconds on the wall clock at the
@@ -99,10 +103,11 @@ end, nanoseconds in all, nanoseconds of each of the nine phases, loss, samples, 
 POINT: Final = Record("qd")
 """global step and value."""
 
-TRAFFIC: Final = Record("qHHBBHQQQQ")
+TRAFFIC: Final = Record("qHHBBHQQQQQQ")
 """step that it belongs to (the sequence number of its record in ``steps``), group, operator,
-phase, flags, 0, sequence within the group, payload bytes, nanoseconds on the monotonic clock at
-the enqueue and at the completion (0: not complete, or not known)."""
+phase, flags, 0, sequence within the group, payload bytes, calls and payload bytes of the operator
+on the group up to and with this one, nanoseconds on the monotonic clock at the enqueue and at the
+completion (0: not complete, or not known)."""
 
 SPAN: Final = Record("qHHBBHQQ")
 """step, stage, microbatch, kind, 0, 0, nanoseconds on the monotonic clock at start and end."""
@@ -127,6 +132,7 @@ class Section(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The first byte behind it."""
         return self.offset + self.record_bytes * self.capacity
 
 

@@ -72,7 +72,8 @@ class PhaseClock:
         self._timeline = timeline
         self._stack = [OTHER]
         self._totals = [0] * len(PHASES)
-        self._since_ns = time.monotonic_ns()
+        self.since_ns = time.monotonic_ns()
+        """When the current phase began or resumed."""
         self._waited_ns = 0
         self._tail_from_ns = 0
         self._tail_until_ns = 0
@@ -85,6 +86,7 @@ class PhaseClock:
 
     @property
     def is_own_thread(self) -> bool:
+        """Whether the caller is the thread that trains."""
         return threading.get_ident() == self._thread
 
     def enter(self, phase: int) -> None:
@@ -120,10 +122,10 @@ class PhaseClock:
         if self._timeline is not None and len(self._stack) == 1:
             self._timeline.mark(phase)
 
-    def restart(self) -> None:
-        """Forget the time so far and every phase that was entered."""
-        del self._stack[1:]
+    def restart(self, phase: int) -> None:
+        """Forget the time so far; begin anew in ``phase``, outside any other."""
         self.take()
+        self._stack = [phase]
 
     def take(self) -> StepTime:
         """Return the time since the last call, and start anew."""
@@ -149,8 +151,8 @@ class PhaseClock:
 
     def _charge(self) -> None:
         now = time.monotonic_ns()
-        elapsed = now - self._since_ns
-        self._since_ns = now
+        elapsed = now - self.since_ns
+        self.since_ns = now
         current = self._stack[-1]
         waited = self._waited_ns
         if waited:
@@ -164,7 +166,7 @@ class PhaseClock:
     def _expose_tail(self) -> None:
         if not self._tail_from_ns:
             return
-        until = min(self._since_ns, self._tail_until_ns or self._since_ns)
+        until = min(self.since_ns, self._tail_until_ns or self.since_ns)
         tail = min(max(until - self._tail_from_ns, 0), self._totals[BACKWARD])
         self._totals[BACKWARD] -= tail
         self._totals[COMMUNICATION] += tail

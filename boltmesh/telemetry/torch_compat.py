@@ -63,7 +63,6 @@ class CollectiveObserver(Protocol):
         operator: str,
         group: dist.ProcessGroup,
         payload_bytes: int,
-        *,
         is_synchronous: bool,
         is_timed: bool,
     ) -> Ticket | None:
@@ -93,12 +92,16 @@ def payload_bytes(value: Any) -> int:
 
 
 def _is_on_host(args: tuple[Any, ...]) -> bool:
-    for value in args[:2]:
-        while isinstance(value, (list, tuple)) and value:
-            value = value[0]
-        if isinstance(value, torch.Tensor):
-            return value.is_cpu
-    return False
+    first = _first_tensor(args[0])
+    if first is None and len(args) > 1:
+        first = _first_tensor(args[1])
+    return first is not None and first.is_cpu
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    while isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return value if isinstance(value, torch.Tensor) else None
 
 
 class CollectiveHook:
@@ -115,6 +118,7 @@ class CollectiveHook:
 
     @property
     def is_installed(self) -> bool:
+        """Whether kernels of ours are in torch's dispatcher."""
         return self._library is not None
 
     def attach(self, observer: CollectiveObserver) -> None:
@@ -138,9 +142,9 @@ class CollectiveHook:
     def _install(self) -> None:
         try:
             kernels = {name: self._kernel(name, index) for name, index in PAYLOAD.items()}
-            self._library = torch.library.Library("c10d", "IMPL")  # noqa: TOR901 - kept by self
+            self._library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
             for name, kernel in kernels.items():
-                self._library.impl(name, kernel, _KEY, with_keyset=True)
+                self._library.impl(name, kernel, _KEY, with_keyset=True)  # type: ignore[no-untyped-call]
             self._test_itself()
         except TelemetryError:
             self._uninstall()
@@ -154,7 +158,7 @@ class CollectiveHook:
     def _uninstall(self) -> None:
         library, self._library = self._library, None
         if library is not None:
-            library._destroy()
+            library._destroy()  # type: ignore[no-untyped-call]
 
     def _kernel(self, name: str, payload_at: int | None) -> Callable[..., Any]:
         packet = getattr(torch.ops.c10d, name, None)
@@ -183,15 +187,11 @@ class CollectiveHook:
             # A future on CUDA is complete when the work is launched: it tells nothing.
             is_timed = has_future and _is_on_host(args)
             group = unbox(args[group_at])
-            noted = [
-                (observer, ticket)
-                for observer in self._observers
-                if (
-                    ticket := observer.enqueued(
-                        operator, group, size, is_synchronous=is_synchronous, is_timed=is_timed
-                    )
-                )
-            ]
+            noted = []
+            for observer in self._observers:
+                ticket = observer.enqueued(operator, group, size, is_synchronous, is_timed)
+                if ticket is not None:
+                    noted.append((observer, ticket))
             try:
                 result = redispatch(keys & after, *args)
             finally:
@@ -208,12 +208,12 @@ class CollectiveHook:
         probe = _Probe()
         self._observers = (probe,)
         try:
-            group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+            group = dist.ProcessGroup(torch._C._distributed_c10d.HashStore(), 0, 1)
             fake = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 1)
             custom = dist.ProcessGroup.BackendType.CUSTOM
             group._register_backend(torch.device("cpu"), custom, fake)
             group._set_default_backend(custom)
-            group._set_group_name(_SELF_TEST_GROUP)
+            group._set_group_name(_SELF_TEST_GROUP)  # type: ignore[arg-type]
             group.allreduce([torch.zeros(3)], dist.AllreduceOptions()).wait()
         finally:
             self._observers = ()
@@ -235,7 +235,6 @@ class _Probe:
         operator: str,
         group: dist.ProcessGroup,
         payload_bytes: int,
-        *,
         is_synchronous: bool,
         is_timed: bool,
     ) -> Ticket | None:

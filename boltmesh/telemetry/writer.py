@@ -16,7 +16,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -26,18 +26,20 @@ import msgspec
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import open_private, pid_namespace, process_start_ticks
-from boltmesh.telemetry.layout import SECTIONS, UNKNOWN, Header
+from boltmesh.telemetry.layout import SECTIONS, Header
 
 OTHERS: Final = "(others)"
 TOUCH_EVERY_NS: Final = 60_000_000_000
 _LOCK_ATTEMPTS: Final = 20
+_LOCK_PAUSE_S: Final = 0.005
+
+_TRAFFIC_AT: Final = SECTIONS["traffic"].offset
+_TRAFFIC_BYTES: Final = SECTIONS["traffic"].record_bytes
+_TRAFFIC_CAPACITY: Final = SECTIONS["traffic"].capacity
+_COUNTERS_AT: Final = SECTIONS["counters"].offset
+_COUNTER_BYTES: Final = SECTIONS["counters"].record_bytes
 
 _writers: "weakref.WeakSet[RankFile]" = weakref.WeakSet()
-
-
-def rank_file(folder: Path, rank: int) -> Path:
-    """Return where a rank's telemetry is."""
-    return folder / f"rank-{rank}.bin"
 
 
 class RankFile:
@@ -63,10 +65,13 @@ class RankFile:
         self._numbers: dict[str, dict[str, int]] = {"operators": {}, "metrics": {}}
         self._groups: dict[str, int] = {}
         self._counters: dict[tuple[int, int], list[int]] = {}
+        self._unwritten: set[tuple[int, int]] = set()
         self._group_sequences = [0] * layout.MAX_GROUPS
         self._series_counts = [0] * layout.MAX_METRICS
+        self._series_strides = [1] * layout.MAX_METRICS
         self._pid = os.getpid()
         ours = (self._pid, process_start_ticks(self._pid), pid_namespace())
+        self._map: mmap.mmap | None
         self._descriptor, self._map, self.header = _open(path, ours, rank, world_size)
         self._touched_ns = time.monotonic_ns()
         self._restore()
@@ -74,6 +79,7 @@ class RankFile:
 
     @property
     def is_open(self) -> bool:
+        """Whether what is recorded still goes into the file."""
         return self._map is not None
 
     @property
@@ -87,6 +93,7 @@ class RankFile:
             self._drop()
 
     def _drop(self) -> None:
+        self._write_counters()
         mapping, self._map = self._map, None
         if mapping is not None:
             mapping.close()
@@ -163,6 +170,11 @@ class RankFile:
                 self._status_sequence, *fields
             )
 
+    def phase(self, index: int) -> None:
+        """Write the phase that the rank is in: one byte, which nobody sees half written."""
+        if self._map is not None:
+            self._map[layout.PHASE_OFFSET] = index
+
     def step(self, *fields: float) -> int:
         """Append a step; return its sequence number."""
         return self._append("steps", layout.STEP, *fields)
@@ -187,61 +199,87 @@ class RankFile:
             size = section.record_bytes
             base = section.offset + number * layout.POINTS_PER_SERIES * size
             before = self._series_counts[number]
-            self._series_counts[number] = count = before + 1
-            sealed = layout.POINT.pack(count, global_step, value)
+            self._series_counts[number] = before + 1
+            sealed = layout.POINT.pack(before + 1, global_step, value)
             self._map[base : base + size] = sealed
-            stride = layout.series_stride(count)
-            if before and stride != layout.series_stride(before):
-                for slot in range(1, (layout.POINTS_PER_SERIES + 1) // 2):
-                    source = base + (1 + 2 * slot) * size
-                    target = base + (1 + slot) * size
-                    self._map[target : target + size] = self._map[source : source + size]
-            if before % stride == 0:
-                at = base + (1 + before // stride) * size
-                self._map[at : at + size] = sealed
+            stride = self._series_strides[number]
+            if before % stride:
+                return
+            position = before // stride
+            if position == layout.POINTS_PER_SERIES - 1:
+                self._halve(base + size, size)
+                self._series_strides[number] = layout.series_stride(before + 1)
+                if before % self._series_strides[number]:
+                    return
+                position = before // self._series_strides[number]
+            at = base + (1 + position) * size
+            self._map[at : at + size] = sealed
+
+    def _halve(self, base: int, size: int) -> None:
+        """Keep every second point; what lies behind them stays until it is written over."""
+        assert self._map is not None
+        for position in range(1, layout.POINTS_PER_SERIES // 2):
+            source, target = base + 2 * position * size, base + position * size
+            self._map[target : target + size] = self._map[source : source + size]
 
     def enqueue(
         self, step: int, group: int, operator: int, phase: int, flags: int, payload_bytes: int
     ) -> tuple[int, ...]:
         """Count a collective and append its record; return what ``complete`` needs."""
         with self._lock:
-            counter = self._counters.get((group, operator))
+            key = (group, operator)
+            counter = self._counters.get(key)
             if counter is None:
-                counter = self._counters[group, operator] = [0, 0, 0, 0, 0]
+                counter = self._counters[key] = [0, 0]
             counter[0] += 1
-            counter[1] += 1
-            counter[2] += payload_bytes
-            self._group_sequences[group] += 1
-            in_group = self._group_sequences[group]
-            self._sequences["traffic"] += 1
-            sequence = self._sequences["traffic"]
-            now = time.monotonic_ns()
-            fields = (step, group, operator, phase, flags, 0, in_group, payload_bytes, now)
+            counter[1] += payload_bytes
+            self._unwritten.add(key)
+            in_group = self._group_sequences[group] = self._group_sequences[group] + 1
+            sequence = self._sequences["traffic"] = self._sequences["traffic"] + 1
+            ticket = (
+                sequence,
+                step,
+                group,
+                operator,
+                phase,
+                flags,
+                0,
+                in_group,
+                payload_bytes,
+                counter[0],
+                counter[1],
+                time.monotonic_ns(),
+            )
             if self._map is not None:
-                self._write_counter(group, operator, counter)
-                at = layout.slot_offset(SECTIONS["traffic"], sequence)
-                sealed = layout.TRAFFIC.pack(sequence, *fields, 0)
-                self._map[at : at + len(sealed)] = sealed
-            return sequence, *fields
+                at = _TRAFFIC_AT + (sequence - 1) % _TRAFFIC_CAPACITY * _TRAFFIC_BYTES
+                self._map[at : at + _TRAFFIC_BYTES] = layout.TRAFFIC.pack(*ticket, 0)
+                if sequence % (_TRAFFIC_CAPACITY // 2) == 0:
+                    self._write_counters()  # before the ring has forgotten what they lack
+            return ticket
+
+    def write_counters(self) -> None:
+        """Write the totals of the operators that were called since the last time."""
+        if self._unwritten:
+            with self._lock:
+                self._write_counters()
+
+    def _write_counters(self) -> None:
+        while self._unwritten:
+            key = self._unwritten.pop()
+            if self._map is not None:
+                at = _COUNTERS_AT + (key[0] * layout.MAX_OPERATORS + key[1]) * _COUNTER_BYTES
+                self._map[at : at + _COUNTER_BYTES] = layout.COUNTER.pack(*self._counters[key])
 
     def complete(self, ticket: tuple[int, ...]) -> int:
         """Record that a collective is done; return the nanoseconds since its enqueue."""
         now = time.monotonic_ns()
-        sequence, _, group, operator, *_, enqueued = ticket
+        sequence = ticket[0]
         with self._lock:
-            if self._map is None:
-                return now - enqueued
-            counter = self._counters[group, operator]
-            counter[0] += 1
-            counter[3] += 1
-            counter[4] += now - enqueued
-            self._write_counter(group, operator, counter)
-            section = SECTIONS["traffic"]
-            if self._sequences["traffic"] - sequence < section.capacity:
-                at = layout.slot_offset(section, sequence)
-                sealed = layout.TRAFFIC.pack(*ticket, now)
-                self._map[at : at + len(sealed)] = sealed
-        return now - enqueued
+            is_kept = self._sequences["traffic"] - sequence < _TRAFFIC_CAPACITY
+            if self._map is not None and is_kept:
+                at = _TRAFFIC_AT + (sequence - 1) % _TRAFFIC_CAPACITY * _TRAFFIC_BYTES
+                self._map[at : at + _TRAFFIC_BYTES] = layout.TRAFFIC.pack(*ticket, now)
+        return now - ticket[-1]
 
     def lose(self, ticket: tuple[int, ...]) -> None:
         """Record that the completion of a collective will not be known."""
@@ -254,12 +292,6 @@ class RankFile:
                     sequence, step, group, operator, phase, flags, *rest, 0
                 )
                 self._map[at : at + len(sealed)] = sealed
-
-    def _write_counter(self, group: int, operator: int, counter: Sequence[int]) -> None:
-        section = SECTIONS["counters"]
-        at = section.offset + (group * layout.MAX_OPERATORS + operator) * section.record_bytes
-        sealed = layout.COUNTER.pack(*counter)
-        self._map[at : at + len(sealed)] = sealed
 
     def _append(self, name: str, record: layout.Record, *fields: object) -> int:
         with self._lock:
@@ -282,7 +314,7 @@ class RankFile:
 
     def _restore(self) -> None:
         """Take up the numbers where this process left them, when it opens its file again."""
-        content = bytes(self._map)
+        content = os.pread(self._descriptor, layout.FILE_BYTES, 0)
         text = layout.unpack_names(content)
         if text is None:
             return
@@ -307,13 +339,21 @@ class RankFile:
             at = counters.offset + index * counters.record_bytes
             if values := layout.COUNTER.unpack(content, at):
                 self._counters[divmod(index, layout.MAX_OPERATORS)] = list(values)
+        traffic = SECTIONS["traffic"]
+        for slot in range(traffic.capacity):
+            at = traffic.offset + slot * traffic.record_bytes
+            if values := layout.TRAFFIC.unpack(content, at):
+                counter = self._counters.setdefault(values[2:4], [0, 0])
+                if values[9] > counter[0]:
+                    counter[:] = values[9:11]
         for (group, _), counter in self._counters.items():
-            self._group_sequences[group] += counter[1]
+            self._group_sequences[group] += counter[0]
         series = SECTIONS["series"]
         for number in range(len(self._names["metrics"])):
             at = series.offset + number * layout.POINTS_PER_SERIES * series.record_bytes
             if point := layout.POINT.unpack(content, at):
                 self._series_counts[number] = point[0]
+                self._series_strides[number] = layout.series_stride(point[0])
 
 
 def _open(
@@ -339,11 +379,7 @@ def _open_earlier(path: Path, ours: tuple[int, int, int]) -> tuple[int, mmap.mma
     os.close(open_private(path))  # refuses links and files of others before it is opened to write
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if not _lock(descriptor):
-            raise TelemetryError(
-                f"{path} is being written by another process. Give each job its own "
-                f"BOLTMESH_JOB_ID."
-            )
+        _lock(descriptor, f"{path} is being written by another process. Give each job its own id.")
         try:
             header = layout.parse_header(os.pread(descriptor, layout.PAGE, 0))
             is_ours = (header.pid, header.start_ticks, header.pid_namespace) == ours
@@ -373,10 +409,7 @@ def _create(path: Path) -> int:
     descriptor = os.open(temporary, flags, 0o600)
     try:
         _allocate(descriptor)
-        if not _lock(descriptor):
-            raise TelemetryError(
-                f"{temporary} cannot be locked. Set BOLTMESH_RUN_DIR to a local disk."
-            )
+        _lock(descriptor, f"{temporary} cannot be locked. Set BOLTMESH_RUN_DIR to a local disk.")
         temporary.rename(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -397,21 +430,21 @@ def _allocate(descriptor: int) -> None:
     os.pwrite(descriptor, bytes(layout.FILE_BYTES), 0)
 
 
-def _lock(descriptor: int) -> bool:
+def _lock(descriptor: int, problem: str) -> None:
     """Lock the file for good. A reader that asks whether it is locked holds it for a moment."""
-    for attempt in range(_LOCK_ATTEMPTS):
+    for _ in range(_LOCK_ATTEMPTS):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        if attempt < _LOCK_ATTEMPTS - 1:
-            time.sleep(0.005)
-    return False
+            return
+        time.sleep(_LOCK_PAUSE_S)
+    raise TelemetryError(problem)
 
 
 def _drop_in_child() -> None:
     for writer in list(_writers):
         # The lock may have been held by a thread that the child does not have.
         writer._lock = Lock()  # noqa: SLF001 - the same module
+        writer._unwritten.clear()  # noqa: SLF001
         writer._drop()  # noqa: SLF001
 
 

@@ -12,8 +12,13 @@ from torch.utils.data import DataLoader
 LOREM = "".join(f"{number:03d}," for number in range(300))  # no piece of it appears twice
 
 
+def windows_of(loader: DataLoader) -> Windows:
+    assert isinstance(loader.dataset, Windows)
+    return loader.dataset
+
+
 def bytes_of(loader: DataLoader) -> bytes:
-    return bytes(loader.dataset.text.tolist())
+    return bytes(windows_of(loader).text.tolist())
 
 
 def write_folder(folder: Path, count: int) -> list[bytes]:
@@ -49,7 +54,7 @@ def test_the_last_batch_may_be_smaller(tmp_path: Path) -> None:
     sizes = [len(tokens) for tokens, _ in data.train_dataloader()]
     assert set(sizes[:-1]) == {7}
     assert 0 < sizes[-1] < 7
-    assert sum(sizes) == len(data.train_dataloader().dataset)
+    assert sum(sizes) == len(windows_of(data.train_dataloader()))
 
 
 def test_a_file_is_cut_once_and_nothing_of_the_validation_is_trained_on(tmp_path: Path) -> None:
@@ -59,9 +64,10 @@ def test_a_file_is_cut_once_and_nothing_of_the_validation_is_trained_on(tmp_path
     train, validation = bytes_of(data.train_dataloader()), bytes_of(data.val_dataloader())
     assert train + validation == LOREM.encode() + END_OF_DOCUMENT
     assert abs(len(validation) / len(LOREM) - 0.25) < 0.01
+    windows = windows_of(data.train_dataloader())
     trained = {
         byte
-        for tokens, following in data.train_dataloader().dataset
+        for tokens, following in map(windows.__getitem__, range(len(windows)))
         for byte in (decode(tokens) + decode(following[-1:])).split(",")[1:-1]
     }
     validated = set(validation.decode().split(",")[1:-1])
@@ -124,7 +130,7 @@ def test_prompts_are_windows_of_the_validation_text(tmp_path: Path) -> None:
 
 def test_text_that_is_too_short_says_which_block_size_fits(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("x" * 49)
-    with pytest.raises(ValueError, match=r"one of them has 5. .*set block_size=4"):
+    with pytest.raises(ValueError, match=r"one part has 5\. .*set block_size=4\."):
         TextData(tmp_path, block_size=128).setup()
     TextData(tmp_path, block_size=4).setup()
 

@@ -26,7 +26,7 @@ class Slow(Callback):
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_step == 3:
             import os
-            print("READY", trainer.global_rank, os.getpid(), flush=True)
+            os.write(1, f"READY {{trainer.global_rank}} {{os.getpid()}}\n".encode())  # at once
         time.sleep(0.02)
 
 trainer = Trainer(accelerator="cpu", devices=2, strategy="bolt_ddp", max_epochs=-1, logger=False,

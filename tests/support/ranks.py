@@ -70,10 +70,12 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        # The fork server keeps the environment that it was started with.
+        run_dir = os.environ.get("BOLTMESH_RUN_DIR") or str(Path(folder, "telemetry"))
         ranks = []
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
-            job = (there, worker, rank, world_size, folder, timeout_s, args)
+            job = (there, worker, rank, world_size, folder, run_dir, timeout_s, args)
             process = context.Process(target=_rank_main, args=job, daemon=False)
             process.start()
             there.close()
@@ -124,11 +126,12 @@ def _rank_main(
     rank: int,
     world_size: int,
     folder: str,
+    run_dir: str,
     timeout_s: float,
     args: tuple[object, ...],
 ) -> None:
     try:
-        with _group(rank, world_size, folder, timeout_s):
+        with _group(rank, world_size, folder, run_dir, timeout_s):
             result = worker(rank, world_size, *args)
         report = pickle.dumps(("ok", result))
     except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
@@ -141,7 +144,9 @@ def _rank_main(
 
 
 @contextmanager
-def _group(rank: int, world_size: int, folder: str, timeout_s: float) -> Iterator[None]:
+def _group(
+    rank: int, world_size: int, folder: str, run_dir: str, timeout_s: float
+) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
@@ -160,7 +165,7 @@ def _group(rank: int, world_size: int, folder: str, timeout_s: float) -> Iterato
         TORCHELASTIC_RUN_ID="tests",
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo",
-        BOLTMESH_RUN_DIR=os.environ.get("BOLTMESH_RUN_DIR") or str(Path(folder, "telemetry")),
+        BOLTMESH_RUN_DIR=run_dir,
     )
     dist.init_process_group(
         "gloo",

@@ -6,7 +6,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -73,19 +73,34 @@ class TinyModel(LightningModule):
 class TinyData(LightningDataModule):
     """A linear function with noise."""
 
-    def __init__(self, samples: int = 96, batch_size: int = 4) -> None:
+    def __init__(self, samples: int = 96, batch_size: int = 4, workers: int = 0) -> None:
         super().__init__()
-        self.batch_size = batch_size
+        self.batch_size, self.workers = batch_size, workers
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(samples, FEATURES, generator=generator)
         y = x.sum(1, keepdim=True) + 0.1 * torch.randn(samples, 1, generator=generator)
         self.part = TensorDataset(x, y)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(self.part, batch_size=self.batch_size, shuffle=True)
+        return DataLoader(
+            self.part, batch_size=self.batch_size, shuffle=True, num_workers=self.workers
+        )
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(self.part, batch_size=self.batch_size)
 
     test_dataloader = val_dataloader
     predict_dataloader = val_dataloader
+
+
+class SignalAt(Callback):
+    """Sends a signal to one rank after an optimizer step, as a person or a scheduler would."""
+
+    def __init__(self, batch: int, rank: int = 1, signum: int = signal.SIGINT) -> None:
+        self.batch, self.rank, self.signum = batch, rank, signum
+        self.seen = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+        self.seen += 1
+        if self.seen == self.batch and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), self.signum)

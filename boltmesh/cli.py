@@ -1,0 +1,235 @@
+"""The ``boltmesh`` command. Loads torch, Lightning or the dashboard only where a command needs it.
+
+Exit codes: 0 for success, 1 for a failed run, 2 for what the user can mend, 130 after Ctrl-C and
+143 after SIGTERM. Errors are one line on stderr; ``--traceback`` shows where they come from.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from boltmesh import __version__
+from boltmesh.errors import BoltMeshError
+from boltmesh.rank import Rank
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from boltmesh.placement import Placement
+
+Verb = Literal["fit", "validate", "test", "predict"]
+
+CONFIG_HELP = (
+    "CONFIG is the name of a recipe or the path of a YAML file. Keys are changed with key=value, "
+    "for example trainer.max_steps=100; keys of trainer and run need no section: max_steps=100."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(run_command(given))
+
+
+def run_command(arguments: list[str]) -> int:
+    """Run one command and return its exit code."""
+    try:
+        result = boltmesh.main(args=arguments, prog_name="boltmesh", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        return 2
+    except click.ClickException as error:
+        return _complain(error.format_message(), error.exit_code)
+    except click.Abort:
+        return 130
+    except BoltMeshError as error:
+        return _complain(str(error), error.exit_code)
+    except BrokenPipeError:
+        # Whoever reads stdout has seen enough. Python would complain once more while it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def _complain(message: str, exit_code: int) -> int:
+    print(f"boltmesh: {message}", file=sys.stderr)
+    return exit_code
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def boltmesh() -> None:
+    """Train Lightning modules on many devices, and watch them from a terminal."""
+
+
+def _run_command(verb: Verb, summary: str) -> None:
+    """Add ``fit``, ``validate``, ``test`` or ``predict``."""
+
+    @click.argument("config")
+    @click.argument("overrides", nargs=-1, metavar="[key=value ...]")
+    @click.option("--print-config", is_flag=True, help="Print the merged config, and stop.")
+    @click.option("--dry-run", is_flag=True, help="Build everything, show it, and stop.")
+    @click.option(
+        "--traceback", "wants_traceback", is_flag=True, help="Show where errors come from."
+    )
+    def command(
+        config: str,
+        overrides: tuple[str, ...],
+        print_config: bool,
+        dry_run: bool,
+        wants_traceback: bool,
+    ) -> int:
+        rank = Rank.enter()
+        rank.wants_traceback = wants_traceback
+        if print_config:
+            return rank.execute(lambda: _print_config(config, overrides))
+        if dry_run:
+            return rank.execute(lambda: _show(verb, config, overrides, rank))
+        return rank.execute(lambda: _start(verb, config, overrides, rank))
+
+    boltmesh.command(verb, help=f"{summary}\n\n{CONFIG_HELP}")(command)
+
+
+_run_command("fit", "Train.")
+_run_command("validate", "Run the validation data through a checkpoint.")
+_run_command("test", "Run the test data through a checkpoint.")
+_run_command("predict", "Write the predictions of a checkpoint, one file per rank.")
+
+
+@boltmesh.command()
+@click.argument("config")
+@click.argument("overrides", nargs=-1, metavar="[key=value ...]")
+@click.option("--steps", type=click.IntRange(min=1), default=4, help="Optimizer steps. [4]")
+@click.option("--traceback", "wants_traceback", is_flag=True, help="Show where errors come from.")
+def check(config: str, overrides: tuple[str, ...], steps: int, wants_traceback: bool) -> int:
+    """Compare this layout with one process, and name the first difference.
+
+    Trains both for a few optimizer steps on the same data. Exit code 1 when they differ.
+    """
+    rank = Rank.enter()
+    rank.wants_traceback = wants_traceback
+
+    def work() -> int:
+        from boltmesh.check import check as compare
+
+        return compare(config, overrides, steps=steps, rank=rank)
+
+    return rank.execute(work)
+
+
+@boltmesh.command()
+@click.argument("job", required=False)
+@click.option("--once", is_flag=True, help="Print a summary, and stop.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, a line for each look.")
+@click.option("--demo", is_flag=True, help="Show a made-up job.")
+@click.option("--ascii", "ascii_only", is_flag=True, help="Draw with ASCII.")
+@click.option("--theme", help="night, day, terminal or mono.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Where jobs keep telemetry.")
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    help="Seconds between two looks. [1]",
+)
+def top(
+    job: str | None,
+    once: bool,
+    as_json: bool,
+    demo: bool,
+    ascii_only: bool,
+    theme: str | None,
+    run_dir: Path | None,
+    interval_s: float,
+) -> int:
+    """Watch a running job, or look back at one that has ended.
+
+    JOB is an id, the beginning of one, or the folder of a job; without it the running one.
+    """
+    from boltmesh.tui.command import top as show
+
+    return show(
+        job,
+        once=once,
+        as_json=as_json,
+        demo=demo,
+        ascii_only=ascii_only,
+        theme=theme,
+        run_dir=run_dir,
+        interval_s=interval_s,
+    )
+
+
+@boltmesh.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--ascii", "ascii_only", is_flag=True, help="Draw with ASCII.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Where jobs keep telemetry.")
+def jobs(as_json: bool, ascii_only: bool, run_dir: Path | None) -> int:
+    """List your jobs on this host: alive, finished, failed and crashed."""
+    from boltmesh.tui.command import jobs as show
+
+    return show(as_json=as_json, ascii_only=ascii_only, run_dir=run_dir)
+
+
+def _print_config(config: str, overrides: Sequence[str]) -> int:
+    from omegaconf import OmegaConf
+
+    from boltmesh.configs.load import load
+
+    print(OmegaConf.to_yaml(load(config, overrides)), end="")
+    return 0
+
+
+def _prepare(
+    verb: Verb, config: str, overrides: Sequence[str], *, for_show: bool
+) -> tuple["DictConfig", "Placement", str]:
+    """The config, where its ranks run, and what errors call it."""
+    from boltmesh.configs.load import find, load
+    from boltmesh.preflight import check_config
+
+    # As `python -m` has it: a config can name code that lies in the working directory.
+    if str(Path.cwd()) not in {str(Path(each).absolute()) for each in sys.path}:
+        sys.path.insert(0, str(Path.cwd()))
+    loaded, source = load(config, overrides), str(find(config))
+    placement = check_config(loaded, source=source, is_fit=verb == "fit", for_show=for_show)
+    return loaded, placement, source
+
+
+def _show(verb: Verb, config: str, overrides: Sequence[str], rank: Rank) -> int:
+    loaded, placement, source = _prepare(verb, config, overrides, for_show=True)
+
+    from boltmesh.run import RunBuilder, describe
+
+    built = RunBuilder(loaded, verb, placement, rank, source=source).build(for_show=True)
+    print(describe(built, loaded, verb, placement))
+    return 0
+
+
+def _start(verb: Verb, config: str, overrides: Sequence[str], rank: Rank) -> int:
+    loaded, placement, source = _prepare(verb, config, overrides, for_show=False)
+
+    from boltmesh.launch import Supervisor, resume_command
+    from boltmesh.telemetry.job import ID_VARIABLE, NAME_VARIABLE, new_job_id
+
+    os.environ.setdefault(NAME_VARIABLE, loaded.run.name)
+    line = [verb, config, *overrides]
+    rank.resume_command = resume_command(line)
+    if placement.launcher is None:
+        job_id = os.environ.setdefault(ID_VARIABLE, new_job_id())
+        if placement.num_local_ranks > 1:
+            flag = ["--traceback"] if rank.wants_traceback else []
+            return Supervisor(
+                [*line, *flag],
+                num_ranks=placement.num_local_ranks,
+                job_id=job_id,
+                wants_traceback=rank.wants_traceback,
+            ).run()
+
+    from boltmesh.run import run
+
+    run(loaded, verb, placement, rank, source=source)
+    return 0

@@ -1,0 +1,366 @@
+"""From a config to model, data, strategy and Trainer, and through one command to its end.
+
+The only module that knows configs and strategies both. It runs inside a rank; who starts ranks
+is in ``launch.py``.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger
+from omegaconf import DictConfig, OmegaConf
+from torch.optim import Optimizer
+
+from boltmesh.configs.classes import build, find_class
+from boltmesh.configs.schema import TrainerSection
+from boltmesh.errors import BoltMeshError, ConfigError
+from boltmesh.graceful import GracefulStop
+from boltmesh.placement import Placement
+from boltmesh.quiet import quiet_lightning
+from boltmesh.rank import Rank
+from boltmesh.run_callbacks import (
+    ErrorReport,
+    PredictionFiles,
+    RunFolder,
+    Summary,
+    print_line,
+)
+from boltmesh.run_folder import (
+    CHECKPOINTS,
+    checkpoint_to_evaluate,
+    checkpoint_to_resume,
+    folder_of_name,
+    make_run_folder,
+    next_log_number,
+    next_run_folder,
+    store_config,
+)
+from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.registry import STRATEGIES
+from boltmesh.strategy_arguments import check_strategy_arguments
+
+Verb = Literal["fit", "validate", "test", "predict"]
+VERBS: tuple[Verb, ...] = get_args(Verb)
+
+_MADE_HERE = {"accelerator", "devices", "callbacks", "logger"}
+"""Keys of the trainer section that are not handed on as they are."""
+
+
+@dataclass
+class Built:
+    """Everything that one command needs, made from a config and not yet used."""
+
+    model: LightningModule
+    data: LightningDataModule | None
+    strategy: MeshStrategy
+    trainer: Trainer
+    callbacks: list[Callback]
+    """Of the config and of the command; not those that Lightning and the model add."""
+    checkpoint: Path | None
+    """What the command loads first."""
+    folder: Path | None
+    """Where it writes; None where it writes nothing."""
+
+
+class RunBuilder:
+    """Makes the objects of one run from its config, with errors that name the key.
+
+    Args:
+        config: As ``load`` gives it.
+        verb: What is to be done.
+        placement: As ``place_ranks`` gives it.
+        rank: This process.
+        source: The config's file, for errors.
+    """
+
+    def __init__(
+        self, config: DictConfig, verb: Verb, placement: Placement, rank: Rank, *, source: str
+    ) -> None:
+        self.config = config
+        self.verb = verb
+        self.placement = placement
+        self.rank = rank
+        self.source = source
+
+    def build(self, *, for_show: bool = False) -> Built:
+        """Make everything; ``for_show`` leaves the disk as it is.
+
+        Raises:
+            ConfigError: When a class, an argument or a combination of them cannot work.
+        """
+        run = self.config.run
+        quiet_lightning()
+        torch.set_float32_matmul_precision(run.matmul_precision)
+        if run.seed is not None:
+            seed_everything(run.seed, workers=True, verbose=False)
+        if self.verb == "fit":
+            checkpoint = checkpoint_to_resume(self.config)
+        elif for_show and run.ckpt_path == "auto":
+            checkpoint = None
+        else:
+            checkpoint = checkpoint_to_evaluate(self.config)
+        model: LightningModule = self._build("model", LightningModule)
+        data: LightningDataModule | None = None
+        if self.config.data.class_path is not None:
+            data = self._build("data", LightningDataModule)
+        if self.config.optimizer.class_path is not None and self.verb == "fit":
+            self._override_optimizers(model)
+        strategy = self.build_strategy()
+        callbacks = [
+            self._build(f"trainer.callbacks.{at}", Callback)
+            for at in range(len(self.config.trainer.callbacks))
+        ]
+        with self._folder(checkpoint, for_show=for_show) as folder:
+            callbacks += self._own_callbacks(folder, checkpoint)
+            loggers = self._loggers(folder)
+            trainer = self._build_trainer(strategy, callbacks=callbacks, loggers=loggers)
+        return Built(model, data, strategy, trainer, callbacks, checkpoint, folder)
+
+    def _build(self, key: str, wanted: type[Any]) -> Any:
+        made = build(OmegaConf.select(self.config, _select_key(key)), key, source=self.source)
+        _check_kind(type(made), wanted, f"{self.source}: {key}.class_path")
+        return made
+
+    def build_strategy(self) -> MeshStrategy:
+        """Make the strategy alone."""
+        section = self.config.strategy
+        entry = STRATEGIES[section.name]
+        arguments = {str(key): section[key] for key in section if key != "name"}
+        door = entry.load()
+        check_strategy_arguments(door, arguments, source=self.source)
+        launcher = self.placement.launcher
+        # Where a scheduler's variables are set but its launcher was not used, Lightning would
+        # join ranks that nobody has started.
+        if launcher is None or self.rank.is_supervised:
+            arguments["cluster_environment"] = LightningEnvironment()
+        try:
+            made = door(**{**entry.arguments, **arguments})
+        except BoltMeshError as error:
+            raise type(error)(f"{self.source}: strategy.{error}") from error
+        assert isinstance(made, MeshStrategy)
+        return made
+
+    def _override_optimizers(self, model: LightningModule) -> None:
+        section = self.config.optimizer
+        path, source = "optimizer.class_path", self.source
+        _check_kind(
+            find_class(section.class_path, path, source=source), Optimizer, f"{source}: {path}"
+        )
+
+        def configure_optimizers(module: LightningModule) -> Any:
+            trained = [each for each in module.parameters() if each.requires_grad]
+            optimizer = _build_around(section, "optimizer", source, trained)
+            if section.scheduler.class_path is None:
+                return optimizer
+            key = "optimizer.scheduler"
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {
+                    "scheduler": _build_around(section.scheduler, key, source, optimizer),
+                    "interval": section.scheduler.interval,
+                    "frequency": section.scheduler.frequency,
+                    "monitor": section.scheduler.monitor,
+                },
+            }
+
+        model.configure_optimizers = MethodType(  # type: ignore[method-assign]
+            configure_optimizers, model
+        )
+        # Arguments that do not fit are refused now, not when the ranks have met.
+        configure_optimizers(model)
+
+    def _own_callbacks(self, folder: Path | None, checkpoint: Path | None) -> list[Callback]:
+        # On other ranks than 0 the folder is a stand-in until RunFolder knows better.
+        inside = folder or folder_of_name(self.config) / "0"
+        made: list[Callback] = []
+        followers: list[GracefulStop | PredictionFiles] = []
+        if self.verb == "predict":
+            followers.append(PredictionFiles(inside / "predictions"))
+        if self.verb == "fit":
+            keep = self.config.run.checkpoint
+            made.append(Summary())
+            if keep.enabled:
+                made.append(self._model_checkpoint(inside / CHECKPOINTS))
+            kept = inside / CHECKPOINTS if keep.enabled else None
+            followers.append(GracefulStop(self.rank.stop, kept))
+        title = f"{self.verb} {self.config.run.name}"
+        run_folder = RunFolder(
+            self.rank, title=title, folder=folder, checkpoint=checkpoint, followers=followers
+        )
+        return [run_folder, ErrorReport(self.rank), *made, *followers]
+
+    def _model_checkpoint(self, folder: Path) -> ModelCheckpoint:
+        keep = self.config.run.checkpoint
+        try:
+            return ModelCheckpoint(
+                dirpath=folder,
+                filename=keep.filename,
+                monitor=keep.monitor,
+                mode=keep.mode,
+                save_top_k=keep.save_top_k,
+                save_last=keep.save_last,
+                save_weights_only=keep.save_weights_only,
+                every_n_train_steps=keep.every_n_steps,
+                every_n_epochs=keep.every_n_epochs,
+            )
+        except MisconfigurationException as error:
+            raise ConfigError(f"{self.source}: run.checkpoint: {_one_line(error)}") from error
+
+    def _loggers(self, folder: Path | None) -> list[Logger]:
+        given = self.config.trainer.logger
+        if given is not None:
+            return [self._build(f"trainer.logger.{at}", Logger) for at in range(len(given))]
+        if self.verb != "fit":
+            return []
+        inside = folder or folder_of_name(self.config) / "0"
+        return [CSVLogger(inside, name="logs", version=str(next_log_number(inside)))]
+
+    def _build_trainer(
+        self, strategy: MeshStrategy, *, callbacks: list[Callback], loggers: list[Logger]
+    ) -> Trainer:
+        section = self.config.trainer
+        handed_on = {each.name for each in fields(TrainerSection)} - _MADE_HERE
+        try:
+            return Trainer(
+                **{name: section[name] for name in sorted(handed_on)},
+                accelerator=self.placement.accelerator,
+                devices=self.placement.devices,
+                strategy=strategy,
+                callbacks=callbacks,
+                logger=loggers or False,
+                enable_checkpointing=self.verb == "fit",
+                default_root_dir=folder_of_name(self.config),
+            )
+        except (MisconfigurationException, ValueError, TypeError) as error:
+            if isinstance(error, BoltMeshError):
+                raise
+            raise ConfigError(f"{self.source}: trainer: {_one_line(error)}") from error
+
+    @contextmanager
+    def _folder(self, checkpoint: Path | None, *, for_show: bool) -> Iterator[Path | None]:
+        """The run's folder, on rank 0; gone again when the Trainer cannot be made."""
+        if self.verb not in {"fit", "predict"} or self.rank.rank != 0:
+            yield None
+        elif for_show:
+            yield next_run_folder(self.config, checkpoint)
+        else:
+            resumed = checkpoint if self.verb == "fit" else None
+            folder = make_run_folder(self.config, resumed)
+            try:
+                yield folder
+            except BaseException:
+                with contextlib.suppress(OSError):  # it is not empty: an older run goes on in it
+                    folder.rmdir()
+                raise
+            self.rank.run_folder = folder
+            store_config(self.config, folder)
+
+
+def run(config: DictConfig, verb: Verb, placement: Placement, rank: Rank, *, source: str) -> None:
+    """Carry out one command in this rank."""
+    rank.serve_rendezvous()
+    has_group = dist.is_initialized()
+    built = RunBuilder(config, verb, placement, rank, source=source).build()
+    act: Callable[..., object] = getattr(built.trainer, verb)
+    if verb == "predict":
+        act = partial(act, return_predictions=False)
+    path = None if built.checkpoint is None else str(built.checkpoint)
+    act(built.model, datamodule=built.data, ckpt_path=path)
+    for each in built.callbacks:
+        for line in each.lines if isinstance(each, Summary) else ():
+            print_line(line)
+    if dist.is_initialized() and not has_group:
+        # Lightning leaves the group to the end of the process, where its threads may abort.
+        dist.destroy_process_group()
+
+
+def describe(built: Built, config: DictConfig, verb: Verb, placement: Placement) -> str:
+    """What a dry run shows: a short table of what would run."""
+    trained = sum(each.numel() for each in built.model.parameters() if each.requires_grad)
+    trainer = built.trainer
+    where = "CPU" if placement.accelerator == "cpu" else "CUDA"
+    ranks = f"{placement.world_size} on {where}"
+    if placement.num_nodes > 1:
+        ranks += f", {placement.num_local_ranks} on each of {placement.num_nodes} nodes"
+    arguments = ", ".join(
+        f"{key}={config.strategy[key]}" for key in config.strategy if key != "name"
+    )
+    limits = {
+        "max_steps": None if trainer.max_steps == -1 else trainer.max_steps,
+        "max_epochs": trainer.max_epochs,
+        "max_time": config.trainer.max_time,
+    }
+    rows = {
+        "model": f"{type(built.model).__name__}, {trained:,} trained parameters",
+        "data": type(built.data).__name__ if built.data is not None else "the model's own loaders",
+        "strategy": f"{type(built.strategy).__name__}({arguments})",
+        "mesh": str(built.strategy.layout),
+        "ranks": ranks,
+        "precision": str(trainer.precision),
+    }
+    if verb == "fit":
+        own = config.optimizer.class_path
+        rows["optimizer"] = own or f"{type(built.model).__name__}.configure_optimizers"
+        rows["until"] = ", ".join(f"{name}={each}" for name, each in limits.items() if each) or "-"
+    if built.checkpoint is not None:
+        rows["from"] = str(built.checkpoint)
+    if built.folder is not None:
+        rows["into"] = str(built.folder)
+    width = max(map(len, rows))
+    lines = [f"  {name:<{width}}  {value}" for name, value in rows.items()]
+    return "\n".join((f"boltmesh: {verb} {config.run.name} can start", *lines))
+
+
+def _check_kind(made: type[Any], wanted: type[Any], where: str) -> None:
+    if issubclass(made, wanted):
+        return
+    if "pytorch_lightning" in {base.__module__.partition(".")[0] for base in made.__mro__}:
+        raise ConfigError(
+            f"{where}: {made.__name__} is built on pytorch_lightning, whose classes are not those "
+            f"of lightning.pytorch. Write 'import lightning.pytorch as pl' in its file."
+        )
+    home = wanted.__module__.partition(".")[0]
+    name = (
+        f"{home}.pytorch.{wanted.__name__}"
+        if home == "lightning"
+        else f"torch.optim.{wanted.__name__}"
+    )
+    raise ConfigError(
+        f"{where}: {made.__name__} is no {wanted.__name__}. Name a subclass of {name}."
+    )
+
+
+def _build_around(section: DictConfig, key: str, source: str, first: Any) -> Any:
+    """Build a class whose first argument is not from the config."""
+    cls = find_class(section.class_path, f"{key}.class_path", source=source)
+    name = next(iter(inspect.signature(cls).parameters))
+    return build(section, key, source=source, **{name: first})
+
+
+def _select_key(key: str) -> str:
+    """``trainer.callbacks.0`` as OmegaConf selects it."""
+    parent, _, last = key.rpartition(".")
+    return f"{parent}[{last}]" if last.isdigit() else key
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,279 @@
+"""What a run started from a config does beside training: its folder, its errors, its summary."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
+from torch import Tensor
+from typing_extensions import override
+
+from boltmesh.errors import CheckpointError
+from boltmesh.rank import Rank
+from boltmesh.stopping import StoppedBySignal
+from boltmesh.telemetry.recorder import NullRecorder
+
+if TYPE_CHECKING:
+    from boltmesh.graceful import GracefulStop
+
+LAST_LOSSES = 20
+"""The loss at the end is a mean over so many batches: one batch alone says little."""
+
+
+class ErrorReport(Callback):
+    """Tells of an exception at once, before the Trainer unwinds and perhaps waits for a peer."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._rank.report_error(exception)
+        if isinstance(exception, StoppedBySignal):
+            # It ended as it was asked to: telemetry, which is told next, would call it a failure.
+            recorder = getattr(trainer.strategy, "recorder", NullRecorder())
+            recorder.event("end", str(exception))
+            recorder.finish()
+
+
+class RunFolder(Callback):
+    """Gives every rank the folder that rank 0 has chosen, and says how to watch the run.
+
+    Args:
+        rank: This process.
+        title: What is being done, for the first line.
+        folder: On rank 0 the run's folder, None where the command writes nothing.
+        checkpoint: What this rank is about to load.
+        followers: Callbacks that write into a folder inside the run's.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        title: str,
+        folder: Path | None,
+        checkpoint: Path | None,
+        followers: "Sequence[GracefulStop | PredictionFiles]",
+    ) -> None:
+        self.folder = folder
+        self._followers = followers
+        self._rank = rank
+        self._title = title
+        self._checkpoint = checkpoint
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        chosen, checkpoint = trainer.strategy.broadcast((self.folder, self._checkpoint))
+        self.folder = self._rank.run_folder = chosen
+        for each in self._followers:
+            if each.folder is not None and chosen is not None:
+                each.folder = chosen / each.folder.name
+        if not trainer.strategy.reduce_boolean_decision(self._checkpoint == checkpoint):
+            raise CheckpointError(
+                f"Rank 0 goes on from {checkpoint}, and rank {trainer.global_rank} finds "
+                f"{self._checkpoint or 'no checkpoint'}. Set run.dir to a folder that all "
+                f"machines share."
+            )
+        if trainer.is_global_zero:
+            self._announce(trainer)
+
+    def _announce(self, trainer: Trainer) -> None:
+        ranks = "1 rank" if trainer.world_size == 1 else f"{trainer.world_size} ranks"
+        parts = [f"{self._title} on {ranks}"]
+        if self._checkpoint is not None:
+            parts.append(f"from {self._checkpoint}")
+        if self.folder is not None:
+            parts.append(f"into {self.folder}")
+        watch = watch_command(trainer)
+        print_line("boltmesh: " + " ".join(parts) + (f"; watch it: {watch}" if watch else ""))
+
+
+class Summary(Callback):
+    """Says what a training run has come to, on rank 0, in a few lines.
+
+    The losses are means over all ranks; the throughput leaves out the first batch, validation
+    and checkpoints. Whoever called ``fit`` prints the lines, once the progress bar is gone.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._first: Tensor | None = None
+        self._last: deque[Tensor] = deque(maxlen=LAST_LOSSES)
+        self._validation: dict[str, Tensor] = {}
+        self._known_before: set[str] = set()
+        self._began = 0.0
+        self._first_step = 0
+        self._has_trained = False
+        self._mark: float | None = None
+        self._samples = 0
+        self._seconds = 0.0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = time.monotonic()
+        self._first_step = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._has_trained = True
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            # The Trainer has divided it for accumulation. Nothing is read here: on a device that
+            # would wait for the step.
+            loss = loss.detach().float() * trainer.accumulate_grad_batches
+            self._first = loss if self._first is None else self._first
+            self._last.append(loss)
+        now = time.monotonic()
+        if self._mark is not None:
+            self._seconds += now - self._mark
+            self._samples += count_samples(batch)
+        self._mark = now
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._known_before = set(trainer.callback_metrics) - set(self._validation)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mark = None
+        if not trainer.sanity_checking:
+            self._validation = {
+                name: value
+                for name, value in trainer.callback_metrics.items()
+                if name not in self._known_before
+            }
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._mark = None
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._first is None:
+            return
+        seconds = time.monotonic() - self._began
+        losses = torch.stack((self._first, torch.stack(tuple(self._last)).mean()))
+        losses = trainer.strategy.reduce(losses.to(trainer.strategy.root_device), reduce_op="mean")
+        if trainer.is_global_zero:
+            self.lines = self._describe(trainer, seconds, losses.tolist())
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not self._has_trained:
+            self.lines = [f"boltmesh: nothing is left to train after step {trainer.global_step}"]
+
+    def _describe(self, trainer: Trainer, seconds: float, losses: Sequence[float]) -> list[str]:
+        steps = trainer.global_step - self._first_step
+        rate = ""
+        if self._seconds:
+            kwargs = trainer.distributed_sampler_kwargs or {}
+            samples = self._samples * int(kwargs.get("num_replicas", 1))
+            rate = f", {samples / self._seconds:.1f} samples/s"
+        rows = [("train loss", f"{losses[0]:.4f} before, {losses[1]:.4f} after")]
+        rows += [(name, f"{value.item():.4f}") for name, value in self._validation.items()]
+        rows += [("checkpoint", path) for path in kept_checkpoints(trainer)]
+        if watch := watch_command(trainer):
+            rows.append(("look back", watch))
+        width = max(len(name) for name, _ in rows)
+        title = f"boltmesh: trained {steps} steps in {describe_seconds(seconds)}{rate}"
+        return ["", title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
+
+
+class PredictionFiles(BasePredictionWriter):
+    """Writes the predictions of each rank to a file of its own.
+
+    ``rank-R.pt`` holds ``predictions``, one entry per batch, and ``batch_indices``, the indices
+    into the dataset that each batch was made of; lists per loader where there are several.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(write_interval="epoch")
+        self.folder = folder
+
+    @override
+    def write_on_epoch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"rank-{trainer.global_rank}.pt"
+        torch.save({"predictions": predictions, "batch_indices": batch_indices}, path)
+        trainer.strategy.barrier("predictions")
+        if trainer.is_global_zero:
+            count = len(list(self.folder.glob("rank-*.pt")))
+            files = "rank-0.pt" if count == 1 else f"rank-0.pt to rank-{count - 1}.pt"
+            print_line(f"boltmesh: predictions in {self.folder}: {files}")
+
+
+def kept_checkpoints(trainer: Trainer) -> list[str]:
+    """The best checkpoint, with its score, and the last one."""
+    kept: list[str] = []
+    for each in trainer.checkpoint_callbacks:
+        if not isinstance(each, ModelCheckpoint):
+            continue
+        if each.best_model_path:
+            score = each.best_model_score
+            note = "" if score is None else f" ({each.monitor} {score.item():.4f})"
+            kept.append(f"{from_here(each.best_model_path)}{note}")
+        if each.last_model_path:
+            kept.append(from_here(each.last_model_path))
+    return kept
+
+
+def from_here(path: str) -> str:
+    """A path as one would type it: relative where it lies below the working directory."""
+    with contextlib.suppress(ValueError):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
+
+
+def watch_command(trainer: Trainer) -> str | None:
+    """How to look at the job, or None when telemetry is off."""
+    folder = getattr(getattr(trainer.strategy, "recorder", None), "path", None)
+    return None if folder is None else f"boltmesh top {Path(folder).name}"
+
+
+def count_samples(batch: Any) -> int:
+    """Items of a batch: the length of the first tensor in it, 0 when there is none."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return next((found for each in batch if (found := count_samples(each))), 0)
+    return 0
+
+
+def describe_seconds(seconds: float) -> str:
+    """``1 h 2 min 3 s``, without what is zero in front."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = [(hours, "h"), (minutes, "min"), (rest, "s")]
+    while len(parts) > 1 and not parts[0][0]:
+        parts.pop(0)
+    return " ".join(f"{count} {unit}" for count, unit in parts)
+
+
+def print_line(line: str) -> None:
+    """Write a line of the result at once, whatever stdout is."""
+    print(line, flush=True)  # noqa: T201 - the output of the command

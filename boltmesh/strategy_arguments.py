@@ -1,0 +1,79 @@
+"""Compares the strategy section of a config with what the strategy of that name takes."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin, get_type_hints
+
+from boltmesh.configs.advice import describe_type, name_choices, nearest, show
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.registry import STRATEGIES
+
+SHARED = ("timeout_s", "telemetry", "seed", "activation_checkpointing", "process_group_backend")
+"""What every strategy takes, where the engine has it. The rest of the engine's arguments belongs
+to the doors, which decide what of it can be chosen."""
+
+_PLAIN = {int, float, bool, str, type(None)}
+
+
+def check_strategy_name(name: object, *, source: str) -> None:
+    """Refuse a name that is not registered."""
+    if name in STRATEGIES:
+        return
+    guess = nearest(str(name), STRATEGIES)
+    hint = f"Did you mean strategy.name={guess}?" if guess else f"Use {name_choices(STRATEGIES)}."
+    raise ConfigError(f"{source}: there is no strategy 'strategy.name={name}'. {hint}")
+
+
+def check_strategy_arguments(door: type[Any], arguments: Mapping[str, Any], *, source: str) -> None:
+    """Refuse arguments that the door does not take, or of another type than it says."""
+    accepted = _accepted(door)
+    hints: dict[str, Any] = {}
+    for base in reversed(door.__mro__[:-1]):
+        if "__init__" in vars(base):
+            hints.update(get_type_hints(vars(base)["__init__"]))
+    for name, value in arguments.items():
+        if name not in accepted:
+            guess = nearest(name, accepted)
+            hint = (
+                f"Did you mean 'strategy.{guess}'?"
+                if guess
+                else f"It takes {name_choices(accepted)}."
+            )
+            raise ConfigError(
+                f"{source}: unknown key 'strategy.{name}': {door.__name__} does not take it. {hint}"
+            )
+        hint = hints.get(name, Any)
+        if not _fits(value, hint):
+            default = accepted[name]
+            works = "null" if default is None else show(default)
+            raise ConfigError(
+                f"{source}: strategy.{name}={show(value)} is not {describe_type(hint)}. "
+                f"Write for example strategy.{name}={works}."
+            )
+
+
+def _accepted(door: type[Any]) -> dict[str, Any]:
+    """Names and defaults of what a config may give."""
+    accepted: dict[str, Any] = {}
+    for base in door.__mro__:
+        if "__init__" not in vars(base) or not base.__module__.startswith("boltmesh."):
+            continue
+        parameters = inspect.signature(base).parameters.values()
+        named = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+        if base is door:
+            accepted.update(named)
+        else:
+            accepted.update({name: named[name] for name in SHARED if name in named})
+    return accepted
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value has a plain type that the hint names; other hints are not judged."""
+    parts = get_args(hint) if get_origin(hint) is not None else (hint,)
+    if not set(parts) <= _PLAIN:
+        return True
+    if isinstance(value, bool) or value is None:
+        return type(value) in parts
+    if isinstance(value, int):
+        return int in parts or float in parts
+    return type(value) in parts

@@ -1,0 +1,185 @@
+"""Follows Lightning's loops for whatever recorder the strategy of a Trainer has.
+
+Lightning asks ``callbacks()`` for every Trainer of every user, through the entry point
+``lightning.pytorch.callbacks_factory``. The engine records the phases inside a step; this adds
+the loop around it: waiting for data, validation, losses, logged metrics, the end. It never
+communicates: a rank whose telemetry is off would not take part.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+from boltmesh.telemetry.batches import count_samples, count_tokens
+from boltmesh.telemetry.lightning_compat import computed_metrics
+from boltmesh.telemetry.switch import is_switched_off
+
+if TYPE_CHECKING:
+    from boltmesh.telemetry.recorder import Recorder
+
+ENGINE = "boltmesh.strategies.engine"
+
+
+def callbacks() -> list[Callback]:
+    """Return what a Trainer needs: nothing, unless a boltmesh strategy may be in it."""
+    if ENGINE not in sys.modules or is_switched_off():
+        return []
+    return [TelemetryCallback()]
+
+
+class TelemetryCallback(Callback):
+    """Tells the strategy's recorder where the loop is; idle for any other strategy."""
+
+    def __init__(self) -> None:
+        self._index = 0
+        self._logged_step = -1
+        self._seen: dict[str, Tensor] = {}
+        self._is_validating = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if recorder := _recorder_of(trainer):
+            self._index = 0
+            self._logged_step = trainer.global_step
+            self._seen = {}
+            recorder.begin_loop(epoch=trainer.current_epoch, global_step=trainer.global_step)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if recorder := _recorder_of(trainer):
+            self._record_metrics(recorder, trainer.global_step, computed_metrics(trainer))
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if recorder := _recorder_of(trainer):
+            recorder.begin_batch(index=self._index, epoch=trainer.current_epoch)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        recorder = _recorder_of(trainer)
+        if recorder is None:
+            return
+        global_step = trainer.global_step
+        try:
+            loss = _loss(outputs)
+            divisor = trainer.accumulate_grad_batches
+            if loss is not None and divisor > 1 and pl_module.automatic_optimization:
+                loss = loss * divisor  # Lightning has divided it
+            samples, tokens = count_samples(batch), count_tokens(batch)
+            if global_step != self._logged_step and _is_log_step(trainer, global_step):
+                self._logged_step = global_step
+                self._record_metrics(recorder, global_step, trainer.callback_metrics)
+                recorder.metrics(global_step, _learning_rates(trainer))
+        except Exception as error:  # noqa: BLE001 - telemetry never stops training
+            recorder.turn_off(error)
+            return
+        recorder.end_batch(global_step=global_step, loss=loss, samples=samples, tokens=tokens)
+        self._index += 1
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if recorder := _recorder_of(trainer):
+            self._record_metrics(recorder, trainer.global_step, computed_metrics(trainer))
+            recorder.end_loop()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if recorder := _recorder_of(trainer):
+            self._begin_evaluation(recorder)
+            if not trainer.sanity_checking:
+                recorder.event("validation", f"validation in epoch {trainer.current_epoch}")
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if recorder := _recorder_of(trainer):
+            if not trainer.sanity_checking:
+                self._record_metrics(recorder, trainer.global_step, computed_metrics(trainer))
+            self._end_evaluation(recorder)
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if recorder := _recorder_of(trainer):
+            self._begin_evaluation(recorder)
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if recorder := _recorder_of(trainer):
+            self._record_metrics(recorder, trainer.global_step, computed_metrics(trainer))
+            self._end_evaluation(recorder)
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if recorder := _recorder_of(trainer):
+            self._begin_evaluation(recorder)
+
+    @override
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if recorder := _recorder_of(trainer):
+            self._end_evaluation(recorder)
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._is_validating = False
+        recorder = getattr(trainer.strategy, "recorder", None)
+        if recorder is not None and hasattr(recorder, "is_on"):
+            recorder.fail(exception)  # also when it is off, or its rank would look well
+
+    def _begin_evaluation(self, recorder: "Recorder") -> None:
+        if not self._is_validating:
+            self._is_validating = True
+            recorder.phase("validation").__enter__()
+
+    def _end_evaluation(self, recorder: "Recorder") -> None:
+        if self._is_validating:
+            self._is_validating = False
+            recorder.phase("validation").__exit__(None, None, None)
+
+    def _record_metrics(
+        self, recorder: "Recorder", global_step: int, metrics: Mapping[str, Tensor]
+    ) -> None:
+        """Record what was logged anew; what has not changed keeps its storage."""
+        changed = {}
+        for name, value in metrics.items():
+            before = self._seen.get(name)
+            if before is None or before.data_ptr() != value.data_ptr():
+                self._seen[name] = changed[name] = value
+        if changed:
+            recorder.metrics(global_step, changed)
+
+
+def _recorder_of(trainer: Trainer) -> "Recorder | None":
+    recorder = getattr(trainer.strategy, "recorder", None)
+    return recorder if getattr(recorder, "is_on", False) else None
+
+
+def _loss(outputs: Any) -> Tensor | None:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return loss.detach() if isinstance(loss, Tensor) else None
+
+
+def _is_log_step(trainer: Trainer, global_step: int) -> bool:
+    every: int = getattr(trainer, "log_every_n_steps", 0)
+    return every > 0 and global_step % every == 0
+
+
+def _learning_rates(trainer: Trainer) -> dict[str, float | Tensor]:
+    """Return each optimizer's rate, of its first parameter group: ``lr``, ``lr-2``, and so on."""
+    return {
+        "lr" if number == 1 else f"lr-{number}": optimizer.param_groups[0]["lr"]
+        for number, optimizer in enumerate(trainer.optimizers, start=1)
+    }

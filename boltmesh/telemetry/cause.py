@@ -1,0 +1,114 @@
+"""Says which rank took a job down, and where it was.
+
+A rank that loses a peer fails too, with an error of the network; what it says is a consequence.
+The first cause is the earliest of the errors that are no consequence and of the deaths that a
+supervisor saw; without either it is a rank that is gone and recorded nothing.
+"""
+
+import signal
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from boltmesh.telemetry.job import RankEnd
+from boltmesh.telemetry.snapshot import CollectiveInFlight, JobState, RankSnapshot
+
+CONSEQUENCES: Final = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "timed out",
+    "timeout",
+    "remote process exited",
+    "communicator was aborted",
+    "distbackenderror",
+    "distnetworkerror",
+    "diststoreerror",
+    "sigtermexception",
+)
+"""Parts of errors that a rank has because another one is gone, in lower case.
+
+``SIGTERMException`` is Lightning's, of a rank that was told to stop.
+"""
+
+
+class Failure(NamedTuple):
+    """When a rank failed, in its own words."""
+
+    rank: RankSnapshot
+    time: float
+    error: str
+
+
+def is_consequence(error: str) -> bool:
+    """Tell whether an error speaks of another rank's end."""
+    text = error.lower()
+    return any(sign in text for sign in CONSEQUENCES)
+
+
+def describe_death(end: RankEnd) -> str:
+    """Return how a process ended, in words."""
+    if end.signal is not None:
+        try:
+            how = f"was killed by {signal.Signals(end.signal).name}"
+        except ValueError:
+            how = f"was killed by signal {end.signal}"
+        if end.signal == signal.SIGKILL:
+            how += " (by hand, or by the kernel for lack of memory)"
+    elif end.exit_code is not None:
+        how = f"left with exit code {end.exit_code}"
+    else:
+        how = "is gone"
+    return f"{how}: {end.message}" if end.message else how
+
+
+def job_state(
+    ranks: Sequence[RankSnapshot], failures: Sequence[Failure], end: RankEnd | None
+) -> tuple[JobState, str | None]:
+    """Return the job's state and, when it failed or crashed, the cause in one sentence."""
+    seen = [rank for rank in ranks if rank.state != "missing"]
+    dead = [rank for rank in seen if rank.state == "dead"]
+    if not dead and not failures:
+        is_over = bool(seen) and all(rank.state == "finished" for rank in seen)
+        if end is not None and not any(rank.state in {"starting", "running"} for rank in seen):
+            return "crashed", f"rank {end.rank} {describe_death(end)}."
+        return ("finished" if is_over else "running"), None
+    errors = sorted(
+        (each for each in failures if not is_consequence(each.error)), key=lambda each: each.time
+    )
+    died = next((rank for rank in dead if end is not None and rank.rank == end.rank), None)
+    if died is not None and end is not None and not (errors and errors[0].time <= end.time):
+        return "crashed", _tell_death(died, describe_death(end))
+    if errors:
+        return "failed", _tell_error(errors[0])
+    if dead and len(dead) == len(seen) and len(dead) > 1:
+        last = max(dead, key=lambda rank: rank.last_seen)
+        return "crashed", (
+            f"all {len(dead)} ranks that this host sees are gone and recorded no end, the last "
+            f"in {_place(last)}."
+        )
+    if dead:
+        first = min(dead, key=lambda rank: rank.last_seen)
+        return "crashed", _tell_death(first, "is gone without recording an end")
+    return "failed", _tell_error(min(failures, key=lambda each: each.time))
+
+
+def _tell_death(rank: RankSnapshot, how: str) -> str:
+    return f"rank {rank.rank} {how}, in {_place(rank)}."
+
+
+def _tell_error(failure: Failure) -> str:
+    return f"rank {failure.rank.rank} failed in {_place(failure.rank)}: {failure.error}"
+
+
+def _place(rank: RankSnapshot) -> str:
+    place = f"{rank.phase or 'an unknown phase'} after step {rank.global_step}"
+    waiting = rank.in_flight
+    if waiting is not None and waiting.is_done is False:
+        place += f", inside {_collective(waiting)}"
+    return place
+
+
+def _collective(waiting: CollectiveInFlight) -> str:
+    return f"{waiting.operator} number {waiting.sequence} of the {waiting.axis} axis"

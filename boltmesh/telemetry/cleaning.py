@@ -1,0 +1,25 @@
+"""Makes a job's strings safe to show: whoever wrote them, they cannot steer a terminal."""
+
+import re
+from collections.abc import Mapping
+
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]+"
+)
+"""Control characters of both sets, line separators, invisible and direction-changing marks,
+and lone surrogates, which cannot be encoded."""
+
+MAX_TEXT = 500
+MAX_ENTRIES = 200
+
+
+def clean(value: object, limit: int = MAX_TEXT) -> str:
+    """Return one line of visible text, at most ``limit`` characters long."""
+    text = value if isinstance(value, str) else str(value)
+    text = _UNSAFE.sub(" ", text[: 4 * limit]).strip()
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def clean_mapping(values: Mapping[str, object]) -> dict[str, str]:
+    """Return the first entries of a mapping, names and values cleaned."""
+    return {clean(name, 100): clean(values[name]) for name in list(values)[:MAX_ENTRIES]}

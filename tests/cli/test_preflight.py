@@ -1,0 +1,232 @@
+"""What is refused before a rank is started, and where the ranks would run."""
+
+import pytest
+
+from boltmesh import placement
+from boltmesh.configs.load import load
+from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.placement import find_launcher, place_ranks
+from boltmesh.preflight import check_config
+from tests.cli.conftest import TINY
+
+TORCHRUN = {
+    "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "x",
+}  # fmt: skip
+
+
+def check(*overrides: str, is_fit: bool = True):
+    return check_config(load(TINY, overrides), source="a.yaml", is_fit=is_fit, for_show=False)
+
+
+@pytest.fixture(autouse=True)
+def nobody_has_launched(workplace, monkeypatch):
+    for name in (*TORCHRUN, "SLURM_NTASKS", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(placement, "count_cuda_devices", lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["strategy=bolt_dpp"],
+            (
+                "a.yaml: there is no strategy 'strategy.name=bolt_dpp'. Did you mean "
+                "strategy.name=bolt_ddp?"
+            ),
+        ),
+        (["strategy=zzz"], "a.yaml: there is no strategy 'strategy.name=zzz'. Use bolt_ddp."),
+        (
+            ["precision=16-mixed"],
+            (
+                "a.yaml: trainer.precision=16-mixed needs a CUDA device, and the ranks "
+                "run on the CPU. "
+                "Set trainer.precision=bf16-mixed."
+            ),
+        ),
+        (
+            ["precision=16-true"],
+            (
+                "a.yaml: trainer.precision=16-true needs a CUDA device, and the ranks "
+                "run on the CPU. "
+                "Set trainer.precision=bf16-true."
+            ),
+        ),
+        (
+            ["accelerator=gpu"],
+            (
+                "trainer.accelerator=gpu needs a CUDA device, and torch finds none here. "
+                "Set trainer.accelerator=cpu."
+            ),
+        ),
+        (
+            ["devices=[0,1,2]"],
+            (
+                "trainer.devices=[0, 1, 2] names CUDA devices, but the ranks run on the CPU. "
+                "Set trainer.devices=3."
+            ),
+        ),
+        (
+            ["num_nodes=2"],
+            (
+                "trainer.num_nodes=2 needs a launcher that starts the ranks of every "
+                "node. Start it "
+                "with torchrun --nnodes=2 --nproc-per-node=2 -m boltmesh, or srun, or set "
+                "trainer.num_nodes=1."
+            ),
+        ),
+        (
+            ["checkpoint.every_n_steps=5", "checkpoint.every_n_epochs=1"],
+            (
+                "a.yaml: run.checkpoint.every_n_steps=5 and every_n_epochs=1 exclude each other. "
+                "Set run.checkpoint.every_n_epochs=null."
+            ),
+        ),
+        (
+            ["checkpoint.save_top_k=3"],
+            (
+                "a.yaml: run.checkpoint.save_top_k=3 needs a value to rank by. Set "
+                "run.checkpoint.monitor=val_loss, or run.checkpoint.save_top_k=-1 to keep all."
+            ),
+        ),
+        (
+            ["optimizer.init_args.lr=1"],
+            (
+                "a.yaml: optimizer.class_path is missing, so the module's own "
+                "optimizer would be used "
+                "and the section ignored. Set optimizer.class_path=torch.optim.AdamW."
+            ),
+        ),
+        (
+            ["optimizer.class_path=torch.optim.SGD", "optimizer.scheduler.init_args.step_size=1"],
+            (
+                "a.yaml: optimizer.scheduler.class_path is missing. Set for example "
+                "optimizer.scheduler.class_path=torch.optim.lr_scheduler.StepLR."
+            ),
+        ),
+        (
+            [
+                "optimizer.class_path=torch.optim.SGD",
+                "optimizer.scheduler.class_path=torch.optim.lr_scheduler.ReduceLROnPlateau",
+            ],
+            (
+                "a.yaml: optimizer.scheduler.monitor is missing: ReduceLROnPlateau needs it. "
+                "Set optimizer.scheduler.monitor=val_loss."
+            ),
+        ),
+        (
+            ["gradient_clip_algorithm=norm"],
+            (
+                "a.yaml: trainer.gradient_clip_algorithm=norm clips nothing without a limit. "
+                "Set trainer.gradient_clip_val=1.0."
+            ),
+        ),
+        (
+            ["resume=runs/none.ckpt"],
+            (
+                "run.resume=runs/none.ckpt: there is no such checkpoint. Write for example "
+                "run.resume=auto."
+            ),
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(overrides, message):
+    with pytest.raises((ConfigError, LayoutError)) as caught:
+        check(*overrides)
+    assert str(caught.value) == message
+
+
+def test_evaluating_without_a_checkpoint_is_refused_before_random_weights_are_judged():
+    with pytest.raises(ConfigError, match="finds no checkpoint below runs/tiny"):
+        check(is_fit=False)
+    check("ckpt_path=null", is_fit=False)
+
+
+@pytest.mark.parametrize(
+    ("devices", "cuda", "placed"),
+    [
+        ("auto", 0, ("cpu", 1)),
+        ("3", 0, ("cpu", 3)),
+        ("auto", 4, ("cuda", 4)),
+        ("-1", 4, ("cuda", 4)),
+        ("2", 4, ("cuda", 2)),
+        ("[1,3]", 4, ("cuda", [1, 3])),
+        ("'\"1,\"'", 4, ("cuda", [1])),
+    ],
+)
+def test_ranks_follow_the_devices(monkeypatch, devices, cuda, placed):
+    monkeypatch.setattr(placement, "count_cuda_devices", lambda: cuda)
+    found = check("accelerator=auto", f"devices={devices.strip(chr(39))}")
+    assert (found.accelerator, found.devices) == placed
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ("3", ("trainer.devices=3 needs 3 CUDA devices, but there are 2. "
+              "Set trainer.devices=2, or trainer.accelerator=cpu.")),
+        ("[0,2]", ("trainer.devices=[0, 2] wants CUDA devices that are not there or are named "
+                  "twice; there are 0 to 1. Set trainer.devices=2.")),
+    ],
+)  # fmt: skip
+def test_devices_that_are_not_there_are_refused(monkeypatch, devices, message):
+    monkeypatch.setattr(placement, "count_cuda_devices", lambda: 2)
+    with pytest.raises(ConfigError) as caught:
+        check("accelerator=cuda", f"devices={devices}")
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("environment", "name", "rank", "world_size"),
+    [
+        (TORCHRUN, "torchrun", 3, 4),
+        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "the launcher", 1, 2),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}, "srun", 5, 8),
+    ],
+)
+def test_a_launcher_is_known_by_its_variables(environment, name, rank, world_size):
+    found = find_launcher(environment)
+    assert (found.name, found.rank, found.world_size) == (name, rank, world_size)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "interactive"}],
+)
+def test_without_a_launcher_there_is_none(environment):
+    assert find_launcher(environment) is None
+
+
+def test_mpirun_without_mpi4py_is_refused():
+    with pytest.raises(ConfigError, match="pip install mpi4py"):
+        find_launcher({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "started", "message"),
+    [
+        (["devices=3"], {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},
+         ("trainer.devices=3 x trainer.num_nodes=1 needs 3 ranks, but torchrun has started "
+         "4 ranks. Set trainer.devices=4, or start 3.")),
+        (["devices=2"], {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+         ("trainer.devices=2 x trainer.num_nodes=1 needs 2 ranks, but torchrun has started "
+         "4 ranks. Set trainer.devices=2 trainer.num_nodes=2, or start 2.")),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_fit_the_launcher_are_refused_with_what_fits(
+    monkeypatch, overrides, started, message
+):
+    for name, value in {**TORCHRUN, **started}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LayoutError) as caught:
+        check(*overrides)
+    assert str(caught.value) == message
+    advised = message.partition("Set ")[2].partition(",")[0].split()
+    assert check(*advised).world_size == 4
+
+
+def test_on_a_cpu_auto_takes_what_the_launcher_has_started(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert place_ranks(load(TINY, ["devices=auto", "num_nodes=2"])).devices == 2

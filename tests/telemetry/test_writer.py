@@ -1,0 +1,258 @@
+"""Writing a rank's file: privacy, room, forks, and what a second open finds."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import pytest
+
+from boltmesh.errors import TelemetryError
+from boltmesh.telemetry import layout, writer
+from boltmesh.telemetry.job import rank_file
+from boltmesh.telemetry.rank_reader import RankReader
+from boltmesh.telemetry.writer import OTHERS, RankFile
+
+
+@pytest.fixture
+def path(tmp_path):
+    return rank_file(tmp_path, 0)
+
+
+def open_file(path):
+    return RankFile(path, rank=0, world_size=1)
+
+
+def read(path):
+    reader = RankReader(path)
+    reader.read()
+    reader.close()
+    return reader
+
+
+def test_a_file_is_private_whole_and_allocated(path):
+    before = os.umask(0)
+    try:
+        file = open_file(path)
+    finally:
+        os.umask(before)
+    found = path.stat()
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert found.st_size == layout.FILE_BYTES
+    assert found.st_blocks * 512 >= layout.FILE_BYTES  # a sparse page would kill on a full disk
+    file.close()
+
+
+def test_a_link_in_the_place_of_the_file_is_refused_and_its_target_untouched(path, tmp_path):
+    target = tmp_path / "target"
+    target.write_text("precious")
+    path.symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"):
+        open_file(path)
+    assert target.read_text() == "precious"
+
+
+def test_a_file_of_somebody_else_is_refused(path, monkeypatch):
+    open_file(path).close()
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(TelemetryError, match="belongs to user"):
+        open_file(path)
+
+
+def test_a_second_process_cannot_write_the_same_file(path):
+    file = open_file(path)
+    script = f"""
+        from pathlib import Path
+        from boltmesh.telemetry.writer import RankFile
+        try:
+            RankFile(Path({str(path)!r}), rank=0, world_size=1)
+        except Exception as error:
+            print(error)
+    """
+    run = [sys.executable, "-c", textwrap.dedent(script)]
+    said = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert "written by another process" in said
+    file.close()
+
+
+def test_the_file_of_a_dead_process_is_replaced(path):
+    script = f"""
+        from pathlib import Path
+        from boltmesh.telemetry.writer import RankFile
+        file = RankFile(Path({str(path)!r}), rank=0, world_size=1)
+        file.write_facts({{}})
+        file.event("start", "the first")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+    file = open_file(path)
+    file.event("start", "the second")
+    assert [message for _, _, message in read(path).events.records.values()] == ["the second"]
+    file.close()
+
+
+def test_a_process_goes_on_in_its_own_file(path):
+    file = open_file(path)
+    data = file.group_number("7", "data")
+    reduce = file.operator_number("allreduce")
+    for step in range(3):
+        file.complete(file.enqueue(step, data, reduce, 0, layout.TRAFFIC_IS_TIMED, 100))
+        file.point("loss", step, float(step))
+        file.event("warning", str(step))
+    file.close()
+
+    file = open_file(path)
+    assert file.group_number("7", "data") == data
+    file.enqueue(3, data, reduce, 0, 0, 50)
+    file.point("loss", 3, 3.0)
+    file.event("warning", "3")
+    found = read(path)
+    assert [message for _, _, message in found.events.records.values()] == ["0", "1", "2", "3"]
+    assert found.counters() == {(data, reduce): (4, 350)}
+    assert [record.in_group for record in found.traffic.records.values()] == [1, 2, 3, 4]
+    assert [value for _, _, value in found.series()["loss"]] == [0.0, 1.0, 2.0, 3.0]
+    file.close()
+
+
+def test_a_forked_child_neither_writes_nor_keeps_the_lock(path):
+    file = open_file(path)
+    file.write_facts({})
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        child = os.fork()
+    if child == 0:  # lives until the parent has looked at the lock
+        file.event("warning", "from the child")
+        os.write(writing, b"open" if file.is_open else b"shut")
+        signal.pause()
+    assert os.read(reading, 4) == b"shut"
+    file.event("warning", "from the parent")
+    assert [message for _, _, message in read(path).events.records.values()] == ["from the parent"]
+    file.close()
+    again = RankReader(path)
+    again.read()
+    assert not again.is_alive
+    again.close()
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_full_disk_is_said_before_anything_is_mapped(path, monkeypatch):
+    class Full:
+        f_bavail = 3
+        f_frsize = 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Full)
+    with pytest.raises(TelemetryError, match="BOLTMESH_RUN_DIR"):
+        open_file(path)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_room_that_goes_while_the_file_is_made_leaves_nothing_behind(path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        open_file(path)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_series_spans_the_whole_run_evenly_and_knows_its_newest_value(path):
+    file = open_file(path)
+    file.point("other", 0, 0.0)
+    num_values = 5000
+    for step in range(num_values):
+        file.point("loss", step, step / 2)
+    points = read(path).series()["loss"]
+    steps = [global_step for _, global_step, _ in points]
+    assert steps[0] == 0
+    assert steps[-1] == num_values - 1
+    assert steps == sorted(set(steps))
+    assert 255 <= len(steps) <= layout.POINTS_PER_SERIES
+    stride = layout.series_stride(num_values)
+    assert set(range(0, num_values, stride)) <= set(steps)
+    assert all(value == global_step / 2 for _, global_step, value in points)
+    assert read(path).series()["other"] == [(1, 0, 0.0)]
+    file.close()
+
+
+def test_a_ring_keeps_the_newest_records(path):
+    file = open_file(path)
+    file.write_facts({})
+    reader = RankReader(path)
+    capacity = layout.SECTIONS["events"].capacity
+    for number in range(10):
+        file.event("warning", str(number))
+    reader.read()
+    assert len(reader.events.records) == 10
+    for number in range(10, 2 * capacity + 50):
+        file.event("warning", str(number))
+    reader.read()
+    messages = [message for _, _, message in reader.events.records.values()]
+    assert messages == [str(number) for number in range(capacity + 50, 2 * capacity + 50)]
+    assert list(read(path).events.records) == list(reader.events.records)
+    reader.close()
+    file.close()
+
+
+def test_names_beyond_the_limit_share_one_number_that_says_so(path):
+    file = open_file(path)
+    for number in range(layout.MAX_GROUPS + 5):
+        file.enqueue(0, file.group_number(f"group {number}", "data"), 0, 0, 0, 1)
+    for number in range(layout.MAX_METRICS + 5):
+        file.point(f"metric {number}", 0, 1.0)
+    facts = read(path).facts
+    assert len(facts.groups) == layout.MAX_GROUPS
+    assert facts.groups[-1].name == facts.metrics[-1] == OTHERS
+    assert facts.groups[-1].axis == "other"
+    assert len(facts.metrics) == layout.MAX_METRICS
+    file.close()
+
+
+def test_a_group_may_be_named_after_it_was_used(path):
+    file = open_file(path)
+    number = file.group_number("3", "other")
+    assert file.group_number("3", "tensor") == number
+    assert [(group.name, group.axis) for group in read(path).facts.groups] == [("3", "tensor")]
+    file.close()
+
+
+def test_the_time_of_the_file_is_renewed_each_minute(path, monkeypatch):
+    file = open_file(path)
+    os.utime(path, (0, 0))
+    file.touch()
+    assert path.stat().st_mtime == 0
+    monkeypatch.setattr(writer, "TOUCH_EVERY_NS", 0)
+    file.touch()
+    assert path.stat().st_mtime > 0
+    file.close()
+
+
+def test_nothing_happens_after_close(path):
+    file = open_file(path)
+    ticket = file.enqueue(0, 0, 0, 0, 0, 1)
+    file.close()
+    file.close()
+    file.event("warning", "too late")
+    file.point("loss", 1, 1.0)
+    file.status(1, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0)
+    file.phase(1)
+    file.complete(ticket)
+    file.touch()
+    assert list(read(path).events.records) == []
+
+
+def test_a_long_message_is_cut_and_odd_ones_do_not_break_the_reader(path):
+    file = open_file(path)
+    file.event("warning", "ü" * 1000)
+    file.event("warning", "lone \ud800 surrogate")
+    messages = [message for _, _, message in read(path).events.records.values()]
+    assert messages[0].startswith("üüü")
+    assert len(messages[0].encode()) <= layout.MAX_MESSAGE + 2
+    assert messages[1] == "lone ? surrogate"
+    file.close()
