@@ -279,6 +279,7 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        compat.hear_sigterm_once()
         trainer = compat.trainer_of(self.lightning_module)
         if self._resume is not None and trainer is not None:
             self._resume.start(trainer)

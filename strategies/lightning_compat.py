@@ -4,6 +4,7 @@ Written for lightning 2.6. Public names are imported where they are used.
 """
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -47,6 +48,7 @@ from boltmesh.process import describe_exit, wait_for_end_of_parent
 
 if TYPE_CHECKING:
     from subprocess import Popen
+    from types import FrameType
 
 __all__ = [
     "DDPForwardRedirection",
@@ -56,6 +58,7 @@ __all__ = [
     "batches_to_skip",
     "default_backend",
     "distributed_is_initialized",
+    "hear_sigterm_once",
     "init_process_group",
     "is_epoch_over",
     "optimizers_to_device",
@@ -166,6 +169,33 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         )
         if self.on_death is not None:
             self.on_death(local_rank, process.returncode)
+
+
+class _Once:
+    """Hears a signal the first time and not again."""
+
+    def __init__(self, handler: "Callable[[int, FrameType | None], Any]") -> None:
+        self._handler = handler
+        self._is_heard = False
+
+    def __call__(self, signum: int, frame: "FrameType | None") -> None:
+        if not self._is_heard:
+            self._is_heard = True
+            self._handler(signum, frame)
+
+
+def hear_sigterm_once() -> None:
+    """Make the fit's handler of SIGTERM deaf to a second one.
+
+    The handler broadcasts, and rank 0 passes the signal on to the ranks that it started. When
+    these were sent it as well (a scheduler signals whole jobs), they would broadcast twice, and
+    each rank would wait for the other for good.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if callable(handler) and not isinstance(handler, (_Once, signal.Handlers)):
+        signal.signal(signal.SIGTERM, _Once(handler))
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:

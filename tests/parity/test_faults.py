@@ -27,8 +27,9 @@ class WrongGradient(DDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        bias = next(iter(self.lightning_module.net.parameters()))
-        bias.grad *= 1.02
+        gradient = next(iter(self.lightning_module.net.parameters())).grad
+        assert gradient is not None
+        gradient *= 1.02
 
 
 class _Alone(Replicas):
@@ -65,7 +66,7 @@ class WrongClipping(DDPStrategy):
         def clip(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
             right(optimizer, clip_val * self.world_size)
 
-        self.precision_plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_norm = clip
 
 
 class LostState(DDPStrategy):

@@ -26,7 +26,7 @@ class Slow(Callback):
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_step == 3:
             import os
-            os.write(1, f"READY {{trainer.global_rank}} {{os.getpid()}}\n".encode())  # at once
+            os.write(1, f"READY {{trainer.global_rank}} {{os.getpid()}}\\n".encode())
         time.sleep(0.02)
 
 trainer = Trainer(accelerator="cpu", devices=2, strategy="bolt_ddp", max_epochs=-1, logger=False,
@@ -100,6 +100,15 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, victim: int) ->
         assert "SIGKILL" in snapshot.cause
     else:
         assert code == -signal.SIGKILL
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_sigterm_to_the_whole_job_ends_it(tmp_path: Path) -> None:
+    with started(tmp_path) as (process, pids):
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(15) == 0  # Lightning leaves with SystemExit
+        assert wait_until_gone(pids[1], 15)
 
 
 @pytest.mark.parametrize(

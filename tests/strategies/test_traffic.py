@@ -47,7 +47,7 @@ def train(rank: int, world_size: int, options: Any, accumulate: int) -> str:
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             path.append(str(strategy.recorder.path))
 
-    trainer.callbacks.append(Notes())
+    trainer.callbacks.append(Notes())  # type: ignore[attr-defined]
     data = DataLoader(TensorDataset(torch.randn(12 * accumulate * world_size * 2, 64)), 2)
     trainer.fit(Wide(), data)
     return path[0]

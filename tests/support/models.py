@@ -95,7 +95,7 @@ class TwoOptimizers(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, targets = batch
-        first, second = self.optimizers()  # type: ignore[misc]
+        first, second = self.optimizers()  # type: ignore[attr-defined]
         self.toggle_optimizer(first)
         generated = self.critic(self.generator(inputs))
         generator_loss = functional.mse_loss(generated, targets)
