@@ -25,7 +25,7 @@ from lightning.pytorch import (
     Trainer,
     seed_everything,
 )
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
@@ -130,6 +130,7 @@ class RunBuilder:
             for at in range(len(self.config.trainer.callbacks))
         ]
         with self._folder(checkpoint, for_show=for_show) as folder:
+            callbacks += self._progress_bar(callbacks)
             callbacks += self._own_callbacks(folder, checkpoint)
             loggers = self._loggers(folder)
             trainer = self._build_trainer(strategy, callbacks=callbacks, loggers=loggers)
@@ -187,6 +188,12 @@ class RunBuilder:
         )
         # Arguments that do not fit are refused now, not when the ranks have met.
         configure_optimizers(model)
+
+    def _progress_bar(self, given: list[Callback]) -> list[Callback]:
+        """The bar in one line; Lightning's other one counts epochs up to -2 under ``max_steps``."""
+        if self.config.trainer.enable_progress_bar is False:  # null leaves it on
+            return []
+        return [] if any(isinstance(each, ProgressBar) for each in given) else [TQDMProgressBar()]
 
     def _own_callbacks(self, folder: Path | None, checkpoint: Path | None) -> list[Callback]:
         # On other ranks than 0 the folder is a stand-in until RunFolder knows better.

@@ -41,11 +41,11 @@ def clip_by_norm(
         The norm before clipping, a scalar.
     """
     with_gradient = [p for p in parameters if p.grad is not None]
-    if not with_gradient:
-        return torch.zeros(())
-    first = with_gradient[0].grad
-    assert first is not None
-    norms = [tensor_norm(p.grad, norm_type) for p in with_gradient if p.grad is not None]
+    gradients = [p.grad for p in with_gradient if p.grad is not None]
+    if not any(each.device.type == "cpu" and each.numel() > WHOLE_NUMEL for each in gradients):
+        return torch.nn.utils.clip_grad_norm_(with_gradient, max_norm, norm_type)
+    first = gradients[0]
+    norms = [tensor_norm(each, norm_type) for each in gradients]
     total: Tensor = torch.linalg.vector_norm(
         torch.stack([norm.to(first.device) for norm in norms]), norm_type
     )

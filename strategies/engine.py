@@ -87,7 +87,7 @@ class MeshStrategy(ParallelStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io or AtomicCheckpointIO(),
+            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
         self._forward_redirection = compat.DDPForwardRedirection()
@@ -305,14 +305,9 @@ class MeshStrategy(ParallelStrategy):
             return super().training_step(*args, **kwargs)
 
     @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        with self.recorder.phase("backward"):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
+        # Left in ``post_backward``; an error in between leaves the rank in this phase, where it is.
+        self.recorder.phase("backward").__enter__()
         assert self.model is not None
         if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
             self.data_axis.before_manual_backward(self.model, closure_loss)
@@ -322,6 +317,7 @@ class MeshStrategy(ParallelStrategy):
         assert self.model is not None
         if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
             self.data_axis.after_manual_backward(self.model)
+        self.recorder.phase("backward").__exit__(None, None, None)
 
     @override
     @contextmanager
@@ -398,6 +394,20 @@ class MeshStrategy(ParallelStrategy):
 
     # Checkpoints.
 
+    @property  # type: ignore[explicit-override]
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif compat.is_wrapping(self._checkpoint_io):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # type: ignore[attr-defined]
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
@@ -405,7 +415,7 @@ class MeshStrategy(ParallelStrategy):
         with self.recorder.phase("checkpoint"):
             trainer = compat.trainer_of(self.lightning_module)
             if self._resume is not None and trainer is not None:
-                self._resume.store(checkpoint, trainer)
+                checkpoint = self._resume.store(checkpoint, trainer)
             super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
             self.recorder.event("checkpoint", str(filepath))

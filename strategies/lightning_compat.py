@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized as distributed_is_initialized,
 )
@@ -33,6 +33,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher as MultiProcessingLauncher,
@@ -61,6 +62,7 @@ __all__ = [
     "hear_sigterm_once",
     "init_process_group",
     "is_epoch_over",
+    "is_wrapping",
     "optimizers_to_device",
     "prefetched_batches",
     "prepare_for_backward",
@@ -93,7 +95,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._naming = threading.Lock()
+        self._naming: threading.Lock | None = None
         self._is_named = False
 
     @override
@@ -107,6 +109,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
+        self._naming = self._naming or threading.Lock()  # late: users copy a Trainer that waits
         if not self.cluster_environment.creates_processes_externally:
             os.environ[_PARENT] = str(os.getpid())
             self._call_children_scripts()
@@ -147,6 +150,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def _name_first_death(self, *, within_s: float = 0.0) -> bool:
         """Say once which rank went first. False when all are alive or ended well."""
         deadline = time.monotonic() + within_s
+        assert self._naming is not None
         with self._naming:
             while not self._is_named:
                 codes = [process.poll() for process in self.procs]
@@ -198,6 +202,11 @@ def hear_sigterm_once() -> None:
         signal.signal(signal.SIGTERM, _Once(handler))
 
 
+def is_wrapping(checkpoint_io: CheckpointIO) -> bool:
+    """Whether a checkpoint plugin hands on to another one, as the asynchronous one does."""
+    return isinstance(checkpoint_io, _WrappingCheckpointIO)
+
+
 def trainer_of(module: LightningModule | None) -> Trainer | None:
     """The module's Trainer, None before it is attached (the public property raises then)."""
     return None if module is None else module._trainer
@@ -231,8 +240,7 @@ def batches_to_skip(trainer: Trainer) -> int:
     if not loop.is_resuming and not loop.restarting:
         return 0
     used = int(loop.epoch_loop.batch_progress.current.ready)
-    is_over = loop.epoch_loop.batch_progress.is_last_batch or used >= loop.max_batches
-    return 0 if is_over else used
+    return 0 if loop.epoch_loop.batch_progress.is_last_batch else used
 
 
 def restart_fetching(trainer: Trainer) -> None:

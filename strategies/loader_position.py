@@ -119,13 +119,16 @@ class _Place:
 class _ResumableLoader:
     """Marks the class of a loader that knows its place."""
 
-    place: _Place
+    place: _Place | None = None
+    """None for a copy that Lightning has made and not handed to the strategy."""
 
 
 def _iterate(loader: Any) -> Iterator[Any]:
     """Takes the place of ``__iter__``: a pass over the loader that knows its place."""
-    place: _Place = loader.place
+    place: _Place | None = loader.place
     make: Callable[[], Iterator[Any]] = partial(type(loader).plain_iter, loader)
+    if place is None:
+        return make()
     if not place.is_for_training:
         place.point.set_aside()
         return make()
@@ -220,24 +223,12 @@ def make_resumable(loader: object, point: ResumePoint, *, is_for_training: bool)
         names = {"__iter__": _iterate, "plain_iter": kind.__iter__}
         loader.__class__ = type(kind.__name__, (kind, _ResumableLoader), names)
     loader.place = _Place(point, is_for_training)
-    for name in ("state_dict", "load_state_dict"):
-        vars(loader).pop(name, None)
     return True
 
 
 def is_resumable(loader: object) -> bool:
     """Whether ``make_resumable`` took this loader."""
     return isinstance(loader, _ResumableLoader)
-
-
-def announce(loader: Any) -> None:
-    """Let Lightning see a stateful loader, so that it does not warn of one that is not.
-
-    Only once training has begun: Lightning matches the states in a checkpoint with the stateful
-    loaders by their number, and checkpoints of ours keep theirs elsewhere.
-    """
-    loader.state_dict = dict
-    loader.load_state_dict = lambda _: None
 
 
 def loader_state(loader: Any, *, prefetched: int, is_epoch_over: bool) -> LoaderState:
@@ -255,3 +246,9 @@ def resume_loader(loader: Any, state: LoaderState) -> None:
     loader.place.start = state
     if state.sampler_seed is not None and hasattr(loader.sampler, "seed"):
         loader.sampler.seed = state.sampler_seed
+
+
+def is_resumed(loader: Any) -> bool:
+    """Whether the pass that was begun last, or else the next one, begins where a state says."""
+    place: _Place = loader.place
+    return place.start is not None or (place.epoch is not None and place.epoch.start is not None)

@@ -17,8 +17,8 @@ from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.loader_position import (
     LoaderState,
     ResumePoint,
-    announce,
     is_resumable,
+    is_resumed,
     loader_state,
     make_resumable,
     resume_loader,
@@ -37,22 +37,45 @@ class ResumeManager:
     def __init__(self, strategy: "MeshStrategy") -> None:
         self._strategy = strategy
         self.point = ResumePoint(strategy.root_device)
-        self._loaded = False
-        self._entry: dict[str, Any] | None = None
+        self._is_loaded = False
+        """From the loading of a checkpoint until training starts."""
+        self._states: list[LoaderState] | None = None
+        """Of the training loaders in order; None when the checkpoint has none of ours."""
+        self._num_adopted = 0
 
     def adopt(self, dataloader: object, trainer: Trainer) -> object:
         """Make a loader of a fit resumable where that can be done."""
-        make_resumable(dataloader, self.point, is_for_training=bool(trainer.training))
+        is_for_training = bool(trainer.training)
+        can_resume = make_resumable(dataloader, self.point, is_for_training=is_for_training)
+        if can_resume and is_for_training and self._is_loaded:
+            resume_loader(dataloader, self._next_state(trainer))
         return dataloader
 
-    def store(self, checkpoint: dict[str, Any], trainer: Trainer) -> None:
-        """Add the entry. Collective over all ranks, unless the run is ending by an error.
+    def _next_state(self, trainer: Trainer) -> LoaderState:
+        number = self._num_adopted
+        self._num_adopted += 1
+        if self._states is not None and number < len(self._states):
+            return self._states[number]
+        # Nobody of ours wrote it, or there are more loaders now: Lightning's own count of batches
+        # is what is left, and with a sampler that is seeded by epoch it is enough.
+        position = compat.batches_to_skip(trainer)
+        if position:
+            warnings.warn(
+                f"The checkpoint does not hold this loader's random state: the first {position} "
+                f"batches of the epoch are passed over, and random numbers differ from the run "
+                f"that wrote it.",
+                stacklevel=2,
+            )
+        return LoaderState(position, None)
+
+    def store(self, checkpoint: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
+        """The checkpoint with the entry. Collective, unless the run is ending by an error.
 
         A rank that failed saves alone while the others are elsewhere; it then stores its own
         state, and the other ranks' streams begin anew.
         """
         if trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
-            return
+            return checkpoint
         loaders = compat.training_loaders(trainer)
         is_over = not loaders or compat.is_epoch_over(trainer)
         prefetched = compat.prefetched_batches(trainer)
@@ -70,82 +93,64 @@ class ResumeManager:
             ranks[rank] = mine
         else:
             dist.all_gather_object(ranks, mine)
-        checkpoint[KEY] = {
+        entry = {
             "format": FORMAT,
             "mesh": self._strategy.layout.sizes,
             "is_mid_epoch": not is_over,
             "ranks": ranks,
         }
-        self._withdraw(checkpoint, loaders)
-
-    @staticmethod
-    def _withdraw(checkpoint: dict[str, Any], loaders: list[Any]) -> None:
-        """Take the empty states of our loaders out of Lightning's list, which it counts."""
-        state = checkpoint["loops"]["fit_loop"]["state_dict"]
-        if "combined_loader" not in state:
-            return
-        stateful = [each for each in loaders if hasattr(each, "state_dict")]
-        pairs = zip(stateful, state["combined_loader"], strict=True)
-        theirs = [each_state for each, each_state in pairs if not is_resumable(each)]
-        if theirs:
-            state["combined_loader"] = theirs
-        else:
-            del state["combined_loader"]
+        # A copy: callbacks may keep the dictionary that they were shown.
+        return {**checkpoint, KEY: entry}
 
     def read(self, checkpoint: dict[str, Any], trainer: Trainer, path: str) -> None:
-        """Take the entry of a checkpoint that a fit resumes from.
+        """Take the entry out of a checkpoint that a fit resumes from.
 
         Raises:
             CheckpointError: When it was written in the middle of an epoch by another number of
                 data ranks, whose shares of the data nobody can match.
         """
+        entry = checkpoint.pop(KEY, None)
         if trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
-        self._loaded = True
-        entry = checkpoint.get(KEY)
-        if entry is not None:
-            then, now = entry["mesh"], self._strategy.layout.sizes
-            if entry["is_mid_epoch"] and then["data"] != now["data"]:
-                raise CheckpointError(
-                    f"{path} was written in the middle of an epoch by {then['data']} data ranks, "
-                    f"and this job has {now['data']}, which would share the rest of the epoch "
-                    f"differently. Resume with {then['data']} data ranks, or from a checkpoint "
-                    f"written at the end of an epoch."
-                )
-            if then != now:
-                warnings.warn(
-                    f"{path} was written by {then['data']} data ranks and this job has "
-                    f"{now['data']}: random streams begin anew on every rank.",
-                    stacklevel=2,
-                )
-                entry = None
-        self._entry = entry
+        self._is_loaded, self._states, self._num_adopted = True, None, 0
+        if entry is None:
+            self.point.begin(None)
+            return
+        then, now = entry["mesh"], self._strategy.layout.sizes
+        if entry["is_mid_epoch"] and then["data"] != now["data"]:
+            raise CheckpointError(
+                f"{path} was written in the middle of an epoch by {then['data']} data ranks, "
+                f"and this job has {now['data']}, which would share the rest of the epoch "
+                f"differently. Resume with {then['data']} data ranks, or from a checkpoint "
+                f"written at the end of an epoch."
+            )
+        mine = entry["ranks"][self._strategy.global_rank] if then == now else None
+        if mine is None:
+            warnings.warn(
+                f"{path} holds no random state of rank {self._strategy.global_rank} in this "
+                f"layout ({then['data']} data ranks wrote it, this job has {now['data']}): its "
+                f"random numbers begin anew.",
+                stacklevel=2,
+            )
+        else:
+            self._states = [LoaderState.from_dict(each) for each in mine["loaders"]]
+        self.point.begin(mine["random"] if mine else None)
 
     def start(self, trainer: Trainer) -> None:
         """Called on every rank when training starts, before its first batch is used."""
-        loaders = [each for each in compat.training_loaders(trainer) if is_resumable(each)]
-        for loader in loaders:
-            announce(loader)
-        if not self._loaded:
+        if not self._is_loaded:
             return
-        self._loaded = False
-        mine = self._entry["ranks"][self._strategy.global_rank] if self._entry else None
-        self._entry = None
-        self.point.begin(mine["random"] if mine else None)
-        states = [LoaderState.from_dict(each) for each in mine["loaders"]] if mine else []
-        if len(states) != len(loaders):
-            # Nobody of ours wrote it, or the loaders are others now: Lightning's own count of
-            # batches is what is left, and with a sampler that is seeded by epoch it is enough.
-            position = compat.batches_to_skip(trainer)
-            states = [LoaderState(position, None) for _ in loaders]
-            if position:
-                warnings.warn(
-                    f"The checkpoint does not hold this loader's random state: the first "
-                    f"{position} batches of the epoch are passed over, and random numbers "
-                    f"differ from the run that wrote it.",
-                    stacklevel=2,
-                )
-        for loader, state in zip(loaders, states, strict=True):
-            resume_loader(loader, state)
-        if loaders:
+        loaders = [each for each in compat.training_loaders(trainer) if is_resumable(each)]
+        early = [each for each in loaders if not is_resumed(each)]
+        if early and self._states:
+            # They were iterated over before the checkpoint was loaded, as a module causes that
+            # asks for ``estimated_stepping_batches``.
+            for loader in early:
+                resume_loader(loader, self._next_state(trainer))
             compat.restart_fetching(trainer)
+        self._is_loaded, self._states = False, None
+        if len(loaders) == len(compat.training_loaders(trainer)):
+            # Lightning knows of loaders with a ``state_dict`` alone.
+            warnings.filterwarnings(
+                "ignore", message="You're resuming from a checkpoint that ended before the epoch"
+            )

@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+from typing_extensions import override
 
 
 def skip_indices(iterator: Any, count: int) -> bool:
@@ -22,6 +24,19 @@ def skip_indices(iterator: Any, count: int) -> bool:
         iterator._next_index()  # type: ignore[no-untyped-call]
     iterator._num_yielded += count
     return True
+
+
+class Replica(DistributedDataParallel):
+    """DDP on a group of its own that can be copied all the same.
+
+    DDP refuses to be pickled or deep-copied with any but the default group, because a copy gets
+    the default group. Where the group holds all ranks, that is the same.
+    """
+
+    @override
+    def _check_default_group(self) -> None:
+        if dist.get_world_size(self.process_group) != dist.get_world_size():
+            super()._check_default_group()  # type: ignore[no-untyped-call]
 
 
 def flush_static_graph(module: DistributedDataParallel) -> None:

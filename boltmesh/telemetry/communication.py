@@ -126,14 +126,14 @@ class CommunicationCounter:
         if self._is_on_device and is_synchronous and self._clock.is_own_thread:
             self._clock.leave()
 
-    def completed(self, ticket: Ticket) -> None:
+    def completed(self, ticket: Ticket, done_ns: int) -> None:
         """See ``CollectiveObserver``."""
         try:
-            duration_ns = self._file.complete(ticket)
+            self._file.complete(ticket, done_ns)
             if ticket[5] & layout.TRAFFIC_IS_SYNCHRONOUS:
-                self._clock.note_wait(duration_ns)
+                self._clock.note_wait(done_ns - ticket[-1])
             else:
-                self._clock.note_done(ticket[-1] + duration_ns)
+                self._clock.note_done(done_ns)
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(error)
 

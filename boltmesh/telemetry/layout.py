@@ -93,8 +93,8 @@ STATUS: Final = Record("BBHiqqdqqqq")
 and device bytes allocated, reserved and at the peak."""
 
 COUNTER: Final = Record("Q")
-"""calls, in the place of the sequence number, and payload bytes. Behind ``traffic`` by a step or a
-tenth of a second; the totals of what it lacks are in the records there."""
+"""calls, in the place of the sequence number, and payload bytes. Behind ``traffic`` by a tenth of a
+second or more; the totals of what it lacks are in the records there."""
 
 STEP: Final = Record("qqiIdQ9Qdqq")
 """batch index, global step, epoch, flags (1: the loss is known), seconds on the wall clock at the

@@ -51,7 +51,7 @@ class NullRecorder:
     def event(self, kind: str, message: str) -> None:
         """See ``Recorder``."""
 
-    def rank_died(self, rank: int, exit_code: int) -> None:
+    def rank_died(self, rank: int, exit_code: int | None) -> None:
         """See ``Recorder``."""
 
     def finish(self) -> None:

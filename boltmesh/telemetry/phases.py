@@ -25,7 +25,7 @@ count (see ``device.py``).
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Final, NamedTuple, Protocol
 
 from boltmesh.telemetry.snapshot import PHASES
@@ -51,6 +51,17 @@ class Timeline(Protocol):
         """The backward pass is over."""
 
 
+class Completions(Protocol):
+    """Keeps collectives that are done until somebody has time to note them."""
+
+    @property
+    def done(self) -> Sized:
+        """What has been completed and not been noted yet."""
+
+    def settle(self) -> None:
+        """Have every one of them noted."""
+
+
 class StepTime(NamedTuple):
     """How long a step took."""
 
@@ -62,14 +73,18 @@ class StepTime(NamedTuple):
 class PhaseClock:
     """Knows the phase that this rank is in, and how long each has lasted since the last step.
 
-    Driven by one thread, the one that trains; only ``note_*`` is called from others.
+    Driven by one thread, the one that trains; ``note_*`` may be called from others.
 
     Args:
         timeline: Where the boundaries are marked as well.
+        collectives: Asked at every boundary for completions, and so for waits.
     """
 
-    def __init__(self, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self, timeline: Timeline | None = None, collectives: Completions | None = None
+    ) -> None:
         self._timeline = timeline
+        self._collectives = collectives
         self._stack = [OTHER]
         self._totals = [0] * len(PHASES)
         self.since_ns = time.monotonic_ns()
@@ -150,6 +165,8 @@ class PhaseClock:
         self._tail_until_ns = max(self._tail_until_ns, done_ns)
 
     def _charge(self) -> None:
+        if self._collectives is not None and self._collectives.done:
+            self._collectives.settle()
         now = time.monotonic_ns()
         elapsed = now - self.since_ns
         self.since_ns = now

@@ -56,6 +56,8 @@ class RankView:
         state = self._state()
         steps = self._step_records()
         raw_steps = list(reader.steps.records.values())
+        # The status is a tenth of a second old at most, and the newest step may be newer.
+        where = [each for each in (status, *raw_steps[-1:]) if each is not None]
         in_flight, moved_at = self._in_flight()
         seen = [reader.header.wall_s, moved_at, *(step.end_time for step in steps[-1:])]
         seen += [status.wall_s] if status else []
@@ -68,8 +70,8 @@ class RankView:
             state=state,
             coordinates={clean(axis, 40): at for axis, at in list(facts.coordinates.items())[:8]},
             phase=PHASES[reader.phase] if status and reader.phase < len(PHASES) else None,
-            global_step=max(0, *(each.global_step for each in (status, *raw_steps[-1:]) if each)),
-            epoch=max(0, *(each.epoch for each in (status, *raw_steps[-1:]) if each)),
+            global_step=max((each.global_step for each in where), default=0),
+            epoch=max((each.epoch for each in where), default=0),
             last_seen=max(seen),
             steps=steps,
             samples_per_second=per_second(raw_steps, lambda step: step.samples),

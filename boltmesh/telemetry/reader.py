@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import os
 import stat
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 MAX_EVENTS = 256
 MAX_RANKS = 65_536
+STARTING_S = 120.0
+"""How long the ranks of a job may take until one of them has opened its file."""
 
 
 class JobSummary(msgspec.Struct, frozen=True):
@@ -105,6 +108,8 @@ class Job:
         ]
         state, cause = job_state(ranks, failures, end)
         present = [rank for rank in ranks if rank.state != "missing"]
+        if not present and state == "running" and time.time() - info.started > STARTING_S:
+            state, cause = "crashed", "no rank of it has left telemetry that can be read."
         first = next((view for view in views if view.is_present), None)
         return JobSnapshot(
             schema=SCHEMA_VERSION,

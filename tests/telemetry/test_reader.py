@@ -130,7 +130,7 @@ def test_what_a_step_moves_is_the_mean_after_the_warm_up_and_without_validation(
             ticket = file.enqueue(
                 number + 1, data, reduce, forward, layout.TRAFFIC_IS_TIMED, payload
             )
-            file.complete(ticket)
+            file.complete(ticket, time.monotonic_ns())
         file.enqueue(number + 1, data, reduce, validation, 0, 10**9)
         write_step(file, number)
 
@@ -169,7 +169,7 @@ def test_a_collective_that_was_seen_in_flight_is_later_seen_done():
         in_flight = job.snapshot().ranks[0].in_flight
         assert in_flight is not None
         assert (in_flight.axis, in_flight.sequence, in_flight.is_done) == ("data", 1, False)
-        file.complete(ticket)
+        file.complete(ticket, time.monotonic_ns())
         in_flight = job.snapshot().ranks[0].in_flight
         assert in_flight is not None
         assert in_flight.is_done is True
@@ -482,3 +482,12 @@ def test_reading_loads_neither_torch_nor_lightning_nor_textual():
     run = [sys.executable, "-c", script]
     said = subprocess.run(run, capture_output=True, text=True, check=True, cwd=Path.home()).stdout
     assert said.strip() == ""
+
+
+def test_a_job_of_which_nothing_is_left_is_not_called_running_for_long():
+    make_job("young")
+    make_job("old", started=time.time() - 1000)
+    states = {each.id: each.state for each in list_jobs()}
+    assert states == {"young": "running", "old": "crashed"}
+    with open_job("old") as job:
+        assert job.snapshot().cause == "no rank of it has left telemetry that can be read."

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from boltmesh.errors import TelemetryError
+from boltmesh.telemetry import step_queue
 from boltmesh.telemetry.job import JobInfo, run_dir
 from boltmesh.telemetry.null_recorder import NullRecorder
 from boltmesh.telemetry.reader import open_job
@@ -27,7 +28,8 @@ def make_info(job_id="abcd"):
 
 
 @pytest.fixture
-def recorder():
+def recorder(monkeypatch):
+    monkeypatch.setattr(step_queue, "WRITE_EVERY_NS", 0)
     recorder = open_recorder(make_info(), rank=0, local_rank=0, device=CPU, coordinates={"data": 0})
     assert isinstance(recorder, Recorder)
     yield recorder

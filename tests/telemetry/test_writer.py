@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 
 import pytest
@@ -98,7 +99,8 @@ def test_a_process_goes_on_in_its_own_file(path):
     data = file.group_number("7", "data")
     reduce = file.operator_number("allreduce")
     for step in range(3):
-        file.complete(file.enqueue(step, data, reduce, 0, layout.TRAFFIC_IS_TIMED, 100))
+        ticket = file.enqueue(step, data, reduce, 0, layout.TRAFFIC_IS_TIMED, 100)
+        file.complete(ticket, time.monotonic_ns())
         file.point("loss", step, float(step))
         file.event("warning", str(step))
     file.close()
@@ -242,7 +244,7 @@ def test_nothing_happens_after_close(path):
     file.point("loss", 1, 1.0)
     file.status(1, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0)
     file.phase(1)
-    file.complete(ticket)
+    file.complete(ticket, time.monotonic_ns())
     file.touch()
     assert list(read(path).events.records) == []
 
