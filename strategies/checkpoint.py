@@ -30,7 +30,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None
     ) -> None:
         if storage_options is not None or not _is_local(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         target = Path(str(path).removeprefix("file://"))
         partial = target.with_name(target.name + PARTIAL)

@@ -95,8 +95,15 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._naming: threading.Lock | None = None
+        self._naming = threading.Lock()
         self._is_named = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Users copy Trainers, and a lock cannot be copied.
+        return {key: value for key, value in vars(self).items() if key != "_naming"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _naming=threading.Lock())
 
     @override
     def launch(
@@ -109,7 +116,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
-        self._naming = self._naming or threading.Lock()  # late: users copy a Trainer that waits
         if not self.cluster_environment.creates_processes_externally:
             os.environ[_PARENT] = str(os.getpid())
             self._call_children_scripts()
@@ -150,7 +156,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def _name_first_death(self, *, within_s: float = 0.0) -> bool:
         """Say once which rank went first. False when all are alive or ended well."""
         deadline = time.monotonic() + within_s
-        assert self._naming is not None
         with self._naming:
             while not self._is_named:
                 codes = [process.poll() for process in self.procs]

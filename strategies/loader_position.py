@@ -115,6 +115,10 @@ class _Place:
     epoch: "_Epoch | None" = None
     """The pass that was begun last."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Users copy Trainers with their loaders, and an iterator cannot be copied.
+        return {**vars(self), "epoch": None}
+
 
 class _ResumableLoader:
     """Marks the class of a loader that knows its place."""

@@ -4,6 +4,7 @@
 name of their axis, and tells the phase clock which waits are exposed.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Final
 
@@ -17,6 +18,9 @@ from boltmesh.telemetry.writer import RankFile
 
 WORLD: Final = "world"
 OTHER: Final = "other"
+
+_SYNCHRONOUS: Final = layout.TRAFFIC_IS_SYNCHRONOUS
+_TIMED: Final = layout.TRAFFIC_IS_TIMED
 
 
 class CommunicationCounter:
@@ -100,18 +104,16 @@ class CommunicationCounter:
                 operator_number = self._file.operator_number(operator)
                 self._operators[operator] = operator_number
             clock = self._clock
-            flags = (
-                is_synchronous * layout.TRAFFIC_IS_SYNCHRONOUS + is_timed * layout.TRAFFIC_IS_TIMED
-            )
+            flags = is_synchronous * _SYNCHRONOUS + is_timed * _TIMED
             ticket = self._file.enqueue(
                 self.step, group_number, operator_number, clock.phase, flags, payload_bytes
             )
             if self._is_on_device:
-                if is_synchronous and not is_timed and clock.is_own_thread:
+                if is_synchronous and not is_timed and threading.get_ident() == clock.thread:
                     clock.enter(COMMUNICATION)
                 else:
                     clock.note_enqueue(ticket[-1], is_synchronous=is_synchronous)
-            elif clock.is_own_thread:
+            elif threading.get_ident() == clock.thread:
                 # Hooks of DDP that chain collectives enqueue from gloo's threads, when the
                 # backward pass has nothing left to compute.
                 clock.note_enqueue(ticket[-1], is_synchronous=is_synchronous)
@@ -122,15 +124,15 @@ class CommunicationCounter:
 
     def returned(self, ticket: Ticket) -> None:
         """See ``CollectiveObserver``."""
-        is_synchronous = ticket[5] & layout.TRAFFIC_IS_SYNCHRONOUS
-        if self._is_on_device and is_synchronous and self._clock.is_own_thread:
+        is_synchronous = ticket[5] & _SYNCHRONOUS
+        if self._is_on_device and is_synchronous and threading.get_ident() == self._clock.thread:
             self._clock.leave()
 
     def completed(self, ticket: Ticket, done_ns: int) -> None:
         """See ``CollectiveObserver``."""
         try:
             self._file.complete(ticket, done_ns)
-            if ticket[5] & layout.TRAFFIC_IS_SYNCHRONOUS:
+            if ticket[5] & _SYNCHRONOUS:
                 self._clock.note_wait(done_ns - ticket[-1])
             else:
                 self._clock.note_done(done_ns)

@@ -60,15 +60,15 @@ class Record:
     """
 
     def __init__(self, fields: str) -> None:
-        self._body = struct.Struct("<Q" + fields)
+        self._pack = struct.Struct("<Q" + fields).pack
         self._sealed = struct.Struct("<Q" + fields + "I")
-        self.body_bytes: Final = self._body.size
+        self.body_bytes: Final = self._sealed.size - 4
         self.size: Final = self._sealed.size
 
     def pack(self, sequence: int, *fields: object) -> bytes:
         """Return the sealed record."""
-        body = self._body.pack(sequence, *fields)
-        return body + _CRC.pack(zlib.crc32(body))
+        body = self._pack(sequence, *fields)
+        return body + zlib.crc32(body).to_bytes(4, "little")
 
     def unpack(self, buffer: bytes, offset: int) -> tuple[Any, ...] | None:
         """Return the sequence number and the fields, or None when the record is not whole."""

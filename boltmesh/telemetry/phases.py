@@ -92,27 +92,21 @@ class PhaseClock:
         self._waited_ns = 0
         self._tail_from_ns = 0
         self._tail_until_ns = 0
-        self._thread = threading.get_ident()
-
-    @property
-    def phase(self) -> int:
-        """Index into PHASES."""
-        return self._stack[-1]
-
-    @property
-    def is_own_thread(self) -> bool:
-        """Whether the caller is the thread that trains."""
-        return threading.get_ident() == self._thread
+        self.thread = threading.get_ident()
+        """The thread that trains."""
+        self.phase = OTHER
+        """The phase that the rank is in, as an index into PHASES."""
 
     def enter(self, phase: int) -> None:
         """Pause the current phase and begin another."""
-        current = self._stack[-1]
+        current = self.phase
         if (current == VALIDATION and phase != CHECKPOINT) or current == CHECKPOINT:
             phase = current
         if phase == BACKWARD and current != BACKWARD:
             self._tail_from_ns = 0
         self._charge()
         self._stack.append(phase)
+        self.phase = phase
         if self._timeline is not None and phase != current:
             self._timeline.mark(phase)
 
@@ -122,7 +116,7 @@ class PhaseClock:
             return
         self._charge()
         left = self._stack.pop()
-        current = self._stack[-1]
+        current = self.phase = self._stack[-1]
         if left == BACKWARD and current != BACKWARD:
             self._expose_tail()
             if self._timeline is not None:
@@ -134,6 +128,7 @@ class PhaseClock:
         """Make ``phase`` what time belongs to while no other phase is entered."""
         self._charge()
         self._stack[0] = phase
+        self.phase = self._stack[-1]
         if self._timeline is not None and len(self._stack) == 1:
             self._timeline.mark(phase)
 
@@ -141,6 +136,7 @@ class PhaseClock:
         """Forget the time so far; begin anew in ``phase``, outside any other."""
         self.take()
         self._stack = [phase]
+        self.phase = phase
 
     def take(self) -> StepTime:
         """Return the time since the last call, and start anew."""
@@ -150,7 +146,7 @@ class PhaseClock:
 
     def note_enqueue(self, enqueued_ns: int, *, is_synchronous: bool) -> None:
         """A collective was enqueued by the thread that trains or by autograd."""
-        if self._stack[-1] == BACKWARD and not is_synchronous:
+        if self.phase == BACKWARD and not is_synchronous:
             self._tail_from_ns = enqueued_ns
             self._tail_until_ns = 0
             if self._timeline is not None:
@@ -170,7 +166,7 @@ class PhaseClock:
         now = time.monotonic_ns()
         elapsed = now - self.since_ns
         self.since_ns = now
-        current = self._stack[-1]
+        current = self.phase
         waited = self._waited_ns
         if waited:
             self._waited_ns = 0

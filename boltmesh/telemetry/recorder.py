@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Final, TypeVar, cast
 
@@ -135,6 +136,7 @@ class Recorder:
         self._counter.step = file.num_steps + 1
         self._phases = {name: _Phase(self, index) for index, name in enumerate(PHASES)}
         self._state = "starting"
+        self._has_ended = False
         self._epoch = 0
         self._global_step = 0
         self._index = 0
@@ -209,7 +211,7 @@ class Recorder:
 
     def enter_phase(self, index: int) -> None:
         """Enter a phase by its index; ``leave_phase`` has to follow."""
-        if self.is_on and self._clock.is_own_thread:
+        if self.is_on and get_ident() == self._clock.thread:
             try:
                 self._clock.enter(index)
                 self._write_phase()
@@ -218,7 +220,7 @@ class Recorder:
 
     def leave_phase(self, error: BaseException | None = None) -> None:
         """Leave the innermost phase; ``error`` is what passes through it."""
-        if self.is_on and self._clock.is_own_thread:
+        if self.is_on and get_ident() == self._clock.thread:
             try:
                 if error is not None and (self._failing is None or self._failing[0] != id(error)):
                     self._failing = (id(error), self._clock.phase)
@@ -334,8 +336,9 @@ class Recorder:
 
     def _end(self, state: str, phase: int, kind: str, message: str) -> None:
         """Write the end of the rank; also when telemetry is off, or it would look dead."""
-        if self._state in {"finished", "failed"}:
+        if self._has_ended:
             return
+        self._has_ended = True
         self._state = state
         try:
             self._file.phase(phase)
@@ -370,7 +373,7 @@ class Recorder:
 
     def _write_phase(self) -> None:
         """Write where the rank is; once in a while also when, for who does not end batches."""
-        if self._state not in {"finished", "failed"}:
+        if not self._has_ended:
             self._file.phase(self._clock.phase)
             if self._clock.since_ns - self._status_ns >= STATUS_EVERY_NS:
                 self._write_status()

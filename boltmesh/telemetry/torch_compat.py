@@ -63,6 +63,7 @@ UNTIMED: Final = frozenset({"send", "recv_", "recv_any_source_", "monitored_barr
 """Operators whose work has no future, on any backend."""
 
 _KEY: Final = "BackendSelect"
+_ON_DONE: Final = torch._C.Future.add_done_callback
 _SELF_TEST_GROUP: Final = "boltmesh-self-test"
 
 
@@ -171,7 +172,7 @@ class CollectiveHook:
         try:
             future = work.get_future()
             self._awaited[future] = noted
-            future.add_done_callback(self._note_done)
+            _ON_DONE(future, self._note_done)  # its Python wrapper only adds to the cost
         except (RuntimeError, TypeError):  # a backend without futures, gloo has them
             self._awaited.pop(future, None)
             for observer, ticket in noted:
@@ -220,12 +221,22 @@ class CollectiveHook:
         unbox = dist.ProcessGroup.unbox
         has_future = name not in UNTIMED
 
+        def measure(args: tuple[Any, ...]) -> tuple[int, bool]:
+            if payload_at is None:
+                return 0, _is_on_host(args)
+            value = args[payload_at]
+            if isinstance(value, list) and len(value) == 1 and type(value[0]) is torch.Tensor:
+                tensor = value[0]  # what DDP reduces and Lightning broadcasts, every step
+                if tensor.layout is torch.strided:
+                    return tensor.nbytes, tensor.is_cpu
+            return payload_bytes(value), _is_on_host(args)
+
         def kernel(keys: Any, *args: Any) -> Any:
             # Sizes are read before the call, which may resize or free.
-            size = 0 if payload_at is None else payload_bytes(args[payload_at])
+            size, is_on_host = measure(args)
             is_synchronous = len(args) > wait_at and args[wait_at] is False
             # A future on CUDA is complete when the work is launched: it tells nothing.
-            is_timed = has_future and _is_on_host(args)
+            is_timed = has_future and is_on_host
             group = unbox(args[group_at])
             if self.done:
                 self.settle()

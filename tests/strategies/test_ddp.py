@@ -69,6 +69,7 @@ def fit_with_monitors(rank: int, world_size: int, folder: Path) -> Any:
         callbacks=[best, stopping, finder],
         enable_checkpointing=True,
         logger=CSVLogger(folder),
+        default_root_dir=folder,
     )
     run.fit(module, regression_data(37, 4), regression_data(13, 4))
     tested = run.test(module, regression_data(13, 4), ckpt_path="best", verbose=False)

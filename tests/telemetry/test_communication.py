@@ -342,7 +342,7 @@ def degraded_worker(rank, world_size):
         patch.setitem(torch_compat.PAYLOAD, "an_operator_of_the_future_", 0)
         look()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_compat, "payload_bytes", lambda value: 13)
+        patch.setitem(torch_compat.PAYLOAD, "allreduce_", None)
         look()
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(torch_compat.PAYLOAD, "gather_")
@@ -358,7 +358,7 @@ def test_what_torch_lacks_is_named_and_nothing_wrong_is_counted():
     for missing, lying, unknown, taken in run_ranks(degraded_worker, 2):
         assert missing[0].startswith("communication is not counted: torch")
         assert missing[0].endswith("has no operator c10d::an_operator_of_the_future_")
-        assert "one all-reduce of 12 bytes as [('allreduce', 'boltmesh-self-test', 13)]" in lying[0]
+        assert "one all-reduce of 12 bytes as [('allreduce', 'boltmesh-self-test', 0)]" in lying[0]
         assert taken[0].endswith("something else already observes c10d::scatter_")
         for _, collectives, is_installed in (missing, lying, taken):
             assert collectives == []
