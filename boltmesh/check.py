@@ -22,7 +22,8 @@ from boltmesh.telemetry.switch import SWITCH_VARIABLE
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from boltmesh.parity import Problem, Trace
+    from boltmesh.differences import Trace
+    from boltmesh.parity import Problem
     from boltmesh.placement import Placement
     from boltmesh.run import Built
 
@@ -148,7 +149,7 @@ def _problem(
 
 
 def _compare(folder: Path, config: "DictConfig", placement: "Placement") -> int:
-    from boltmesh.parity import find_differences
+    from boltmesh.differences import find_differences
 
     reference: Trace = pickle.loads((folder / "reference").read_bytes())  # noqa: S301 - ours
     layout: Trace = pickle.loads((folder / "layout").read_bytes())  # noqa: S301

@@ -14,25 +14,10 @@ from typing import Literal
 import msgspec
 
 from boltmesh.errors import BoltMeshError
+from boltmesh.telemetry.cause import LOST_PEER
 
 Kind = Literal["running", "done", "stopped", "user", "failure", "consequence"]
 """``user``: what a config or command line has to change. ``consequence``: a peer was lost."""
-
-LOST_PEER = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection was likely closed",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "recvvalue failed",
-    "sendbytes failed",
-    "failed to recv, got 0 bytes",
-    "remote process exited",
-    "nccl communicator was aborted",
-    "application timeout caused pair closure",
-)
-"""What gloo, NCCL and the store say of a peer that is gone, in lower case."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

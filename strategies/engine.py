@@ -436,6 +436,10 @@ class MeshStrategy(ParallelStrategy):
         self.recorder.rank_died(self.node_rank * self.num_processes + local_rank, code)
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.recorder.fail(exception)
+
+    @override
     def teardown(self) -> None:
         module = self.lightning_module
         self.model = module

@@ -8,9 +8,13 @@ file is Lightning's own, so plain Lightning reads it and ignores the entry.
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies import lightning_compat as compat
@@ -92,7 +96,9 @@ class ResumeManager:
         if world_size == 1 or trainer.state.status == TrainerStatus.INTERRUPTED:
             ranks[rank] = mine
         else:
-            dist.all_gather_object(ranks, mine)
+            # As arrays: torch pickles the storage of each tensor as a file of its own.
+            dist.all_gather_object(ranks, apply_to_collection(mine, Tensor, Tensor.numpy))
+            ranks = apply_to_collection(ranks, np.ndarray, torch.from_numpy)
         entry = {
             "format": FORMAT,
             "mesh": self._strategy.layout.sizes,

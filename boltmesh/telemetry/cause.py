@@ -12,16 +12,26 @@ from typing import Final, NamedTuple
 from boltmesh.telemetry.job import RankEnd
 from boltmesh.telemetry.snapshot import CollectiveInFlight, JobState, RankSnapshot
 
-CONSEQUENCES: Final = (
+LOST_PEER: Final = (
     "connection closed by peer",
     "connection reset by peer",
+    "connection was likely closed",
     "connection refused",
     "broken pipe",
     "socket closed",
-    "timed out",
-    "timeout",
+    "recvvalue failed",
+    "sendbytes failed",
+    "failed to recv, got 0 bytes",
     "remote process exited",
     "communicator was aborted",
+    "application timeout caused pair closure",
+)
+"""What gloo, NCCL and the store say of a peer that is gone, in lower case."""
+
+CONSEQUENCES: Final = (
+    *LOST_PEER,
+    "timed out",
+    "timeout",
     "distbackenderror",
     "distnetworkerror",
     "diststoreerror",

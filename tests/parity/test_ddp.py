@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from lightning.pytorch import LightningModule
 
-from boltmesh.parity import Problem, Trace, find_differences, trace_layout, trace_one_process
+from boltmesh.differences import Trace, find_differences
+from boltmesh.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import DDPStrategy
 from tests.support.models import Regression, TwoOptimizers, regression_data
 from tests.support.ranks import run_ranks

@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from typing_extensions import override
 
-from boltmesh.parity import Problem, Trace, find_differences, trace_layout, trace_one_process
+from boltmesh.differences import Trace, find_differences
+from boltmesh.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import DDPStrategy
 from boltmesh.strategies.data.ddp import Replicas
 from tests.support.models import Regression, regression_data
