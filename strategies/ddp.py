@@ -1,8 +1,10 @@
 """``DDPStrategy``: every rank holds the whole model, and gradients are averaged."""
 
 import difflib
+import warnings
 from typing import Any
 
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from typing_extensions import override
@@ -85,6 +87,20 @@ class DDPStrategy(MeshStrategy):
                 "Use precision='bf16-mixed'."
             )
         MeshStrategy.precision_plugin.fset(self, precision_plugin)  # type: ignore[attr-defined]
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only, **kwargs)
+        if self._is_fitting and self.options.gradient_compression == "powersgd":
+            warnings.warn(
+                f"{checkpoint_path} does not hold what PowerSGD had not sent yet: its error "
+                f"feedback and its {self.options.powersgd_start_step} uncompressed steps begin "
+                f"anew, so this run differs a little from one that was never stopped.",
+                stacklevel=2,
+            )
+        return checkpoint
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -1,5 +1,6 @@
 """What ``DDPStrategy`` refuses, and that Lightning's features work with it as with stock DDP."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,21 @@ def test_a_seed_gives_every_rank_a_stream_of_its_own_that_repeats() -> None:
     first, second = run_ranks(draw, 2, 3)
     assert first != second
     assert run_ranks(draw, 2, 3) == [first, second]
+
+
+def resume_with_powersgd(rank: int, world_size: int, folder: Path) -> list[str]:
+    path = folder / "a.ckpt"
+    for resumed in (None, path):
+        strategy = DDPStrategy(telemetry=False, gradient_compression="powersgd")
+        run = trainer(world_size, strategy=strategy, max_epochs=1 if resumed is None else 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.fit(Regression(), regression_data(24, 4), ckpt_path=resumed)
+        run.save_checkpoint(path)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.ranks
+def test_a_resumed_powersgd_says_what_it_has_lost(tmp_path: Path) -> None:
+    for messages in run_ranks(resume_with_powersgd, 2, tmp_path):
+        assert any("PowerSGD had not sent yet" in message for message in messages)
