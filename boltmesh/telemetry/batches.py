@@ -25,21 +25,26 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(batch, field.name))
 
 
-def count_samples(batch: Any) -> int | None:
-    """Return the batch size as Lightning infers it: the first dimension of the first tensor."""
-    first = next(_tensors(batch), None)
-    if first is None:
-        return None
-    return first.size(0) if first.ndim else 1
+def count(batch: Any) -> tuple[int | None, int | None]:
+    """Return the samples and the tokens of a batch, None for what it does not have.
 
-
-def count_tokens(batch: Any) -> int | None:
-    """Return the elements of the first tensor of integers, when that has two dimensions.
-
-    Such a tensor is a batch of token sequences; padding counts. Labels (one dimension) and images
-    (three or four) are not counted, and then there are no tokens.
+    Samples are as Lightning infers them: the first dimension of the first tensor. Tokens are the
+    elements of the first tensor of integers, when that has two dimensions: such a tensor is a batch
+    of token sequences; padding counts. Labels (one dimension) and images (three or four) are not
+    counted.
     """
-    for tensor in _tensors(batch):
+    samples = None
+    # The plain cases need no generator, whose code would be cold between two steps.
+    kind = type(batch)
+    if kind is Tensor:
+        tensors: Any = (batch,)
+    elif kind in {list, tuple} and all(type(each) is Tensor for each in batch):
+        tensors = batch
+    else:
+        tensors = _tensors(batch)
+    for tensor in tensors:
+        if samples is None:
+            samples = tensor.size(0) if tensor.ndim else 1
         if tensor.dtype in _INTEGERS:
-            return tensor.numel() if tensor.ndim == 2 else None
-    return None
+            return samples, tensor.numel() if tensor.ndim == 2 else None
+    return samples, None

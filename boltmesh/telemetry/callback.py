@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.telemetry.batches import count_samples, count_tokens
+from boltmesh.telemetry.batches import count
 from boltmesh.telemetry.lightning_compat import computed_metrics
 from boltmesh.telemetry.switch import is_switched_off
 
@@ -78,7 +78,7 @@ class TelemetryCallback(Callback):
             divisor = trainer.accumulate_grad_batches
             if loss is not None and divisor > 1 and pl_module.automatic_optimization:
                 loss = loss * divisor  # Lightning has divided it
-            samples, tokens = count_samples(batch), count_tokens(batch)
+            samples, tokens = count(batch)
             if global_step != self._logged_step and _is_log_step(trainer, global_step):
                 self._logged_step = global_step
                 self._record_metrics(recorder, global_step, trainer.callback_metrics)

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from boltmesh.telemetry.batches import count_samples, count_tokens
+from boltmesh.telemetry.batches import count
 from boltmesh.telemetry.callback import TelemetryCallback, callbacks
 from boltmesh.telemetry.reader import list_jobs, open_job
 from tests.support.ranks import run_ranks
@@ -299,4 +299,4 @@ def test_the_callback_is_idle_for_another_strategy():
     ids=lambda value: type(value).__name__,
 )
 def test_samples_and_tokens_of_a_batch_are_counted(batch, samples, tokens):
-    assert (count_samples(batch), count_tokens(batch)) == (samples, tokens)
+    assert count(batch) == (samples, tokens)
