@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MAX_EVENTS = 5
 
 
-class JobReport(JobSnapshot, frozen=True):
+class JobReport(JobSnapshot, frozen=True, kw_only=True):
     """What ``boltmesh top --json`` writes: a JobSnapshot, and the devices as the viewer saw them.
 
     ``schema`` numbers the whole document; docs/json.md describes it.

@@ -98,6 +98,92 @@ class CollectiveInFlight(msgspec.Struct, frozen=True):
     """None where the backend does not tell."""
 
 
+class GroupProgress(msgspec.Struct, frozen=True):
+    """How far this rank has come in the collectives of one process group."""
+
+    axis: str
+    group: str
+    """The group's name, the same on all of its members."""
+    ranks: tuple[int, ...]
+    """The members, by global rank; empty where that is not known."""
+    sequence: int
+    """Counts the collectives that this rank has entered in this group, from 1; 0: none yet."""
+    operator: str | None
+    """The one that it entered last."""
+    is_done: bool | None
+    """Whether that is complete; None where the backend does not tell."""
+    time: float | None
+    """Wall clock of its completion, or else of its enqueue."""
+
+
+class PeerTotal(msgspec.Struct, frozen=True):
+    """What this rank exchanged point to point with one other since the start of the run."""
+
+    axis: str
+    operator: str
+    """``send`` or ``recv``."""
+    peer: int
+    """Global rank of the other side."""
+    calls: int
+    payload_bytes: int
+    bytes_per_step: float | None
+    """Mean over the recent steps; None until three steps have passed."""
+
+
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "cache", "other")
+"""What memory is for. ``cache`` is held by torch's allocator and unused; ``other`` is the rest."""
+
+
+class MemoryKind(msgspec.Struct, frozen=True):
+    """Bytes of one kind in one place."""
+
+    kind: str
+    """One of MEMORY_KINDS."""
+    place: Literal["device", "host", "disk"]
+    measured_bytes: int | None
+    predicted_bytes: int | None
+    """What the strategy said before training."""
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One microbatch in one stage of a pipeline, as this rank ran it."""
+
+    step: int
+    """The optimizer step, as ``trainer.global_step`` after it."""
+    stage: int
+    microbatch: int
+    kind: Literal["F", "B", "I", "W"]
+    """Forward; whole backward; backward for the input only; backward for the weights only."""
+    start: float
+    """Wall clock, seconds since 1970."""
+    end: float
+
+
+class PipelinePlan(msgspec.Struct, frozen=True):
+    """The schedule that the pipeline's ranks follow."""
+
+    schedule: str
+    """Its name, for example ``1f1b``."""
+    num_stages: int
+    num_microbatches: int
+    order: tuple[tuple[str | None, ...], ...]
+    """For each pipeline rank its actions in order, as torch writes them: stage, kind, microbatch
+    (``0F3``); None where the schedule leaves a slot empty."""
+
+
+class AlertThresholds(msgspec.Struct, frozen=True):
+    """When a watcher is to raise an alert; None never does."""
+
+    loss_not_finite: bool = True
+    throughput_drop: float | None = 0.5
+    """Share that the throughput may lose against its median so far."""
+    memory_share: float | None = 0.97
+    """Share of a device's memory in use."""
+    temperature_celsius: float | None = 90.0
+    stall_s: float | None = 120.0
+    """Time without a step of any rank while the job runs, outside validation and checkpoints."""
+
+
 class Memory(msgspec.Struct, frozen=True):
     """Bytes in use, as the rank itself sampled them at the end of its last step."""
 
@@ -145,6 +231,20 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     in_flight: CollectiveInFlight | None
     error: str | None
     """The exception that this rank recorded, one line, or how it died where that is known."""
+    groups: tuple[GroupProgress, ...] = ()
+    """Every process group that this rank has a part in and telemetry knows."""
+    peers: tuple[PeerTotal, ...] = ()
+    memory_kinds: tuple[MemoryKind, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    """The newest pipeline chunks that the ring still holds, oldest first."""
+    flops_per_batch: float | None = None
+    """Model FLOPs of one batch on this rank, forward and backward, as the LightningModule says."""
+    peak_flops_per_second: float | None = None
+    """What the device can do at the run's precision, by its data sheet."""
+    skipped_records: int = 0
+    """Records of its file that were damaged, or of a version that this reader does not know."""
+    is_summary: bool = False
+    """Known only through the job's own store, from another host: no steps, no collectives."""
 
 
 class JobSnapshot(msgspec.Struct, frozen=True):
@@ -187,3 +287,7 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     """Of a failed or crashed job: one sentence, which rank went first, where, and why."""
     checkpoint: str | None
     """The newest checkpoint that the job wrote."""
+    recipe: str | None = None
+    """The config that ``boltmesh fit`` was given; None for a script."""
+    pipeline: PipelinePlan | None = None
+    alerts: AlertThresholds = AlertThresholds()
