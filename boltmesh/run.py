@@ -57,6 +57,7 @@ from boltmesh.run_folder import (
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import check_strategy_arguments
+from boltmesh.telemetry.snapshot import AlertThresholds
 
 Verb = Literal["fit", "validate", "test", "predict"]
 VERBS: tuple[Verb, ...] = get_args(Verb)
@@ -158,6 +159,8 @@ class RunBuilder:
         except BoltMeshError as error:
             raise type(error)(f"{self.source}: strategy.{error}") from error
         assert isinstance(made, MeshStrategy)
+        made.recipe = self.source
+        made.alerts = AlertThresholds(**self.config.alerts)
         return made
 
     def _override_optimizers(self, model: LightningModule) -> None:

@@ -272,10 +272,18 @@ def _complaint(found: Field[Any], hint: Any, value: Any) -> str | None:
         return _off_form(found, value) if is_text else allowed
     if isinstance(value, (list, dict)) and get_origin(hint) not in {list, dict}:
         return None if isinstance(value, list) and "a list" in allowed else allowed
-    minimum = found.metadata.get("minimum")
-    if isinstance(value, (int, float)) and minimum is not None and value < minimum:
-        return f"{allowed}, at least {minimum}"
+    if isinstance(value, (int, float)) and (limits := _off_limits(found, value)):
+        return f"{allowed}, {limits}"
     return _off_form(found, value)
+
+
+def _off_limits(found: Field[Any], value: float) -> str | None:
+    """The limits of a number that is not within them; NaN is within none."""
+    limits = {"at least": found.metadata.get("minimum"), "at most": found.metadata.get("maximum")}
+    low, high = limits.values()
+    if (low is None or value >= low) and (high is None or value <= high):
+        return None
+    return " and ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None)
 
 
 def _off_form(found: Field[Any], value: Any) -> str | None:

@@ -2,13 +2,15 @@
 
 OmegaConf builds the config from these classes, so they are plain data and import nothing heavy.
 A field's metadata carries what an error message needs beyond the type: a value that works, the
-smallest value allowed, the form of a string. ``load.py`` reads both.
+smallest and the largest value allowed, the form of a string. ``load.py`` reads both.
 """
 
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Optional, Union, get_origin, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
+
+from boltmesh.telemetry.snapshot import AlertThresholds
 
 # OmegaConf 2.4 reads annotations with get_type_hints, and `X | None` exists at run time on Python
 # 3.10 only for real classes, not for Literal of a Union: Optional and Union say the same on all.
@@ -205,6 +207,30 @@ class RunSection:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
 
 
+_ALERTS = AlertThresholds()
+"""What a script has that gives no thresholds; a config begins with the same."""
+
+
+@dataclass
+class AlertsSection:
+    """When ``boltmesh top`` raises an alert while it watches the run; null or false never does."""
+
+    loss_not_finite: bool = _key(_ALERTS.loss_not_finite)
+    """The loss of a step is NaN or infinite."""
+    throughput_drop: Optional[float] = _key(_ALERTS.throughput_drop, 0.5, minimum=0.01, maximum=1)
+    """Share of its median so far that the throughput loses; 0.5 is half as fast. Validation and
+    checkpoints do not count."""
+    memory_share: Optional[float] = _key(_ALERTS.memory_share, 0.97, minimum=0.01, maximum=1)
+    """Share of a GPU's memory that is in use, by whatever runs on it."""
+    temperature_celsius: Optional[float] = _key(_ALERTS.temperature_celsius, 90, minimum=1)
+    """Temperature of a GPU."""
+    stall_s: Optional[float] = _key(_ALERTS.stall_s, 120, minimum=1)
+    """Seconds without a step of any rank, outside validation and checkpoints. A first step that
+    compiles for long needs more."""
+    job_failed: bool = _key(_ALERTS.job_failed)
+    """The run fails or crashes."""
+
+
 @dataclass
 class Config:
     """A whole run."""
@@ -220,6 +246,7 @@ class Config:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     """Replaces the module's ``configure_optimizers`` when ``class_path`` is given."""
     run: RunSection = field(default_factory=RunSection)
+    alerts: AlertsSection = field(default_factory=AlertsSection)
 
 
 SECTIONS = tuple(each.name for each in fields(Config))

@@ -1,6 +1,6 @@
 """Draws docs/dashboard.svg: the dashboard itself, on its demo source, at a fixed moment.
 
-    python docs/screenshot.py [FILE.svg]
+    python docs/screenshot.py [FILE.svg] [--screen NAME] [--size 120x40]
 
 The clock and the seed are fixed, so the picture changes only when the dashboard does. Where
 ``rsvg-convert`` is installed, a PNG for looking at is written beside it with ``--png``.
@@ -17,20 +17,27 @@ from pathlib import Path
 
 from boltmesh.tui.app import DashboardApp
 from boltmesh.tui.demo import DemoSource
+from boltmesh.tui.pages.book import PAGES
 
-SIZE = (120, 35)
+SIZE = (120, 40)
 MOMENT = 1_763_726_400.0
 """2025-11-21 12:00:00 UTC."""
 
 
-async def draw(size: tuple[int, int] = SIZE) -> str:
-    """Return the first screen of the dashboard as SVG."""
+async def draw(size: tuple[int, int] = SIZE, screen: str = "overview") -> str:
+    """Return a screen of the dashboard as SVG."""
     app = DashboardApp(DemoSource(clock=lambda: MOMENT), palette="night", interval_s=None)
     async with app.run_test(size=size) as pilot:
+        await pilot.press(PAGES[screen].tab.key)
         await pilot.pause()
         svg = app.export_screenshot(title="boltmesh top")
     # Some viewers collapse the blanks that hold columns in their places.
     return svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    return int(width), int(height)
 
 
 def main() -> int:
@@ -38,13 +45,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = Path(__file__).with_name("dashboard.svg")
     parser.add_argument("file", type=Path, nargs="?", default=default)
+    parser.add_argument("--screen", choices=list(PAGES), default="overview", help="which one")
+    parser.add_argument("--size", type=_size, default=SIZE, help="columns x lines")
     parser.add_argument("--png", action="store_true", help="also write a PNG, by rsvg-convert")
     options = parser.parse_args()
 
     os.environ["TZ"] = "UTC"
     time.tzset()
     os.environ.pop("NO_COLOR", None)
-    options.file.write_text(asyncio.run(draw()), encoding="utf-8")
+    svg = asyncio.run(draw(options.size, options.screen))
+    options.file.write_text(svg, encoding="utf-8")
     sys.stdout.write(f"{options.file}\n")
     if options.png:
         converter = shutil.which("rsvg-convert")

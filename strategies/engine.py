@@ -36,6 +36,7 @@ from boltmesh.strategies.random_state import seed_random_state
 from boltmesh.strategies.resume import ResumeManager
 from boltmesh.strategies.torch_compat import device_index
 from boltmesh.telemetry.recorder import NullRecorder, Recorder
+from boltmesh.telemetry.snapshot import AlertThresholds, MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 T = TypeVar("T")
@@ -97,6 +98,10 @@ class MeshStrategy(ParallelStrategy):
         self.seed = seed
         self.groups: dict[str, ProcessGroup] = {}
         self.recorder: Recorder | NullRecorder = NullRecorder()
+        self.recipe: str | None = None
+        """Which config the run was made from; set by ``boltmesh fit``, told to who watches."""
+        self.alerts: AlertThresholds | None = None
+        """When who watches is to be alarmed; set like ``recipe``."""
         self._pipeline, self._tensor = pipeline, tensor
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -242,6 +247,8 @@ class MeshStrategy(ParallelStrategy):
         if is_fitting:
             compat.optimizers_to_device(self.optimizers, self.root_device)
             self.recorder.expect(self.expected_traffic())
+            self.recorder.expect_memory(self.expected_memory())
+            self.recorder.watch_memory(partial(observe.tensors_by_kind, self))
             if self.seed is not None:
                 seed_random_state(self.seed + self.coordinates["data"])
 
@@ -260,6 +267,12 @@ class MeshStrategy(ParallelStrategy):
         if not self.lightning_module.automatic_optimization:
             return []
         return self.data_axis.expected_traffic(self.model)
+
+    def expected_memory(self) -> list[MemoryKind]:
+        """What memory this rank should need, to be shown beside what it takes."""
+        if self.model is None:
+            return []
+        return self.data_axis.expected_memory(self.model, self.optimizers)
 
     # The loops.
 

@@ -2,8 +2,10 @@
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from boltmesh.errors import TelemetryError
 from boltmesh.strategies.lightning_compat import trainer_of
@@ -30,6 +32,8 @@ def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
             id=job_id,
             hyperparameters=_hyperparameters(strategy),
             max_steps=max_steps if max_steps > 0 else None,
+            recipe=strategy.recipe,
+            alerts=strategy.alerts,
         )
     except TelemetryError as error:
         warnings.warn(f"boltmesh telemetry is off: {error}", RuntimeWarning, stacklevel=2)
@@ -44,6 +48,32 @@ def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
     for axis, group in strategy.groups.items():
         recorder.name_group(group, axis)
     return recorder
+
+
+def tensors_by_kind(strategy: "MeshStrategy") -> dict[str, list[Tensor]]:
+    """Return what this rank holds now, by kind of memory, as ``Recorder.watch_memory`` wants it."""
+    module = strategy.lightning_module
+    parameters: list[Tensor] = list(module.parameters()) if module is not None else []
+    return {
+        "parameters": parameters,
+        "gradients": [each.grad for each in parameters if each.grad is not None],
+        "optimizer": [
+            tensor
+            for optimizer in strategy.optimizers
+            for state in optimizer.state.values()
+            for tensor in _tensors_within(state)
+        ],
+        "buffers": list(module.buffers()) if module is not None else [],
+    }
+
+
+def _tensors_within(state: object) -> Iterator[Tensor]:
+    """Give the tensors of one parameter's state, those in lists and mappings included."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, (Mapping, list, tuple)):
+        for each in state.values() if isinstance(state, Mapping) else state:
+            yield from _tensors_within(each)
 
 
 def _hyperparameters(strategy: "MeshStrategy") -> Mapping[str, object]:

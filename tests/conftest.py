@@ -13,9 +13,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(autouse=True)
 def _own_environment(tmp_path: Path) -> Iterator[None]:
-    """Give the test a run directory of its own, and take back what it sets for its process."""
+    """Give the test folders of its own, and take back what it sets for its process."""
     before = dict(os.environ)
     os.environ["BOLTMESH_RUN_DIR"] = str(tmp_path / "boltmesh-run")
+    os.environ["BOLTMESH_SETTINGS_DIR"] = str(tmp_path / "boltmesh-settings")
     yield
     os.environ.clear()
     os.environ.update(before)

@@ -30,9 +30,11 @@ SHORTENED: list[tuple[str, Callable[[str], str]]] = [
     (r"pip install .*", lambda line: f"python -m {line} --no-deps --no-index --no-build-isolation"),
     # Without a terminal there is one screen to show.
     (r"boltmesh top( --demo)?", lambda line: f"{line} --once"),
+    (r"boltmesh top --replay \S+", lambda line: f"{line} --once"),
     # These stop by themselves.
     (r"boltmesh .*--(dry-run|print-config|once)\b.*", lambda line: line),
     (r"boltmesh jobs", lambda line: line),
+    (r"boltmesh (record|export-metrics)\b.*", lambda line: line),
     (r"boltmesh check .*", lambda line: f"{line} --steps 2 {FEW_BATCHES}"),
     # Two optimizer steps, and one batch of everything else.
     (r"boltmesh (fit|validate|predict) .*", lambda line: f"{line} {FEW_STEPS}"),

@@ -15,36 +15,42 @@ from boltmesh.tui import units
 from boltmesh.tui.clean import clean_json
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.drawing.communication import draw_communication
+from boltmesh.tui.drawing.diagnosis import draw_diagnosis
 from boltmesh.tui.drawing.events import draw_events
 from boltmesh.tui.drawing.header import draw_header
 from boltmesh.tui.drawing.jobs import draw_jobs
 from boltmesh.tui.drawing.line import Line, to_ascii
 from boltmesh.tui.drawing.look import Look, labelled, wrap_facts
 from boltmesh.tui.drawing.metrics import newest_metrics
-from boltmesh.tui.drawing.phases import phase_share, phases_title
+from boltmesh.tui.drawing.phases import phase_label, phase_share, phases_title
 from boltmesh.tui.drawing.ranks import ranks_table
-from boltmesh.tui.drawing.status import MAX_LINES, draw_status
 from boltmesh.tui.drawing.table import Column, draw_table
-from boltmesh.tui.figures.phases import phase_split
+from boltmesh.tui.drawing.throughput import flops_words
+from boltmesh.tui.figures.diagnosis import diagnose
+from boltmesh.tui.figures.findings.finding import Finding
+from boltmesh.tui.figures.flops import job_flops
 from boltmesh.tui.figures.ranks import rank_rows
+from boltmesh.tui.figures.step_split import step_split
 from boltmesh.tui.figures.throughput import throughput
 from boltmesh.tui.figures.traffic import traffic_rows
 from boltmesh.tui.source import Observation
-from boltmesh.tui.state import State
+from boltmesh.tui.state import State, fold
 
 if TYPE_CHECKING:
     from boltmesh.telemetry.reader import JobSummary
 
 MAX_EVENTS = 5
+MAX_DIAGNOSIS_LINES = 9
 
 
 class JobReport(JobSnapshot, frozen=True, kw_only=True):
-    """What ``boltmesh top --json`` writes: a JobSnapshot, and the devices as the viewer saw them.
+    """What ``boltmesh top --json`` writes: a JobSnapshot and what the viewer adds to it.
 
     ``schema`` numbers the whole document; docs/json.md describes it.
     """
 
     devices: tuple[DeviceReading, ...]
+    findings: tuple[Finding, ...]
 
 
 class JobList(msgspec.Struct, frozen=True):
@@ -57,7 +63,8 @@ class JobList(msgspec.Struct, frozen=True):
 def job_json(seen: Observation) -> str:
     """Return one JSON object on one line."""
     known = {name: getattr(seen.job, name) for name in JobSnapshot.__struct_fields__}
-    return _encode(JobReport(**known, devices=seen.devices))
+    findings = diagnose(fold(None, seen))
+    return _encode(JobReport(**known, devices=seen.devices, findings=findings))
 
 
 def jobs_json(jobs: Sequence["JobSummary"]) -> str:
@@ -80,7 +87,7 @@ def job_text(state: State, width: int, look: Look) -> str:
     blocks = [
         [
             *draw_header(state, width, 2, look, has_bar=False),
-            *draw_status(state, width, MAX_LINES, look),
+            *draw_diagnosis(state, width, MAX_DIAGNOSIS_LINES, look),
         ],
         _rates_and_metrics(state, width),
         _phases(state, width, look),
@@ -93,7 +100,7 @@ def job_text(state: State, width: int, look: Look) -> str:
 
 def jobs_text(jobs: Sequence["JobSummary"], width: int, look: Look, *, now: float) -> str:
     """Return the table of jobs."""
-    return _join([draw_jobs(jobs, width, look, now=now)], look)
+    return _join([draw_jobs(jobs, width, len(jobs) + 1, look, now=now)], look)
 
 
 def _join(blocks: Sequence[Sequence[Line]], look: Look) -> str:
@@ -108,12 +115,14 @@ def _rates_and_metrics(state: State, width: int) -> list[Line]:
         labelled("samples/s", units.rate(throughput(state.job, "samples"))),
         labelled("tokens/s", units.rate(throughput(state.job, "tokens"))),
     ]
+    if (flops := job_flops(state.job)) is not None:
+        parts.append(labelled(*flops_words(flops)))
     parts += [labelled(name, units.number(value)) for name, value in newest_metrics(state).items()]
     return wrap_facts(parts, width)
 
 
 def _phases(state: State, width: int, look: Look) -> list[Line]:
-    split = phase_split(state.job)
+    split = step_split(state)
     if split is None:
         return [Line("no step yet")]
     columns = [
@@ -123,7 +132,7 @@ def _phases(state: State, width: int, look: Look) -> list[Line]:
     ]
     cells = [
         [
-            phase.name,
+            phase_label(phase.name),
             units.seconds(phase.seconds),
             phase_share(phase, split),
         ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui.devices import DeviceReader, DeviceReading
 
@@ -23,13 +24,24 @@ class Observation(msgspec.Struct, frozen=True):
     """Wall clock of the look, seconds since 1970."""
     job: JobSnapshot
     devices: tuple[DeviceReading, ...] = ()
+    is_rewound: bool = False
+    """It is from before the last look of the same source: what was folded since is not yet true."""
+
+
+class InterruptionError(TelemetryError):
+    """The job cannot be read for now, and the source is at work to change that."""
 
 
 class Source(Protocol):
     """Anything that can be looked at again and again."""
 
     def read(self) -> Observation:
-        """Return what is true now; raise TelemetryError when the job can no longer be read."""
+        """Return what is true now.
+
+        Raises:
+            InterruptionError: It is not known for now.
+            TelemetryError: The job can no longer be read.
+        """
 
     def close(self) -> None:
         """Let go of files and libraries; reading again is not allowed."""
@@ -41,7 +53,7 @@ class LiveSource:
     def __init__(self, job: "Job", *, clock: Callable[[], float] = time.time) -> None:
         self._job = job
         self._clock = clock
-        self._devices = DeviceReader()
+        self._devices = DeviceReader(job.path.parent)
 
     def read(self) -> Observation:
         """Return the job and, for ranks that live on this host, their devices."""

@@ -36,8 +36,9 @@ class State(msgspec.Struct, frozen=True):
 
 
 def fold(state: State | None, seen: Observation) -> State:
-    """Return ``state`` with one more observation; another job starts afresh."""
-    known = state.series if state is not None and state.job.id == seen.job.id else {}
+    """Return ``state`` with one more observation; another job or an earlier time starts afresh."""
+    goes_on = state is not None and state.job.id == seen.job.id and not seen.is_rewound
+    known = state.series if state is not None and goes_on else {}
     return State(
         time=seen.time,
         job=seen.job,

@@ -65,6 +65,12 @@ NIGHT: Final = _palette(
         "validation": "#e8743b",
         "checkpoint": "#b8a5e3",
         "other": "#6b7787",
+        "bubble": "#8a6f9e",
+        "heat1": "#44596f",
+        "heat2": "#4d7fa6",
+        "heat3": "#62a8a0",
+        "heat4": "#d9b13b",
+        "heat5": "#ff8a5c",
     },
 )
 
@@ -98,6 +104,12 @@ DAY: Final = _palette(
         "validation": "#c24e00",
         "checkpoint": "#7a63b8",
         "other": "#7d8894",
+        "bubble": "#a58bb8",
+        "heat1": "#a9bfd4",
+        "heat2": "#5f9cc4",
+        "heat3": "#2f8079",
+        "heat4": "#a97400",
+        "heat5": "#b3341c",
     },
 )
 
@@ -126,6 +138,12 @@ TERMINAL: Final = _palette(
         "validation": "red",
         "checkpoint": "bright_magenta",
         "other": "dim",
+        "bubble": "dim",
+        "heat1": "dim",
+        "heat2": "blue",
+        "heat3": "cyan",
+        "heat4": "yellow",
+        "heat5": "bold red",
     },
 )
 
@@ -141,6 +159,9 @@ MONO: Final = _palette(
         "bad": "bold",
         "selected": "reverse",
         "other": "dim",
+        "bubble": "dim",
+        "heat1": "dim",
+        "heat5": "bold",
     },
 )
 

@@ -1,7 +1,7 @@
 """Numbers as people read them; ``-`` where nothing is known."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 UNKNOWN = "-"
 
@@ -10,6 +10,8 @@ def count(value: float | None) -> str:
     """1,234,567: steps and calls. A mean that is not whole keeps one decimal."""
     if value is None:
         return UNKNOWN
+    if not math.isfinite(value):
+        return str(value)
     if value == int(value):
         return f"{int(value):,}"
     return f"{value:,.1f}"
@@ -38,7 +40,7 @@ def memory(value: float | None) -> str:
     return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-def _scaled(value: float | None, base: int, units: tuple[str, ...]) -> str:
+def _scaled(value: float | None, base: int, units: Sequence[str]) -> str:
     if value is None:
         return UNKNOWN
     scaled = float(value)
@@ -50,6 +52,12 @@ def _scaled(value: float | None, base: int, units: tuple[str, ...]) -> str:
             return f"{scaled:.{digits}f} {unit}"
         scaled /= base
     raise AssertionError("the last unit takes every value")
+
+
+def flops(value: float | None) -> str:
+    """Floating point operations a second: ``412 TFLOP/s``."""
+    names = ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s", "EFLOP/s")
+    return _scaled(value, 1000, names)
 
 
 def percent(value: float | None) -> str:
@@ -74,6 +82,8 @@ def duration(value: float | None) -> str:
     """A long time, such as a run: ``42s``, ``12m 03s``, ``1h 04m``, ``3d 02h``."""
     if value is None:
         return UNKNOWN
+    if not math.isfinite(value):
+        return str(value)
     whole = max(0, int(value))
     if whole < 60:
         return f"{whole}s"
@@ -104,3 +114,21 @@ def mesh(sizes: Mapping[str, int], world_size: int, *, times: str = " x ") -> st
     """``pipeline 2 x data 4``; axes of size one say nothing and are left out."""
     parts = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     return times.join(parts) or ("1 rank" if world_size == 1 else f"{world_size} ranks")
+
+
+def ranks(numbers: Iterable[int], *, most: int = 4) -> str:
+    """``rank 5``, ``ranks 0-3, 8``; ``37 ranks`` where they make more than ``most`` runs."""
+    ordered = sorted(set(numbers))
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))  # 3, 4 is no longer
+        for run in runs
+    ]
+    return f"ranks {', '.join(parts)}" if 0 < len(parts) <= most else f"{len(ordered)} ranks"

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.telemetry.batches import count
+from boltmesh.telemetry.flops import flops_per_batch, peak_flops
 from boltmesh.telemetry.lightning_compat import computed_metrics
 from boltmesh.telemetry.switch import is_switched_off
 
@@ -39,6 +40,7 @@ class TelemetryCallback(Callback):
         self._logged_step = -1
         self._seen: dict[str, Tensor] = {}
         self._is_validating = False
+        self._peak_flops: float | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -47,6 +49,8 @@ class TelemetryCallback(Callback):
             self._logged_step = trainer.global_step
             self._seen = {}
             recorder.begin_loop(epoch=trainer.current_epoch, global_step=trainer.global_step)
+            self._peak_flops = peak_flops(trainer)
+            self._record_compute(recorder, pl_module)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,6 +87,7 @@ class TelemetryCallback(Callback):
                 self._logged_step = global_step
                 self._record_metrics(recorder, global_step, trainer.callback_metrics)
                 recorder.metrics(global_step, _learning_rates(trainer))
+                self._record_compute(recorder, pl_module)
         except Exception as error:  # noqa: BLE001 - telemetry never stops training
             recorder.turn_off(error)
             return
@@ -148,6 +153,12 @@ class TelemetryCallback(Callback):
         if self._is_validating:
             self._is_validating = False
             recorder.phase("validation").__exit__(None, None, None)
+
+    def _record_compute(self, recorder: "Recorder", pl_module: LightningModule) -> None:
+        """Record the FLOPs of a batch; a module may learn them only while it runs."""
+        recorder.compute(
+            flops_per_batch=flops_per_batch(pl_module), peak_flops_per_second=self._peak_flops
+        )
 
     def _record_metrics(
         self, recorder: "Recorder", global_step: int, metrics: Mapping[str, Tensor]

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.phases import COMMUNICATION, PhaseClock
-from boltmesh.telemetry.torch_compat import COLLECTIVES, Ticket, uncounted_operators
+from boltmesh.telemetry.torch_compat import (
+    ANYBODY,
+    COLLECTIVES,
+    Ticket,
+    group_ranks,
+    uncounted_operators,
+)
 from boltmesh.telemetry.writer import RankFile
 
 WORLD: Final = "world"
@@ -49,6 +55,7 @@ class CommunicationCounter:
         self._on_error = on_error
         self._axes: dict[str, str] = {}
         self._groups: dict[str, int] = {}
+        self._members: dict[str, list[int]] = {}
         self._operators: dict[str, int] = {}
         self._is_counting = False
 
@@ -69,8 +76,8 @@ class CommunicationCounter:
 
     def remove(self) -> None:
         """Count no more, and take the kernels out with the last counter of the process."""
-        self._is_counting = False
         COLLECTIVES.detach(self)
+        self._is_counting = False
 
     def name_group(self, group: dist.ProcessGroup, axis: str) -> None:
         """Say which axis of the mesh a process group is.
@@ -81,7 +88,7 @@ class CommunicationCounter:
             return  # type: ignore[unreachable]
         name = group.group_name
         self._axes[name] = axis
-        self._groups[name] = self._file.group_number(name, axis)
+        self._groups[name] = self._file.group_number(name, axis, self._ranks_of(group, name))
 
     def enqueued(
         self,
@@ -90,6 +97,7 @@ class CommunicationCounter:
         payload_bytes: int,
         is_synchronous: bool,
         is_timed: bool,
+        peer: int | None = None,
     ) -> Ticket | None:
         """See ``CollectiveObserver``."""
         if not self._is_counting:
@@ -106,7 +114,13 @@ class CommunicationCounter:
             clock = self._clock
             flags = is_synchronous * _SYNCHRONOUS + is_timed * _TIMED
             ticket = self._file.enqueue(
-                self.step, group_number, operator_number, clock.phase, flags, payload_bytes
+                self.step,
+                group_number,
+                operator_number,
+                clock.phase,
+                flags,
+                payload_bytes,
+                0 if peer is None else self._peer_field(group, name, peer),
             )
             if self._is_on_device:
                 if is_synchronous and not is_timed and threading.get_ident() == clock.thread:
@@ -143,12 +157,38 @@ class CommunicationCounter:
         """See ``CollectiveObserver``."""
         self._file.lose(ticket)
 
+    def found_peer(self, ticket: Ticket, group: dist.ProcessGroup, peer: int) -> None:
+        """See ``CollectiveObserver``."""
+        if not self._is_counting:
+            return
+        try:
+            field = self._peer_field(group, group.group_name, peer)
+            if field != layout.UNKNOWN_PEER:
+                self._file.find_peer(ticket, field)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(error)
+
     def _add_group(self, group: dist.ProcessGroup, name: str) -> int:
         axis = self._axes.get(name)
         if axis is None:
             axis = WORLD if group.size() == self._file.header.world_size else OTHER
-        number = self._groups[name] = self._file.group_number(name, axis)
+        ranks = self._ranks_of(group, name)
+        number = self._groups[name] = self._file.group_number(name, axis, ranks)
         return number
+
+    def _ranks_of(self, group: dist.ProcessGroup, name: str) -> list[int]:
+        """Return the members of a group by global rank, asked for once."""
+        ranks = self._members.get(name)
+        if ranks is None:
+            ranks = self._members[name] = group_ranks(group)
+        return ranks
+
+    def _peer_field(self, group: dist.ProcessGroup, name: str, peer: int) -> int:
+        """Return a peer within a group as ``layout.TRAFFIC`` has it."""
+        ranks = self._ranks_of(group, name)
+        if not ANYBODY < peer < len(ranks):
+            return layout.UNKNOWN_PEER
+        return min(ranks[peer] + 1, layout.UNKNOWN_PEER)
 
     def _fail(self, error: Exception) -> None:
         if self._is_counting:

@@ -6,7 +6,9 @@
         JOB_ID/         0700
             job.json    0600   JobInfo, written once
             rank-0.bin  0600   one file a rank, see layout.py
+            plan.json   0600   PipelinePlan, where the job has a pipeline
             end.json    0600   how the first rank died, where a supervisor saw it
+            nodes.msgpack 0600 what was heard of the ranks of other hosts, see nodes.py
 
 The folder is on a local disk on purpose: a mapped file on a network disk is neither coherent
 nor lockable, and the home directory often is one.
@@ -32,18 +34,23 @@ import msgspec
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.redaction import redact_command, redact_mapping
+from boltmesh.telemetry.snapshot import AlertThresholds, PipelinePlan
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 JOB_FILE = "job.json"
 END_FILE = "end.json"
+PLAN_FILE = "plan.json"
 ID_VARIABLE = "BOLTMESH_JOB_ID"
 NAME_VARIABLE = "BOLTMESH_JOB_NAME"
 RUN_DIR_VARIABLE = "BOLTMESH_RUN_DIR"
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_JSON_BYTES = 1 << 20
+_UNREADABLE = (TelemetryError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+"""What reading somebody's JSON file comes to when it is not as it was written."""
+
 _KEPT_ENVIRONMENT = re.compile(
     r"(CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|(SLURM|PBS|LSB)_JOB_?ID|TORCHELASTIC_RUN_ID"
     r"|(NCCL|GLOO|TORCH_NCCL|BOLTMESH)_\w+)"
@@ -75,6 +82,10 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
     """The few variables that explain a run, secrets removed."""
     max_steps: int | None = None
+    recipe: str | None = None
+    """The config that ``boltmesh fit`` was given; None for a script."""
+    alerts: AlertThresholds | None = None
+    """From the config's section of that name; None: a reader's defaults."""
 
     @classmethod
     def create(
@@ -87,6 +98,8 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
         id: str | None = None,  # noqa: A002 - the field's name
         hyperparameters: Mapping[str, object] | None = None,
         max_steps: int | None = None,
+        recipe: str | None = None,
+        alerts: AlertThresholds | None = None,
     ) -> "Self":
         """Describe this process's job.
 
@@ -116,6 +129,8 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
                 }
             ),
             max_steps=max_steps if max_steps is None or max_steps >= 0 else None,
+            recipe=recipe,
+            alerts=alerts,
         )
 
 
@@ -180,7 +195,7 @@ def make_private_folder(path: Path) -> None:
 
 def write_job(info: JobInfo, path: Path) -> None:
     """Write ``job.json`` into the job's folder, whole or not at all."""
-    _write_whole(path / JOB_FILE, msgspec.json.encode(info))
+    write_whole(path / JOB_FILE, msgspec.json.encode(info))
 
 
 def read_job(path: Path) -> JobInfo:
@@ -188,9 +203,31 @@ def read_job(path: Path) -> JobInfo:
     where = path / JOB_FILE
     try:
         return msgspec.json.decode(_read_private(where), type=JobInfo)
-    except (OSError, msgspec.MsgspecError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is damaged: {error}"
-        raise TelemetryError(f"{where} cannot be read: {reason}.") from error
+    except OSError as error:
+        raise TelemetryError(f"{where} cannot be read: {error.strerror}.") from error
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise TelemetryError(f"{where} cannot be read: it is damaged: {error}.") from error
+
+
+def write_plan(plan: PipelinePlan, path: Path) -> None:
+    """Write the schedule of the pipeline into the job's folder; a huge one by its name alone."""
+    content = msgspec.json.encode(plan)
+    if len(content) > _MAX_JSON_BYTES:
+        content = msgspec.json.encode(msgspec.structs.replace(plan, order=()))
+    write_whole(path / PLAN_FILE, content)
+
+
+def read_plan(path: Path) -> PipelinePlan | None:
+    """Return the schedule of the pipeline, where the job has told one."""
+    try:
+        return msgspec.json.decode(_read_private(path / PLAN_FILE), type=PipelinePlan)
+    except (OSError, *_UNREADABLE):
+        return None
+
+
+def remove_plan(path: Path) -> None:
+    """Take the schedule away that an earlier run told."""
+    (path / PLAN_FILE).unlink(missing_ok=True)
 
 
 def record_end(
@@ -213,14 +250,14 @@ def record_end(
     with contextlib.suppress(OSError, TelemetryError):
         earlier = read_end(path)
         if earlier is None or earlier.time < read_job(path).started:
-            _write_whole(path / END_FILE, msgspec.json.encode(end))
+            write_whole(path / END_FILE, msgspec.json.encode(end))
 
 
 def read_end(path: Path) -> RankEnd | None:
     """Return what a supervisor noted, if one did."""
     try:
         return msgspec.json.decode(_read_private(path / END_FILE), type=RankEnd)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *_UNREADABLE):
         return None
 
 
@@ -231,7 +268,11 @@ def process_start_ticks(pid: int) -> int:
     The second field may hold spaces and brackets, so fields are counted after its last bracket.
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            text = os.read(descriptor, 4096)
+        finally:
+            os.close(descriptor)
         return int(text[text.rindex(b")") + 1 :].split()[19])
     except (OSError, ValueError, IndexError):
         return 0
@@ -245,7 +286,8 @@ def pid_namespace() -> int:
         return 0
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a private file in the place of another, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(temporary, flags, 0o600)

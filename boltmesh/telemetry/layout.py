@@ -1,17 +1,20 @@
-"""The format of one rank's telemetry file, version 1: little-endian, fixed offsets.
+"""The format of one rank's telemetry file, version 2: little-endian, fixed offsets.
 
 Everything here is ``struct`` and ``zlib``, so that a reader needs nothing but the standard
-library. A file is a header page and eight sections:
+library. A file is a header page and eleven sections:
 
 ======== ============================================================================
 header   who wrote the file, its clocks, where each section lies, and the present phase
-names    a JSON object, in two buffers: names behind the numbers, and what is constant
 status   step, epoch, memory and state of the rank, in two slots
+memory   bytes by kind and place, in two slots
+groups   the newest collective of each group, for when ``traffic`` has forgotten it
+peers    calls and payload bytes of each point-to-point operator to or from each peer
+names    a JSON object, in two buffers: names behind the numbers, and what is constant
 counters calls and payload bytes of each operator on each group, since the start
 steps    ring: one record a batch, with its phases
 series   the loss and the logged metrics over the whole run, thinned
 traffic  ring: one record a collective
-spans    ring: one record a pipeline chunk (forward, backward or weight gradient)
+spans    ring: one record a pipeline chunk, a microbatch in a stage
 events   ring: lines for a human
 ======== ============================================================================
 
@@ -20,8 +23,8 @@ Writer and reader share pages and nothing else, and Python has no memory fences:
 reader may see the second half of a record before its first. So no reader trusts an index or a
 sequence number alone. Each record is its sequence number, its fields and a CRC32 of both; what
 does not match is being written, was torn by a crash, or is damaged, and counts as absent. Where
-one record only exists (names, status) there are two slots, written in turn, so that one of them
-is whole whenever the writer dies.
+one record only exists (names, status, memory) there are two slots, written in turn, so that one
+of them is whole whenever the writer dies.
 """
 
 import struct
@@ -31,13 +34,16 @@ from typing import Any, Final, NamedTuple
 from boltmesh.errors import TelemetryError
 
 MAGIC: Final = b"BOLTMESH"
-VERSION: Final = 1
+VERSION: Final = 2
 PAGE: Final = 4096
 
 MAX_GROUPS: Final = 64
 MAX_OPERATORS: Final = 32
 MAX_METRICS: Final = 48
 """Names beyond these share the last number, which is then called ``(others)``."""
+
+MAX_PEERS: Final = 1024
+"""Operators to or from a peer in a group that are told apart; what comes later is in no table."""
 
 MAX_NAME: Final = 96
 MAX_MESSAGE: Final = 480
@@ -48,8 +54,8 @@ UNKNOWN: Final = -1
 
 STATES: Final = ("starting", "running", "finished", "failed")
 EVENT_KINDS: Final = ("start", "checkpoint", "validation", "warning", "error", "end")
-CHUNK_KINDS: Final = ("F", "B", "W")
-"""Pipeline chunks: forward, backward (of the input), gradient of the weights."""
+CHUNK_KINDS: Final = ("F", "B", "I", "W")
+"""Forward; whole backward; backward for the input only; backward for the weights only."""
 
 
 class Record:
@@ -88,9 +94,22 @@ PHASE_OFFSET: Final = 2048
 """Where, in the header page, one byte holds the phase that the rank is in. It changes many times
 a step, and one byte is never torn."""
 
-STATUS: Final = Record("BBHiqqdqqqq")
+STATUS: Final = Record("BBHiqqdqqqqQ")
 """state, 0, 0, epoch, global step, batch index, seconds on the wall clock, host resident bytes,
-and device bytes allocated, reserved and at the peak."""
+device bytes allocated, reserved and at the peak, and the sequence number of the record in
+``traffic`` up to which ``counters``, ``groups`` and ``peers`` were written."""
+
+MEMORY: Final = Record("21q")
+"""Bytes measured of each of MEMORY_KINDS on the device, on the host and on disk."""
+
+GROUP: Final = Record("QHHIQQ")
+"""Of a group's newest collective: its sequence within the group (in the place of the sequence
+number), that of its record in ``traffic``, operator, flags, 0, nanoseconds on the monotonic clock
+at the enqueue and at the completion. Behind ``traffic`` like COUNTER."""
+
+PEER: Final = Record("HHIQQ")
+"""calls, in the place of the sequence number, group, operator, peer's global rank, sequence number
+of the record in ``traffic`` up to which this counts, and payload bytes."""
 
 COUNTER: Final = Record("Q")
 """calls, in the place of the sequence number, and payload bytes. Behind ``traffic`` by a tenth of a
@@ -105,12 +124,17 @@ POINT: Final = Record("qd")
 
 TRAFFIC: Final = Record("qHHBBHQQQQQQ")
 """step that it belongs to (the sequence number of its record in ``steps``), group, operator,
-phase, flags, 0, sequence within the group, payload bytes, calls and payload bytes of the operator
-on the group up to and with this one, nanoseconds on the monotonic clock at the enqueue and at the
-completion (0: not complete, or not known)."""
+phase, flags, peer, sequence within the group, payload bytes, calls and payload bytes of the
+operator on the group up to and with this one, nanoseconds on the monotonic clock at the enqueue and
+at the completion (0: not complete, or not known). The peer is its global rank plus one: 0 for a
+collective, UNKNOWN_PEER where it is not known (yet: a receive from anybody learns it when it is
+waited for)."""
+
+UNKNOWN_PEER: Final = 0xFFFF
 
 SPAN: Final = Record("qHHBBHQQ")
-"""step, stage, microbatch, kind, 0, 0, nanoseconds on the monotonic clock at start and end."""
+"""optimizer step, stage, microbatch, kind, 0, 0, nanoseconds on the monotonic clock at start and at
+end."""
 
 EVENT: Final = Record(f"dBBH{MAX_MESSAGE}s")
 """seconds on the wall clock, kind, 0, bytes of the message, the message in UTF-8."""
@@ -140,8 +164,11 @@ POINTS_PER_SERIES: Final = 512
 """One slot for the newest value, the others for the thinned series."""
 
 _SIZES: Final = (
-    ("names", NAMES_BYTES, 2),
     ("status", STATUS.size, 2),
+    ("memory", MEMORY.size, 2),
+    ("groups", GROUP.size, MAX_GROUPS),
+    ("peers", PEER.size, MAX_PEERS),
+    ("names", NAMES_BYTES, 2),
     ("counters", COUNTER.size, MAX_GROUPS * MAX_OPERATORS),
     ("steps", STEP.size, 1024),
     ("series", POINT.size, MAX_METRICS * POINTS_PER_SERIES),
@@ -237,7 +264,7 @@ def parse_header(page: bytes) -> Header:
         for name, offset, size, capacity in _ENTRY.iter_unpack(table)
     }
     if found != SECTIONS or file_bytes != FILE_BYTES:
-        raise TelemetryError("its sections are not those of format version 1")
+        raise TelemetryError(f"its sections are not those of format version {VERSION}")
     return Header(pid, ticks, namespace, rank, world_size, wall_s, monotonic_ns)
 
 
@@ -283,22 +310,25 @@ def pack_names(sequence: int, text: bytes) -> bytes:
 
 
 def unpack_names(buffer: bytes) -> bytes | None:
-    """Return the newest whole JSON text of the names section."""
+    """Return the newest whole JSON text of the names section of a file."""
     section = SECTIONS["names"]
+    found = newest_names(buffer[section.offset : section.end])
+    return found[1] if found else None
+
+
+def newest_names(content: bytes) -> tuple[int, bytes] | None:
+    """Return the sequence number and the text of the newest whole slot of a names section."""
     newest: tuple[int, bytes] | None = None
-    for slot in range(section.capacity):
-        at = section.offset + slot * section.record_bytes
-        if len(buffer) < at + section.record_bytes:
-            continue
-        sequence, length = struct.unpack_from("<QI", buffer, at)
+    for at in range(0, len(content) - NAMES_BYTES + 1, NAMES_BYTES):
+        sequence, length = struct.unpack_from("<QI", content, at)
         end = at + 12 + length
-        if sequence == 0 or end + 4 > at + section.record_bytes:
+        if sequence == 0 or end + 4 > at + NAMES_BYTES:
             continue
-        if zlib.crc32(buffer[at:end]) != _CRC.unpack_from(buffer, end)[0]:
+        if zlib.crc32(content[at:end]) != _CRC.unpack_from(content, end)[0]:
             continue
         if newest is None or sequence > newest[0]:
-            newest = (sequence, buffer[at + 12 : end])
-    return newest[1] if newest else None
+            newest = (sequence, content[at + 12 : end])
+    return newest
 
 
 def series_stride(count: int) -> int:

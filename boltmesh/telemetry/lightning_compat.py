@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 
+import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from torch import Tensor
 
 
@@ -14,3 +16,8 @@ def computed_metrics(trainer: Trainer) -> Mapping[str, Tensor]:
     """
     metrics: Mapping[str, Tensor] = trainer._logger_connector._callback_metrics
     return metrics
+
+
+def compute_dtype(trainer: Trainer) -> torch.dtype:
+    """Return the type in which the run's matrix products are made."""
+    return _plugin_to_compute_dtype(trainer.precision_plugin)

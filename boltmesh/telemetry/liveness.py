@@ -7,19 +7,61 @@ there is a ``/proc``.
 """
 
 import fcntl
+import functools
+import os
+import time
+from typing import Final
 
 from boltmesh.telemetry.job import pid_namespace, process_start_ticks
 from boltmesh.telemetry.layout import Header
 
+CHECK_PID_EVERY_S: Final = 3.0
+"""How often a pid is looked up whose process exists: it may be a zombie, or another process."""
 
-def is_alive(descriptor: int, header: Header) -> bool:
-    """Return whether the writer of an open telemetry file lives."""
-    if not _is_locked(descriptor):
+
+class Liveness:
+    """Asks after one writer again and again.
+
+    Args:
+        header: Of its file.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._is_ours = False
+        self._checked_s = -CHECK_PID_EVERY_S
+
+    def is_alive(self, descriptor: int) -> bool:
+        """Return whether the writer of an open telemetry file lives."""
+        if not _is_locked(descriptor):
+            return False
+        header = self._header
+        is_our_namespace = header.pid_namespace != 0 and header.pid_namespace == _namespace(
+            os.getpid()
+        )
+        if not (is_our_namespace and header.start_ticks):
+            return True
+        now = time.monotonic()
+        if now - self._checked_s >= CHECK_PID_EVERY_S:
+            self._checked_s = now
+            self._is_ours = process_start_ticks(header.pid) == header.start_ticks
+        return self._is_ours and _exists(header.pid)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
         return False
-    is_our_namespace = header.pid_namespace != 0 and header.pid_namespace == pid_namespace()
-    if is_our_namespace and header.start_ticks:
-        return process_start_ticks(header.pid) == header.start_ticks
+    except (PermissionError, OverflowError):
+        pass
     return True
+
+
+@functools.lru_cache(maxsize=1)
+def _namespace(pid: int) -> int:
+    """Return this process's pid namespace, which stays while its pid does."""
+    return pid_namespace()
 
 
 def _is_locked(descriptor: int) -> bool:

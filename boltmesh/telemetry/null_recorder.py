@@ -7,6 +7,8 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from boltmesh.telemetry.memory_walk import TensorsByKind
+from boltmesh.telemetry.snapshot import MemoryKind, PipelinePlan
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 
@@ -24,6 +26,23 @@ class NullRecorder:
         """See ``Recorder``."""
 
     def expect(self, traffic: Sequence[ExpectedTraffic]) -> None:
+        """See ``Recorder``."""
+
+    def expect_memory(self, kinds: Sequence[MemoryKind]) -> None:
+        """See ``Recorder``."""
+
+    def watch_memory(self, tensors: TensorsByKind) -> None:
+        """See ``Recorder``."""
+
+    def compute(
+        self, *, flops_per_batch: float | None, peak_flops_per_second: float | None
+    ) -> None:
+        """See ``Recorder``."""
+
+    def schedule(self, plan: PipelinePlan) -> None:
+        """See ``Recorder``."""
+
+    def chunk(self, *, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int) -> None:
         """See ``Recorder``."""
 
     def begin_loop(self, *, epoch: int, global_step: int) -> None:

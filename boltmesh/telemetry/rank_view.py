@@ -1,14 +1,20 @@
 """Turns one rank's file into what a snapshot says of that rank."""
 
+import contextlib
+import math
+import os
+from collections import deque
+from typing import Final
+
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.cleaning import clean
-from boltmesh.telemetry.rank_reader import RankReader, Step
-from boltmesh.telemetry.rates import collective_totals, per_second
+from boltmesh.telemetry.file_records import MAX_NUMBER, Step
+from boltmesh.telemetry.memory_view import memory_kinds, memory_totals
+from boltmesh.telemetry.rank_reader import Facts, RankReader
 from boltmesh.telemetry.snapshot import (
     PHASES,
-    CollectiveInFlight,
-    CollectiveTotal,
+    Chunk,
     Event,
     Memory,
     MetricPoint,
@@ -17,12 +23,16 @@ from boltmesh.telemetry.snapshot import (
     RankState,
     StepRecord,
 )
+from boltmesh.telemetry.step_sums import StepRates
+from boltmesh.telemetry.traffic_view import TrafficView
 
-_NO_MEMORY = Memory(None, None, None, None)
+_NO_TIME: Final = tuple(PhaseTime(name, 0.0) for name in PHASES)
 
 
 class RankView:
     """One rank, looked at again and again.
+
+    What a look finds unchanged is what it was at the look before, the same objects.
 
     Args:
         rank: Its number.
@@ -31,95 +41,176 @@ class RankView:
 
     def __init__(self, rank: int, reader: RankReader) -> None:
         self.rank = rank
-        self.is_present = False
         self.error_time = 0.0
         self.reader = reader
-        self._steps: dict[int, StepRecord] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self.is_present = False
+        self._said: RankSnapshot | None = None
+        self._rates = StepRates()
+        self._steps: deque[StepRecord] = deque()
+        self._chunks: tuple[Chunk, ...] = ()
+        self._events: tuple[Event, ...] = ()
+        self._history: tuple[MetricPoint, ...] | None = None
+        self._traffic: TrafficView | None = None
 
     def close(self) -> None:
         """Let go of the file."""
         self.reader.close()
 
-    def look(self) -> RankSnapshot:
-        """Read the file and return what it says; missing, with the reason, when it cannot be."""
+    def look(self, *, is_quick: bool = False) -> RankSnapshot:
+        """Read the file and return what it says; missing, with the reason, when it cannot be.
+
+        ``is_quick`` is as in ``RankReader.read``.
+        """
         reader = self.reader
         try:
-            reader.read()
+            reader.read(is_quick=is_quick)
         except (TelemetryError, OSError) as error:
-            self.is_present = False
-            return self._missing(
-                str(error) if reader.path.is_symlink() or reader.path.exists() else None
-            )
-        assert reader.header is not None
+            return self._missing(error)
+        changed = reader.changed
+        if "all" in changed:
+            self._forget()
+        before = self._said if self.is_present else None
         self.is_present = True
-        status, facts = reader.status, reader.facts
+        if before is None or changed:
+            self._said = before = self._build(changed, before)
+        return before
+
+    def _missing(self, error: Exception) -> RankSnapshot:
+        reason = str(error) if os.path.lexists(self.reader.path) else None
+        text = clean(f"{self.reader.path.name}: {reason}") if reason else None
+        if self.is_present or self._said is None or self._said.error != text:
+            self._said = missing_rank(self.rank, text)
+        self.is_present = False
+        return self._said
+
+    def _build(self, changed: set[str], before: RankSnapshot | None) -> RankSnapshot:
+        """Make the snapshot anew, of the parts that have not changed those of ``before``."""
+        reader = self.reader
+        header, status, facts = reader.header, reader.status, reader.facts
+        assert header is not None
+        is_new = before is None
+        if is_new or "facts" in changed or self._traffic is None:
+            self._traffic = TrafficView(facts, header)
+        is_counted = is_new or bool(changed & {"facts", "traffic"})
+        if is_new or reader.new_steps:
+            self._add_steps(from_scratch=is_new)
+        if is_new or "spans" in changed:
+            self._chunks = tuple(
+                Chunk(
+                    step=span.step,
+                    stage=span.stage,
+                    microbatch=span.microbatch,
+                    kind=span.kind,  # type: ignore[arg-type]
+                    start=header.wall_time(span.start_ns),
+                    end=header.wall_time(span.end_ns),
+                )
+                for span in reader.spans.records.values()
+            )
+        if is_new or "events" in changed:
+            self._events = tuple(
+                Event(time, self.rank, kind, clean(message, layout.MAX_MESSAGE))  # type: ignore[arg-type]
+                for time, kind, message in reader.events.records.values()
+            )
         state = self._state()
-        steps = self._step_records()
-        raw_steps = list(reader.steps.records.values())
+        traffic, view = reader.traffic, self._traffic
+        newest_step = next(reversed(reader.steps.records.values()), None)
         # The status is a tenth of a second old at most, and the newest step may be newer.
-        where = [each for each in (status, *raw_steps[-1:]) if each is not None]
-        in_flight, moved_at = self._in_flight()
-        seen = [reader.header.wall_s, moved_at, *(step.end_time for step in steps[-1:])]
-        seen += [status.wall_s] if status else []
+        where = [each for each in (status, newest_step) if each is not None]
+        in_flight, moved_at = view.in_flight(traffic)
+        seen = [header.wall_s, moved_at, *(each.wall_s for each in where)]
+        memory = memory_totals(status)
+        named = before if before is not None and "facts" not in changed else None
         return RankSnapshot(
             rank=self.rank,
-            pid=reader.header.pid,
-            host=clean(facts.host, 100),
-            device=clean(facts.device, 100),
-            device_uuid=clean(facts.device_uuid, 100) if facts.device_uuid else None,
+            pid=header.pid,
+            host=named.host if named else clean(facts.host, 100),
+            device=named.device if named else clean(facts.device, 100),
+            device_uuid=named.device_uuid if named else _uuid(facts),
             state=state,
-            coordinates={clean(axis, 40): at for axis, at in list(facts.coordinates.items())[:8]},
+            coordinates=named.coordinates if named else _coordinates(facts),
             phase=PHASES[reader.phase] if status and reader.phase < len(PHASES) else None,
             global_step=max((each.global_step for each in where), default=0),
             epoch=max((each.epoch for each in where), default=0),
             last_seen=max(seen),
-            steps=steps,
-            samples_per_second=per_second(raw_steps, lambda step: step.samples),
-            tokens_per_second=per_second(raw_steps, lambda step: step.tokens),
-            memory=self._memory(),
-            collectives=tuple(self._collectives()),
+            steps=tuple(self._steps) if before is None or reader.new_steps else before.steps,
+            samples_per_second=self._rates.samples,
+            tokens_per_second=self._rates.tokens,
+            memory=memory,
+            collectives=(
+                view.collectives(traffic) if before is None or is_counted else before.collectives
+            ),
             in_flight=in_flight,
             error=self._error() if state == "failed" else None,
+            groups=view.groups(traffic) if before is None or is_counted else before.groups,
+            peers=view.peers(traffic) if before is None or is_counted else before.peers,
+            memory_kinds=memory_kinds(reader.memory, memory, facts.expected_memory),
+            chunks=self._chunks,
+            flops_per_batch=_positive(facts.flops_per_batch),
+            peak_flops_per_second=_positive(facts.peak_flops_per_second),
+            skipped_records=reader.num_damaged,
         )
 
+    def _add_steps(self, *, from_scratch: bool) -> None:
+        records = self.reader.steps.records
+        if from_scratch:
+            self._rates = StepRates()
+            self._steps.clear()
+        new = (
+            list(records.values())
+            if from_scratch
+            else [each.after for each in self.reader.new_steps]
+        )
+        for step in new:
+            self._rates.push(step)
+            self._steps.append(_step_record(step))
+        while len(self._steps) > len(records):
+            self._steps.popleft()
+        self._history = None
+
     def metrics(self) -> dict[str, float]:
-        """Return the newest value of every metric."""
+        """Return the newest value of every metric, of a rank whose series were read."""
         newest = {
             clean(name, layout.MAX_NAME): points[-1][2]
-            for name, points in self.reader.series().items()
+            for name, points in self.reader.series.points().items()
             if points
         }
-        losses = [step.loss for step in self._steps.values() if step.loss is not None]
-        return newest | ({"loss": losses[-1]} if losses else {})
+        loss = next((step.loss for step in reversed(self._steps) if step.loss is not None), None)
+        return newest if loss is None else newest | {"loss": loss}
 
     def history(self) -> tuple[MetricPoint, ...]:
         """Return the series of all metrics, the loss of the newest steps without gaps."""
-        steps = [step for step in self._steps.values() if step.loss is not None]
-        points: list[tuple[int, MetricPoint]] = []
-        for name, series in self.reader.series().items():
+        with contextlib.suppress(TelemetryError, OSError):
+            if self.reader.read_series():
+                self._history = None
+        if self._history is None:
+            self._history = self._make_history()
+        return self._history
+
+    def _make_history(self) -> tuple[MetricPoint, ...]:
+        steps = [step for step in self._steps if step.loss is not None]
+        points: list[MetricPoint] = []
+        for name, series in self.reader.series.points().items():
             shown = clean(name, layout.MAX_NAME)
             newest_thinned = steps[0].global_step if name == "loss" and steps else None
             points.extend(
-                (global_step, MetricPoint(shown, global_step, value))
+                MetricPoint(shown, global_step, value)
                 for _, global_step, value in series
                 if newest_thinned is None or global_step < newest_thinned
             )
         points.extend(
-            (step.global_step, MetricPoint("loss", step.global_step, step.loss))
+            MetricPoint("loss", step.global_step, step.loss)
             for step in steps
             if step.loss is not None
         )
-        points.sort(key=lambda point: point[0])
-        return tuple(point for _, point in points)
+        points.sort(key=lambda point: point.global_step)
+        return tuple(points)
 
-    def events(self) -> list[Event]:
+    def events(self) -> tuple[Event, ...]:
         """Return the lines that this rank wrote for humans."""
-        if not self.is_present:
-            return []
-        return [
-            Event(time, self.rank, kind, clean(message, layout.MAX_MESSAGE))  # type: ignore[arg-type]
-            for time, kind, message in self.reader.events.records.values()
-        ]
+        return self._events if self.is_present else ()
 
     @property
     def communication_note(self) -> str | None:
@@ -138,28 +229,6 @@ class RankView:
         path = self.reader.facts.checkpoint if self.is_present else None
         return clean(path) if path else None
 
-    def _missing(self, reason: str | None) -> RankSnapshot:
-        return RankSnapshot(
-            rank=self.rank,
-            pid=None,
-            host="",
-            device="",
-            device_uuid=None,
-            state="missing",
-            coordinates={},
-            phase=None,
-            global_step=0,
-            epoch=0,
-            last_seen=0.0,
-            steps=(),
-            samples_per_second=None,
-            tokens_per_second=None,
-            memory=_NO_MEMORY,
-            collectives=(),
-            in_flight=None,
-            error=clean(f"{self.reader.path.name}: {reason}") if reason else None,
-        )
-
     def _state(self) -> RankState:
         said = self.reader.status.state if self.reader.status else "starting"
         if said in {"finished", "failed"} or self.reader.is_alive:
@@ -173,46 +242,45 @@ class RankView:
                 return clean(message)
         return "an error that is no longer recorded"
 
-    def _memory(self) -> Memory:
-        status = self.reader.status
-        if status is None:
-            return _NO_MEMORY
-        return Memory(
-            *(
-                None if each == layout.UNKNOWN else each
-                for each in (status.rss, status.allocated, status.reserved, status.peak)
-            )
-        )
 
-    def _step_records(self) -> tuple[StepRecord, ...]:
-        """Return the steps of the ring, each made once."""
-        self._steps = {
-            sequence: self._steps.get(sequence) or _step_record(step)
-            for sequence, step in self.reader.steps.records.items()
-        }
-        return tuple(self._steps.values())
+def missing_rank(rank: int, error: str | None) -> RankSnapshot:
+    """Return a rank that has no file, or none that can be trusted: ``error`` says why."""
+    return RankSnapshot(
+        rank=rank,
+        pid=None,
+        host="",
+        device="",
+        device_uuid=None,
+        state="missing",
+        coordinates={},
+        phase=None,
+        global_step=0,
+        epoch=0,
+        last_seen=0.0,
+        steps=(),
+        samples_per_second=None,
+        tokens_per_second=None,
+        memory=Memory(None, None, None, None),
+        collectives=(),
+        in_flight=None,
+        error=error,
+    )
 
-    def _in_flight(self) -> tuple[CollectiveInFlight | None, float]:
-        """Return the newest collective, and the wall clock of its enqueue or end."""
-        reader = self.reader
-        assert reader.header is not None
-        if not reader.traffic.records:
-            return None, 0.0
-        newest = next(reversed(reader.traffic.records.values()))
-        facts = reader.facts
-        if newest.group >= len(facts.groups) or newest.operator >= len(facts.operators):
-            return None, 0.0
-        is_timed = bool(newest.flags & layout.TRAFFIC_IS_TIMED)
-        found = CollectiveInFlight(
-            axis=clean(facts.groups[newest.group].axis, 40),
-            operator=clean(facts.operators[newest.operator], 60),
-            sequence=newest.in_group,
-            is_done=newest.done_ns > 0 if is_timed else None,
-        )
-        return found, reader.header.wall_time(newest.done_ns or newest.enqueued_ns)
 
-    def _collectives(self) -> list[CollectiveTotal]:
-        return collective_totals(self.reader)
+def _uuid(facts: Facts) -> str | None:
+    return clean(facts.device_uuid, 100) if facts.device_uuid else None
+
+
+def _coordinates(facts: Facts) -> dict[str, int]:
+    return {
+        clean(axis, 40): at
+        for axis, at in list(facts.coordinates.items())[:8]
+        if 0 <= at <= MAX_NUMBER
+    }
+
+
+def _positive(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) and number > 0 else None
 
 
 def _step_record(step: Step) -> StepRecord:
@@ -223,8 +291,9 @@ def _step_record(step: Step) -> StepRecord:
         end_time=step.wall_s,
         seconds=step.total_ns / 1e9,
         phases=tuple(
-            PhaseTime(name, nanoseconds / 1e9)
-            for name, nanoseconds in zip(PHASES, step.phases_ns, strict=True)
+            # Most phases of most steps are empty, and a viewer holds very many steps.
+            PhaseTime(zero.name, nanoseconds / 1e9) if nanoseconds else zero
+            for zero, nanoseconds in zip(_NO_TIME, step.phases_ns, strict=True)
         ),
         loss=step.loss if step.flags & layout.STEP_HAS_LOSS else None,
         samples=None if step.samples < 0 else step.samples,

@@ -11,33 +11,63 @@ import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.cause import Failure, describe_death, job_state
-from boltmesh.telemetry.cleaning import clean, clean_mapping
-from boltmesh.telemetry.job import JOB_FILE, JobInfo, RankEnd, rank_file, read_end, read_job
+from boltmesh.telemetry.cleaning import clean
+from boltmesh.telemetry.expectation import mean_expected
+from boltmesh.telemetry.file_records import Status
+from boltmesh.telemetry.job import (
+    JOB_FILE,
+    PLAN_FILE,
+    JobInfo,
+    RankEnd,
+    rank_file,
+    read_end,
+    read_job,
+    read_plan,
+)
 from boltmesh.telemetry.job import run_dir as default_run_dir
-from boltmesh.telemetry.rank_reader import RankReader, Status
-from boltmesh.telemetry.rank_view import RankView
+from boltmesh.telemetry.job_view import clean_mesh, clean_plan, describe, num_ranks, started_at
+from boltmesh.telemetry.nodes_view import NodesView
+from boltmesh.telemetry.rank_reader import RankReader
+from boltmesh.telemetry.rank_view import RankView, missing_rank
 from boltmesh.telemetry.snapshot import (
     SCHEMA_VERSION,
     Event,
     JobSnapshot,
     JobState,
+    PipelinePlan,
     RankSnapshot,
 )
-from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 MAX_EVENTS = 256
-MAX_RANKS = 65_536
+MAX_STEPS = 65_536
+"""Steps of all ranks together that are kept, so that a thousand ranks fit into a viewer."""
+
+MAX_CHUNKS = 131_072
+MANY_RANKS = 64
+"""Of more ranks than these, only as much is read as is shown."""
+
+RANKS_IN_TURN = 256
+TURNS = 3
+"""Of more ranks than those, each look reads the collectives and events of every third; where all of
+them are, and their steps, it reads of all."""
+
+MIN_STEPS = 64
+"""Steps, and chunks, that are kept of a rank however many there are."""
+
 STARTING_S = 120.0
 """How long the ranks of a job may take until one of them has opened its file."""
+
+
+_Stamp = tuple[int, int, int]
 
 
 class JobSummary(msgspec.Struct, frozen=True):
@@ -55,6 +85,8 @@ class JobSummary(msgspec.Struct, frozen=True):
     started: float
     updated: float
     path: str
+    recipe: str | None = None
+    """The config that ``boltmesh fit`` was given; None for a script."""
 
 
 class Job:
@@ -70,8 +102,17 @@ class Job:
     def __init__(self, path: Path) -> None:
         _check_folder(path)
         self.path = path
+        self._stamp = _stamp(path / JOB_FILE)
         self.info = read_job(path)
+        self._about: dict[str, Any] | None = None
+        self._plan: PipelinePlan | None = None
+        self._plan_stamp: _Stamp | None = None
+        self._num_looks = 0
+        self._lines: list[tuple[Event, ...]] = []
+        self._events: tuple[Event, ...] = ()
         self._ranks: dict[int, RankView] = {}
+        self._absences: dict[int, RankSnapshot] = {}
+        self._nodes = NodesView(path)
 
     def __enter__(self) -> "Self":
         return self
@@ -93,55 +134,86 @@ class Job:
         Raises:
             TelemetryError: The job's own description can no longer be read.
         """
-        with contextlib.suppress(TelemetryError):  # a cleaner took it: what was read stays true
-            self.info = read_job(self.path)
+        if (stamp := _stamp(self.path / JOB_FILE)) != self._stamp:
+            with contextlib.suppress(TelemetryError):  # a cleaner took it: what was read is true
+                self.info = read_job(self.path)
+                self._stamp = stamp
+                self._about = None
         info = self.info
         end = read_end(self.path)
         if end is not None and end.time < info.started:
             end = None  # of an earlier run under the same id
-        views = [self._view(rank) for rank in range(min(max(info.world_size, 0), MAX_RANKS))]
-        ranks = tuple(_with_death(view.look(), end) for view in views)
+        views = self._views()
+        self._num_looks += 1
+        takes_turns = len(views) > RANKS_IN_TURN
+        looks = {
+            view.rank: _with_death(
+                view.look(is_quick=takes_turns and (view.rank + self._num_looks) % TURNS > 0), end
+            )
+            for view in views
+        }
+        ranks = self._nodes.fill(
+            [looks.get(rank) or self._absent(rank) for rank in range(num_ranks(info))]
+        )
+        told = {view.rank: view.error_time for view in views}
         failures = [
-            Failure(rank, view.error_time, rank.error or "")
-            for rank, view in zip(ranks, views, strict=True)
+            Failure(
+                rank,
+                rank.last_seen if rank.is_summary else told.get(rank.rank, 0.0),
+                rank.error or "",
+            )
+            for rank in ranks
             if rank.state == "failed"
         ]
         state, cause = job_state(ranks, failures, end)
         present = [rank for rank in ranks if rank.state != "missing"]
-        if not present and state == "running" and time.time() - info.started > STARTING_S:
+        started = started_at(info)
+        if not present and state == "running" and time.time() - started > STARTING_S:
             state, cause = "crashed", "no rank of it has left telemetry that can be read."
         first = next((view for view in views if view.is_present), None)
+        if self._about is None:
+            self._about = describe(info)
         return JobSnapshot(
+            **self._about,
             schema=SCHEMA_VERSION,
-            id=clean(info.id, 64),
-            name=clean(info.name, 100),
             state=state,
-            user=clean(info.user, 100),
-            command=tuple(clean(word) for word in info.command[:200]),
-            folder=clean(info.folder),
-            started=info.started,
-            updated=max((rank.last_seen for rank in present), default=info.started),
-            strategy=clean(info.strategy, 100),
-            mesh=_clean_mesh(info),
-            world_size=info.world_size,
-            versions=clean_mapping(info.versions),
-            hyperparameters=clean_mapping(info.hyperparameters),
-            max_steps=info.max_steps,
+            started=started,
+            updated=max((rank.last_seen for rank in present), default=started),
             epoch=max((rank.epoch for rank in present), default=0),
             global_step=max((rank.global_step for rank in present), default=0),
-            metrics=first.metrics() if first else {},
             history=first.history() if first else (),
+            metrics=first.metrics() if first else {},
             samples_per_second=_whole(present, info, "samples_per_second"),
             tokens_per_second=_whole(present, info, "tokens_per_second"),
             ranks=ranks,
-            expected=_expected(first),
+            expected=mean_expected(views, [ranks[view.rank] for view in views]),
             communication_note=next(
-                (view.communication_note for view in views if view.communication_note), None
+                (note for view in views if (note := view.communication_note)), None
             ),
-            events=_newest_events(views),
+            events=self._newest_events(views),
             cause=clean(cause, 600) if cause else None,
             checkpoint=_newest_checkpoint(views),
+            pipeline=self._read_plan(),
         )
+
+    def _read_plan(self) -> PipelinePlan | None:
+        stamp = _stamp(self.path / PLAN_FILE)
+        if stamp is not None and stamp != self._plan_stamp:
+            plan = read_plan(self.path)
+            self._plan = clean_plan(plan) if plan is not None else None
+            self._plan_stamp = stamp
+        return self._plan
+
+    def _newest_events(self, views: Sequence[RankView]) -> tuple[Event, ...]:
+        """Return the newest lines of all ranks; sorted anew only when a rank has another one."""
+        lines = [view.events() for view in views]
+        if len(lines) != len(self._lines) or any(
+            now is not before for now, before in zip(lines, self._lines, strict=True)
+        ):
+            self._lines = lines
+            events = [event for each in lines for event in each]
+            self._events = tuple(sorted(events, key=lambda event: event.time)[-MAX_EVENTS:])
+        return self._events
 
     def peek(self) -> tuple[list[Status], JobState]:
         """Return where the ranks are and the job's state, without reading what they recorded.
@@ -150,7 +222,7 @@ class Job:
         """
         statuses = []
         is_running = False
-        for rank in range(min(max(self.info.world_size, 0), MAX_RANKS)):
+        for rank in range(num_ranks(self.info)):
             with contextlib.suppress(TelemetryError, OSError):
                 reader = self._view(rank).reader
                 reader.peek()
@@ -164,10 +236,47 @@ class Job:
             return statuses, self.snapshot().state
         return statuses, "running" if is_running else "finished"
 
+    def _views(self) -> list[RankView]:
+        """Return the ranks to look at: of very many those alone that have a file."""
+        number = num_ranks(self.info)
+        if number <= MANY_RANKS:
+            return [self._view(rank) for rank in range(number)]
+        try:
+            names = set(os.listdir(self.path))
+        except OSError:  # a cleaner removed it; what is open stays readable
+            names = set()
+        return [
+            self._view(rank)
+            for rank in range(number)
+            if rank in self._ranks or f"rank-{rank}.bin" in names
+        ]
+
+    def _absent(self, rank: int) -> RankSnapshot:
+        found = self._absences.get(rank)
+        if found is None:
+            found = self._absences[rank] = missing_rank(rank, None)
+        return found
+
     def _view(self, rank: int) -> RankView:
         if rank not in self._ranks:
-            self._ranks[rank] = RankView(rank, RankReader(rank_file(self.path, rank)))
+            shared_by = max(1, num_ranks(self.info))
+            reader = RankReader(
+                rank_file(self.path, rank),
+                keep_steps=max(MIN_STEPS, MAX_STEPS // shared_by),
+                keep_spans=max(MIN_STEPS, MAX_CHUNKS // shared_by),
+                is_brief=shared_by > MANY_RANKS,
+            )
+            self._ranks[rank] = RankView(rank, reader)
         return self._ranks[rank]
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    """Return what changes with a file's content, for files that are only ever replaced."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def list_jobs(run_dir: Path | None = None) -> list[JobSummary]:
@@ -253,13 +362,14 @@ def _summarise(job: Job) -> JobSummary:
         state=state,
         user=clean(info.user, 100),
         strategy=clean(info.strategy, 100),
-        mesh=_clean_mesh(info),
-        world_size=info.world_size,
+        mesh=clean_mesh(info),
+        world_size=num_ranks(info),
         global_step=max((status.global_step for status in statuses), default=0),
         epoch=max((status.epoch for status in statuses), default=0),
-        started=info.started,
-        updated=max((status.wall_s for status in statuses), default=info.started),
+        started=started_at(info),
+        updated=max((status.wall_s for status in statuses), default=started_at(info)),
         path=str(job.path),
+        recipe=None if info.recipe is None else clean(info.recipe, 100),
     )
 
 
@@ -267,10 +377,6 @@ def _with_death(rank: RankSnapshot, end: RankEnd | None) -> RankSnapshot:
     if end is None or end.rank != rank.rank or rank.state != "dead":
         return rank
     return msgspec.structs.replace(rank, error=clean(describe_death(end)))
-
-
-def _clean_mesh(info: JobInfo) -> dict[str, int]:
-    return {clean(axis, 40): size for axis, size in list(info.mesh.items())[:8]}
 
 
 def _whole(ranks: Sequence[RankSnapshot], info: JobInfo, name: str) -> float | None:
@@ -288,30 +394,7 @@ def _whole(ranks: Sequence[RankSnapshot], info: JobInfo, name: str) -> float | N
     if not shares:
         return None
     mean = sum(sum(values) / len(values) for values in shares.values()) / len(shares)
-    return mean * max(info.mesh.get("data", 1), len(shares))
-
-
-def _expected(view: RankView | None) -> tuple[ExpectedTraffic, ...]:
-    if view is None:
-        return ()
-    try:
-        found = msgspec.convert(view.expected, tuple[ExpectedTraffic, ...])
-    except msgspec.ValidationError:
-        return ()
-    return tuple(
-        msgspec.structs.replace(
-            each,
-            axis=clean(each.axis, 40),
-            operator=clean(each.operator, 60),
-            why=clean(each.why, 200),
-        )
-        for each in found[:200]
-    )
-
-
-def _newest_events(views: Sequence[RankView]) -> tuple[Event, ...]:
-    events = [event for view in views for event in view.events()]
-    return tuple(sorted(events, key=lambda event: event.time)[-MAX_EVENTS:])
+    return mean * max(clean_mesh(info).get("data", 1), len(shares))
 
 
 def _newest_checkpoint(views: Sequence[RankView]) -> str | None:

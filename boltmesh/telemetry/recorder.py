@@ -9,46 +9,48 @@ import contextlib
 import functools
 import socket
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Final, TypeVar, cast
+from typing import Final
 
 import msgspec
-import psutil
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import device as devices
 from boltmesh.telemetry import layout
+from boltmesh.telemetry.cause import is_consequence
 from boltmesh.telemetry.communication import CommunicationCounter
+from boltmesh.telemetry.guarding import guarded, warn_off
 from boltmesh.telemetry.job import (
     JobInfo,
     job_path,
     make_private_folder,
     rank_file,
     record_end,
+    remove_plan,
     run_dir,
     write_job,
+    write_plan,
 )
+from boltmesh.telemetry.memory_sampling import MemorySampler
+from boltmesh.telemetry.memory_walk import TensorsByKind
+from boltmesh.telemetry.nodes import NodeExchange, remove_nodes
 from boltmesh.telemetry.null_recorder import NullRecorder
-from boltmesh.telemetry.phases import DATA, OTHER, PhaseClock
-from boltmesh.telemetry.snapshot import PHASES
+from boltmesh.telemetry.phases import DATA, OTHER, VALIDATION, PhaseClock
+from boltmesh.telemetry.snapshot import PHASES, MemoryKind, PipelinePlan
 from boltmesh.telemetry.step_queue import Step, StepQueue
 from boltmesh.telemetry.switch import is_switched_off
-from boltmesh.telemetry.torch_compat import COLLECTIVES
+from boltmesh.telemetry.torch_compat import COLLECTIVES, default_store
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer import RankFile
 
 __all__ = ["NullRecorder", "Recorder", "open_recorder"]
 
-MEMORY_EVERY_NS: Final = 500_000_000
 STATUS_EVERY_NS: Final = 100_000_000
-Method = TypeVar("Method", bound=Callable[..., None])
 
 
 def open_recorder(
@@ -67,29 +69,8 @@ def open_recorder(
             job, rank=rank, local_rank=local_rank, device=device, coordinates=coordinates
         )
     except Exception as error:  # noqa: BLE001 - telemetry never stops training
-        _warn(error)
+        warn_off(error)
         return NullRecorder()
-
-
-def _warn(error: Exception) -> None:
-    text = str(error) if isinstance(error, TelemetryError) else f"{type(error).__name__}: {error}"
-    warnings.warn(
-        f"boltmesh telemetry is off for this process: {text}", RuntimeWarning, stacklevel=3
-    )
-
-
-def _guarded(method: Method) -> Method:
-    """Make a method do nothing once telemetry is off, and turn it off when it fails."""
-
-    @functools.wraps(method)
-    def call(self: "Recorder", *args: Any, **kwargs: Any) -> None:
-        if self.is_on:
-            try:
-                method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - telemetry never stops training
-                self.turn_off(error)
-
-    return cast("Method", call)
 
 
 class _Phase:
@@ -120,8 +101,10 @@ class Recorder:
     ``rank_died`` belong to the thread that trains.
     """
 
-    def __init__(self, file: RankFile, *, device: torch.device) -> None:
+    def __init__(self, file: RankFile, *, local_rank: int, device: torch.device) -> None:
         self.is_on = True
+        self._local_rank = local_rank
+        self._compute: tuple[float | None, float | None] = (None, None)
         self.path = file.path.parent
         self.last_checkpoint: str | None = None
         self._file = file
@@ -140,11 +123,11 @@ class Recorder:
         self._epoch = 0
         self._global_step = 0
         self._index = 0
-        self._process = psutil.Process()
-        self._memory: tuple[int, ...] = (layout.UNKNOWN,) * 4
-        self._memory_ns = 0
+        self._start_step = 0
+        self._memory = MemorySampler(file, device)
         self._status_ns = 0
         self._failing: tuple[int, int] | None = None
+        self._nodes: NodeExchange | None = None
 
     @classmethod
     def open(
@@ -168,9 +151,19 @@ class Recorder:
         file = RankFile(rank_file(path, rank), rank=rank, world_size=job.world_size)
         recorder = None
         try:
-            recorder = cls(file, device=device)
+            recorder = cls(file, local_rank=local_rank, device=device)
             if local_rank == 0:
+                if file.is_new:
+                    remove_plan(path)  # of an earlier run under the same id
+                    remove_nodes(path)
                 write_job(job, path)
+                recorder._nodes = NodeExchange(
+                    path,
+                    rank=rank,
+                    world_size=job.world_size,
+                    find_store=functools.partial(default_store, f"boltmesh-{job.id}"),
+                    say=functools.partial(file.event, "warning"),
+                )
             note = recorder._counter.start()
             recorder._introduce(rank, job.world_size, coordinates, note)
         except BaseException:
@@ -195,9 +188,10 @@ class Recorder:
                 "expected": [],
             }
         )
-        self._sample_memory()
+        self._memory.sample()
         self._write_status()
-        self._file.event("start", f"rank {rank} of {world_size} on {device}")
+        # Without its own number, so that a reader can show the ranks of a job as one line.
+        self._file.event("start", f"on {device}, one of {world_size}")
         if note is not None:
             self._file.event("warning", note)
 
@@ -229,7 +223,7 @@ class Recorder:
             except Exception as failure:  # noqa: BLE001 - telemetry never stops training
                 self.turn_off(failure)
 
-    @_guarded
+    @guarded
     def name_group(self, group: ProcessGroup, axis: str) -> None:
         """Say which axis a process group is: ``data``, ``tensor``, ``pipeline``, ``world``.
 
@@ -237,29 +231,80 @@ class Recorder:
         """
         self._counter.name_group(group, axis)
 
-    @_guarded
+    @guarded
     def expect(self, traffic: Sequence[ExpectedTraffic]) -> None:
         """Say what one optimizer step should move on this rank."""
         self._file.write_facts({"expected": msgspec.to_builtins(list(traffic))})
 
-    @_guarded
+    @guarded
+    def expect_memory(self, kinds: Sequence[MemoryKind]) -> None:
+        """Say what memory this rank should need, by kind and place."""
+        self._file.write_facts({"expected_memory": msgspec.to_builtins(list(kinds))})
+
+    @guarded
+    def watch_memory(self, tensors: TensorsByKind) -> None:
+        """Say which tensors are of which of MEMORY_KINDS; asked every few seconds."""
+        self._memory.watch(tensors)
+
+    @guarded
+    def compute(
+        self, *, flops_per_batch: float | None, peak_flops_per_second: float | None
+    ) -> None:
+        """Say what one batch on this rank takes, and what its device can do at most."""
+        compute = (flops_per_batch, peak_flops_per_second)
+        if compute != self._compute:
+            self._compute = compute
+            self._file.write_facts(
+                {
+                    "flops_per_batch": flops_per_batch,
+                    "peak_flops_per_second": peak_flops_per_second,
+                }
+            )
+
+    @guarded
+    def schedule(self, plan: PipelinePlan) -> None:
+        """Say which schedule the pipeline follows; the same on all ranks."""
+        if self._local_rank == 0:
+            write_plan(plan, self.path)
+
+    def chunk(self, *, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int) -> None:
+        """Record one microbatch in one stage, outside of validation.
+
+        Args:
+            stage: Of the model, counted over all ranks.
+            microbatch: Of the step, from 0.
+            kind: ``F``, ``B``, ``I`` or ``W``, see ``snapshot.Chunk``.
+            start_ns: On the monotonic clock, when its computation began, what it waited for
+                received.
+            end_ns: When its computation ended, before anything is sent.
+        """
+        if self.is_on and self._clock.phase != VALIDATION:
+            try:
+                number = layout.CHUNK_KINDS.index(kind)
+                self._file.span(
+                    self._global_step + 1, stage, microbatch, number, 0, 0, start_ns, end_ns
+                )
+            except Exception as error:  # noqa: BLE001 - telemetry never stops training
+                self.turn_off(error)
+
+    @guarded
     def begin_loop(self, *, epoch: int, global_step: int) -> None:
         """Say that batches follow: what was before is no part of the first step."""
         self._clock.restart(DATA)
         if self._timeline is not None:
             self._timeline.recycle(self._timeline.end_step(DATA))
         self._epoch = epoch
-        self._global_step = global_step
+        self._global_step = self._start_step = global_step
         self._state = "running"
         self._write_status()
 
-    @_guarded
+    @guarded
     def end_loop(self) -> None:
         """Say that no batch follows."""
         self._clock.rebase(OTHER)
         self._write_status()
 
-    @_guarded
+    @guarded
     def begin_batch(self, *, index: int, epoch: int) -> None:
         """Say that the batch is there; what passed since ``end_batch`` was waiting for data."""
         self._state = "running"
@@ -269,7 +314,7 @@ class Recorder:
         self._clock.rebase(OTHER)
         self._write_phase()
 
-    @_guarded
+    @guarded
     def end_batch(
         self,
         *,
@@ -296,20 +341,19 @@ class Recorder:
         )
         self._steps.add(step, self._clock.since_ns, DATA)
         self._counter.step += 1
-        if self._clock.since_ns - self._memory_ns >= MEMORY_EVERY_NS:
-            self._memory_ns = self._clock.since_ns
-            self._sample_memory()
-            self._file.touch()
+        self._memory.after_step(self._clock.since_ns, is_updated=global_step > self._start_step)
         self._write_phase()
+        if self._nodes is not None:
+            self._nodes.after_step()
 
-    @_guarded
+    @guarded
     def metrics(self, global_step: int, values: Mapping[str, float | Tensor]) -> None:
         """Add values to the series of their names; tensors on a device arrive steps later."""
         for name, value in values.items():
             if not isinstance(value, Tensor) or value.numel() == 1:
                 self._steps.add_metric(name, global_step, value)
 
-    @_guarded
+    @guarded
     def event(self, kind: str, message: str) -> None:
         """Note a line for a human; of a checkpoint the message is its path."""
         if kind == "checkpoint":
@@ -347,6 +391,9 @@ class Recorder:
             self._steps.flush()
         except Exception as failure:  # noqa: BLE001 - telemetry never stops training
             self.turn_off(failure)
+        if self._nodes is not None:
+            # Who has lost a peer may have lost the store with it, and must not wait for that.
+            self._nodes.end(is_heard=state == "finished" or not is_consequence(message))
 
     def close(self) -> None:
         """Stop counting and let go of the file; without ``fail`` before, the rank ended well."""
@@ -362,14 +409,7 @@ class Recorder:
             self._counter.stop()
             with contextlib.suppress(Exception):
                 self._file.event("warning", f"telemetry is off: {type(error).__name__}: {error}")
-            _warn(error)
-
-    def _sample_memory(self) -> None:
-        on_device = devices.memory(self._device)
-        self._memory = (
-            self._process.memory_info().rss,
-            *(layout.UNKNOWN if each is None else each for each in on_device),
-        )
+            warn_off(error)
 
     def _write_phase(self) -> None:
         """Write where the rank is; once in a while also when, for who does not end batches."""
@@ -380,6 +420,7 @@ class Recorder:
 
     def _write_status(self) -> None:
         self._status_ns = self._clock.since_ns
+        COLLECTIVES.find_sources()
         self._file.write_counters()
         self._steps.write_ended()
         self._file.status(
@@ -390,5 +431,5 @@ class Recorder:
             self._global_step,
             self._index,
             time.time(),
-            *self._memory,
+            *self._memory.totals,
         )

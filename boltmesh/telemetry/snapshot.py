@@ -2,6 +2,10 @@
 
 Everything that shows a job (the dashboard, ``boltmesh top --json``, a recording) is a function of
 these values. ``None`` always means "not known", never zero.
+
+What a snapshot holds by the thousand is kept from Python's garbage collector (``gc=False``): it
+cannot be part of a cycle, and to look through it would cost a viewer of many ranks more than to
+read them.
 """
 
 from typing import Literal
@@ -37,14 +41,14 @@ exposed part only (what no computation hides), ``other`` is what remains of the 
 """
 
 
-class PhaseTime(msgspec.Struct, frozen=True):
+class PhaseTime(msgspec.Struct, frozen=True, gc=False):
     """Time of one phase within one step."""
 
     name: str
     seconds: float
 
 
-class StepRecord(msgspec.Struct, frozen=True):
+class StepRecord(msgspec.Struct, frozen=True, gc=False):
     """One optimizer step, or one micro-step under accumulation, of one rank."""
 
     index: int
@@ -62,7 +66,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     tokens: int | None
 
 
-class MetricPoint(msgspec.Struct, frozen=True):
+class MetricPoint(msgspec.Struct, frozen=True, gc=False):
     """One logged value, as ``trainer.callback_metrics`` had it."""
 
     name: str
@@ -70,7 +74,7 @@ class MetricPoint(msgspec.Struct, frozen=True):
     value: float
 
 
-class CollectiveTotal(msgspec.Struct, frozen=True):
+class CollectiveTotal(msgspec.Struct, frozen=True, gc=False):
     """One operator on one group, as this rank counted it since the start of the run."""
 
     axis: str
@@ -87,7 +91,7 @@ class CollectiveTotal(msgspec.Struct, frozen=True):
     """Time between enqueue and completion; None where the backend does not tell."""
 
 
-class CollectiveInFlight(msgspec.Struct, frozen=True):
+class CollectiveInFlight(msgspec.Struct, frozen=True, gc=False):
     """The last collective that this rank entered."""
 
     axis: str
@@ -98,7 +102,7 @@ class CollectiveInFlight(msgspec.Struct, frozen=True):
     """None where the backend does not tell."""
 
 
-class GroupProgress(msgspec.Struct, frozen=True):
+class GroupProgress(msgspec.Struct, frozen=True, gc=False):
     """How far this rank has come in the collectives of one process group."""
 
     axis: str
@@ -116,7 +120,7 @@ class GroupProgress(msgspec.Struct, frozen=True):
     """Wall clock of its completion, or else of its enqueue."""
 
 
-class PeerTotal(msgspec.Struct, frozen=True):
+class PeerTotal(msgspec.Struct, frozen=True, gc=False):
     """What this rank exchanged point to point with one other since the start of the run."""
 
     axis: str
@@ -133,8 +137,10 @@ class PeerTotal(msgspec.Struct, frozen=True):
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "cache", "other")
 """What memory is for. ``cache`` is held by torch's allocator and unused; ``other`` is the rest."""
 
+MEMORY_PLACES = ("device", "host", "disk")
 
-class MemoryKind(msgspec.Struct, frozen=True):
+
+class MemoryKind(msgspec.Struct, frozen=True, gc=False):
     """Bytes of one kind in one place."""
 
     kind: str
@@ -145,7 +151,7 @@ class MemoryKind(msgspec.Struct, frozen=True):
     """What the strategy said before training."""
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """One microbatch in one stage of a pipeline, as this rank ran it."""
 
     step: int
@@ -182,9 +188,11 @@ class AlertThresholds(msgspec.Struct, frozen=True):
     temperature_celsius: float | None = 90.0
     stall_s: float | None = 120.0
     """Time without a step of any rank while the job runs, outside validation and checkpoints."""
+    job_failed: bool = True
+    """The job failed or crashed while somebody watched."""
 
 
-class Memory(msgspec.Struct, frozen=True):
+class Memory(msgspec.Struct, frozen=True, gc=False):
     """Bytes in use, as the rank itself sampled them at the end of its last step."""
 
     host_rss_bytes: int | None
@@ -193,7 +201,7 @@ class Memory(msgspec.Struct, frozen=True):
     device_peak_bytes: int | None
 
 
-class Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True, gc=False):
     """Something worth a line: a warning, a checkpoint, the start of validation, an exception."""
 
     time: float

@@ -19,14 +19,16 @@ Used on torch 2.11 and 2.13. What is missing in another version is found at inst
 nothing is counted and the reason is kept: a wrong number is worse than none.
 """
 
+import contextlib
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
 
 from boltmesh.errors import TelemetryError
 
@@ -59,8 +61,24 @@ PAYLOAD: Final[dict[str, int | None]] = {
 None where nothing but a signal moves.
 """
 
-UNTIMED: Final = frozenset({"send", "recv_", "recv_any_source_", "monitored_barrier_"})
+PEER_ARGUMENTS: Final[dict[str, str | None]] = {
+    "send": "dst",
+    "recv_": "src",
+    "recv_any_source_": None,
+}
+"""Point-to-point operator to the argument that is the peer, as a rank within the group.
+
+None where the peer is known only once the caller has waited.
+"""
+
+UNTIMED: Final = frozenset({*PEER_ARGUMENTS, "monitored_barrier_"})
 """Operators whose work has no future, on any backend."""
+
+ANYBODY: Final = -1
+"""The peer of a receive that takes what comes first."""
+
+_MAX_UNSOURCED: Final = 64
+"""Receives from anybody that may wait to be asked for their source; older ones are given up."""
 
 _KEY: Final = "BackendSelect"
 _ON_DONE: Final = torch._C.Future.add_done_callback
@@ -77,11 +95,13 @@ class CollectiveObserver(Protocol):
         payload_bytes: int,
         is_synchronous: bool,
         is_timed: bool,
+        peer: int | None = None,
     ) -> Ticket | None:
         """Take note of a call before it runs; return what the other methods are to be given.
 
         Exactly one of ``returned`` (not timed) and ``completed`` or ``lost`` (timed) follows,
-        unless a timed call fails.
+        unless a timed call fails. ``peer`` is the other side of a point-to-point call, as a rank
+        within the group, or ANYBODY; of such a call ``found_peer`` may follow.
         """
 
     def returned(self, ticket: Ticket) -> None:
@@ -92,6 +112,9 @@ class CollectiveObserver(Protocol):
 
     def lost(self, ticket: Ticket) -> None:
         """Take note that the completion of a call will not be seen after all."""
+
+    def found_peer(self, ticket: Ticket, group: dist.ProcessGroup, peer: int) -> None:
+        """Take note of whom a receive from anybody was from, as a rank within the group."""
 
 
 def payload_bytes(value: Any) -> int:
@@ -104,6 +127,14 @@ def payload_bytes(value: Any) -> int:
     for each in value:
         total += payload_bytes(each)
     return total
+
+
+def group_ranks(group: dist.ProcessGroup) -> list[int]:
+    """Return the members of a group by global rank; nothing for one that torch does not know."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):  # made from its parts, and never registered
+        return []
 
 
 def _is_on_host(args: tuple[Any, ...]) -> bool:
@@ -131,6 +162,7 @@ class CollectiveHook:
         """When each call was done, by its future, until it is settled."""
         self._note_done: Callable[[Any], Any] = self.done.__getitem__
         self._awaited: dict[Any, list[tuple[CollectiveObserver, Ticket]]] = {}
+        self._unsourced: deque[_Unsourced] = deque(maxlen=_MAX_UNSOURCED)
 
     @property
     def is_installed(self) -> bool:
@@ -152,6 +184,7 @@ class CollectiveHook:
         """Stop telling ``observer``; remove the kernels with the last one."""
         with self._lock:
             self.settle()
+            self.find_sources()
             self._observers = tuple(each for each in self._observers if each is not observer)
             if not self._observers:
                 self._uninstall()
@@ -166,6 +199,21 @@ class CollectiveHook:
                 return
             for observer, ticket in self._awaited.pop(future, ()):
                 observer.completed(ticket, done_ns)
+
+    def find_sources(self) -> None:
+        """Tell the observers whom receives from anybody were from, where the caller has waited."""
+        for _ in range(len(self._unsourced)):
+            try:
+                each = self._unsourced.popleft()
+            except IndexError:  # another thread was faster
+                return
+            if not each.work.is_completed():
+                self._unsourced.append(each)
+                continue
+            with contextlib.suppress(RuntimeError):  # a backend that does not tell
+                peer = each.work._source_rank()
+                for observer, ticket in each.noted:
+                    observer.found_peer(ticket, each.group, peer)
 
     def _await(self, work: dist.Work, noted: list[tuple[CollectiveObserver, Ticket]]) -> None:
         future = None
@@ -197,6 +245,7 @@ class CollectiveHook:
     def _uninstall(self) -> None:
         library, self._library = self._library, None
         self._awaited.clear()
+        self._unsourced.clear()
         self.done.clear()
         if library is not None:
             library._destroy()  # type: ignore[no-untyped-call]
@@ -220,6 +269,8 @@ class CollectiveHook:
         operator = name.rstrip("_")
         unbox = dist.ProcessGroup.unbox
         has_future = name not in UNTIMED
+        if name in PEER_ARGUMENTS:
+            return self._peer_kernel(name, arguments, redispatch, after)
 
         def measure(args: tuple[Any, ...]) -> tuple[int, bool]:
             if payload_at is None:
@@ -264,6 +315,42 @@ class CollectiveHook:
 
         return kernel
 
+    def _peer_kernel(
+        self, name: str, arguments: list[str], redispatch: Callable[..., Any], after: Any
+    ) -> Callable[..., Any]:
+        """Return the kernel of a point-to-point operator: nobody can say when it is done."""
+        peer_name = PEER_ARGUMENTS[name]
+        if peer_name is not None and peer_name not in arguments:
+            raise TelemetryError(
+                f"c10d::{name} of torch {torch.__version__} has no {peer_name} argument"
+            )
+        peer_at = arguments.index(peer_name) if peer_name is not None else None
+        group_at = arguments.index("process_group")
+        operator = name.rstrip("_")
+        unbox = dist.ProcessGroup.unbox
+
+        def kernel(keys: Any, *args: Any) -> Any:
+            size = payload_bytes(args[0])
+            group = unbox(args[group_at])
+            peer = ANYBODY if peer_at is None else args[peer_at]
+            if self.done:
+                self.settle()
+            noted = []
+            for observer in self._observers:
+                ticket = observer.enqueued(operator, group, size, False, False, peer)
+                if ticket is not None:
+                    noted.append((observer, ticket))
+            try:
+                result = redispatch(keys & after, *args)
+            finally:
+                for observer, ticket in noted:
+                    observer.returned(ticket)
+            if peer_at is None and noted:
+                self._unsourced.append(_Unsourced(dist.Work.unbox(result), group, noted))
+            return result
+
+        return kernel
+
     def _test_itself(self) -> None:
         probe = _Probe()
         self._observers = (probe,)
@@ -284,6 +371,14 @@ class CollectiveHook:
             )
 
 
+class _Unsourced(NamedTuple):
+    """A receive from anybody, of whom nobody has asked yet from whom it was."""
+
+    work: dist.Work
+    group: dist.ProcessGroup
+    noted: list[tuple[CollectiveObserver, Ticket]]
+
+
 class _Probe:
     """Notes what the self-test shows it."""
 
@@ -298,6 +393,7 @@ class _Probe:
         payload_bytes: int,
         is_synchronous: bool,
         is_timed: bool,
+        peer: int | None = None,
     ) -> Ticket | None:
         self.seen.append((operator, group.group_name, payload_bytes))
         return (0,)
@@ -309,6 +405,9 @@ class _Probe:
         self.num_completed += 1
 
     def lost(self, ticket: Ticket) -> None:
+        pass
+
+    def found_peer(self, ticket: Ticket, group: dist.ProcessGroup, peer: int) -> None:
         pass
 
 
@@ -328,6 +427,23 @@ def uncounted_operators() -> list[str]:
             for each in getattr(torch.ops.c10d, name).default._schema.arguments
         )
     ]
+
+
+def default_store(prefix: str) -> _c10d.PrefixStore | None:
+    """Return the store by which the ranks of this job have met; None where there is none.
+
+    None also for a store that never forgets: a file would grow with every key that is set anew.
+    It is to be asked for each time, for a store that is kept keeps its server's port.
+    """
+    if not dist.is_initialized():
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    base = store
+    while isinstance(base, _c10d.PrefixStore):
+        base = base.underlying_store
+    if not isinstance(base, (_c10d.TCPStore, _c10d.HashStore)):
+        return None
+    return _c10d.PrefixStore(prefix, store)
 
 
 COLLECTIVES: Final = CollectiveHook()

@@ -1,13 +1,16 @@
 """What the engine asks of whatever fills the data axis: replicas now, shards with ZeRO."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
+from torch.optim import Optimizer
 
+from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 
@@ -36,3 +39,7 @@ class DataAxis(ABC):
     @abstractmethod
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
         """What one optimizer step moves on one rank, its accumulated batches included."""
+
+    @abstractmethod
+    def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
+        """What memory one rank should need, by kind and place, once every state exists."""

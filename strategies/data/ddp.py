@@ -6,7 +6,7 @@ communication hook and what a step is expected to move.
 Source: PyTorch Distributed, Li et al. 2020, https://arxiv.org/abs/2006.15704
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -18,11 +18,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.strategies.data.axis import DataAxis
+from boltmesh.strategies.data.replica_memory import expected_replica_memory
 from boltmesh.strategies.lightning_compat import prepare_for_backward
 from boltmesh.strategies.torch_compat import Replica, device_index, flush_static_graph
+from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 COMPRESSIONS = ("bf16", "powersgd")
@@ -143,6 +146,10 @@ class Replicas(DataAxis):
             why = "buffers of the first data rank, before a synchronised forward pass"
             traffic.append(ExpectedTraffic("data", "broadcast", buffers, None, why))
         return traffic
+
+    @override
+    def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
+        return expected_replica_memory(module, optimizers)
 
     def _powersgd_bytes(self, parameter: torch.Tensor) -> int:
         """Bytes after the warm-up: both factors where that pays, the gradient itself elsewhere."""

@@ -28,9 +28,14 @@ def test_the_commands_and_their_options_are_these():
         "test": RUN_OPTIONS,
         "predict": RUN_OPTIONS,
         "check": {"--steps", "--traceback"},
-        "top": {"--once", "--json", "--demo", "--ascii", "--theme", "--run-dir", "--interval"},
-        "jobs": {"--json", "--ascii", "--run-dir"},
-    }
+        "top": {"--once", "--json", "--demo", "--ascii", "--theme", "--run-dir", "--interval",
+                "--replay", "--at", "--on-alert", "--ssh", "--remote-command", "--no-mouse"},
+        "jobs": {"--json", "--ascii", "--run-dir", "--ssh", "--remote-command"},
+        "record": {"--interval", "--for", "--force", "--run-dir"},
+        "export-metrics": {"--format", "--table", "--output", "--every", "--replay", "--at",
+                           "--run-dir"},
+        "stream": {"--list", "--run-dir", "--interval"},
+    }  # fmt: skip
 
 
 def test_the_command_line_loads_no_training_library_and_no_screen():

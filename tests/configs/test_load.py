@@ -144,7 +144,7 @@ def test_a_file_of_code_is_looked_for_beside_the_config_that_names_it(tmp_path):
             "zzz=1",
             (
                 "unknown key 'zzz'. "
-                "The sections are model, data, trainer, strategy, optimizer and run."
+                "The sections are model, data, trainer, strategy, optimizer, run and alerts."
             ),
         ),
         (

@@ -15,7 +15,16 @@ from boltmesh.stopping import StopSwitch
 def test_every_key_of_a_recipe_is_explained(name):
     """By a comment on its line or on the line above."""
     lines = recipes()[name].read_text().splitlines()
-    plain = {"init_args:", "model:", "data:", "strategy:", "trainer:", "run:", "checkpoint:"}
+    plain = {
+        "init_args:",
+        "model:",
+        "data:",
+        "strategy:",
+        "trainer:",
+        "run:",
+        "checkpoint:",
+        "alerts:",
+    }
     obvious = {"logger", "enable_model_summary", "weight_decay", "n_layer"}
     for before, line in zip(["", *lines], lines, strict=False):
         key = re.match(r"\s*(\w+):", line)

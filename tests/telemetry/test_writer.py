@@ -34,6 +34,14 @@ def read(path):
     return reader
 
 
+def series(path):
+    reader = RankReader(path)
+    reader.read()
+    reader.read_series()
+    reader.close()
+    return reader.series.points()
+
+
 def test_a_file_is_private_whole_and_allocated(path):
     before = os.umask(0)
     try:
@@ -112,9 +120,9 @@ def test_a_process_goes_on_in_its_own_file(path):
     file.event("warning", "3")
     found = read(path)
     assert [message for _, _, message in found.events.records.values()] == ["0", "1", "2", "3"]
-    assert found.counters() == {(data, reduce): (4, 350)}
-    assert [record.in_group for record in found.traffic.records.values()] == [1, 2, 3, 4]
-    assert [value for _, _, value in found.series()["loss"]] == [0.0, 1.0, 2.0, 3.0]
+    assert found.traffic.totals == {(data, reduce): (4, 350)}
+    assert [record.in_group for record in found.traffic.ring.records.values()] == [1, 2, 3, 4]
+    assert [value for _, _, value in series(path)["loss"]] == [0.0, 1.0, 2.0, 3.0]
     file.close()
 
 
@@ -170,7 +178,7 @@ def test_a_series_spans_the_whole_run_evenly_and_knows_its_newest_value(path):
     num_values = 5000
     for step in range(num_values):
         file.point("loss", step, step / 2)
-    points = read(path).series()["loss"]
+    points = series(path)["loss"]
     steps = [global_step for _, global_step, _ in points]
     assert steps[0] == 0
     assert steps[-1] == num_values - 1
@@ -179,7 +187,7 @@ def test_a_series_spans_the_whole_run_evenly_and_knows_its_newest_value(path):
     stride = layout.series_stride(num_values)
     assert set(range(0, num_values, stride)) <= set(steps)
     assert all(value == global_step / 2 for _, global_step, value in points)
-    assert read(path).series()["other"] == [(1, 0, 0.0)]
+    assert series(path)["other"] == [(1, 0, 0.0)]
     file.close()
 
 

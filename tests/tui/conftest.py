@@ -4,8 +4,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from boltmesh.tui.replay import ReplaySource
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 UPDATE = "BOLTMESH_UPDATE_SNAPSHOTS"
@@ -50,3 +53,17 @@ def matches_snapshot() -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8")
 
     return compare
+
+
+@pytest.fixture
+def replay() -> Iterator[Callable[..., ReplaySource]]:
+    """Return a function that opens a recording; all are closed after the test."""
+    opened: list[ReplaySource] = []
+
+    def open_(path: Path, **options: Any) -> ReplaySource:
+        opened.append(ReplaySource(path, **options))
+        return opened[-1]
+
+    yield open_
+    for source in opened:
+        source.close()

@@ -1,15 +1,13 @@
 """Jobs, ranks and sources to test the dashboard with; every field can be changed by keyword."""
 
+from collections.abc import Mapping
 from typing import Any
-
-import msgspec
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.reader import JobSummary
 from boltmesh.telemetry.snapshot import (
     SCHEMA_VERSION,
     CollectiveTotal,
-    Event,
     JobSnapshot,
     Memory,
     MetricPoint,
@@ -17,7 +15,7 @@ from boltmesh.telemetry.snapshot import (
     RankSnapshot,
     StepRecord,
 )
-from boltmesh.tui.demo import HEAD_START, STEP_S, observe
+from boltmesh.tui.demo import DEFAULT_MESH, HEAD_START, STEP_S, Scenario, observe
 from boltmesh.tui.source import Observation
 from boltmesh.tui.state import State, fold
 
@@ -120,32 +118,25 @@ def state(snapshot: JobSnapshot | None = None, *, time: float = NOW) -> State:
     return fold(None, Observation(time=time, job=snapshot or job()))
 
 
-def demo(*, later_s: float = 0.0) -> Observation:
+def demo(
+    *,
+    later_s: float = 0.0,
+    scenario: Scenario = "healthy",
+    mesh: Mapping[str, int] = DEFAULT_MESH,
+) -> Observation:
     """The demo as it is at the frozen clock."""
-    return observe(0, started=NOW - HEAD_START * STEP_S, now=NOW + later_s)
+    return observe(
+        0,
+        started=NOW - HEAD_START * STEP_S,
+        now=NOW + later_s,
+        scenario=scenario,
+        mesh=mesh,
+    )
 
 
 def crashed_demo() -> Observation:
-    """The demo after the kernel took rank 5."""
-    seen = demo()
-    dead = {"state": "dead", "phase": "backward", "error": "killed by SIGKILL"}
-    lost = {"state": "failed", "phase": "communication", "error": "Connection closed by peer"}
-    ranks = tuple(
-        msgspec.structs.replace(item, **(dead if item.rank == 5 else lost))
-        for item in seen.job.ranks
-    )
-    cause = "rank 5 was killed by SIGKILL, in backward after step 4200, inside allreduce of data."
-    event = Event(NOW, 0, "error", "RuntimeError: Connection closed by peer")
-    snapshot = msgspec.structs.replace(
-        seen.job,
-        state="crashed",
-        ranks=ranks,
-        cause=cause,
-        events=(*seen.job.events, event),
-        samples_per_second=None,
-        tokens_per_second=None,
-    )
-    return Observation(time=NOW, job=snapshot)
+    """The demo half a minute after the kernel took rank 5."""
+    return demo(later_s=30, scenario="crashed")
 
 
 def summary(number: int, **changes: Any) -> JobSummary:
@@ -174,8 +165,10 @@ class FakeSource:
         self._last = observations[0]
         self.lost: str | None = None
         self.is_closed = False
+        self.num_reads = 0
 
     def read(self) -> Observation:
+        self.num_reads += 1
         if self.lost is not None:
             raise TelemetryError(self.lost)
         if self._waiting:

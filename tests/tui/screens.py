@@ -8,31 +8,59 @@ from textual.app import App
 from textual.pilot import Pilot
 
 from boltmesh.tui.app import DashboardApp
-from boltmesh.tui.screens.overview import OverviewScreen
-from boltmesh.tui.source import Observation
+from boltmesh.tui.screens.job import JobScreen
+from boltmesh.tui.source import Observation, Source
 from tests.tui.samples import FakeSource
+
+
+@asynccontextmanager
+async def open_source(
+    source: Source | None, *, size: tuple[int, int] = (120, 30), **options: Any
+) -> AsyncIterator[Pilot[None]]:
+    """Run the dashboard; it looks again only when a test says so."""
+    app = DashboardApp(source, **{"interval_s": None, "palette": "night"} | options)
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        yield pilot
 
 
 @asynccontextmanager
 async def open_app(
     *observations: Observation, size: tuple[int, int] = (120, 30), **options: Any
 ) -> AsyncIterator[Pilot[None]]:
-    """Run the dashboard on a fake source; it looks again only when a test says so."""
+    """Run the dashboard on a source that gives these observations."""
     source = FakeSource(*observations) if observations else None
-    app = DashboardApp(source, interval_s=None, **{"palette": "night"} | options)
-    async with app.run_test(size=size) as pilot:
-        await pilot.pause()
+    async with open_source(source, size=size, **options) as pilot:
         yield pilot
 
 
-async def look_again(pilot: Pilot[None]) -> None:
-    """Let the overview read its source once more and draw the result."""
+def job_screen(pilot: Pilot[None]) -> JobScreen:
+    """Return the screen of the job, which has to be in front."""
     screen = pilot.app.screen
-    assert isinstance(screen, OverviewScreen)
-    await screen.look_again()
+    assert isinstance(screen, JobScreen)
+    return screen
+
+
+async def look_again(pilot: Pilot[None]) -> None:
+    """Let the screen read its source once more and draw the result."""
+    await job_screen(pilot).look_again()
+    await pilot.pause()
+
+
+async def settle(pilot: Pilot[None]) -> None:
+    """Wait until what a key has begun in the background is on the screen."""
+    await pilot.app.workers.wait_for_complete()
     await pilot.pause()
 
 
 def screen_text(app: App[Any]) -> str:
     """Return the characters on the screen, line by line."""
     return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+
+
+def find_text(app: App[Any], text: str) -> tuple[int, int]:
+    """Return the cell at which a text begins; characters of the dashboard are one cell wide."""
+    for y, line in enumerate(screen_text(app).split("\n")):
+        if text in line:
+            return line.index(text), y
+    raise AssertionError(f"{text!r} is not on the screen:\n{screen_text(app)}")

@@ -1,50 +1,30 @@
-"""Keys and sizes, driven without a terminal, on a frozen clock."""
+"""The shell at every size: what stays whole, what is shown, and how it begins and ends."""
 
+import threading
 from typing import Any
 
-import msgspec
 import pytest
 from rich.cells import cell_len
+from textual import events
 from textual.app import App
 
-from boltmesh.errors import TelemetryError
 from boltmesh.tui.app import DashboardApp
+from boltmesh.tui.pages.book import PAGES
 from boltmesh.tui.screens.help import HelpScreen
-from boltmesh.tui.screens.jobs import JobsScreen
-from boltmesh.tui.screens.overview import OverviewScreen
+from boltmesh.tui.screens.job import JobScreen
 from boltmesh.tui.source import Observation
 from boltmesh.tui.theme import PALETTES
-from tests.tui.samples import (
-    NOW,
-    FakeSource,
-    crashed_demo,
-    demo,
-    job,
-    losses,
-    rank,
-    summary,
-)
-from tests.tui.screens import look_again, open_app, screen_text
+from tests.tui.samples import NOW, FakeSource, crashed_demo, demo, job, losses, rank, step
+from tests.tui.screens import job_screen, look_again, open_app, open_source, screen_text, settle
 
-SIZES = [(1, 1), (2, 30), (20, 5), (40, 10), (60, 15), (80, 24), (120, 30), (200, 60), (300, 100)]
-
-
-@pytest.mark.parametrize("size", SIZES)
-async def test_every_key_works_at_every_size(size: tuple[int, int]) -> None:
-    async with open_app(demo(), size=size) as pilot:
-        await pilot.press("m", "M", "space", "t", "j", "k", "pagedown", "pageup", "home", "0")
-        await pilot.press("escape", "question_mark", "j", "k", "escape", "x")
-        _check_shape(pilot.app, size)
-
-
-@pytest.mark.parametrize("size", [(20, 5), (60, 15), (120, 30)])
-@pytest.mark.parametrize("seen", [crashed_demo(), Observation(NOW, job(ranks=()))])
-async def test_jobs_without_data_are_no_special_case(
-    size: tuple[int, int], seen: Observation
-) -> None:
-    async with open_app(seen, size=size) as pilot:
-        await pilot.press("m", "space", "j", "pagedown")
-        _check_shape(pilot.app, size)
+SIZES = [(1, 1), (2, 30), (20, 5), (40, 10), (60, 15), (80, 24), (120, 40), (200, 60), (300, 100)]
+USUAL_SIZES = SIZES[4:]
+FEW_KEYS = ("j", "s", "enter", "escape", "tab", "f", "end")
+KEYS = (
+    "j", "k", "l", "h", "s", "S", "pagedown", "pageup", "end", "home", "tab", "enter", "j",
+    "escape", "m", "M", "y", "f", "F", "space", "space", "slash", "x", "escape", "t",
+    "question_mark", "j", "escape", "left_square_bracket", "full_stop", "plus", "0",
+)  # fmt: skip
 
 
 def _check_shape(app: App[Any], size: tuple[int, int]) -> None:
@@ -53,12 +33,45 @@ def _check_shape(app: App[Any], size: tuple[int, int]) -> None:
     assert {cell_len(line) for line in lines} == {size[0]}
 
 
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+async def test_every_key_works_on_every_screen_at_every_size(size: tuple[int, int]) -> None:
+    async with open_app(demo(), size=size) as pilot:
+        for name, page in PAGES.items():
+            has_all = size in USUAL_SIZES and name == "ranks"
+            await pilot.press(page.tab.key, *(KEYS if has_all else FEW_KEYS))
+            _check_shape(pilot.app, size)
+            assert isinstance(pilot.app.screen, JobScreen)
+
+
+@pytest.mark.parametrize("size", [(20, 5), (60, 15), (120, 40)])
+@pytest.mark.parametrize(
+    "seen", [crashed_demo(), Observation(NOW, job(ranks=())), Observation(NOW, job())]
+)
+async def test_jobs_without_data_are_no_special_case(
+    size: tuple[int, int], seen: Observation
+) -> None:
+    async with open_app(seen, size=size) as pilot:
+        for page in PAGES.values():
+            await pilot.press(page.tab.key, "m", "j", "s", "f", "enter", "escape", "pagedown")
+            _check_shape(pilot.app, size)
+
+
+async def test_a_thousand_ranks_are_no_special_case() -> None:
+    many = job(ranks=tuple(rank(number) for number in range(1024)))
+    async with open_app(Observation(NOW, many), size=(120, 40)) as pilot:
+        for page in PAGES.values():
+            await pilot.press(page.tab.key, "j", "end", "s", "pageup")
+            _check_shape(pilot.app, (120, 40))
+
+
 async def test_resizing_through_all_sizes_keeps_the_screen_whole() -> None:
     async with open_app(demo()) as pilot:
-        for width, height in [*SIZES, *reversed(SIZES)]:
+        for place, (width, height) in enumerate([*SIZES, *reversed(SIZES)]):
+            await pilot.press(str(1 + place % 7))
             await pilot.resize_terminal(width, height)
             await pilot.pause()
-            assert len(screen_text(pilot.app).split("\n")) == height
+            _check_shape(pilot.app, (width, height))
+        await pilot.press("1")
         await pilot.resize_terminal(120, 35)
         await pilot.pause()
         resized = screen_text(pilot.app)
@@ -66,11 +79,28 @@ async def test_resizing_through_all_sizes_keeps_the_screen_whole() -> None:
         assert resized == screen_text(pilot.app)
 
 
+@pytest.mark.parametrize("size", USUAL_SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+async def test_digits_and_arrows_go_to_every_screen(size: tuple[int, int]) -> None:
+    async with open_app(demo(), size=size) as pilot:
+        screen, seen = job_screen(pilot), set()
+        for name, page in PAGES.items():
+            await pilot.press(page.tab.key)
+            assert screen.page.tab.name == name
+            seen.add(screen_text(pilot.app))
+        assert len(seen) == len(PAGES)
+        assert screen.page.tab.name == "events"
+        await pilot.press("h")
+        assert screen.page.tab.name == "memory"
+        await pilot.press("right", "right")
+        assert screen.page.tab.name == "overview"
+
+
 async def test_a_look_shows_what_is_new() -> None:
     async with open_app(demo(), demo(later_s=60)) as pilot:
-        assert "step 4,200 /" in screen_text(pilot.app)
+        before = screen_text(pilot.app)
+        assert "step 4,200 /" in before
         await look_again(pilot)
-        assert "step 4,483 /" in screen_text(pilot.app)
+        assert "step 4,200 /" not in screen_text(pilot.app)
 
 
 async def test_a_held_screen_shows_the_newest_when_it_goes_on() -> None:
@@ -86,22 +116,46 @@ async def test_a_held_screen_shows_the_newest_when_it_goes_on() -> None:
             await look_again(pilot)
         assert screen_text(pilot.app) == held
         await pilot.press("space")
-        screen = pilot.app.screen
-        assert isinstance(screen, OverviewScreen)
         assert "step 14 /" in screen_text(pilot.app)
-        # What passed while the screen was held is in the curve all the same.
-        assert screen.state.series["loss"].steps == (1, 2, 3, 4)
 
 
 async def test_m_goes_through_all_metrics_and_back() -> None:
     async with open_app(demo(), size=(80, 24)) as pilot:
-        shown = []
+
+        def shown() -> str:
+            line = next(line for line in screen_text(pilot.app).splitlines() if " of 4 " in line)
+            return line.split()[1]
+
+        names = [shown()]
         for _ in range(4):
             await pilot.press("m")
-            shown.append(screen_text(pilot.app).splitlines()[3].split()[1])
-        assert shown == ["grad_norm", "learning_rate", "val_loss", "loss"]
+            names.append(shown())
+        assert names == ["loss", "grad_norm", "learning_rate", "val_loss", "loss"]
         await pilot.press("M")
-        assert "val_loss" in screen_text(pilot.app).splitlines()[3]
+        assert shown() == "val_loss"
+
+
+async def test_y_changes_the_axis_and_back() -> None:
+    async with open_app(demo()) as pilot:
+        linear = screen_text(pilot.app)
+        await pilot.press("y")
+        assert " log " in screen_text(pilot.app)
+        await pilot.press("y")
+        assert screen_text(pilot.app) == linear
+
+
+async def test_f_goes_through_all_figures_of_the_ranks() -> None:
+    async with open_app(demo(), size=(120, 40)) as pilot:
+        titles = []
+        for _ in range(20):
+            text = screen_text(pilot.app)
+            titles.append(next(line for line in text.splitlines() if "ranks by" in line))
+            await pilot.press("f")
+        assert len(set(titles)) > 3
+        assert titles[0] in titles[1:]
+        before = screen_text(pilot.app)
+        await pilot.press("f", "F")
+        assert screen_text(pilot.app) == before
 
 
 async def test_t_goes_through_all_palettes() -> None:
@@ -116,74 +170,70 @@ async def test_t_goes_through_all_palettes() -> None:
         assert app.palette.name == seen[0]
 
 
-async def test_the_ranks_scroll_and_stop_at_their_ends() -> None:
-    many = job(ranks=tuple(rank(n) for n in range(64)))
-    async with open_app(Observation(NOW, many), size=(80, 24)) as pilot:
-        screen = pilot.app.screen
-        assert isinstance(screen, OverviewScreen)
-        await pilot.press("k")
-        assert screen.view.first_rank == 0
-        await pilot.press("j", "pagedown")
-        assert screen.view.first_rank == 11
-        for _ in range(10):
-            await pilot.press("pagedown")
-        text = screen_text(pilot.app)
-        assert " 63 " in text
-        assert "↓" not in text
-        await pilot.press("k")
-        assert "↓ 1 more" in screen_text(pilot.app)
-        await pilot.press("home")
-        assert screen.view.first_rank == 0
-
-
-async def test_a_rank_in_trouble_is_not_hidden_below_the_others() -> None:
-    ranks = [rank(n) for n in range(64)]
-    ranks[50] = rank(50, state="dead")
-    async with open_app(Observation(NOW, job(ranks=tuple(ranks))), size=(80, 24)) as pilot:
-        lines = screen_text(pilot.app).splitlines()
-        first = next(line for line in lines if line.lstrip().startswith("rank ")) and [
-            line for line in lines if "✗ dead" in line
-        ]
-        assert first[0].split()[0] == "50"
-
-
 async def test_the_end_of_a_job_is_shown_and_its_data_stay() -> None:
     async with open_app(demo(), crashed_demo()) as pilot:
+        loss = next(line for line in screen_text(pilot.app).splitlines() if " loss " in line)
         await look_again(pilot)
-        text = screen_text(pilot.app)
-        assert "crashed: rank 5 was killed by SIGKILL, in backward after step 4200" in text
-        assert "✗ dead" in text
-        assert "3.4386" in text
+        text = " ".join(screen_text(pilot.app).split())
+        assert "rank 5 was killed by SIGKILL" in text
+        assert "crashed" in text
+        assert " ".join(loss.split("─")[1].split()) in text
 
 
 async def test_a_source_that_goes_away_leaves_the_last_data_and_comes_back() -> None:
-    async with open_app(demo()) as pilot:
-        screen = pilot.app.screen
-        assert isinstance(screen, OverviewScreen)
-        source = screen._source
-        assert isinstance(source, FakeSource)
+    source = FakeSource(demo())
+    async with open_source(source) as pilot:
         source.lost = "job.json is gone"
         await look_again(pilot)
         text = screen_text(pilot.app)
         assert "disconnected" in text
         assert "job.json is gone" in text
-        assert "3.4386" in text
+        assert "step 4,200 /" in text
         source.lost = None
         await look_again(pilot)
         assert "disconnected" not in screen_text(pilot.app)
 
 
+async def test_a_job_that_cannot_be_read_yet_says_why_and_waits() -> None:
+    source = FakeSource(demo())
+    source.lost = "connecting to node7"
+    async with open_source(source, size=(60, 15)) as pilot:
+        assert "connecting to node7" in screen_text(pilot.app)
+        await pilot.press("2", "j", "enter", "slash", "s", "m", "f", "space", "space", "1")
+        _check_shape(pilot.app, (60, 15))
+        source.lost = None
+        await look_again(pilot)
+        assert "step 4,200 /" in screen_text(pilot.app)
+
+
+async def test_a_slow_first_look_does_not_keep_the_screen_dark() -> None:
+    source, may_go_on = FakeSource(demo()), threading.Event()
+    read = source.read
+
+    def read_slowly() -> Observation:
+        may_go_on.wait(20)
+        return read()
+
+    source.read = read_slowly
+    async with open_source(source, size=(60, 15)) as pilot:
+        assert "waiting for the first look" in screen_text(pilot.app)
+        job_screen(pilot).start_look()
+        may_go_on.set()
+        await settle(pilot)
+        assert "step 4,200 /" in screen_text(pilot.app)
+        assert source.num_reads == 1
+
+
 @pytest.mark.parametrize("key", ["q", "ctrl+c", "ctrl+q"])
 async def test_detaching_closes_the_source_and_remembers_what_goes_on(key: str) -> None:
-    async with open_app(demo()) as pilot:
-        app, screen = pilot.app, pilot.app.screen
+    source = FakeSource(demo())
+    async with open_source(source) as pilot:
+        app = pilot.app
         assert isinstance(app, DashboardApp)
-        assert isinstance(screen, OverviewScreen)
         await pilot.press(key)
         await pilot.pause()
     assert not app.is_running
-    assert isinstance(screen._source, FakeSource)
-    assert screen._source.is_closed
+    assert source.is_closed
     assert app.detached_from == "gpt-demo"
 
 
@@ -194,95 +244,80 @@ async def test_nothing_goes_on_after_a_job_that_has_ended() -> None:
         assert app.detached_from is None
 
 
-async def test_help_opens_once_scrolls_and_closes() -> None:
-    async with open_app(demo(), size=(60, 10)) as pilot:
-        await pilot.press("question_mark", "t")
+async def test_help_is_about_the_screen_opens_once_scrolls_and_closes() -> None:
+    async with open_app(demo(), size=(60, 12)) as pilot:
+        await pilot.press("4", "question_mark", "t")
         assert isinstance(pilot.app.screen, HelpScreen)
-        assert "detach; the job goes on" in screen_text(pilot.app)
-        await pilot.press(*["j"] * 16)
-        assert "never the same as zero" in screen_text(pilot.app)
+        assert "structural" in screen_text(pilot.app)
+        await pilot.press("end")
+        assert "slower, faster" in screen_text(pilot.app)
+        end = screen_text(pilot.app)
+        await pilot.press("j", "pagedown")
+        assert screen_text(pilot.app) == end
+        await pilot.press("home")
+        assert "structural" in screen_text(pilot.app)
         await pilot.press("question_mark")
-        assert isinstance(pilot.app.screen, OverviewScreen)
-
-
-def _chooser(*, ids: int = 3) -> tuple[DashboardApp, list[str], list[FakeSource]]:
-    opened: list[str] = []
-    sources: list[FakeSource] = []
-
-    def open_source(job_id: str) -> FakeSource:
-        if job_id == "job3":
-            raise TelemetryError("job3 is gone.")
-        opened.append(job_id)
-        snapshot = msgspec.structs.replace(demo().job, id=job_id, name=f"name of {job_id}")
-        sources.append(FakeSource(Observation(NOW, snapshot)))
-        return sources[-1]
-
-    app = DashboardApp(
-        None,
-        list_jobs=lambda: [summary(number) for number in range(1, ids + 1)],
-        open_source=open_source,
-        interval_s=None,
-    )
-    return app, opened, sources
-
-
-async def test_a_job_is_chosen_by_cursor_and_the_list_can_be_opened_again() -> None:
-    app, opened, sources = _chooser()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
-        assert isinstance(app.screen, JobsScreen)
-        assert all(f"job{number}" in screen_text(app) for number in (1, 2, 3))
-        await pilot.press("escape")
-        assert isinstance(app.screen, JobsScreen)
-        await pilot.press("j", "enter")
-        await pilot.pause()
-        assert opened == ["job2"]
-        assert "name of job2" in screen_text(app)
-        await pilot.press("0")
-        assert isinstance(app.screen, JobsScreen)
-        await pilot.press("escape")
-        assert "name of job2" in screen_text(app)
-        await pilot.press("0", "k", "enter")
-        await pilot.pause()
-        assert opened == ["job2", "job1"]
-        assert sources[0].is_closed
-        assert not sources[1].is_closed
-
-
-async def test_a_job_that_went_away_is_reported_and_the_list_stays() -> None:
-    app, opened, _ = _chooser()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
-        await pilot.press("j", "j", "j", "j", "enter")
-        await pilot.pause()
-        assert opened == []
-        assert isinstance(app.screen, JobsScreen)
-        assert "job3 is gone." in screen_text(app)
-
-
-async def test_the_cursor_stays_on_its_job_when_the_list_changes() -> None:
-    jobs = [summary(1), summary(2)]
-    app = DashboardApp(None, list_jobs=lambda: list(jobs), open_source=None, interval_s=None)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
-        await pilot.press("j")
-        jobs.insert(0, summary(7))
-        screen = app.screen
-        assert isinstance(screen, JobsScreen)
-        await screen.list_again()
-        await pilot.pause()
-        chosen = [line for line in screen_text(app).splitlines() if line.lstrip().startswith("▸")]
-        assert len(chosen) == 1
-        assert "job2" in chosen[0]
-        jobs.clear()
-        await screen.list_again()
-        await pilot.press("j", "enter")
-        await pilot.pause()
-        assert "none" in screen_text(app)
+        assert job_screen(pilot).page.tab.name == "pipeline"
 
 
 async def test_an_unchanged_screen_sends_nothing_to_the_terminal() -> None:
     async with open_app(demo(), demo()) as pilot:
-        screen = pilot.app.screen
+        for page in PAGES.values():
+            await pilot.press(page.tab.key)
+            await look_again(pilot)
+            assert not pilot.app.screen._compositor._dirty_regions
+
+
+async def test_a_changed_figure_sends_its_own_panel_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = job(global_step=10)
+    async with open_app(
+        Observation(NOW, first), Observation(NOW, job(global_step=11)), size=(120, 40)
+    ) as pilot:
+        refreshed: list[Any] = []
+        canvas = job_screen(pilot).canvas
+        monkeypatch.setattr(canvas, "refresh", lambda *regions, **_: refreshed.extend(regions))
         await look_again(pilot)
-        assert not screen._compositor._dirty_regions
+        assert [(region.y, region.height) for region in refreshed] == [(1, 1)]
+
+
+async def test_an_alert_rings_the_bell_and_stands_among_the_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bad = rank(0, steps=(step(10), step(11, loss=float("nan"))))
+    broken = Observation(NOW, job(ranks=(bad, rank(1))))
+    rung: list[bool] = []
+    async with open_app(Observation(NOW, job()), broken, broken) as pilot:
+        monkeypatch.setattr(pilot.app, "bell", lambda: rung.append(True))
+        await look_again(pilot)
+        await look_again(pilot)
+        assert rung == [True]
+        await pilot.press("7")
+        assert "alert" in screen_text(pilot.app)
+
+
+async def test_an_unfocused_terminal_is_looked_at_less_and_at_once_when_it_is_back() -> None:
+    source = FakeSource(*(Observation(NOW, job(global_step=10 + n)) for n in range(50)))
+    async with open_source(source, interval_s=1000.0) as pilot:
+        await settle(pilot)
+        app, screen = pilot.app, job_screen(pilot)
+        assert isinstance(app, DashboardApp)
+        now = app.clock()
+        app.clock = lambda: now
+        screen.start_look()
+        await settle(pilot)
+        before = source.num_reads
+        app.post_message(events.AppBlur())
+        await pilot.pause()
+        for wait_s, num_looks in ((1.0, 0), (9.0, 0), (11.0, 1)):
+            app.clock = lambda wait_s=wait_s: now + wait_s  # type: ignore[misc]
+            screen._on_tick()
+            await settle(pilot)
+            assert source.num_reads == before + num_looks
+        app.post_message(events.AppFocus())
+        await settle(pilot)
+        assert source.num_reads == before + 2
+        screen._on_tick()
+        await settle(pilot)
+        assert source.num_reads == before + 3

@@ -13,7 +13,7 @@ from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.reader import JobSummary
 from boltmesh.tui import command
 from boltmesh.tui.command import jobs, top
-from boltmesh.tui.source import Observation, Source
+from boltmesh.tui.source import InterruptionError, Observation, Source
 from tests.tui.samples import NOW, FakeSource, crashed_demo, demo, summary
 
 
@@ -127,7 +127,8 @@ def test_one_json_object_on_one_line(host: Host, capsys: Capture) -> None:
     assert document["schema"] == 1
     assert document["id"] == "gpt-demo"
     assert len(document["ranks"]) == 8
-    assert [device["ranks"] for device in document["devices"]] == [[n] for n in range(8)]
+    gpus = [device["ranks"] for device in document["devices"] if device["kind"] == "gpu"]
+    assert gpus == [[n] for n in range(8)]
 
 
 def test_json_goes_on_until_the_job_has_ended(host: Host, capsys: Capture) -> None:
@@ -157,6 +158,29 @@ def test_a_job_that_can_no_longer_be_read_ends_the_stream_with_a_failure(
     assert top(as_json=True) == TelemetryError.exit_code == 1
     assert capsys.readouterr().err == "boltmesh: job.json is gone\n"
     assert source.is_closed
+
+
+def test_an_interrupted_stream_is_told_once_and_goes_on(host: Host, capsys: Capture) -> None:
+    answers: list[Observation | InterruptionError] = [
+        demo(),
+        InterruptionError("cut"),
+        InterruptionError("cut"),
+        demo(later_s=1),
+        crashed_demo(),
+    ]
+
+    def read() -> Observation:
+        found = answers.pop(0)
+        if isinstance(found, InterruptionError):
+            raise found
+        return found
+
+    host.jobs = [summary(1)]
+    host.source.read = read
+    assert top(as_json=True, interval_s=0.0) == 0
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 3
+    assert err == "boltmesh: cut\nboltmesh: connected again.\n"
 
 
 def test_ctrl_c_ends_the_stream_with_its_own_code(
@@ -204,3 +228,38 @@ def test_whoever_stops_reading_causes_no_complaint(tmp_path: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("has_mouse", [True, False])
+def test_the_mouse_can_be_left_to_the_terminal_and_choices_are_remembered_here(
+    host: Host, monkeypatch: pytest.MonkeyPatch, has_mouse: bool
+) -> None:
+    from boltmesh.tui.app import DashboardApp
+    from boltmesh.tui.settings import settings_path
+
+    seen: list[object] = []
+
+    def run(app: DashboardApp, *, mouse: bool) -> None:
+        seen.extend([mouse, app._settings_path])
+
+    monkeypatch.setattr(DashboardApp, "run", run)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    host.jobs = [summary(1)]
+    assert top(has_mouse=has_mouse) == 0
+    assert seen == [has_mouse, settings_path()]
+
+
+def test_the_demo_depends_on_no_settings_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from boltmesh.tui.app import DashboardApp
+
+    seen: list[object] = []
+
+    def run(app: DashboardApp, *, mouse: bool) -> None:
+        seen.append(app._settings_path)
+
+    monkeypatch.setattr(DashboardApp, "run", run)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert top(demo=True) == 0
+    assert seen == [None]

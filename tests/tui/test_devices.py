@@ -1,31 +1,85 @@
-"""Readings of processes by psutil, and of GPUs by a stand-in for NVML."""
+"""Readings of processes and the host by psutil, and of GPUs by a stand-in for NVML."""
 
 import os
 import socket
-from types import SimpleNamespace
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
+import psutil
+import pynvml
 import pytest
 
-from boltmesh.tui import devices
-from boltmesh.tui.devices import DeviceReader
+from boltmesh.tui.devices import DeviceReader, DeviceReading, GpuProcess
+from boltmesh.tui.devices.gpu import Gpu
+from boltmesh.tui.devices.process import RankProcess
+from boltmesh.tui.devices.rates import Rates
+from boltmesh.tui.devices.throttling import throttle_words
+from tests.tui.fake_nvml import FakeNvml
 from tests.tui.samples import job, rank
+
+HERE = socket.gethostname()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def _own(**changes: Any) -> Any:
-    return job(ranks=(rank(3, pid=os.getpid(), host=socket.gethostname(), **changes),))
+    return job(ranks=(rank(3, pid=os.getpid(), host=HERE, **changes),))
+
+
+def _kinds(readings: tuple[DeviceReading, ...], kind: str) -> list[DeviceReading]:
+    return [reading for reading in readings if reading.kind == kind]
 
 
 def test_a_process_is_measured_between_two_looks() -> None:
     reader = DeviceReader()
-    (first,) = reader.read(_own())
-    (second,) = reader.read(_own())
+    (first,) = _kinds(reader.read(_own()), "process")
+    (second,) = _kinds(reader.read(_own()), "process")
     assert first.utilization_percent is None
+    assert first.disk_read_bytes_per_second is None
     assert second.utilization_percent is not None
     assert second.ranks == (3,)
     assert second.pid == os.getpid()
     assert second.memory_used_bytes is not None
     assert 1e6 < second.memory_used_bytes < (second.memory_total_bytes or 0)
+    assert 0 < (second.shared_memory_bytes or 0) < second.memory_used_bytes
+    assert (second.num_threads or 0) >= 1
+
+
+def test_what_a_process_writes_to_its_disk_is_a_rate(tmp_path: Path) -> None:
+    clock = Clock()
+    process = RankProcess(os.getpid(), clock=clock)
+    process.read(0, HERE, 1)
+    with (tmp_path / "written").open("wb") as file:
+        file.write(bytes(2**20))
+        file.flush()
+        os.fsync(file.fileno())
+    clock.now += 2.0
+    reading = process.read(0, HERE, 1)
+    if not psutil.Process().io_counters().write_bytes:
+        pytest.skip("this file system has no disk, so nothing is counted")
+    assert reading.disk_written_bytes_per_second is not None
+    assert reading.disk_written_bytes_per_second >= 2**19
+
+
+def test_the_process_that_is_busy_is_seen_to_be_busy() -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        process = RankProcess(busy.pid)
+        process.read(0, HERE, 1)
+        time.sleep(0.5)
+        assert (process.read(0, HERE, 1).utilization_percent or 0) > 5
+    finally:
+        busy.kill()
+        busy.wait()
 
 
 @pytest.mark.parametrize("state", ["finished", "failed", "dead", "missing"])
@@ -39,62 +93,74 @@ def test_a_rank_of_another_host_is_not_looked_for_here() -> None:
 
 
 def test_a_process_that_has_just_gone_is_left_out() -> None:
-    gone = job(ranks=(rank(0, pid=2**22 + 1, host=socket.gethostname()),))
+    gone = job(ranks=(rank(0, pid=2**22 + 1, host=HERE),))
     assert DeviceReader().read(gone) == ()
 
 
-class FakeNvml:
-    """As much of pynvml as is used; ``unsupported`` names what this model cannot tell."""
+def test_a_figure_that_is_hidden_from_this_user_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def denied(_: object) -> None:
+        raise psutil.AccessDenied
 
-    class NVMLError(Exception):
-        pass
+    monkeypatch.setattr(psutil.Process, "io_counters", denied)
+    reader = DeviceReader()
+    reader.read(_own())
+    (reading,) = _kinds(reader.read(_own()), "process")
+    assert reading.disk_read_bytes_per_second is None
+    assert reading.memory_used_bytes is not None
 
-    NVML_TEMPERATURE_GPU = 0
 
-    def __init__(self, *unsupported: str) -> None:
-        self.unsupported = unsupported
-        self.is_initialised = False
+def test_the_host_tells_of_the_disk_that_the_run_directory_is_on(tmp_path: Path) -> None:
+    reader = DeviceReader(tmp_path)
+    (first,) = _kinds(reader.read(_own()), "host")
+    (second,) = _kinds(reader.read(_own()), "host")
+    assert first.utilization_percent is None
+    assert second.utilization_percent is not None
+    assert second.ranks == (3,)
+    assert second.name == HERE
+    assert second.num_cores == psutil.cpu_count()
+    assert second.disk_folder == str(tmp_path)
+    assert 0 < (second.disk_free_bytes or 0) < (second.disk_total_bytes or 0)
+    assert 0 < (second.memory_used_bytes or 0) < (second.memory_total_bytes or 0)
+    assert second.swap_used_bytes is not None
+    assert second.note is None
 
-    def nvmlInit(self) -> None:  # noqa: N802
-        self.is_initialised = True
 
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.is_initialised = False
+def test_a_run_directory_that_is_gone_leaves_its_disk_unknown(tmp_path: Path) -> None:
+    (host,) = _kinds(DeviceReader(tmp_path / "gone").read(_own()), "host")
+    assert host.disk_free_bytes is None
 
-    def __getattr__(self, name: str) -> Any:
-        values = {
-            "nvmlDeviceGetName": "NVIDIA H100",
-            "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97),
-            "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=60 * 2**30, total=80 * 2**30),
-            "nvmlDeviceGetPowerUsage": 650_500,
-            "nvmlDeviceGetTemperature": 61,
-        }
 
-        def call(*arguments: Any) -> Any:
-            assert self.is_initialised
-            if name in self.unsupported:
-                raise self.NVMLError(name)
-            if name == "nvmlDeviceGetHandleByUUID":
-                if arguments[0] == "GPU-lost":
-                    raise self.NVMLError(name)
-                return arguments[0]
-            return values[name]
-
-        return call
+def test_a_look_at_eight_processes_takes_milliseconds() -> None:
+    pids = [os.getpid()] * 8
+    ranks = tuple(rank(at, pid=pid, host=HERE) for at, pid in enumerate(pids))
+    reader = DeviceReader()
+    reader.read(job(ranks=ranks))
+    start = time.process_time()
+    for _ in range(10):
+        reader.read(job(ranks=ranks))
+    assert (time.process_time() - start) / 10 < 0.02
 
 
 def _on_gpus(*uuids: str | None) -> Any:
-    here = socket.gethostname()
     return job(
-        ranks=tuple(rank(n, pid=None, host=here, device_uuid=uuid) for n, uuid in enumerate(uuids))
+        ranks=tuple(rank(n, pid=None, host=HERE, device_uuid=uuid) for n, uuid in enumerate(uuids))
     )
 
 
 def _reader(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml) -> DeviceReader:
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, getattr(nvml, name))
     reader = DeviceReader()
     nvml.nvmlInit()
     monkeypatch.setattr(reader, "_load_nvml", lambda: nvml)
     return reader
+
+
+def _gpu(nvml: FakeNvml, clock: Clock | None = None) -> Gpu:
+    nvml.nvmlInit()
+    return Gpu(nvml, "GPU-a", clock=clock or Clock())  # type: ignore[arg-type]
 
 
 def test_ranks_that_share_a_gpu_share_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,32 +169,134 @@ def test_ranks_that_share_a_gpu_share_its_reading(monkeypatch: pytest.MonkeyPatc
         ("GPU-a", (0, 2)),
         ("GPU-b", (1,)),
     ]
-    assert found[0].name == "NVIDIA H100"
-    assert found[0].utilization_percent == 97.0
-    assert found[0].memory_used_bytes == 60 * 2**30
-    assert found[0].memory_total_bytes == 80 * 2**30
-    assert found[0].power_watts == 650.5
-    assert found[0].temperature_celsius == 61.0
+
+
+def test_every_figure_has_its_unit() -> None:
+    reading = _gpu(FakeNvml()).read((0,))
+    assert reading == DeviceReading(
+        kind="gpu",
+        ranks=(0,),
+        name="NVIDIA H100",
+        uuid="GPU-a",
+        utilization_percent=97.0,
+        memory_used_bytes=60 * 2**30,
+        memory_total_bytes=80 * 2**30,
+        power_watts=650.5,
+        temperature_celsius=61.0,
+        memory_utilization_percent=41.0,
+        power_limit_watts=700.0,
+        temperature_limit_celsius=87.0,
+        sm_clock_mhz=1755,
+        sm_clock_max_mhz=1980,
+        memory_clock_mhz=2619,
+        memory_clock_max_mhz=2619,
+        throttle_reasons=("power limit",),
+        ecc_corrected_errors=12,
+        ecc_uncorrected_errors=1,
+        processes=(GpuProcess(7, None),),
+    )
+
+
+UNSUPPORTED = {
+    "nvmlDeviceGetUtilizationRates": {"utilization_percent", "memory_utilization_percent"},
+    "nvmlDeviceGetMemoryInfo": {"memory_used_bytes", "memory_total_bytes"},
+    "nvmlDeviceGetPowerUsage": {"power_watts"},
+    "nvmlDeviceGetEnforcedPowerLimit": {"power_limit_watts"},
+    "nvmlDeviceGetTemperature": {"temperature_celsius"},
+    "nvmlDeviceGetTemperatureThreshold": {"temperature_limit_celsius"},
+    "nvmlDeviceGetClockInfo": {"sm_clock_mhz", "memory_clock_mhz"},
+    "nvmlDeviceGetMaxClockInfo": {"sm_clock_max_mhz", "memory_clock_max_mhz"},
+    "nvmlDeviceGetCurrentClocksEventReasons": set(),
+    "nvmlDeviceGetTotalEccErrors": {"ecc_corrected_errors", "ecc_uncorrected_errors"},
+    "nvmlDeviceGetComputeRunningProcesses": {"processes"},
+    "nvmlDeviceGetFieldValues": set(),
+}
+
+
+@pytest.mark.parametrize(("call", "fields"), UNSUPPORTED.items())
+def test_what_a_model_cannot_tell_is_unknown_and_the_rest_is_kept(
+    call: str, fields: set[str]
+) -> None:
+    whole, part = _gpu(FakeNvml()).read((0,)), _gpu(FakeNvml(call)).read((0,))
+    changed = {
+        name for name in whole.__struct_fields__ if getattr(whole, name) != getattr(part, name)
+    }
+    assert changed == fields
+    assert all(getattr(part, field) is None for field in fields)
+
+
+def test_a_gpu_that_tells_nothing_is_still_listed() -> None:
+    reading = _gpu(FakeNvml(*UNSUPPORTED, "nvmlDeviceGetName",
+                            "nvmlDeviceGetCurrentClocksThrottleReasons")).read((0,))  # fmt: skip
+    assert reading == DeviceReading(kind="gpu", ranks=(0,), name="GPU-a", uuid="GPU-a")
+
+
+def test_links_are_rates_between_two_looks() -> None:
+    nvml, clock = FakeNvml(), Clock()
+    gpu = _gpu(nvml, clock)
+    sent, received = (
+        pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
+        pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
+    )
+    pcie = pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES
+    nvml.counters = {sent: 1_000, received: 2_000, pcie[0]: 10_000, pcie[1]: 20_000}
+    assert gpu.read((0,)).nvlink_sent_bytes_per_second is None
+    nvml.counters = {sent: 1_500, received: 2_100, pcie[0]: 10_400, pcie[1]: 20_000}
+    clock.now += 2.0
+    reading = gpu.read((0,), may_wait=True)
+    # NVLink counts in KiB, PCIe in bytes.
+    assert reading.nvlink_sent_bytes_per_second == 250 * 1024
+    assert reading.nvlink_received_bytes_per_second == 50 * 1024
+    assert reading.pcie_sent_bytes_per_second == 200
+    assert reading.pcie_received_bytes_per_second == 0
+    assert "nvmlDeviceGetPcieThroughput" not in nvml.calls
+
+
+def test_pcie_without_counters_is_measured_on_one_gpu_a_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvml = FakeNvml()
+    reader = _reader(monkeypatch, nvml)
+    for look in range(3):
+        nvml.calls.clear()
+        seen = reader.read(_on_gpus("GPU-a", "GPU-b", "GPU-c"))
+        assert nvml.calls.count("nvmlDeviceGetPcieThroughput") == 2
+        # What was measured stays until its turn comes again.
+        known = [reading.pcie_received_bytes_per_second for reading in seen]
+        assert known == [900 * 1024] * (look + 1) + [None] * (2 - look)
 
 
 @pytest.mark.parametrize(
-    ("call", "field"),
-    [("nvmlDeviceGetUtilizationRates", "utilization_percent"),
-     ("nvmlDeviceGetMemoryInfo", "memory_used_bytes"),
-     ("nvmlDeviceGetPowerUsage", "power_watts"),
-     ("nvmlDeviceGetTemperature", "temperature_celsius")],
+    ("names", "words"),
+    [
+        ((), ()),
+        (("GpuIdle",), ("idle",)),
+        (("SwPowerCap",), ("power limit",)),
+        (("HwSlowdown", "HwThermalSlowdown"), ("hot: hardware slowdown",)),
+        (("HwSlowdown", "HwPowerBrakeSlowdown"), ("power brake from outside",)),
+        (("HwSlowdown",), ("hardware slowdown",)),
+        (("SwPowerCap", "SwThermalSlowdown"), ("power limit", "hot: software slowdown")),
+    ],
 )  # fmt: skip
-def test_what_a_model_cannot_tell_is_unknown_and_the_rest_is_kept(
-    call: str, field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (reading,) = _reader(monkeypatch, FakeNvml(call)).read(_on_gpus("GPU-a"))
-    known = {"utilization_percent", "memory_used_bytes", "power_watts", "temperature_celsius"}
-    assert getattr(reading, field) is None
-    assert all(getattr(reading, other) is not None for other in known - {field})
+def test_throttling_is_told_in_words(names: tuple[str, ...], words: tuple[str, ...]) -> None:
+    bits = sum(getattr(pynvml, f"nvmlClocksEventReason{name}") for name in names)
+    assert throttle_words(pynvml, bits) == words
 
 
-def test_a_gpu_that_nvml_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _reader(monkeypatch, FakeNvml()).read(_on_gpus("GPU-lost")) == ()
+def test_a_reason_without_a_name_is_not_lost() -> None:
+    assert throttle_words(pynvml, 2**40) == ("unknown reason 0x10000000000",)
+
+
+def test_a_driver_before_535_is_asked_by_the_old_name() -> None:
+    nvml = FakeNvml("nvmlDeviceGetCurrentClocksEventReasons")
+    assert _gpu(nvml).read((0,)).throttle_reasons == ("power limit",)
+
+
+def test_a_gpu_that_nvml_does_not_know_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    (host,) = _reader(monkeypatch, FakeNvml()).read(_on_gpus("GPU-lost"))
+    assert host.kind == "host"
+    assert host.note is not None
+    assert "GPU-lost" in host.note
 
 
 def test_the_driver_is_not_touched_for_a_job_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +305,36 @@ def test_the_driver_is_not_touched_for_a_job_on_cpus(monkeypatch: pytest.MonkeyP
     reader.read(_own())
 
 
-def test_a_host_without_the_driver_has_no_gpu_readings() -> None:
-    if devices.DeviceReader()._load_nvml() is not None:
-        pytest.skip("this host has NVIDIA's driver")
+def test_a_host_without_the_driver_has_a_note_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise pynvml.NVMLError_LibraryNotFound
+
+    monkeypatch.setattr(pynvml, "nvmlInit", absent)
     reader = DeviceReader()
-    assert reader.read(_on_gpus("GPU-a")) == ()
+    (host,) = reader.read(_on_gpus("GPU-a"))
     reader.close()
+    assert host.note is not None
+    assert host.note.startswith("GPUs are not read: ")
+
+
+def test_nvml_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setattr(pynvml, "nvmlInit", nvml.nvmlInit)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", nvml.nvmlShutdown)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", nvml.nvmlDeviceGetHandleByUUID)
+    reader = DeviceReader()
+    assert reader._load_nvml() is pynvml
+    reader.close()
+    reader.close()
+    assert nvml.calls.count("nvmlShutdown") == 1
+
+
+def test_rates_need_two_looks_and_survive_a_reset() -> None:
+    clock = Clock()
+    rates = Rates(clock)
+    assert rates.since_last({"a": 10.0}) == {}
+    assert rates.since_last({"a": 20.0}) == {}  # no time has passed
+    clock.now += 5
+    assert rates.since_last({"a": 30.0, "b": 1.0}) == {"a": 2.0}
+    clock.now += 1
+    assert rates.since_last({"a": 3.0, "b": 1.0}) == {"b": 0.0}

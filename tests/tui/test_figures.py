@@ -11,7 +11,8 @@ from boltmesh.tui.figures.phases import phase_split, recent_step_seconds
 from boltmesh.tui.figures.progress import progress
 from boltmesh.tui.figures.ranks import rank_rows
 from boltmesh.tui.figures.throughput import throughput_over_time
-from boltmesh.tui.figures.traffic import traffic_rows, wire_factor
+from boltmesh.tui.figures.traffic import traffic_rows
+from boltmesh.tui.figures.wire import wire_factor
 from tests.tui.samples import NOW, job, rank, state, step, total
 
 

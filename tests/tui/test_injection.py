@@ -8,13 +8,15 @@ import pytest
 
 from boltmesh.telemetry.snapshot import Event, JobSnapshot, MetricPoint
 from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.tui.app import DashboardApp
 from boltmesh.tui.drawing.glyphs import UNICODE
 from boltmesh.tui.drawing.look import Look
 from boltmesh.tui.report import job_json, job_text, jobs_json, jobs_text
+from boltmesh.tui.screens.commands import commands_of
 from boltmesh.tui.source import Observation
 from boltmesh.tui.state import fold
 from tests.tui.samples import NOW, FakeSource, job, rank, summary, total
-from tests.tui.screens import look_again, open_app, screen_text
+from tests.tui.screens import job_screen, look_again, open_app, screen_text
 
 HOSTILE = "\x1b[31m\x1b]0;owned\x07[bold red]evil[/bold red]\x9b2J\u202e[@click=app.exit]x[/]\r\n"
 VISIBLE = "[bold red]evil[/bold red]"
@@ -71,8 +73,26 @@ async def test_hostile_text_is_shown_and_not_obeyed(size: tuple[int, int]) -> No
             await look_again(pilot)
 
 
-async def test_the_terminal_is_sent_no_sequence_of_the_jobs() -> None:
+@pytest.mark.parametrize("size", [(60, 15), (120, 40), (200, 60)])
+async def test_hostile_text_is_harmless_on_every_screen(size: tuple[int, int]) -> None:
+    async with open_app(Observation(NOW, _hostile_job()), size=size) as pilot:
+        for key in (*"234567", "j", "enter", "question_mark"):
+            await pilot.press(key)
+            assert all(line.isprintable() for line in screen_text(pilot.app).split("\n"))
+
+
+async def test_a_hostile_metric_is_no_markup_in_the_palette() -> None:
+    async with open_app(Observation(NOW, _hostile_job())) as pilot:
+        assert isinstance(pilot.app, DashboardApp)
+        titles = [item.title for item in commands_of(pilot.app, pilot.app.screen)]
+        assert any("evil" in title for title in titles)
+        assert all(title.isprintable() and "[" not in title for title in titles)
+
+
+@pytest.mark.parametrize("digit", "1234567")
+async def test_the_terminal_is_sent_no_sequence_of_the_jobs(digit: str) -> None:
     async with open_app(Observation(NOW, _hostile_job()), size=(120, 40)) as pilot:
+        await pilot.press(digit)
         sent = "".join(
             strip.render(pilot.app.console)
             for strip in pilot.app.screen._compositor.render_strips()
@@ -101,13 +121,15 @@ def test_json_is_harmless_and_still_says_what_the_job_said() -> None:
     assert text.isprintable()
     document = json.loads(text)
     assert document["name"] == HOSTILE
+    # What the dashboard itself says of the job is words of its own around those of the job.
+    assert document.pop("findings")
     assert set(_strings(document)) == {*_strings(msgspec.to_builtins(seen.job)), "devices"}
     assert jobs_json([summary(1, name=HOSTILE)]).isprintable()
 
 
 async def test_a_hostile_reason_of_a_lost_source_is_harmless() -> None:
     async with open_app(Observation(NOW, job())) as pilot:
-        source = pilot.app.screen._source  # type: ignore[attr-defined]
+        source = job_screen(pilot).session.source
         assert isinstance(source, FakeSource)
         source.lost = HOSTILE
         await look_again(pilot)

@@ -3,26 +3,34 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from boltmesh.telemetry.reader import JobSummary
 from boltmesh.telemetry.snapshot import (
+    MEMORY_KINDS,
     PHASES,
     SCHEMA_VERSION,
+    AlertThresholds,
+    Chunk,
     CollectiveInFlight,
     CollectiveTotal,
     Event,
+    GroupProgress,
     JobSnapshot,
     Memory,
+    MemoryKind,
     MetricPoint,
+    PeerTotal,
+    PipelinePlan,
     RankSnapshot,
     StepRecord,
 )
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.devices import DeviceReading, GpuProcess
+from boltmesh.tui.figures.findings.finding import Finding, Kind
 from boltmesh.tui.report import JobReport, job_json, jobs_json
 from tests.tui.samples import demo, summary
 
@@ -33,15 +41,31 @@ WORDS = set(re.findall(r"`([a-z_]+)`", TEXT))
 @pytest.mark.parametrize(
     "struct",
     [JobReport, JobSnapshot, RankSnapshot, StepRecord, MetricPoint, CollectiveTotal,
-     CollectiveInFlight, Memory, Event, ExpectedTraffic, DeviceReading, JobSummary],
+     CollectiveInFlight, Memory, Event, ExpectedTraffic, JobSummary, GroupProgress, PeerTotal,
+     MemoryKind, Chunk, PipelinePlan, AlertThresholds, DeviceReading, GpuProcess, Finding],
 )  # fmt: skip
 def test_every_field_is_described(struct: type[msgspec.Struct]) -> None:
     assert set(struct.__struct_fields__) <= WORDS
 
 
-def test_every_phase_and_state_is_described() -> None:
+def test_every_phase_state_and_kind_is_described() -> None:
     states = {"running", "finished", "failed", "crashed", "starting", "dead", "missing"}
-    assert states | set(PHASES) <= WORDS
+    assert states | set(PHASES) | set(MEMORY_KINDS) | set(get_args(Kind)) <= WORDS
+
+
+def test_what_the_document_says_of_the_demo_is_not_empty() -> None:
+    document = json.loads(job_json(demo()))
+    assert document["pipeline"]["order"][0][0] == "0F0"
+    for rank in document["ranks"]:
+        assert all(rank[field] for field in ("groups", "peers", "memory_kinds", "chunks"))
+    assert {device["kind"] for device in document["devices"]} == {"gpu", "process", "host"}
+    assert document["findings"] == []
+
+
+def test_what_is_found_wrong_is_in_the_document() -> None:
+    (found,) = json.loads(job_json(demo(scenario="straggler", later_s=30)))["findings"]
+    assert (found["kind"], found["severity"], found["ranks"]) == ("straggler", "warn", [5])
+    assert 0 < found["cost"] < 1
 
 
 def test_the_described_version_is_the_one_that_is_written() -> None:

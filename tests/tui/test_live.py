@@ -9,58 +9,23 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from boltmesh.errors import TelemetryError
-from boltmesh.telemetry.reader import open_job
-from boltmesh.telemetry.snapshot import JobSnapshot
+from tests.tui.training import BOLTMESH, global_step, run_training, wait_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
-TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
-BOLTMESH = [sys.executable, "-m", "boltmesh"]
-
-
-def _wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
-        time.sleep(0.1)
-
-
-def _snapshot() -> JobSnapshot | None:
-    with contextlib.suppress(TelemetryError), open_job() as job:
-        return job.snapshot()
-    return None
-
-
-def _step() -> int:
-    found = _snapshot()
-    return 0 if found is None else found.global_step
 
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Train for as long as the test lasts."""
-    command = [*BOLTMESH, "fit", str(TINY), "max_epochs=100000", "model.init_args.step_s=0.05"]
-    log = (tmp_path / "fit.log").open("wb")
-    with log, subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log) as process:
-        try:
-            _wait_for(
-                lambda: _step() >= 8 or process.poll() is not None, f"steps; see {tmp_path}/fit.log"
-            )
-            assert process.poll() is None, (tmp_path / "fit.log").read_text()
-            yield process
-        finally:
-            if process.poll() is None:
-                process.terminate()
+    with run_training(tmp_path) as process:
+        yield process
 
 
 def _top(*options: str) -> str:
@@ -105,20 +70,33 @@ def test_watching_leaves_the_job_alone_and_sees_it_die(
     assert document["state"] == "running"
     assert document["strategy"] == "DDPStrategy"
     pids = {rank["pid"] for rank in document["ranks"]}
-    assert {device["pid"] for device in document["devices"]} == pids
-    assert all(device["utilization_percent"] is not None for device in document["devices"])
+    processes = [device for device in document["devices"] if device["kind"] == "process"]
+    assert {process["pid"] for process in processes} == pids
+    assert all(process["utilization_percent"] is not None for process in processes)
     assert "  equal " in _top("--once")
 
     terminal = Terminal([*BOLTMESH, "top"])
     terminal.read_until("DDPStrategy")
     terminal.read_until("running")
+    for digit, words in (
+        ("2", "recent steps"),
+        ("3", "difference"),
+        ("4", "bubble"),
+        ("5", "processes"),
+        ("6", "memory"),
+        ("7", "collectives by group"),
+        ("1", "samples/s"),
+    ):
+        terminal.printed = b""
+        terminal.press(digit)
+        terminal.read_until(words)
     terminal.press("m")
     terminal.press("q")
     assert terminal.wait() == 0
     assert f"detached from {document['id']}".encode() in terminal.printed
 
-    before = _step()
-    _wait_for(lambda: _step() > before + 3, "steps after the dashboard has left")
+    before = global_step()
+    wait_for(lambda: global_step() > before + 3, "steps after the dashboard has left")
     assert training.poll() is None
 
     terminal = Terminal([*BOLTMESH, "top", document["id"][:4]])

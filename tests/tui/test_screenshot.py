@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from boltmesh.tui.pages.book import PAGES
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -28,10 +30,16 @@ def _words(svg: str) -> list[str]:
 async def test_the_picture_is_up_to_date(screenshot: ModuleType) -> None:
     drawn = await screenshot.draw()
     words = _words(drawn)
-    assert {"DDPStrategy", "backward", "allreduce", "running"} <= set(words)
+    assert {"Parallel3DStrategy", "backward", "allreduce", "running"} <= set(words)
     assert words == _words((DOCS / "dashboard.svg").read_text(encoding="utf-8")), (
         "run `make screenshot` and look at docs/dashboard.svg"
     )
+
+
+@pytest.mark.parametrize("screen", PAGES)
+async def test_every_screen_can_be_drawn(screenshot: ModuleType, screen: str) -> None:
+    words = _words(await screenshot.draw((80, 24), screen))
+    assert {"Parallel3DStrategy", "running", "help"} <= set(words)
 
 
 async def test_the_picture_does_not_depend_on_when_it_is_drawn(screenshot: ModuleType) -> None:

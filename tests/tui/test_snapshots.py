@@ -6,6 +6,7 @@ import pytest
 
 from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
 from boltmesh.tui.drawing.look import Look
+from boltmesh.tui.pages.book import PAGES
 from boltmesh.tui.report import job_text, jobs_text
 from boltmesh.tui.source import Observation
 from boltmesh.tui.state import fold
@@ -15,34 +16,55 @@ from tests.tui.screens import open_app, screen_text
 MatchesSnapshot = Callable[[str, str], None]
 
 
-@pytest.mark.parametrize("size", [(60, 15), (80, 24), (120, 35), (200, 60)])
-async def test_the_overview(size: tuple[int, int], matches_snapshot: MatchesSnapshot) -> None:
+@pytest.mark.parametrize("size", [(60, 15), (80, 24), (120, 40), (200, 60)])
+@pytest.mark.parametrize("page", PAGES)
+async def test_every_screen(
+    page: str, size: tuple[int, int], matches_snapshot: MatchesSnapshot
+) -> None:
     async with open_app(demo(), size=size) as pilot:
-        matches_snapshot(f"overview-{size[0]}x{size[1]}", screen_text(pilot.app))
+        await pilot.press(PAGES[page].tab.key)
+        matches_snapshot(f"{page}-{size[0]}x{size[1]}", screen_text(pilot.app))
 
 
-async def test_the_overview_in_ascii(matches_snapshot: MatchesSnapshot) -> None:
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_one_rank(size: tuple[int, int], matches_snapshot: MatchesSnapshot) -> None:
+    async with open_app(demo(), size=size) as pilot:
+        await pilot.press("2", "j", "j", "j", "enter")
+        matches_snapshot(f"rank-{size[0]}x{size[1]}", screen_text(pilot.app))
+
+
+async def test_every_screen_in_ascii(matches_snapshot: MatchesSnapshot) -> None:
     async with open_app(demo(), size=(100, 30), is_ascii=True) as pilot:
-        text = screen_text(pilot.app)
-        assert text.isascii()
-        matches_snapshot("overview-ascii", text)
+        texts = []
+        for page in PAGES.values():
+            await pilot.press(page.tab.key)
+            texts.append(screen_text(pilot.app))
+            assert texts[-1].isascii()
+        matches_snapshot("ascii", "\n".join(texts))
 
 
-async def test_a_crashed_job(matches_snapshot: MatchesSnapshot) -> None:
+@pytest.mark.parametrize("page", ["overview", "events"])
+async def test_a_crashed_job(page: str, matches_snapshot: MatchesSnapshot) -> None:
     async with open_app(crashed_demo(), size=(100, 30)) as pilot:
-        matches_snapshot("overview-crashed", screen_text(pilot.app))
+        await pilot.press(PAGES[page].tab.key)
+        matches_snapshot(f"{page}-crashed", screen_text(pilot.app))
 
 
 async def test_a_job_before_its_first_step(matches_snapshot: MatchesSnapshot) -> None:
     young = job(ranks=(), world_size=2, samples_per_second=None, tokens_per_second=None)
     async with open_app(Observation(NOW, young), size=(80, 24)) as pilot:
-        matches_snapshot("overview-starting", screen_text(pilot.app))
+        texts = []
+        for page in PAGES.values():
+            await pilot.press(page.tab.key)
+            texts.append(screen_text(pilot.app))
+        matches_snapshot("starting", "\n".join(texts))
 
 
-async def test_the_help_page(matches_snapshot: MatchesSnapshot) -> None:
-    async with open_app(demo(), size=(80, 24)) as pilot:
-        await pilot.press("question_mark")
-        matches_snapshot("help", screen_text(pilot.app))
+@pytest.mark.parametrize("page", PAGES)
+async def test_the_help_pages(page: str, matches_snapshot: MatchesSnapshot) -> None:
+    async with open_app(demo(), size=(80, 45)) as pilot:
+        await pilot.press(PAGES[page].tab.key, "question_mark")
+        matches_snapshot(f"help-{page}", screen_text(pilot.app))
 
 
 @pytest.mark.parametrize("width", [60, 100])

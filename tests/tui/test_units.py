@@ -68,3 +68,20 @@ def test_axes_of_size_one_are_left_out_of_the_mesh() -> None:
     assert units.mesh({"pipeline": 2, "data": 1, "tensor": 4}, 8) == "pipeline 2 x tensor 4"
     assert units.mesh({"pipeline": 1, "data": 1, "tensor": 1}, 1) == "1 rank"
     assert units.mesh({}, 3) == "3 ranks"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([5], "rank 5"), ([1, 5], "ranks 1, 5"), ([0, 1, 2, 3], "ranks 0-3"), ([0, 1], "ranks 0, 1"),
+     ([3, 1, 2, 8, 8], "ranks 1-3, 8"), (range(0, 20, 2), "10 ranks"), ([], "0 ranks")],
+)  # fmt: skip
+def test_ranks_are_named_by_their_runs(numbers: list[int], text: str) -> None:
+    assert units.ranks(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0, "0 FLOP/s"), (4.12e14, "412 TFLOP/s"), (2.18e15, "2.18 PFLOP/s")],
+)
+def test_operations_a_second_have_decimal_units(value: float | None, text: str) -> None:
+    assert units.flops(value) == text

@@ -18,32 +18,43 @@ def bar(fraction: float, width: int, glyphs: Glyphs, *, role: Role = "accent") -
 
 
 def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> Line:
-    """The newest ``width`` values as columns from zero to their maximum, at the right edge."""
+    """The newest ``width`` values as columns from zero to their maximum, at the right edge.
+
+    What is no number is as low as nothing, and as high as the highest where it is infinite.
+    """
     values = values[-width:] if width > 0 else ()
-    top = max(values, default=0.0)
+    top = max((value for value in values if math.isfinite(value)), default=0.0)
     last = len(glyphs.levels) - 1
     columns = "".join(
-        glyphs.levels[round(max(0.0, value) / top * last) if top > 0 else 0] for value in values
+        glyphs.levels[round(min(1.0, max(0.0, value / top)) * last) if top > 0 else 0]
+        for value in (0.0 if math.isnan(value) else value for value in values)
     )
     return Line(" " * (width - len(columns))).add(columns, "faint")
 
 
 def stacked_bar(phases: Sequence[PhaseTime], width: int, glyphs: Glyphs) -> Line:
-    """Phases side by side, in cells by the largest remainder, so that they fill ``width``.
+    """Phases side by side; one that takes time but less than a cell is left to the legend."""
+    return stack(
+        [(phase.seconds, glyphs.phases[phase.name], phase_role(phase.name)) for phase in phases],
+        width,
+    )
 
-    A phase that takes time but less than a cell is left to the legend.
-    """
-    total = sum(phase.seconds for phase in phases)
+
+def stack(parts: Sequence[tuple[float, str, Role]], width: int) -> Line:
+    """Amounts side by side, in cells by the largest remainder, so that they fill ``width``."""
+    # Shares of the largest first, for a sum of huge amounts is no number.
+    largest = max((amount for amount, _, _ in parts if math.isfinite(amount)), default=0.0)
     line = Line()
-    if total <= 0 or width <= 0:
+    if largest <= 0 or width <= 0:
         return line
-    exact = [phase.seconds / total * width for phase in phases]
+    amounts = [amount / largest if 0 < amount < math.inf else 0.0 for amount, _, _ in parts]
+    exact = [amount / sum(amounts) * width for amount in amounts]
     cells = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda place: cells[place] - exact[place])
     for place in by_remainder[: width - sum(cells)]:
         cells[place] += 1
-    for phase, size in zip(phases, cells, strict=True):
-        line.add(glyphs.phases[phase.name] * size, phase_role(phase.name))
+    for (_, pattern, role), size in zip(parts, cells, strict=True):
+        line.add(pattern * size, role)
     return line
 
 
@@ -58,5 +69,6 @@ def phase_role(name: str) -> Role:
         "optimizer": "optimizer",
         "validation": "validation",
         "checkpoint": "checkpoint",
+        "bubble": "bubble",
     }
     return roles.get(name, "other")

@@ -28,9 +28,19 @@ class Scale(msgspec.Struct, frozen=True):
 
 
 def draw_chart(
-    state: State, width: int, height: int, look: Look, *, metric: str | None = None
+    state: State,
+    width: int,
+    height: int,
+    look: Look,
+    *,
+    metric: str | None = None,
+    is_log: bool = False,
 ) -> list[Line]:
-    """One metric over the steps, under a heading with its newest value."""
+    """One metric over the steps, under a heading with its newest value.
+
+    On a logarithmic axis there is no place for values of zero and below; where that leaves
+    nothing, the axis stays linear and the heading says so.
+    """
     names = metric_names(state)
     name = metric if metric in names else (names[0] if names else None)
     if name is None:
@@ -41,8 +51,12 @@ def draw_chart(
     value = Line(units.number(series.values[-1]), "strong")
     if len(names) > 1:
         value = Line(f"{names.index(name) + 1} of {len(names)}", "muted").add("  ").join(value)
+    if is_log:
+        is_log = any(0 < point <= MAX_VALUE for point in series.values)
+        word = "log" if is_log else "no log axis: nothing above zero"
+        value = Line(word, "muted").add("  ").join(value)
     has_axis = height >= AXIS_FROM_HEIGHT
-    plot = plot_series(series, width, height - 1 - has_axis, look)
+    plot = plot_series(series, width, height - 1 - has_axis, look, is_log=is_log)
     lines = [heading(name, width, look, right=value), *plot]
     if has_axis and plot:
         first = Line(f"step {units.count(series.steps[0])}", "muted")
@@ -51,18 +65,21 @@ def draw_chart(
     return lines[:height]
 
 
-def plot_series(series: Series, width: int, height: int, look: Look) -> list[Line]:
+def plot_series(
+    series: Series, width: int, height: int, look: Look, *, is_log: bool = False
+) -> list[Line]:
     """Return ``height`` lines: labels of the scale at the left, the curve beside them."""
     points = [
-        (step, value)
+        (step, math.log10(value) if is_log else value)
         for step, value in zip(series.steps, series.values, strict=True)
-        if abs(value) <= MAX_VALUE
+        if abs(value) <= MAX_VALUE and (value > 0 or not is_log)
     ]
     if not points or height < 1:
         return [Line("no finite value", "warn").crop(width)][:height]
     values = [value for _, value in points]
-    scale = nice_scale(min(values), max(values), ticks=max(2, height // 3))
-    labels = _labels(scale, height)
+    ticks = max(2, height // 3)
+    scale = (log_scale if is_log else nice_scale)(min(values), max(values), ticks=ticks)
+    labels = _labels(scale, height, is_log=is_log)
     label_width = max(len(label) for label in labels)
     plot_width = width - label_width - 1
     if plot_width < 4:
@@ -95,12 +112,34 @@ def nice_scale(low: float, high: float, *, ticks: int) -> Scale:
     )
 
 
-def _labels(scale: Scale, height: int) -> list[str]:
+def log_scale(low: float, high: float, *, ticks: int) -> Scale:
+    """Return a range of exponents; the ticks are powers of ten, or 1, 2 and 5 between them.
+
+    Less than one such tick in the range leaves its two ends.
+    """
+    if not high - low > 1e-9:
+        low, high = low - 0.05, high + 0.05
+    for factors in ((1,), (1, 2, 5), tuple(range(1, 10))):
+        found = [
+            exponent + math.log10(factor)
+            for exponent in range(math.floor(low), math.ceil(high) + 1)
+            for factor in factors
+            if low <= exponent + math.log10(factor) <= high
+        ]
+        if len(found) >= 2:
+            break
+    else:
+        found = [low, high]
+    every = -(-len(found) // max(2, ticks))
+    return Scale(low=low, high=high, step=high - low, ticks=tuple(found[::every]))
+
+
+def _labels(scale: Scale, height: int, *, is_log: bool) -> list[str]:
     """Return a label, or nothing, for each line; the top of the scale is the first line."""
     labels = [""] * height
     for tick in scale.ticks:
         place = round((scale.high - tick) / (scale.high - scale.low) * (height - 1))
-        labels[place] = _label(tick, scale.step)
+        labels[place] = f"{10.0**tick:.3g}" if is_log else _label(tick, scale.step)
     return labels
 
 

@@ -8,7 +8,10 @@ from typing import Final
 
 import msgspec
 
-from boltmesh.telemetry.snapshot import PHASES
+from boltmesh.telemetry.snapshot import MEMORY_KINDS, PHASES
+
+CHUNK_KINDS: Final = ("F", "B", "I", "W")
+BUBBLE_PARTS: Final = ("structural", "imbalance", "excess")
 
 
 class Glyphs(msgspec.Struct, frozen=True):
@@ -25,8 +28,19 @@ class Glyphs(msgspec.Struct, frozen=True):
     bar_rest: str
     levels: str
     """A sparkline's columns, lowest first."""
+    shades: str
+    """A heat map's cells, lowest first."""
     phases: MappingProxyType[str, str]
-    """The pattern of each phase in the stacked bar."""
+    """The pattern of each phase in the stacked bar, and of a pipeline's bubble."""
+    kinds: MappingProxyType[str, str]
+    """The pattern of each kind of memory in the stacked bar."""
+    chunks: MappingProxyType[str, str]
+    """The pattern of each kind of pipeline chunk: forward, backward, for input, for weights."""
+    idle: str
+    bubble: MappingProxyType[str, str]
+    """The pattern of each part of a bubble."""
+    mark: str
+    """A place on a bar."""
     running: str
     finished: str
     failed: str
@@ -38,8 +52,8 @@ class Glyphs(msgspec.Struct, frozen=True):
     cursor: str
 
 
-def _patterns(characters: str) -> MappingProxyType[str, str]:
-    return MappingProxyType(dict(zip(PHASES, characters, strict=True)))
+def _patterns(names: tuple[str, ...], characters: str) -> MappingProxyType[str, str]:
+    return MappingProxyType(dict(zip(names, characters, strict=True)))
 
 
 UNICODE: Final = Glyphs(
@@ -52,7 +66,13 @@ UNICODE: Final = Glyphs(
     bar_half="╸",
     bar_rest="─",
     levels="▁▂▃▄▅▆▇█",
-    phases=_patterns("░:█▓▒▚=#-"),
+    shades="·░▒▓█",
+    phases=_patterns((*PHASES, "bubble"), "░:█▓▒▚=#-·"),
+    kinds=_patterns(MEMORY_KINDS, "█▓▒=░:▚"),
+    chunks=_patterns(CHUNK_KINDS, "░█▓▚"),
+    idle="·",
+    bubble=_patterns(BUBBLE_PARTS, "█▒░"),
+    mark="┃",
     running="●",
     finished="✓",
     failed="✗",
@@ -74,7 +94,13 @@ ASCII: Final = Glyphs(
     bar_half="+",
     bar_rest=".",
     levels="_.-=*#",
-    phases=_patterns("dtFBcoVk-"),
+    shades="0123456789",
+    phases=_patterns((*PHASES, "bubble"), "dtFBcoVk-."),
+    kinds=_patterns(MEMORY_KINDS, "PGObac-"),
+    chunks=_patterns(CHUNK_KINDS, "-=+#"),
+    idle=".",
+    bubble=_patterns(BUBBLE_PARTS, "#=-"),
+    mark="|",
     running="*",
     finished="v",
     failed="X",

@@ -31,8 +31,15 @@ Role = Literal[
     "validation",
     "checkpoint",
     "other",
+    "bubble",
+    "heat1",
+    "heat2",
+    "heat3",
+    "heat4",
+    "heat5",
 ]
-"""What a span means. The names of phases stand for the colour of that phase."""
+"""What a span means. The names of phases stand for the colour of that phase, the heats from the
+least to the most for the shades of a map."""
 
 
 class Span(NamedTuple):

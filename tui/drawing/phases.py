@@ -6,9 +6,12 @@ from boltmesh.tui.drawing.bars import phase_role, stacked_bar
 from boltmesh.tui.drawing.glyphs import Glyphs
 from boltmesh.tui.drawing.line import Line
 from boltmesh.tui.drawing.look import Look, heading, wrap_facts
-from boltmesh.tui.figures.phases import PhaseSplit, phase_split
+from boltmesh.tui.figures.phases import PhaseSplit
 from boltmesh.tui.figures.progress import progress
+from boltmesh.tui.figures.step_split import step_split
 from boltmesh.tui.state import State
+
+_LABELS = {"transfer": "host to device", "communication": "exposed comm"}
 
 
 def draw_phases(state: State, width: int, height: int, look: Look) -> list[Line]:
@@ -16,7 +19,7 @@ def draw_phases(state: State, width: int, height: int, look: Look) -> list[Line]
 
     A single line has words and no bar: a bar says nothing without its legend.
     """
-    split = phase_split(state.job)
+    split = step_split(state)
     if split is None:
         return _draw_nothing(width, height, look)
     label = phases_title(state)
@@ -49,11 +52,11 @@ def _draw_nothing(width: int, height: int, look: Look) -> list[Line]:
 
 
 def _legend(split: PhaseSplit, glyphs: Glyphs) -> list[Line]:
-    names = max(len(phase.name) for phase in split.phases)
+    names = max(len(phase_label(phase.name)) for phase in split.phases)
     lines = []
     for phase in split.phases:
         line = Line(glyphs.phases[phase.name] * 2, phase_role(phase.name)).add(" ")
-        line.add(phase.name.ljust(names)).add(units.seconds(phase.seconds).rjust(10))
+        line.add(phase_label(phase.name).ljust(names)).add(units.seconds(phase.seconds).rjust(10))
         lines.append(line.add(phase_share(phase, split).rjust(6), "muted"))
     return lines
 
@@ -62,11 +65,16 @@ def _pack(split: PhaseSplit, width: int, glyphs: Glyphs) -> list[Line]:
     """The legend in running lines, ``forward 28%``, the longest phases first."""
     entries = [
         Line(glyphs.phases[phase.name], phase_role(phase.name))
-        .add(f" {phase.name} ", "muted")
+        .add(f" {phase_label(phase.name)} ", "muted")
         .add(phase_share(phase, split))
         for phase in sorted(split.phases, key=lambda phase: -phase.seconds)
     ]
     return wrap_facts(entries, width, gap=2)
+
+
+def phase_label(name: str) -> str:
+    """Return what a phase is called: names that say less than what is measured are spelt out."""
+    return _LABELS.get(name, name)
 
 
 def phase_share(phase: PhaseTime, split: PhaseSplit) -> str:

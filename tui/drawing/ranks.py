@@ -62,11 +62,11 @@ def ranks_table(
         [
             str(row.rank),
             *(str(row.coordinates.get(axis, units.UNKNOWN)) for axis in axes),
-            *_device(row.device),
+            *split_device(row.device),
             _utilization(row, bar_width, glyphs),
             _memory(row, bar_width, glyphs),
             units.seconds(row.step_s),
-            _phase(row, look),
+            rank_phase(row.phase, look),
             units.number(row.loss),
             rank_state(row.state, look),
         ]
@@ -90,7 +90,7 @@ def rank_state(state: RankState, look: Look) -> Line:
     return Line(look.sign(sign) + state, role)
 
 
-def _device(device: str) -> tuple[str, Line]:
+def split_device(device: str) -> tuple[str, Line]:
     """Split ``cuda:1 (NVIDIA H100)``: the model is the same all over most jobs, and goes first."""
     name, _, model = device.partition(" (")
     return name, Line(model.removesuffix(")").removeprefix("NVIDIA "), "muted")
@@ -119,12 +119,13 @@ def _memory(row: RankRow, bar_width: int, glyphs: Glyphs) -> Line:
     return bar(share, bar_width, glyphs, role="chart").add(" " + text.rjust(13), role)
 
 
-def _phase(row: RankRow, look: Look) -> Line:
-    if row.phase is None:
+def rank_phase(phase: str | None, look: Look) -> Line:
+    """The phase that a rank is in as a sign and a word."""
+    if phase is None:
         return Line(units.UNKNOWN, "muted")
     patterns = look.glyphs.phases
-    pattern = patterns.get(row.phase, patterns["other"])
-    return Line(look.sign(pattern), phase_role(row.phase)).add(row.phase)
+    pattern = patterns.get(phase, patterns["other"])
+    return Line(look.sign(pattern), phase_role(phase)).add(phase)
 
 
 def _hidden(total: int, num_shown: int, first: int, look: Look) -> Line:

@@ -1,13 +1,9 @@
 """Where the time of a step goes."""
 
-from collections.abc import Iterable
-
 import msgspec
 
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, PhaseTime, RankSnapshot
-
-RECENT_STEPS = 20
-"""Steps that a mean is taken over: a few seconds of most jobs."""
+from boltmesh.tui.figures.recent import RECENT_STEPS, recent_times
 
 
 class PhaseSplit(msgspec.Struct, frozen=True):
@@ -20,28 +16,17 @@ class PhaseSplit(msgspec.Struct, frozen=True):
 
 def phase_split(job: JobSnapshot) -> PhaseSplit | None:
     """Return the mean recent step of the job, or None before the first."""
-    return _mean_split(job.ranks)
-
-
-def recent_step_seconds(rank: RankSnapshot) -> float | None:
-    """Return the mean time of the rank's recent steps."""
-    recent = rank.steps[-RECENT_STEPS:]
-    return sum(step.seconds for step in recent) / len(recent) if recent else None
-
-
-def _mean_split(ranks: Iterable[RankSnapshot]) -> PhaseSplit | None:
     total_s = 0.0
     num_steps = 0
     seconds_by_phase = dict.fromkeys(PHASES, 0.0)
-    for rank in ranks:
-        for step in rank.steps[-RECENT_STEPS:]:
-            total_s += step.seconds
-            num_steps += 1
-            for phase in step.phases:
-                # A newer writer may know more phases than this reader has words for.
-                name = phase.name if phase.name in seconds_by_phase else "other"
-                seconds_by_phase[name] += phase.seconds
-    if num_steps == 0 or total_s <= 0:
+    for times in recent_times(job).values():
+        total_s += sum(times.seconds)
+        num_steps += len(times.seconds)
+        for phase, column in times.phases.items():
+            # A newer writer may know more phases than this reader has words for.
+            name = phase if phase in seconds_by_phase else "other"
+            seconds_by_phase[name] += sum(column)
+    if num_steps == 0:
         return None
     # Records may leave a rest unnamed; it is shown rather than lost.
     seconds_by_phase["other"] += max(0.0, total_s - sum(seconds_by_phase.values()))
@@ -53,3 +38,9 @@ def _mean_split(ranks: Iterable[RankSnapshot]) -> PhaseSplit | None:
             if seconds > 0
         ),
     )
+
+
+def recent_step_seconds(rank: RankSnapshot) -> float | None:
+    """Return the mean time of the rank's recent steps."""
+    recent = rank.steps[-RECENT_STEPS:]
+    return sum(step.seconds for step in recent) / len(recent) if recent else None

@@ -1,22 +1,16 @@
 """The one line that says what is wrong with a job, and nothing when nothing is."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
-from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
+from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui import units
-from boltmesh.tui.figures.phases import recent_step_seconds
+from boltmesh.tui.figures.stall import Stall, find_stall
 from boltmesh.tui.state import State
 
 Level = Literal["muted", "good", "warn", "bad"]
-
-STALL_AT_LEAST_S = 15.0
-STALL_IN_STEPS = 10.0
-"""A job is called stalled when nothing was recorded for this many of its steps, and this long."""
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -56,39 +50,21 @@ def _cause(job: JobSnapshot) -> str:
 
 
 def _stall(state: State) -> Status | None:
-    running = [rank for rank in state.job.ranks if rank.state == "running"]
-    if not running:
+    stall = find_stall(state)
+    if stall is None:
         return None
-    silent_s = state.time - max(rank.last_seen for rank in running)
-    step_s = max((recent_step_seconds(rank) or 0.0 for rank in running), default=0.0)
-    if silent_s < max(STALL_AT_LEAST_S, STALL_IN_STEPS * step_s):
-        return None
-    # A validation or a checkpoint may well take that long; then the phase is the whole story.
-    phases = {rank.phase for rank in running}
-    level: Level = "muted" if phases <= {"validation", "checkpoint"} else "warn"
-    return Status(level, f"no step for {units.duration(silent_s)}: {_where(running)}")
+    level: Level = "muted" if stall.is_long_by_nature else "warn"
+    return Status(level, f"no step for {units.duration(stall.silent_s)}: {tell_phases(stall)}")
 
 
-def _where(ranks: Iterable[RankSnapshot]) -> str:
-    """Name the phases that ranks are in, the rarest first: there the cause is most often found."""
-    by_phase: dict[str, list[int]] = defaultdict(list)
-    for rank in ranks:
-        by_phase[rank.phase or "an unknown phase"].append(rank.rank)
-    if len(by_phase) == 1:
-        return f"all ranks are in {next(iter(by_phase))}"
-    parts = [
-        f"{_name(members)} in {phase}"
-        for phase, members in sorted(by_phase.items(), key=lambda item: (len(item[1]), item[0]))
-    ]
-    return ", ".join(parts)
-
-
-def _name(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} is"
-    if len(ranks) <= 4:
-        return f"ranks {', '.join(map(str, ranks))} are"
-    return f"{len(ranks)} ranks are"
+def tell_phases(stall: Stall) -> str:
+    """Say where the ranks are."""
+    if len(stall.phases) == 1:
+        return f"all ranks are in {next(iter(stall.phases))}"
+    return ", ".join(
+        f"{units.ranks(members)} {'is' if len(members) == 1 else 'are'} in {phase}"
+        for phase, members in stall.phases.items()
+    )
 
 
 def _broken_loss(job: JobSnapshot) -> Status | None:

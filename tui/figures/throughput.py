@@ -1,5 +1,6 @@
 """Samples and tokens a second over the recent past."""
 
+import math
 from typing import Literal
 
 from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
@@ -34,7 +35,7 @@ def _rate_in_spans(rank: RankSnapshot, unit: Unit, *, buckets: int) -> list[floa
     first, *steps = rank.steps
     start, span_s = first.end_time, rank.steps[-1].end_time - first.end_time
     buckets = max(1, min(buckets, len(steps) // 2))
-    if span_s <= 0:
+    if not 0 < span_s < math.inf or not all(math.isfinite(step.end_time) for step in steps):
         return []
     amounts = [0.0] * buckets
     began = 0.0

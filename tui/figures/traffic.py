@@ -1,38 +1,45 @@
 """What a step moves, beside what the strategy says that it should move."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from boltmesh.telemetry.snapshot import CollectiveTotal, JobSnapshot
+from boltmesh.telemetry.snapshot import CollectiveTotal, JobSnapshot, RankSnapshot
 from boltmesh.telemetry.traffic import ExpectedTraffic
-
-Verdict = Literal["equal", "differs", "missing", "unstated", "pending"]
-"""``missing``: expected, but never seen. ``unstated``: seen, and the strategy says nothing about
-it. ``pending``: too few steps to tell."""
-
-TOLERANCE = 0.005
-"""Counting is exact, but a mean over steps may hold a part of another one, such as a validation."""
-
-STEPS_BEFORE_A_VERDICT = 3
-"""The first steps of DDP also move what it needs to arrange its buckets."""
+from boltmesh.tui.figures.memo import remember_last
+from boltmesh.tui.figures.step_time import optimizer_step_seconds
+from boltmesh.tui.figures.verdict import TOLERANCE, Verdict, explain, judge
+from boltmesh.tui.figures.wire import axis_size, is_point_to_point, wire_factor
 
 
-class TrafficRow(msgspec.Struct, frozen=True):
-    """One operator on one axis, the mean over the ranks that count it, for one optimizer step."""
+class TrafficRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One operator on one axis in one optimizer step, the mean over the ranks that count it."""
 
     axis: str
     operator: str
+    num_groups: int
+    """Process groups of the axis in which it was seen."""
+    num_ranks: int
+    """Ranks that count it."""
     calls: float | None
     payload_bytes: float | None
+    least: tuple[int, float] | None
+    """The rank that moves the fewest bytes, and how many; of equal ones the first."""
+    most: tuple[int, float] | None
+    seconds: float | None
+    """From enqueue to completion, added up over the calls; None where an end is not known."""
     wire_bytes_per_second: float | None
     """Bytes on the wire while the operator runs; None where its end is not known."""
+    byte_share: float | None
+    """Of all payload of all ranks."""
+    time_share: float | None
+    """Of the step; more than 1 where calls run beside each other."""
     expected_bytes: float | None
     why: str | None
     """The formula behind ``expected_bytes``."""
     verdict: Verdict
+    reason: str | None
+    """What a difference most likely comes from."""
 
     @property
     def ratio(self) -> float | None:
@@ -41,20 +48,67 @@ class TrafficRow(msgspec.Struct, frozen=True):
             return None
         return self.payload_bytes / self.expected_bytes
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the strategy says otherwise."""
+        return self.verdict in {"differs", "missing"}
 
+    @property
+    def has_uneven_ranks(self) -> bool:
+        """Whether ranks move different amounts."""
+        if self.least is None or self.most is None:
+            return False
+        return self.most[1] - self.least[1] > TOLERANCE * self.most[1]
+
+
+class AxisTotal(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything on one axis in one optimizer step, on a mean rank."""
+
+    axis: str
+    calls: float | None
+    payload_bytes: float | None
+    seconds: float | None
+    byte_share: float | None
+    time_share: float | None
+
+
+class _Column:
+    """What the ranks say of one operator on one axis, an entry a rank."""
+
+    __slots__ = ("bytes", "calls", "groups", "ranks", "seconds")
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+        self.calls: list[float | None] = []
+        self.bytes: list[float | None] = []
+        self.seconds: list[float | None] = []
+        self.groups: set[str] = set()
+
+    def add(self, rank: int, total: CollectiveTotal) -> None:
+        self.groups.add(total.group)
+        if self.ranks and self.ranks[-1] == rank:  # in another group of the same axis
+            self.calls[-1] = _sum(self.calls[-1], total.calls_per_step)
+            self.bytes[-1] = _sum(self.bytes[-1], total.bytes_per_step)
+            self.seconds[-1] = _sum(self.seconds[-1], total.seconds_per_step)
+            return
+        self.ranks.append(rank)
+        self.calls.append(total.calls_per_step)
+        self.bytes.append(total.bytes_per_step)
+        self.seconds.append(total.seconds_per_step)
+
+
+@remember_last
 def traffic_rows(job: JobSnapshot) -> list[TrafficRow]:
     """Return what is measured or expected: the mesh's axes outermost first, then the most bytes.
 
     Operators that ran only outside of steps, to set up or to save, are no part of a step.
     """
-    measured: dict[tuple[str, str], list[CollectiveTotal]] = defaultdict(list)
-    for rank in job.ranks:
-        for total in _by_operator(rank.collectives):
-            measured[total.axis, total.operator].append(total)
+    measured = _columns(job.ranks)
     expected = {(item.axis, item.operator): item for item in job.expected}
-    is_early = job.global_step < STEPS_BEFORE_A_VERDICT or job.communication_note is not None
+    all_bytes = sum(size for column in measured.values() for size in column.bytes if size)
+    step_s = optimizer_step_seconds(job)
     rows = [
-        _row(key, measured.get(key, ()), expected.get(key), job, is_early=is_early)
+        _row(key, measured.get(key), expected.get(key), job, all_bytes=all_bytes, step_s=step_s)
         for key in {**expected, **measured}
     ]
     rows = [row for row in rows if row.calls != 0 or row.expected_bytes]
@@ -69,87 +123,119 @@ def traffic_rows(job: JobSnapshot) -> list[TrafficRow]:
     )
 
 
-def _by_operator(collectives: Iterable[CollectiveTotal]) -> Iterable[CollectiveTotal]:
-    """Add up what one rank counted for one operator in several groups of an axis."""
-    found: dict[tuple[str, str], CollectiveTotal] = {}
-    for total in collectives:
-        key = (total.axis, total.operator)
-        other = found.get(key)
-        found[key] = total if other is None else _add(other, total)
-    return found.values()
+def axis_totals(rows: Sequence[TrafficRow], *, world_size: int) -> list[AxisTotal]:
+    """Return the sums of the axes that have several operators, and of all axes, if there are more.
+
+    A row is the mean of the ranks that count it, which need not be all; the sum is that of a mean
+    rank of the job. What is not known of one operator is not known of the axis.
+    """
+    counted = [row for row in rows if row.num_ranks]
+    axes = list(dict.fromkeys(row.axis for row in counted))
+    totals = [
+        _axis_total(axis, members, world_size)
+        for axis in axes
+        if len(members := [row for row in counted if row.axis == axis]) > 1
+    ]
+    if len(axes) > 1:
+        totals.append(_axis_total("all axes", counted, world_size))
+    return totals
 
 
-def _add(left: CollectiveTotal, right: CollectiveTotal) -> CollectiveTotal:
-    return msgspec.structs.replace(
-        left,
-        calls=left.calls + right.calls,
-        payload_bytes=left.payload_bytes + right.payload_bytes,
-        calls_per_step=_sum(left.calls_per_step, right.calls_per_step),
-        bytes_per_step=_sum(left.bytes_per_step, right.bytes_per_step),
-        seconds_per_step=_sum(left.seconds_per_step, right.seconds_per_step),
+def _axis_total(axis: str, rows: Sequence[TrafficRow], world_size: int) -> AxisTotal:
+    def total(values: Iterable[float | None]) -> float | None:
+        shares = [row.num_ranks / world_size for row in rows]
+        return _total(zip(values, shares, strict=True))
+
+    return AxisTotal(
+        axis=axis,
+        calls=total(row.calls for row in rows),
+        payload_bytes=total(row.payload_bytes for row in rows),
+        seconds=total(row.seconds for row in rows),
+        byte_share=_total((row.byte_share, 1.0) for row in rows),
+        time_share=total(row.time_share for row in rows),
     )
+
+
+def _columns(ranks: Iterable[RankSnapshot]) -> Mapping[tuple[str, str], _Column]:
+    columns: dict[tuple[str, str], _Column] = {}
+    for rank in ranks:
+        for total in rank.collectives:
+            key = (total.axis, total.operator)
+            column = columns.get(key)
+            if column is None:
+                column = columns[key] = _Column()
+            column.add(rank.rank, total)
+    return columns
+
+
+def _row(
+    key: tuple[str, str],
+    column: _Column | None,
+    expected: ExpectedTraffic | None,
+    job: JobSnapshot,
+    *,
+    all_bytes: float,
+    step_s: float | None,
+) -> TrafficRow:
+    axis, operator = key
+    column = column or _Column()
+    sizes = [
+        (size, rank)
+        for rank, size in zip(column.ranks, column.bytes, strict=True)
+        if size is not None
+    ]
+    payload, seconds = _mean(column.bytes), _mean(column.seconds)
+    verdict = judge(payload, expected, job, is_seen=bool(column.ranks))
+    least = min(sizes, default=None)
+    most = max(sizes, key=lambda item: (item[0], -item[1]), default=None)
+    return TrafficRow(
+        axis=axis,
+        operator=operator,
+        num_groups=len(column.groups),
+        num_ranks=len(column.ranks),
+        calls=_mean(column.calls),
+        payload_bytes=payload,
+        least=None if least is None else (least[1], least[0]),
+        most=None if most is None else (most[1], most[0]),
+        seconds=seconds,
+        wire_bytes_per_second=_wire_speed(column, operator, axis_size(job, axis)),
+        byte_share=sum(size for size, _ in sizes) / all_bytes if sizes and all_bytes else None,
+        time_share=seconds / step_s if seconds is not None and step_s else None,
+        expected_bytes=None if expected is None else expected.payload_bytes,
+        why=None if expected is None else expected.why,
+        verdict=verdict,
+        reason=explain(verdict, payload, expected, _mean(column.calls), job),
+    )
+
+
+def _wire_speed(column: _Column, operator: str, size: int | None) -> float | None:
+    if is_point_to_point(operator):
+        size = 2
+    if size is None:
+        return None
+    pairs = [
+        (moved, seconds)
+        for moved, seconds in zip(column.bytes, column.seconds, strict=True)
+        if moved and seconds
+    ]
+    seconds = sum(seconds for _, seconds in pairs)
+    moved = sum(moved for moved, _ in pairs)
+    return moved * wire_factor(operator, size) / seconds if seconds else None
 
 
 def _sum(left: float | None, right: float | None) -> float | None:
     return None if left is None or right is None else left + right
 
 
-def _row(
-    key: tuple[str, str],
-    totals: Sequence[CollectiveTotal],
-    expected: ExpectedTraffic | None,
-    job: JobSnapshot,
-    *,
-    is_early: bool,
-) -> TrafficRow:
-    axis, operator = key
-    payload = _mean(total.bytes_per_step for total in totals)
-    seconds = _mean(total.seconds_per_step for total in totals)
-    speed = None
-    if payload and seconds:
-        speed = payload * wire_factor(operator, axis_size(job, axis)) / seconds
-    return TrafficRow(
-        axis=axis,
-        operator=operator,
-        calls=_mean(total.calls_per_step for total in totals),
-        payload_bytes=payload,
-        wire_bytes_per_second=speed,
-        expected_bytes=None if expected is None else expected.payload_bytes,
-        why=None if expected is None else expected.why,
-        verdict=_verdict(payload, expected, is_seen=bool(totals), is_early=is_early),
-    )
-
-
-def _verdict(
-    payload: float | None, expected: ExpectedTraffic | None, *, is_seen: bool, is_early: bool
-) -> Verdict:
-    if expected is None:
-        return "unstated"
-    if is_early or (is_seen and payload is None):
-        return "pending"
-    if not is_seen:
-        return "missing" if expected.payload_bytes else "equal"
-    difference = abs((payload or 0) - expected.payload_bytes)
-    return "equal" if difference <= TOLERANCE * expected.payload_bytes else "differs"
+def _total(parts: Iterable[tuple[float | None, float]]) -> float | None:
+    total = 0.0
+    for value, weight in parts:
+        if value is None:
+            return None
+        total += value * weight
+    return total
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def axis_size(job: JobSnapshot, axis: str) -> int:
-    """Return how many ranks a group of ``axis`` has; the world where the mesh does not know it."""
-    return job.mesh.get(axis, job.world_size)
-
-
-def wire_factor(operator: str, size: int) -> float:
-    """Return the bytes that a ring algorithm sends per rank, over the operator's payload."""
-    if size <= 1:
-        return 0.0
-    name = operator.lstrip("_")
-    if name.startswith("allreduce"):
-        return 2 * (size - 1) / size
-    if name.startswith(("allgather", "reduce_scatter", "alltoall")):
-        return (size - 1) / size
-    return 1.0

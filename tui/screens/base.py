@@ -1,13 +1,17 @@
-"""What the screens share: their look, and how they paint."""
+"""What the screens share: one canvas, their look, and where a click was."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from textual.app import ComposeResult
 from textual.screen import Screen
+from typing_extensions import override
 
 from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.layout import has_headings
+from boltmesh.tui.layout.region import has_headings
+from boltmesh.tui.pages.panel import Panel
 from boltmesh.tui.theme import Palette
-from boltmesh.tui.widgets.panel import Panel
+from boltmesh.tui.widgets.canvas import Canvas, Drawn
 
 if TYPE_CHECKING:
     from boltmesh.tui.app import DashboardApp
@@ -33,7 +37,37 @@ class PanelScreen(Screen[None]):
         """The colours in use."""
         return self.dashboard.palette
 
+    @property
+    def canvas(self) -> Canvas:
+        """What the screen is painted on."""
+        return self.query_one(Canvas)
+
+    def panels(self) -> Sequence[Panel]:
+        """Return what the screen shows at its present size."""
+        raise NotImplementedError
+
+    @override
+    def compose(self) -> ComposeResult:
+        yield Canvas()
+
+    def on_resize(self) -> None:
+        """Give every panel its new place."""
+        self.paint()
+
+    def on_screen_resume(self) -> None:
+        """Draw for the first time, or catch up with what happened behind another screen."""
+        self.paint()
+
     def paint(self) -> None:
-        """Draw every panel anew; the app calls it when the theme changes."""
-        for panel in self.query(Panel):
-            panel.repaint(self.palette.styles, is_ascii=self.look.glyphs.is_ascii)
+        """Draw every panel anew, unless nobody can see it."""
+        if self.is_current and self.is_mounted:
+            self.canvas.show(
+                self.panels(), self.palette.styles, is_ascii=self.dashboard.glyphs.is_ascii
+            )
+
+    def drawn_at(self, x: int, y: int) -> Drawn | None:
+        """Return the panel that a cell belongs to."""
+        for drawn in self.canvas.drawn:
+            if drawn.panel.region.has(x, y):
+                return drawn
+        return None

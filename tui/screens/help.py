@@ -1,51 +1,81 @@
 """The help page."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
-from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from typing_extensions import override
 
 from boltmesh.tui.drawing.help import draw_help, help_lines
 from boltmesh.tui.drawing.keys import draw_keys
+from boltmesh.tui.layout.region import Region
+from boltmesh.tui.pages.panel import Panel
 from boltmesh.tui.screens.base import PanelScreen
-from boltmesh.tui.widgets.panel import Panel
 
 
 class HelpScreen(PanelScreen):
-    """Keys and figures explained; scrolls where the terminal is short."""
+    """What is on the screen that was left, and all keys; scrolls where the terminal is short.
+
+    Args:
+        about: The name of the page that the reader comes from; ``jobs`` for the list of jobs.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,question_mark,enter,space", "dismiss_page", "back"),
         Binding("down,j", "scroll(1)", "down"),
         Binding("up,k", "scroll(-1)", "up"),
+        Binding("pagedown", "turn(1)", "page down"),
+        Binding("pageup", "turn(-1)", "page up"),
+        Binding("home", "scroll(-10000)", "begin"),
+        Binding("end", "scroll(10000)", "end"),
     ]
 
-    def __init__(self) -> None:
+    def __init__(self, about: str) -> None:
         super().__init__()
+        self._about = about
         self._first = 0
 
     @override
-    def compose(self) -> ComposeResult:
-        yield Panel(
-            lambda width, height: draw_help(width, height, self.look, first=self._first),
-            id="page",
-        )
-        yield Panel(
-            lambda width, _: [draw_keys((("esc", "back"), ("j k", "scroll")), width)], id="keys"
-        )
+    def panels(self) -> Sequence[Panel]:
+        width, height = self.size
+        margin = 1 if width > 2 else 0
+        page = Region(margin, 0, width - 2 * margin, max(1, height - 1))
+        keys = Region(margin, height - 1, width - 2 * margin, 1)
+        panels = [
+            Panel(
+                "page",
+                page,
+                lambda width, height: draw_help(
+                    self._about, width, height, self.look, first=self._first
+                ),
+            ),
+            Panel(
+                "keys",
+                keys,
+                lambda width, _: [draw_keys((("esc", "back"), ("j k", "scroll")), width)],
+            ),
+        ]
+        return panels if height > 1 else panels[:1]
 
-    def on_mount(self) -> None:
-        """Draw the page."""
-        self.paint()
+    def on_mouse_scroll_down(self) -> None:
+        """Read on."""
+        self.action_scroll(1)
+
+    def on_mouse_scroll_up(self) -> None:
+        """Read what was before."""
+        self.action_scroll(-1)
 
     def action_dismiss_page(self) -> None:
         """Go back to where the reader came from."""
         self.app.pop_screen()
 
+    def action_turn(self, by: int) -> None:
+        """Move the page by what fits on the screen."""
+        self.action_scroll(by * max(1, self.size.height - 2))
+
     def action_scroll(self, by: int) -> None:
         """Move the page; at its ends nothing happens."""
-        panel = self.query_one("#page", Panel)
-        hidden = len(help_lines(panel.size.width, self.look)) - panel.size.height
+        width, height = self.size
+        hidden = len(help_lines(self._about, width, self.look)) - (height - 1)
         self._first = min(max(0, self._first + by), max(0, hidden))
         self.paint()

@@ -4,21 +4,28 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from textual.app import ComposeResult
+import msgspec
+from textual import events
 from textual.binding import Binding, BindingType
 from typing_extensions import override
 
-from boltmesh.tui.drawing.jobs import draw_jobs
+from boltmesh.tui.drawing.jobs import COLUMNS, draw_jobs, shown_jobs
 from boltmesh.tui.drawing.keys import draw_keys
 from boltmesh.tui.drawing.line import Line, fit
-from boltmesh.tui.drawing.look import heading
+from boltmesh.tui.layout.region import Region
+from boltmesh.tui.pages.panel import Panel
+from boltmesh.tui.pages.table import hold_window, row_at, title_at
 from boltmesh.tui.screens.base import PanelScreen
-from boltmesh.tui.widgets.panel import Panel
+from boltmesh.tui.screens.prompt import Prompt
+from boltmesh.tui.view import TableView
 
 if TYPE_CHECKING:
     from boltmesh.telemetry.reader import JobSummary
 
-KEYS = (("enter", "open"), ("j k", "choose"), ("q", "quit"), ("?", "help"), ("t", "theme"))
+KEYS = (
+    ("enter", "open"), ("j k", "choose"), ("/", "filter"), ("s S", "sort"), ("q", "quit"),
+    ("?", "help"), ("t", "theme"),
+)  # fmt: skip
 
 
 class JobsScreen(PanelScreen):
@@ -27,8 +34,15 @@ class JobsScreen(PanelScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down,j", "move(1)", "down"),
         Binding("up,k", "move(-1)", "up"),
+        Binding("pagedown", "move(10)", "page down"),
+        Binding("pageup", "move(-10)", "page up"),
+        Binding("home", "move(-1000000)", "first job"),
+        Binding("end", "move(1000000)", "last job"),
         Binding("enter", "open", "open"),
-        Binding("escape", "app.leave_jobs", "back"),
+        Binding("slash", "filter", "filter"),
+        Binding("s", "sort", "sort by the next column"),
+        Binding("S", "reverse", "sort the other way round"),
+        Binding("escape", "back", "back"),
     ]
 
     def __init__(
@@ -41,68 +55,162 @@ class JobsScreen(PanelScreen):
         self._list_jobs = list_jobs
         self._interval_s = interval_s
         self._jobs = list_jobs()
-        self._chosen = self._jobs[0].id if self._jobs else None
+        self._view = TableView()
+        self._chosen: str | None = None
         self._note = ""
 
+    @property
+    def shown(self) -> Sequence["JobSummary"]:
+        """The jobs on the screen, in their order."""
+        return shown_jobs(self._jobs, self._view)
+
     @override
-    def compose(self) -> ComposeResult:
-        yield Panel(self._draw, id="page")
-        yield Panel(lambda width, _: [draw_keys(KEYS, width)], id="keys")
+    def panels(self) -> Sequence[Panel]:
+        width, height = self.size
+        margin = 1 if width > 2 else 0
+        page = Region(margin, 0, width - 2 * margin, max(0, height - 1))
+        if height < 2:
+            return [Panel("jobs", page._replace(height=height), self._draw)]
+        keys = page._replace(y=height - 1, height=1)
+        if self.query(Prompt):
+            return [Panel("jobs", page, self._draw)]
+        return [Panel("jobs", page, self._draw), Panel("keys", keys, self._draw_bottom)]
 
     def on_mount(self) -> None:
-        """Draw the list, and keep it up to date."""
-        self.paint()
+        """Keep the list up to date."""
         if self._interval_s is not None:
             self.set_interval(self._interval_s, self._start_listing)
 
     async def list_again(self) -> None:
         """Read the list in a thread, then draw it."""
         self._jobs = await asyncio.to_thread(self._list_jobs)
-        if self._place() is None:
-            self._chosen = self._jobs[0].id if self._jobs else None
         self.paint()
 
     def say(self, note: str) -> None:
-        """Show a line above the list until the next key."""
+        """Show a line in place of the keys until the next one is pressed."""
         self._note = note
         self.paint()
 
+    def on_key(self, event: events.Key) -> None:
+        """Take away what was said, whichever key comes."""
+        del event
+        self._note = ""
+
+    def on_click(self, event: events.Click) -> None:
+        """Sort by a title, choose a job, or open it with the second click."""
+        drawn = self.drawn_at(event.screen_x, event.screen_y)
+        if drawn is None or drawn.panel.name != "jobs":
+            return
+        region = drawn.panel.region
+        x, y = event.screen_x - region.x, event.screen_y - region.y
+        column = title_at(drawn.lines, COLUMNS, x, y)
+        if column is not None:
+            self._sort(
+                column, is_descending=self._view.sort == column and not self._view.is_descending
+            )
+            return
+        row = row_at(
+            lambda view: self._table(region, view), self._window(region), len(self.shown), y
+        )
+        if row is not None:
+            self._choose(row)
+            if event.chain >= 2:
+                self.action_open()
+
+    def on_mouse_scroll_down(self) -> None:
+        """Choose the next job."""
+        self.action_move(1)
+
+    def on_mouse_scroll_up(self) -> None:
+        """Choose the job before."""
+        self.action_move(-1)
+
     def action_move(self, by: int) -> None:
         """Move the cursor; at the ends nothing happens."""
-        place = self._place()
-        if place is not None:
-            place = min(max(0, place + by), len(self._jobs) - 1)
-            self._chosen = self._jobs[place].id
-            self.say("")
+        shown = self.shown
+        if shown:
+            self._choose(min(max(0, self._place() + by), len(shown) - 1))
 
     def action_open(self) -> None:
         """Attach to the job under the cursor."""
-        if self._chosen is not None:
-            self.dashboard.open_job(self._chosen)
+        shown = self.shown
+        if shown:
+            self.dashboard.open_job(shown[self._place()].id)
+
+    def action_sort(self) -> None:
+        """Sort by the next column."""
+        places: list[str | None] = [None, *COLUMNS]
+        self._sort(places[(places.index(self._view.sort) + 1) % len(places)])
+
+    def action_reverse(self) -> None:
+        """Sort the other way round."""
+        if self._view.sort is None:
+            self.say("press s first to choose a column")
+        else:
+            self._sort(self._view.sort, is_descending=not self._view.is_descending)
+
+    def action_filter(self) -> None:
+        """Open the line in which the rows are chosen."""
+        if not self.query(Prompt):
+            self.mount(Prompt(self._view.filter))
+            self.paint()
+
+    def action_back(self) -> None:
+        """Take the filter away, or go back to the job that was shown."""
+        if self._view.filter:
+            self._look(filter="")
+        else:
+            self.dashboard.leave_jobs()
+
+    def on_prompt_typed(self, message: Prompt.Typed) -> None:
+        """Show the rows that are left."""
+        self._look(filter=message.words)
+
+    async def on_prompt_done(self) -> None:
+        """Close the line."""
+        await self.query(Prompt).remove()
+        self.paint()
 
     def _start_listing(self) -> None:
         self.run_worker(self.list_again(), group="list", exclusive=True)
 
-    def _place(self) -> int | None:
-        ids = [job.id for job in self._jobs]
-        return ids.index(self._chosen) if self._chosen in ids else None
+    def _place(self) -> int:
+        """Return the row of the chosen job; the first where none is chosen or it is gone."""
+        ids = [job.id for job in self.shown]
+        return ids.index(self._chosen) if self._chosen in ids else 0
+
+    def _choose(self, row: int) -> None:
+        for drawn in self.canvas.drawn:
+            if drawn.panel.name == "jobs":
+                first = self._window(drawn.panel.region).first
+                self._view = msgspec.structs.replace(self._view, first=first)
+        self._chosen = self.shown[row].id
+        self.paint()
+
+    def _window(self, region: Region) -> TableView:
+        """Return the view with the window that is on the screen."""
+        view = msgspec.structs.replace(self._view, selected=self._place())
+        return hold_window(lambda view: self._table(region, view), view)
+
+    def _sort(self, column: str | None, *, is_descending: bool = False) -> None:
+        self._look(sort=column, is_descending=is_descending)
+
+    def _look(self, **changes: object) -> None:
+        self._view = msgspec.structs.replace(self._view, **changes)
+        self.paint()
 
     def _draw(self, width: int, height: int) -> list[Line]:
-        glyphs = self.look.glyphs
-        header, *rows = draw_jobs(self._jobs, max(0, width - 2), self.look)
-        lines = [heading("jobs on this host", width, self.look)]
+        region = Region(0, 0, width, height)
+        view = msgspec.structs.replace(self._view, selected=self._place())
+        return self._table(region, view)
+
+    def _table(self, region: Region, view: TableView) -> list[Line]:
+        return draw_jobs(self._jobs, region.width, region.height, self.look, table=view)
+
+    def _draw_bottom(self, width: int, height: int) -> list[Line]:
         if self._note:
-            lines.append(Line(fit(self._note, width, ellipsis=glyphs.ellipsis), "warn"))
-        lines.append(Line("  ").join(header))
-        place = self._place() or 0
-        room = max(1, height - len(lines))
-        first = max(0, place - room + 1)
-        for number, row in enumerate(rows[first : first + room], start=first):
-            if number == place:
-                chosen = Line(f"{glyphs.cursor} ", "selected").add(row.plain, "selected")
-                lines.append(chosen.pad_to(width, role="selected"))
-            else:
-                lines.append(Line("  ").join(row))
-        if not rows:
-            lines.append(Line("  none", "muted"))
-        return lines[:height]
+            return [Line(fit(self._note, width, ellipsis=self.look.glyphs.ellipsis), "warn")]
+        line = Line()
+        if self._view.filter:
+            line.add("/ ", "accent").add(self._view.filter, "strong").add("   ")
+        return [line.join(draw_keys(KEYS, width - line.width)).crop(width)][:height]

@@ -1,1 +1,1 @@
-"""The panels of the dashboard, one per file; each paints what a function of ``drawing`` gives."""
+"""The one widget of the dashboard; it paints what functions of ``drawing`` give."""

@@ -1,0 +1,84 @@
+"""Measures what memory is for, by walking the tensors that a strategy names.
+
+A storage is counted once, under the first kind that has it, however many tensors share it; of a
+tensor that is sharded over ranks only what this rank holds. A walk costs about a microsecond a
+tensor, so it runs once every few seconds, and less often where the model has very many.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from boltmesh.telemetry import layout
+from boltmesh.telemetry.snapshot import MEMORY_KINDS, MEMORY_PLACES
+
+WALK_EVERY_NS: Final = 5_000_000_000
+MAX_SHARE: Final = 1000
+"""A walk is followed by at least this many times its duration without one."""
+
+TensorsByKind = Callable[[], Mapping[str, Iterable[Tensor]]]
+"""Gives the tensors of each kind of MEMORY_KINDS, as they are now."""
+
+
+class MemoryWalk:
+    """Says when to walk, and what the walk finds.
+
+    Args:
+        tensors: What to walk.
+        place: Where the model is, ``device`` or ``host``.
+    """
+
+    def __init__(self, tensors: TensorsByKind, place: str) -> None:
+        self._tensors = tensors
+        self._place = place
+        self._due_ns = 0
+
+    def is_due(self, now_ns: int) -> bool:
+        """Tell whether it is time for another walk."""
+        return now_ns >= self._due_ns
+
+    def walk(self) -> list[int]:
+        """Return the bytes of each kind in each place, as ``layout.MEMORY`` has them."""
+        begin = time.monotonic_ns()
+        found = measure(self._tensors(), self._place)
+        end = time.monotonic_ns()
+        self._due_ns = end + max(WALK_EVERY_NS, MAX_SHARE * (end - begin))
+        return [
+            found.get((kind, place), layout.UNKNOWN)
+            for kind in MEMORY_KINDS
+            for place in MEMORY_PLACES
+        ]
+
+
+def measure(tensors: Mapping[str, Iterable[Tensor]], place: str) -> dict[tuple[str, str], int]:
+    """Return the bytes by kind and place; a kind that is named and empty has 0 in ``place``."""
+    found: dict[tuple[str, str], int] = {}
+    seen: set[tuple[torch.device, int]] = set()
+    for kind, each_of_kind in tensors.items():
+        places = {"device": 0, "host": 0}
+        for tensor in each_of_kind:
+            local = _local(tensor)
+            if local.is_meta or local.layout is not torch.strided:
+                continue
+            storage = local.untyped_storage()
+            key = (storage.device, storage.data_ptr())
+            if key[1] and key not in seen:
+                seen.add(key)
+                places["host" if storage.device.type == "cpu" else "device"] += storage.nbytes()
+        for where, size in places.items():
+            if size or where == place:
+                found[kind, where] = size
+    return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the part of a distributed tensor that this rank holds."""
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    with torch.no_grad():
+        local: Tensor = to_local()
+    return local

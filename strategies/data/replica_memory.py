@@ -1,0 +1,90 @@
+"""What a replica of the model needs in memory: every rank holds the whole of everything."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import SGD, Adam, Optimizer
+
+from boltmesh.telemetry.snapshot import MemoryKind
+
+
+def expected_replica_memory(module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
+    """Return the bytes of parameters, gradients, optimizer state and buffers.
+
+    Optimizer state is left out where an optimizer's class does not say how much it keeps. What
+    ``DistributedDataParallel`` copies gradients into to send them is no part of it.
+    """
+    parameters = list(module.parameters())
+    trained = [each for each in parameters if each.requires_grad]
+    found = {
+        "parameters": _by_place(parameters),
+        "gradients": _by_place(trained),
+        "buffers": _by_place(module.buffers()),
+    }
+    states = [_optimizer_state(each) for each in optimizers]
+    if all(state is not None for state in states):
+        total: dict[str, int] = {}
+        for state in states:
+            for place, size in (state or {}).items():
+                total[place] = total.get(place, 0) + size
+        found["optimizer"] = total
+    return [
+        MemoryKind(kind, place, None, size)  # type: ignore[arg-type]
+        for kind, sizes in found.items()
+        for place, size in sizes.items()
+    ]
+
+
+def _by_place(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """Return the bytes on the device and on the host; a tensor that occurs twice counts once."""
+    sizes: dict[str, int] = {}
+    seen: set[int] = set()
+    for tensor in tensors:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            place = _place(tensor)
+            sizes[place] = sizes.get(place, 0) + tensor.numel() * tensor.element_size()
+    return sizes
+
+
+def _place(tensor: Tensor) -> str:
+    return "host" if tensor.device.type == "cpu" else "device"
+
+
+def _optimizer_state(optimizer: Optimizer) -> dict[str, int] | None:
+    """Return the bytes that an optimizer keeps once it has stepped; None where nobody knows."""
+    sizes: dict[str, int] = {}
+    for group in optimizer.param_groups:
+        copies = _num_copies(optimizer, group)
+        if copies is None:
+            return None
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            size = copies * parameter.numel() * parameter.element_size()
+            place = _place(parameter)
+            sizes[place] = sizes.get(place, 0) + size
+            if isinstance(optimizer, Adam):  # counts its steps in a scalar of each parameter
+                is_beside = group.get("capturable") or group.get("fused")
+                where = place if is_beside else "host"
+                sizes[where] = sizes.get(where, 0) + _step_bytes(fused=bool(group.get("fused")))
+    return sizes
+
+
+def _step_bytes(*, fused: bool) -> int:
+    is_double = torch.get_default_dtype() == torch.float64 and not fused
+    return 8 if is_double else 4
+
+
+def _num_copies(optimizer: Optimizer, group: dict[str, object]) -> int | None:
+    """Return how many tensors of a parameter's size the state has.
+
+    Classes of others may keep anything, also where they derive from these.
+    """
+    if type(optimizer) in {torch.optim.Adam, torch.optim.AdamW}:
+        return 3 if group.get("amsgrad") else 2
+    if type(optimizer) is SGD:
+        return 1 if group.get("momentum") else 0
+    return None

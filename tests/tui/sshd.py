@@ -1,0 +1,138 @@
+"""A real sshd of this user on the loopback, with keys of its own, and a config to reach it."""
+
+import contextlib
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+PRIVILEGE_SEPARATION = Path("/run/sshd")
+"""Root's sshd wants this folder; its package makes it when the service starts."""
+
+needs_sshd = pytest.mark.skipif(
+    SSHD is None or shutil.which("ssh") is None or shutil.which("ssh-keygen") is None,
+    reason="needs sshd and ssh (Debian: openssh-server, openssh-client)",
+)
+
+
+class Sshd:
+    """The server; ``Host node`` of the config leads to it.
+
+    Args:
+        folder: For keys, configs and logs.
+        environment: What its sessions find in theirs.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        folder.mkdir(mode=0o700)
+        self.folder = folder
+        self.config = folder / "config"
+        self.log = folder / "sshd.log"
+        for name in ("host", "user", "stranger"):
+            _make_key(folder / name)
+        (folder / "authorized_keys").write_text((folder / "user.pub").read_text())
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.know((folder / "host.pub").read_text())
+        words = " ".join(f'"{name}={value}"' for name, value in environment.items())
+        (folder / "sshd_config").write_text(
+            f"Port {self.port}\n"
+            "ListenAddress 127.0.0.1\n"
+            f"HostKey {folder}/host\n"
+            f"AuthorizedKeysFile {folder}/authorized_keys\n"
+            f"PidFile {folder}/pid\n"
+            "UsePAM no\n"
+            "StrictModes no\n"
+            "PasswordAuthentication no\n"
+            "KbdInteractiveAuthentication no\n"
+            "PermitRootLogin yes\n"
+            "LogLevel VERBOSE\n"
+            f"SetEnv {words}\n"
+        )
+        self.write_config()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def know(self, key: str) -> None:
+        """Make ``key`` the one that the user knows of the host."""
+        (self.folder / "known_hosts").write_text(f"node {key}")
+
+    def write_config(self, *, key: str = "user", host: str = "127.0.0.1", more: str = "") -> None:
+        """Write what the user has in ``~/.ssh/config``."""
+        self.config.write_text(
+            "Host node node1 node2\n"
+            f"  HostName {host}\n"
+            f"  Port {self.port}\n"
+            f"  User {getpass.getuser()}\n"
+            f"  IdentityFile {self.folder}/{key}\n"
+            "  IdentitiesOnly yes\n"
+            "  IdentityAgent none\n"
+            "  HostKeyAlias node\n"
+            f"  UserKnownHostsFile {self.folder}/known_hosts\n"
+            "  GlobalKnownHostsFile /dev/null\n"
+            f"{more}"
+        )
+
+    def start(self) -> None:
+        """Listen."""
+        assert SSHD is not None
+        self._process = subprocess.Popen(
+            [SSHD, "-D", "-E", self.log, "-f", self.folder / "sshd_config"]
+        )
+        deadline = time.monotonic() + 10
+        while "Server listening" not in (self.log.read_text() if self.log.exists() else ""):
+            assert self._process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, "sshd does not listen"
+            time.sleep(0.02)
+
+    def sessions(self) -> list[psutil.Process]:
+        """Return the processes that serve who is logged in."""
+        assert self._process is not None
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def cut(self) -> None:
+        """End all sessions as a cable that is pulled: nobody says goodbye."""
+        for process in self.sessions():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def stop(self) -> None:
+        """Listen no more, and end all sessions."""
+        assert self._process is not None
+        sessions = self.sessions()
+        self._process.kill()
+        self._process.wait()
+        for process in sessions:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+@contextlib.contextmanager
+def running_sshd(folder: Path, run_dir: Path, **environment: str) -> Iterator[Sshd]:
+    """Run an sshd whose sessions find boltmesh in the PATH and jobs in ``run_dir``."""
+    venv = Path(sys.executable).parent
+    with contextlib.ExitStack() as stack:
+        if os.geteuid() == 0 and not PRIVILEGE_SEPARATION.exists():
+            PRIVILEGE_SEPARATION.mkdir(mode=0o755)
+            stack.callback(PRIVILEGE_SEPARATION.rmdir)
+        found = {"PATH": f"{venv}:/usr/bin:/bin", "BOLTMESH_RUN_DIR": str(run_dir)}
+        if "PYTHONPATH" in os.environ:  # the boltmesh that is tested
+            found["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        sshd = Sshd(folder, found | environment)
+        sshd.start()
+        stack.callback(sshd.stop)
+        yield sshd
+
+
+def _make_key(path: Path) -> None:
+    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
+    subprocess.run(command, check=True)

@@ -1,0 +1,43 @@
+"""docs/diagnosis.md names every finding and the thresholds that hold."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from boltmesh.tui.figures import recent, stall, stragglers, verdict
+from boltmesh.tui.figures.findings import limits, pipeline, waits
+from boltmesh.tui.figures.findings.finding import Kind
+from boltmesh.tui.figures.profile import WARM_UP_STEPS
+
+TEXT = " ".join(
+    (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text(encoding="utf-8").split()
+)
+
+
+def test_every_kind_is_described() -> None:
+    assert [kind for kind in get_args(Kind) if f"`{kind}` |" not in TEXT] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"the newest {recent.RECENT_STEPS} steps of each rank ({recent.LEAST_STEPS} with hundreds",
+        f"The first {WARM_UP_STEPS} batches",
+        f"before {stragglers.STEPS_TO_JUDGE} such steps",
+        f"for {stall.STALL_IN_STEPS:.0f} steps and {stall.STALL_AT_LEAST_S:.0f} s",
+        f"{limits.DEVICE_NEARLY_FULL:.0%} of a GPU",
+        f"{limits.HOST_NEARLY_FULL:.0%} of a host",
+        f"by more than {verdict.TOLERANCE:.1%}",
+        f"| {waits.INPUT_SHARE:.0%} of a step goes into waiting for the batch",
+        f"| {waits.OFFLOAD_SHARE:.0%} goes into the optimizer",
+        f"idle for {pipeline.BUBBLE_SHARE:.0%} of a step, or for {pipeline.PART_SHARE:.0%} by",
+        f"| {waits.COMMUNICATION_SHARE:.0%} of a step is communication",
+        f"wait for {waits.UNEVEN_SHARE:.0%} of a step",
+        f"by {stragglers.LATE_SHARE:.0%} of a step, by {1e3 * stragglers.LATE_AT_LEAST_S:.0f} ms,",
+        f"and by {stragglers.LATE_DEVIATIONS:.0f} scaled median deviations",
+        f"{waits.HOTTER_CELSIUS:.0f} C hotter",
+    ],
+)
+def test_every_threshold_is_the_one_that_holds(words: str) -> None:
+    assert words in TEXT

@@ -1,0 +1,80 @@
+"""The lines around every screen: tabs, the time of a replay, help."""
+
+import pytest
+
+from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
+from boltmesh.tui.drawing.help import ABOUT, FIGURES_OF, KEYS_OF, help_lines
+from boltmesh.tui.drawing.look import Look
+from boltmesh.tui.drawing.tabs import draw_tabs, tab_at
+from boltmesh.tui.drawing.timeline import draw_timeline
+from boltmesh.tui.pages.book import PAGES, TABS
+from tests.tui.samples import NOW
+
+LOOK = Look(UNICODE)
+
+
+@pytest.mark.parametrize("current", [tab.name for tab in TABS])
+@pytest.mark.parametrize("look", [LOOK, Look(ASCII)], ids=["unicode", "ascii"])
+def test_every_screen_has_its_digit_from_60_columns_on(current: str, look: Look) -> None:
+    for width in range(60, 301):
+        line = draw_tabs(TABS, current, width, look)
+        assert line.width <= width
+        for tab in TABS:
+            forms = (f" {tab.title}", f" {tab.short}", tab.short)
+            assert any(f"{tab.key}{form}" in line.plain for form in forms)
+        assert look is LOOK or line.plain.isascii()
+
+
+def test_tabs_use_the_room_that_there_is() -> None:
+    assert "3 Communication" in draw_tabs(TABS, "ranks", 120, LOOK).plain
+    assert "3 Comm  4 Pipeline" in draw_tabs(TABS, "ranks", 80, LOOK).plain
+    assert "3 Comm 4 Pipe 5" in draw_tabs(TABS, "ranks", 60, LOOK).plain
+    narrow = draw_tabs(TABS, "communication", 36, LOOK).plain
+    assert "3 Communication" in narrow
+    assert "Ranks" not in narrow
+
+
+def test_every_cell_of_a_tab_is_that_tab() -> None:
+    for width in range(1, 140):
+        line = draw_tabs(TABS, "memory", width, LOOK).plain
+        for x, character in enumerate(line):
+            if character.isdigit():
+                tab = next(tab for tab in TABS if tab.key == character)
+                assert tab_at(TABS, "memory", width, x) == tab.name
+        assert tab_at(TABS, "memory", width, len(line)) is None
+        assert tab_at(TABS, "memory", width, -1) is None
+
+
+@pytest.mark.parametrize("width", [0, 1, 10, 30, 60, 120])
+def test_the_time_of_a_replay_fits_everywhere(width: int) -> None:
+    span = (NOW, NOW + 600)
+    for now in (NOW - 5, NOW, NOW + 200, NOW + 900):
+        line = draw_timeline(span, now, width, LOOK, is_playing=True, speed=2.0)
+        assert line.width <= width
+    empty = draw_timeline((NOW, NOW), NOW, width, LOOK, is_playing=False, speed=1.0)
+    assert empty.width <= width
+
+
+def test_a_replay_says_where_it_is_and_whether_it_moves() -> None:
+    span = (NOW, NOW + 600)
+    text = draw_timeline(span, NOW + 150, 100, LOOK, is_playing=True, speed=2.0).plain
+    assert text.startswith("replay 2x   04:")
+    assert "at 2m 30s of 10m 00s" in text
+    bar = text.rsplit("   ", 1)[1]
+    assert bar.count("━") == pytest.approx(len(bar) / 4, abs=1)
+    assert "replay held" in draw_timeline(span, NOW, 99, LOOK, is_playing=False, speed=2.0).plain
+
+
+def test_help_knows_every_screen() -> None:
+    assert set(ABOUT) == {tab.name for tab in TABS}
+    assert set(FIGURES_OF) | {"jobs"} == set(ABOUT)
+    assert set(KEYS_OF) <= set(ABOUT)
+    assert set(PAGES) | {"jobs"} == set(ABOUT)
+
+
+@pytest.mark.parametrize("about", sorted(ABOUT))
+def test_help_fits_into_80_columns_uncut(about: str) -> None:
+    narrow, wide = help_lines(about, 78, LOOK), help_lines(about, 200, LOOK)
+    for line, whole in zip(narrow, wide, strict=True):
+        if not whole.plain.startswith("─"):
+            assert line.plain == whole.plain

@@ -1,0 +1,142 @@
+"""The list of jobs: choosing, filtering, sorting, and what happens when one goes away."""
+
+import msgspec
+
+from boltmesh.errors import TelemetryError
+from boltmesh.tui.app import DashboardApp
+from boltmesh.tui.drawing.glyphs import UNICODE
+from boltmesh.tui.drawing.jobs import COLUMNS, draw_jobs, shown_jobs
+from boltmesh.tui.drawing.look import Look
+from boltmesh.tui.screens.help import HelpScreen
+from boltmesh.tui.screens.jobs import JobsScreen
+from boltmesh.tui.source import Observation
+from boltmesh.tui.view import TableView
+from tests.tui.samples import NOW, FakeSource, demo, summary
+from tests.tui.screens import screen_text
+
+
+def _chooser(*, ids: int = 3) -> tuple[DashboardApp, list[str], list[FakeSource]]:
+    opened: list[str] = []
+    sources: list[FakeSource] = []
+
+    def open_source(job_id: str) -> FakeSource:
+        if job_id == "job3":
+            raise TelemetryError("job3 is gone.")
+        opened.append(job_id)
+        snapshot = msgspec.structs.replace(demo().job, id=job_id, name=f"name of {job_id}")
+        sources.append(FakeSource(Observation(NOW, snapshot)))
+        return sources[-1]
+
+    app = DashboardApp(
+        None,
+        list_jobs=lambda: [summary(number) for number in range(1, ids + 1)],
+        open_source=open_source,
+        interval_s=None,
+    )
+    return app, opened, sources
+
+
+async def test_a_job_is_chosen_by_cursor_and_the_list_can_be_opened_again() -> None:
+    app, opened, sources = _chooser()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        assert isinstance(app.screen, JobsScreen)
+        assert all(f"job{number}" in screen_text(app) for number in (1, 2, 3))
+        await pilot.press("escape")
+        assert isinstance(app.screen, JobsScreen)
+        await pilot.press("j", "enter")
+        await pilot.pause()
+        assert opened == ["job2"]
+        assert "name of job2" in screen_text(app)
+        await pilot.press("3", "0", "0")
+        assert isinstance(app.screen, JobsScreen)
+        await pilot.press("escape")
+        assert "name of job2" in screen_text(app)
+        await pilot.press("0", "k", "enter")
+        await pilot.pause()
+        assert opened == ["job2", "job1"]
+        assert sources[0].is_closed
+        assert not sources[1].is_closed
+        assert app.screen.page.tab.name == "communication"  # type: ignore[attr-defined]
+
+
+async def test_a_job_that_went_away_is_reported_and_the_list_stays() -> None:
+    app, opened, _ = _chooser()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        await pilot.press("end", "enter")
+        await pilot.pause()
+        assert opened == []
+        assert isinstance(app.screen, JobsScreen)
+        assert "job3 is gone." in screen_text(app)
+        await pilot.press("k")
+        assert "job3 is gone." not in screen_text(app)
+
+
+async def test_the_cursor_stays_on_its_job_when_the_list_changes() -> None:
+    jobs = [summary(1), summary(2)]
+    opened: list[str] = []
+
+    def open_source(job_id: str) -> FakeSource:
+        opened.append(job_id)
+        return FakeSource(demo())
+
+    app = DashboardApp(None, list_jobs=lambda: list(jobs), open_source=open_source, interval_s=None)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        await pilot.press("j")
+        jobs.insert(0, summary(7))
+        screen = app.screen
+        assert isinstance(screen, JobsScreen)
+        await screen.list_again()
+        await pilot.pause()
+        await pilot.press("enter")
+        await pilot.pause()
+        assert opened == ["job2"]
+        await pilot.press("0")
+        jobs.clear()
+        assert isinstance(app.screen, JobsScreen)
+        await app.screen.list_again()
+        await pilot.press("j", "enter", "s", "S", "end")
+        assert "none" in screen_text(app)
+
+
+async def test_jobs_are_filtered_and_sorted_by_keys() -> None:
+    app, opened, _ = _chooser(ids=30)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        assert "more" in screen_text(app)
+        await pilot.press("slash", *"step>1900", "enter")
+        shown = [line.split()[0] for line in screen_text(app).splitlines() if " run " in line]
+        assert shown == [f"job{number}" for number in range(20, 31)]
+        await pilot.press("s", "S", "enter")
+        await pilot.pause()
+        assert opened == ["job30"] or opened == ["job29"]
+        await pilot.press("0", "escape", "0")
+        assert isinstance(app.screen, JobsScreen)
+
+
+async def test_help_of_the_jobs_is_about_jobs() -> None:
+    app, _, _ = _chooser()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        await pilot.press("question_mark")
+        assert isinstance(app.screen, HelpScreen)
+        assert "attach to the job" in screen_text(app)
+        await pilot.press("escape")
+        assert isinstance(app.screen, JobsScreen)
+
+
+def test_every_column_is_there_and_sorts() -> None:
+    jobs = [summary(2, recipe="zero3"), summary(1, recipe="ddp"), summary(3, recipe=None)]
+    look = Look(UNICODE, has_headings=False)
+    header = draw_jobs(jobs, 160, 10, look, now=NOW)[0].plain
+    assert header.split() == list(COLUMNS)
+    for column, expected in (("recipe", [1, 2, 3]), ("age", [1, 2, 3]), ("id", [1, 2, 3])):
+        found = shown_jobs(jobs, TableView(sort=column), now=NOW)
+        assert [job.id for job in found] == [f"job{number}" for number in expected]
+
+
+def test_a_column_of_nothing_is_left_out() -> None:
+    look = Look(UNICODE, has_headings=False)
+    assert "recipe" not in draw_jobs([summary(1, recipe=None)], 160, 10, look, now=NOW)[0].plain

@@ -1,0 +1,136 @@
+"""The mouse does what the keys do, where it points."""
+
+import pytest
+from textual import events
+
+from boltmesh.tui.app import DashboardApp
+from boltmesh.tui.drawing.heatmap import rank_at
+from boltmesh.tui.pages.book import PAGES
+from boltmesh.tui.screens.job import JobScreen
+from boltmesh.tui.screens.jobs import JobsScreen
+from boltmesh.tui.source import Observation
+from tests.tui.samples import NOW, FakeSource, demo, job, rank, summary
+from tests.tui.screens import find_text, job_screen, open_app, open_source, screen_text
+
+MANY = Observation(NOW, job(ranks=tuple(rank(number) for number in range(64))))
+
+
+@pytest.mark.parametrize("size", [(60, 15), (80, 24), (120, 40)])
+async def test_a_click_on_a_tab_opens_it(size: tuple[int, int]) -> None:
+    async with open_app(demo(), size=size) as pilot:
+        for name, page in PAGES.items():
+            await pilot.click(offset=find_text(pilot.app, f"{page.tab.key} {page.tab.short[:2]}"))
+            assert job_screen(pilot).page.tab.name == name
+
+
+async def test_the_tab_of_the_jobs_opens_their_list() -> None:
+    async with open_source(
+        FakeSource(demo()), size=(120, 40), list_jobs=lambda: [summary(1)]
+    ) as pilot:
+        await pilot.click(offset=find_text(pilot.app, "0 Jobs"))
+        assert isinstance(pilot.app.screen, JobsScreen)
+
+
+async def test_a_click_on_a_title_sorts_and_another_one_turns_it_round() -> None:
+    async with open_app(demo(), size=(120, 40)) as pilot:
+        await pilot.press("2")
+        for is_descending in (False, True, False):
+            await pilot.click(offset=find_text(pilot.app, "step time"))
+            view = job_screen(pilot).session.view.table("ranks")
+            assert (view.sort, view.is_descending) == ("step time", is_descending)
+
+
+@pytest.mark.parametrize("size", [(60, 15), (80, 24), (120, 40)])
+@pytest.mark.parametrize("keys", [(), ("end",), ("end", "k", "k"), ("s", "S", "j", "j")])
+async def test_a_click_selects_the_row_under_it(
+    size: tuple[int, int], keys: tuple[str, ...]
+) -> None:
+    async with open_app(MANY, size=size) as pilot:
+        await pilot.press("2", *keys)
+        lines = screen_text(pilot.app).splitlines()
+        rows = [
+            (y, int(line.split()[0]))
+            for y, line in enumerate(lines)
+            if y > 2 and "● running" in line
+        ]
+        assert len(rows) > 5
+        for y, number in (rows[0], rows[-1], rows[3]):
+            await pilot.click(offset=(4, y))
+            assert job_screen(pilot).session.view.rank == number
+            assert screen_text(pilot.app).splitlines()[y].split()[0] == str(number)
+
+
+async def test_a_click_on_nothing_does_nothing() -> None:
+    async with open_app(demo(), size=(120, 40)) as pilot:
+        await pilot.press("2")
+        before = screen_text(pilot.app)
+        for offset in ((0, 0), (60, 30), (119, 39), (60, 3), (60, 1)):
+            await pilot.click(offset=offset)
+        assert screen_text(pilot.app) == before
+
+
+async def test_two_clicks_on_a_row_show_the_rank_in_full() -> None:
+    async with open_app(MANY, size=(120, 40)) as pilot:
+        await pilot.press("2")
+        x, y = find_text(pilot.app, "   7  ")
+        await pilot.click(offset=(x, y), times=2)
+        assert job_screen(pilot).session.view.rank == 7
+        assert "rank 7" in screen_text(pilot.app)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+async def test_every_rank_of_the_heat_map_can_be_clicked(size: tuple[int, int]) -> None:
+    async with open_app(demo(), size=size) as pilot:
+        screen = job_screen(pilot)
+        region = next(
+            drawn.panel.region for drawn in screen.canvas.drawn if drawn.panel.name == "heat"
+        )
+        assert screen.scene is not None
+        places = {
+            rank_at(
+                screen.scene.state, region.width, region.height, x, y, look=screen.scene.look
+            ): (region.x + x, region.y + y)
+            for x in range(region.width)
+            for y in range(region.height)
+        }
+        assert set(places) - {None} == set(range(8))
+        for number, place in places.items():
+            before = screen.session.view.rank
+            await pilot.click(offset=place)
+            assert screen.session.view.rank == (before if number is None else number)
+
+
+async def test_the_wheel_goes_through_the_rows_under_it() -> None:
+    async with open_app(MANY, size=(80, 24)) as pilot:
+        await pilot.press("2")
+        for _ in range(4):
+            await pilot._post_mouse_events(  # the pilot has no wheel of its own
+                [events.MouseScrollDown],
+                offset=(5, 10),
+            )
+        assert job_screen(pilot).session.view.table("ranks").selected == 9
+
+
+async def test_jobs_are_sorted_chosen_and_opened_by_clicks() -> None:
+    opened: list[str] = []
+
+    def open_source(job_id: str) -> FakeSource:
+        opened.append(job_id)
+        return FakeSource(demo())
+
+    app = DashboardApp(
+        None,
+        list_jobs=lambda: [summary(number) for number in range(1, 6)],
+        open_source=open_source,
+        interval_s=None,
+    )
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        await pilot.click(offset=find_text(app, " age"))
+        await pilot.click(offset=find_text(app, " age"))
+        lines = [line.split()[0] for line in screen_text(app).splitlines() if " run " in line]
+        assert lines == ["job5", "job4", "job3", "job2", "job1"]
+        await pilot.click(offset=find_text(app, "job2"), times=2)
+        await pilot.pause()
+        assert opened == ["job2"]
+        assert isinstance(app.screen, JobScreen)

@@ -1,0 +1,95 @@
+"""The simulator of pipeline schedules, against closed forms and against torch's own orders."""
+
+import pytest
+
+from boltmesh.tui.demo.timeline import one_forward_one_backward
+from boltmesh.tui.figures.bubble import NOMINAL, idle_shares
+from boltmesh.tui.figures.schedule import Action, DeadlockError, Order, actions, simulate
+from tests.tui.recorded import recorded_pipelines
+
+SIZES = [(stages, microbatches) for stages in range(1, 7) for microbatches in (1, 2, 3, 5, 8)]
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Order:
+    return tuple(
+        tuple(f"{stage}{kind}{at}" for kind in "FB" for at in range(num_microbatches))
+        for stage in range(num_stages)
+    )
+
+
+def idle(order: Order, **seconds: float) -> list[float]:
+    costs = NOMINAL | seconds
+    return idle_shares(simulate(order, lambda action: costs[action.kind]))
+
+
+@pytest.mark.parametrize("make", [gpipe, one_forward_one_backward])
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+@pytest.mark.parametrize("backward", [1.0, 2.0, 3.5])
+def test_equal_stages_idle_as_the_formula_says(
+    make: type, stages: int, microbatches: int, backward: float
+) -> None:
+    formula = (stages - 1) / (microbatches + stages - 1)
+    assert idle(make(stages, microbatches), B=backward) == pytest.approx([formula] * stages)
+
+
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    [("gpipe", 3 / 11), ("interleaved_1f1b", 3 / 19), ("zero_bubble", 0.059)],
+)  # fmt: skip
+def test_the_orders_of_torch_have_the_bubble_of_their_papers(name: str, formula: float) -> None:
+    """Four ranks, 8 microbatches, two stages a rank where the schedule is interleaved."""
+    plan = recorded_pipelines()[name].pipeline
+    assert plan is not None
+    mean = sum(idle(plan.order)) / len(plan.order)
+    assert mean == pytest.approx(formula, abs=0.001)
+
+
+def test_a_slow_stage_sets_the_pace_of_all() -> None:
+    order = one_forward_one_backward(3, 6)
+    timetable = simulate(order, lambda action: NOMINAL[action.kind] * (1 + (action.stage == 1)))
+    # After its first backward, which the last stage has to send, it works without a pause.
+    middle = timetable[1]
+    first = next(at for at, slot in enumerate(middle) if slot.action.kind == "B")
+    assert all(middle[at].start == middle[at - 1].end for at in range(first + 1, len(middle)))
+    assert idle_shares(timetable)[1] < min(idle_shares(timetable)[::2])
+
+
+def test_a_transfer_delays_the_next_rank_and_nobody_else() -> None:
+    order: Order = (("0F0", "1F0", "0F1"), ("2F0",))
+    timetable = simulate(order, lambda _: 1.0, transfer_s=0.25)
+    assert [slot.start for slot in timetable[0]] == [0.0, 1.0, 2.0]
+    assert [slot.start for slot in timetable[1]] == [2.25]
+
+
+def test_the_weights_wait_for_the_input_gradient_and_hold_nobody_up() -> None:
+    order: Order = (("0F0", "0I0", "0W0"), ("1F0", "1I0", "1W0"))
+    first, last = simulate(order, lambda _: 1.0)
+    assert [slot.start for slot in last] == [1.0, 2.0, 3.0]
+    # The input gradient of stage 0 needs that of stage 1, not its weights'.
+    assert first[1].start == 3.0
+
+
+def test_notes_on_communication_are_no_work_and_a_pair_is_two() -> None:
+    order: Order = (
+        ("0UNSHARD", "0F0", "0SEND_F0", None, "(0F1;1B0)OVERLAP_F_B", "0REDUCE_GRAD", "1RECV_B12"),
+    )
+    assert actions(order) == ((Action(0, "F", 0), Action(0, "F", 1), Action(1, "B", 0)),)
+
+
+@pytest.mark.parametrize(
+    ("order", "where"),
+    [
+        ((("0B0", "0F0"),), "rank 0 waits forever before 0B0"),
+        ((("0F0", "0B0"), ("1F1", "1B1")), "before 0B0"),
+        ((("0W0",),), "before 0W0"),
+        ((("1F0",),), "before 1F0"),
+    ],
+)  # fmt: skip
+def test_an_order_that_cannot_be_worked_off_is_refused(order: Order, where: str) -> None:
+    with pytest.raises(DeadlockError, match=where):
+        simulate(order, lambda _: 1.0)
+
+
+def test_an_empty_order_takes_no_time() -> None:
+    assert simulate((), lambda _: 1.0) == ()
+    assert idle_shares(simulate(((), ()), lambda _: 1.0)) == [0.0, 0.0]

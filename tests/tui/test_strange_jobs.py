@@ -1,0 +1,114 @@
+"""Whatever a snapshot holds, the overview and the ranks are drawn within their place."""
+
+import math
+import random
+
+import msgspec
+import pytest
+from rich.cells import cell_len
+
+from boltmesh.telemetry.snapshot import JobSnapshot, PhaseTime, RankSnapshot
+from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.drawing.diagnosis import diagnosis_lines, draw_diagnosis
+from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
+from boltmesh.tui.drawing.heatmap import HEAT_FIGURES, draw_heatmap, heatmap_lines, rank_at
+from boltmesh.tui.drawing.line import Line
+from boltmesh.tui.drawing.look import Look
+from boltmesh.tui.drawing.phases import draw_phases
+from boltmesh.tui.drawing.rank_detail import draw_rank_detail
+from boltmesh.tui.drawing.rank_table import COLUMNS, draw_rank_table
+from boltmesh.tui.drawing.throughput import draw_throughput
+from boltmesh.tui.state import State
+from boltmesh.tui.view import TableView
+from tests.tui.random_values import Randomly
+from tests.tui.samples import NOW, job, rank, state, step
+
+NUMBERS = (0.0, -1.5, 1e-320, 1e300, -1e300, 1.7e308, math.inf, -math.inf, math.nan, 0.2, 3.0)
+
+
+def _strange_rank(number: int, draw: random.Random) -> RankSnapshot:
+    """A rank whose numbers can be anything, as a recording that somebody wrote may have them."""
+    steps = tuple(
+        step(
+            draw.randint(0, 40),
+            seconds=draw.choice(NUMBERS),
+            end_time=draw.choice((NOW, *NUMBERS)),
+            loss=draw.choice((None, *NUMBERS)),
+            phases=tuple(
+                PhaseTime(draw.choice(("data", "forward", "communication", "new")), seconds)
+                for seconds in draw.choices(NUMBERS, k=draw.randint(0, 4))
+            ),
+        )
+        for _ in range(draw.randint(0, 12))
+    )
+    made: RankSnapshot = Randomly(draw.randint(0, 10**9), largest=3).value(RankSnapshot)
+    return msgspec.structs.replace(
+        made,
+        rank=number,
+        steps=steps,
+        coordinates=draw.choice(
+            ({}, {"data": number}, {"pipeline": 2**40, "tensor": -1}, {"x": 1, "data": 0})
+        ),
+        last_seen=draw.choice((NOW, *NUMBERS)),
+        flops_per_batch=draw.choice((None, *NUMBERS)),
+        peak_flops_per_second=draw.choice((None, *NUMBERS)),
+        tokens_per_second=draw.choice((None, *NUMBERS)),
+    )
+
+
+def _strange_state(seed: int) -> State:
+    draw = random.Random(seed)
+    made: JobSnapshot = Randomly(seed, largest=3).value(JobSnapshot)
+    snapshot = msgspec.structs.replace(
+        made,
+        ranks=tuple(_strange_rank(number, draw) for number in range(draw.choice((0, 1, 2, 5, 40)))),
+        mesh=draw.choice(({}, {"data": 0}, {"pipeline": 2, "data": 2, "tensor": 2}, {"x": 3})),
+        state=draw.choice(("running", "running", "crashed", "finished")),
+    )
+    shown = state(snapshot, time=draw.choice((NOW, 0.0, 1e12)))
+    readings = Randomly(seed + 1, largest=3)
+    devices = tuple(readings.value(DeviceReading) for _ in range(draw.randint(0, 3)))
+    return msgspec.structs.replace(shown, devices=devices)
+
+
+def _drawings(shown: State, width: int, height: int, look: Look, draw: random.Random) -> list[Line]:
+    figure = draw.choice((*HEAT_FIGURES, "?"))
+    table = TableView(
+        first=draw.choice((0, 7, 10**6)),
+        selected=draw.choice((None, 0, 3, 10**6)),
+        sort=draw.choice((None, "?", *COLUMNS)),
+        is_descending=draw.random() < 0.5,
+        filter=draw.choice(("", "rank>1", "late<5", "x")),
+    )
+    diagnosis_lines(shown, width, look)
+    heatmap_lines(shown, width, look, figure=figure)
+    rank_at(shown, width, height, 3, 2, look=look, figure=figure)
+    drawn = (
+        draw_diagnosis(shown, width, height, look, says_all_is_well=True),
+        draw_heatmap(shown, width, height, look, figure=figure, selected=draw.choice((None, 0, 3))),
+        draw_rank_table(shown, width, height, look, table=table),
+        draw_rank_detail(shown, width, height, look, rank=draw.choice((0, 3, -1))),
+        draw_phases(shown, width, height, look),
+        draw_throughput(shown, width, height, look),
+    )
+    for lines in drawn:
+        assert len(lines) <= max(0, height)
+    return [line for lines in drawn for line in lines]
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_strange_numbers_are_drawn_within_their_place(seed: int) -> None:
+    draw = random.Random(seed)
+    shown = _strange_state(seed)
+    for look in (Look(UNICODE), Look(ASCII, has_headings=False, has_signs=False)):
+        width, height = draw.choice(((1, 1), (60, 15), (120, 40), (draw.randint(1, 300), 20)))
+        for line in _drawings(shown, width, height, look, draw):
+            assert cell_len(line.plain) == line.width <= width
+
+
+def test_a_thousand_ranks_are_drawn_like_eight() -> None:
+    ranks = tuple(rank(number) for number in range(1024))
+    shown = state(job(ranks=ranks, mesh={"pipeline": 8, "data": 16, "tensor": 8}))
+    for width, height in ((60, 15), (200, 60)):
+        for line in _drawings(shown, width, height, Look(UNICODE), random.Random(0)):
+            assert line.width <= width

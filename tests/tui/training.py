@@ -1,0 +1,53 @@
+"""A real run of two ranks that trains for as long as a test lasts."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from boltmesh.errors import TelemetryError
+from boltmesh.telemetry.reader import open_job
+from boltmesh.telemetry.snapshot import JobSnapshot
+
+TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
+BOLTMESH = [sys.executable, "-m", "boltmesh"]
+
+
+def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        time.sleep(0.1)
+
+
+def snapshot() -> JobSnapshot | None:
+    with contextlib.suppress(TelemetryError), open_job() as job:
+        return job.snapshot()
+    return None
+
+
+def global_step() -> int:
+    found = snapshot()
+    return 0 if found is None else found.global_step
+
+
+@contextlib.contextmanager
+def run_training(folder: Path, *, step_s: float = 0.05) -> Iterator["subprocess.Popen[bytes]"]:
+    """Train until the block ends; it begins once a few steps are done."""
+    command = [
+        *BOLTMESH, "fit", str(TINY), "max_epochs=100000", f"model.init_args.step_s={step_s}"
+    ]  # fmt: skip
+    log = (folder / "fit.log").open("wb")
+    with log, subprocess.Popen(command, cwd=folder, stdout=log, stderr=log) as process:
+        try:
+            wait_for(
+                lambda: global_step() >= 8 or process.poll() is not None,
+                f"steps; see {folder}/fit.log",
+            )
+            assert process.poll() is None, (folder / "fit.log").read_text()
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()

@@ -1,0 +1,198 @@
+"""Puts the simulated job together: what a reader of its files would say at one moment."""
+
+from collections.abc import Callable
+from itertools import chain
+
+from boltmesh.telemetry.snapshot import (
+    SCHEMA_VERSION,
+    Chunk,
+    Event,
+    JobSnapshot,
+    JobState,
+    PipelinePlan,
+    RankSnapshot,
+    StepRecord,
+)
+from boltmesh.tui.demo.blocks import Blocks
+from boltmesh.tui.demo.devices import device_readings
+from boltmesh.tui.demo.history import (
+    LOG_EVERY,
+    MAX_STEPS,
+    STEPS_PER_EPOCH,
+    checkpoint,
+    events,
+    logged,
+)
+from boltmesh.tui.demo.progress import Moment
+from boltmesh.tui.demo.rank import SimulatedRank, step_records
+from boltmesh.tui.demo.setup import WIDTH, Setup
+from boltmesh.tui.demo.timeline import HEAD_START, Timeline
+from boltmesh.tui.demo.traffic import expected
+from boltmesh.tui.source import Observation
+
+_DISTINCT_PIPELINES = 4
+"""Beyond these a pipeline repeats the times of another, or a thousand ranks would cost much."""
+_CHUNK_STEPS = 4
+_CHUNK_STEPS_OF_MANY_RANKS = 1
+
+
+class SimulatedJob:
+    """One job; what it shows depends on the time alone, what it keeps saves making it again."""
+
+    def __init__(self, setup: Setup, started: float) -> None:
+        self._setup = setup
+        self._started = started
+        self._timeline = Timeline(setup)
+        self._logged = Blocks(lambda place: logged(setup.seed, place))
+        victim_at = setup.place(setup.victim)[1]
+        drawn = {victim_at, *range(min(setup.data, _DISTINCT_PIPELINES))}
+        others = sorted(drawn - {victim_at})
+        self._drawn_for = [
+            data if data in drawn else others[data % len(others)] for data in range(setup.data)
+        ]
+        self._ranks = self._make_ranks()
+        self._pipelines = {data: Blocks(self._chunks_of(data), size=1) for data in drawn}
+        self._chunk_steps = _CHUNK_STEPS if setup.world_size <= 64 else _CHUNK_STEPS_OF_MANY_RANKS
+        self._end = self._find_end()
+
+    def observe(self, now: float) -> Observation:
+        """Return the job as seen at ``now``, by the wall clock."""
+        seconds = max(0.0, now - self._started)
+        is_over = seconds >= self._end
+        is_hung = is_over and self._setup.scenario == "hang"
+        state: JobState = "running"
+        if is_over and not is_hung:
+            state = "crashed" if self._setup.scenario == "crashed" else "finished"
+        moment = Moment(self._setup, self._timeline, min(seconds, self._end), is_hung=is_hung)
+        return Observation(
+            time=now,
+            job=self._snapshot(moment, state),
+            devices=device_readings(
+                self._setup, int(now), is_alive=state == "running", is_hung=is_hung
+            ),
+        )
+
+    def _make_ranks(self) -> list[SimulatedRank]:
+        setup = self._setup
+        records: dict[int, Blocks[StepRecord]] = {}
+        ranks = []
+        for rank in range(setup.world_size):
+            stage, data, tensor = setup.place(rank)
+            drawn = setup.rank_at(stage, self._drawn_for[data], tensor)
+            if drawn not in records:
+                records[drawn] = step_records(setup, self._timeline, drawn, self._started)
+            ranks.append(SimulatedRank(setup, rank, records[drawn], started=self._started))
+        return ranks
+
+    def _find_end(self) -> float:
+        """Return when the job ends, or when it stops in the middle of a step."""
+        timeline, step = self._timeline, HEAD_START + 1
+        if self._setup.scenario == "crashed":
+            start = timeline.window_start(step)
+            return start + 0.6 * (timeline.window_end(step) - start)
+        if self._setup.scenario == "hang":
+            start = timeline.window_end(step)
+            return start + 0.5 * (timeline.reduce_end(step) - start)
+        return timeline.end(MAX_STEPS)
+
+    def _snapshot(self, moment: Moment, state: JobState) -> JobSnapshot:
+        setup, step = self._setup, moment.step
+        history = tuple(chain.from_iterable(self._logged.between(0, step // LOG_EVERY - 1)))
+        ranks = self._look_at_ranks(moment, state)
+        rate = ranks[0].samples_per_second if state == "running" else None
+        tokens = ranks[0].tokens_per_second if state == "running" else None
+        return JobSnapshot(
+            schema=SCHEMA_VERSION,
+            id="gpt-demo",
+            name="gpt-3b on demo text",
+            state=state,
+            user="demo",
+            command=("boltmesh", "fit", "gpt.yaml", f"trainer.devices={setup.world_size}"),
+            folder="/home/demo/gpt",
+            started=self._started,
+            updated=self._started + moment.seconds,
+            strategy="Parallel3DStrategy",
+            mesh=setup.mesh,
+            world_size=setup.world_size,
+            versions={"boltmesh": "0.1.0"},
+            hyperparameters={
+                "layers": str(setup.num_layers),
+                "width": str(WIDTH),
+                "heads": str(WIDTH // 128),
+                "learning_rate": "6e-4",
+            },
+            max_steps=MAX_STEPS,
+            epoch=step // STEPS_PER_EPOCH,
+            global_step=step,
+            metrics={point.name: point.value for point in history},
+            history=history,
+            samples_per_second=None if rate is None else rate * setup.data,
+            tokens_per_second=None if tokens is None else tokens * setup.data,
+            ranks=ranks,
+            expected=expected(setup),
+            communication_note=None,
+            events=self._events(moment, state),
+            cause=self._cause(step) if state == "crashed" else None,
+            checkpoint=checkpoint(step),
+            recipe="gpt.yaml",
+            pipeline=self._plan(),
+        )
+
+    def _look_at_ranks(self, moment: Moment, state: JobState) -> tuple[RankSnapshot, ...]:
+        first = max(1, moment.step - self._chunk_steps + 1)
+        by_pipeline = {
+            data: pipeline.between(first, moment.step + 1)
+            for data, pipeline in self._pipelines.items()
+        }
+        now = self._started + moment.seconds
+        # The tensor peers of a rank work on the same chunks at the same time.
+        chunks: dict[tuple[int, int], tuple[Chunk, ...]] = {}
+        phases: dict[tuple[int, int], str] = {}
+        for data, steps in by_pipeline.items():
+            for stage in range(self._setup.pipeline):
+                rows = [step[stage] for step in steps]
+                begun = tuple(chunk for chunk in rows[-1] if chunk.end <= now)
+                chunks[data, stage] = (*chain.from_iterable(rows[:-1]), *begun)
+                phases[data, stage] = moment.phase(rows[-1], now)
+        has_plan = self._setup.pipeline > 1
+        return tuple(
+            rank.snapshot(
+                moment,
+                chunks[self._drawn_for[rank.data], rank.stage] if has_plan else (),
+                phase=phases[self._drawn_for[rank.data], rank.stage],
+                job_state=state,
+            )
+            for rank in self._ranks
+        )
+
+    def _chunks_of(self, data: int) -> Callable[[int], tuple[tuple[Chunk, ...], ...]]:
+        def build(step: int) -> tuple[tuple[Chunk, ...], ...]:
+            return self._timeline.chunks(step, data, started=self._started)
+
+        return build
+
+    def _plan(self) -> PipelinePlan | None:
+        setup = self._setup
+        if setup.pipeline == 1:
+            return None
+        return PipelinePlan("1f1b", setup.pipeline, setup.num_microbatches, self._timeline.order)
+
+    def _cause(self, step: int) -> str:
+        axis = "data" if self._setup.data > 1 else "tensor"
+        return (
+            f"rank {self._setup.victim} was killed by SIGKILL, in backward after step {step}, "
+            f"inside allreduce of {axis}."
+        )
+
+    def _events(self, moment: Moment, state: JobState) -> tuple[Event, ...]:
+        found = events(self._setup, self._timeline, moment.step, self._started)
+        if state != "crashed":
+            return found
+        survivor = 0 if self._setup.victim else 1
+        lost = Event(
+            self._started + moment.seconds,
+            survivor,
+            "error",
+            "RuntimeError: Connection closed by peer",
+        )
+        return (*found, lost)

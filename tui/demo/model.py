@@ -1,0 +1,100 @@
+"""How much memory the GPT takes and how much work it is, by the usual formulas."""
+
+import math
+
+from boltmesh.telemetry.snapshot import Memory, MemoryKind
+from boltmesh.tui.demo.setup import TOKENS_PER_SAMPLE, VOCABULARY, WIDTH, Setup
+
+GIB = 2**30
+PEAK_FLOPS_PER_SECOND = 989e12
+"""An H100 SXM in bfloat16 without sparsity."""
+CONTEXT_BYTES = int(1.3 * GIB)
+"""The driver's context and NCCL's buffers, which torch's allocator does not know of."""
+BUCKET_BYTES = 25 * 2**20
+
+
+def parameters(setup: Setup, stage: int) -> int:
+    """Return how many parameters one rank of a stage holds; norms and biases are not split."""
+    layer = 12 * WIDTH * WIDTH // setup.tensor + 13 * WIDTH
+    total = setup.layers(stage) * layer
+    if stage == 0:
+        total += VOCABULARY * WIDTH // setup.tensor + TOKENS_PER_SAMPLE * WIDTH
+    if stage == setup.pipeline - 1:
+        total += VOCABULARY * WIDTH // setup.tensor + 2 * WIDTH
+    return total
+
+
+def gradient_bytes(setup: Setup, stage: int) -> int:
+    """Return the float32 gradients of one rank of a stage."""
+    return 4 * parameters(setup, stage)
+
+
+def num_buckets(setup: Setup, stage: int) -> int:
+    """Return how many all-reduces DDP cuts the gradients into."""
+    return math.ceil(gradient_bytes(setup, stage) / BUCKET_BYTES)
+
+
+def activation_bytes(setup: Setup) -> int:
+    """Return one microbatch between two layers, in bfloat16."""
+    return 2 * setup.microbatch_size * TOKENS_PER_SAMPLE * WIDTH
+
+
+def flops_per_batch(setup: Setup, stage: int) -> float:
+    """Return the FLOPs of one step on one rank, forward and backward, the lookup left out.
+
+    Source: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, appendix A.
+    """
+    layer = 72 * WIDTH * WIDTH + 12 * TOKENS_PER_SAMPLE * WIDTH
+    per_token = setup.layers(stage) * layer
+    if stage == setup.pipeline - 1:
+        per_token += 6 * WIDTH * VOCABULARY
+    return float(per_token * setup.tokens_per_step // setup.tensor)
+
+
+def _saved_activation_bytes(setup: Setup, stage: int) -> int:
+    """Return what the backward keeps: the microbatches in flight, without attention's matrix.
+
+    Source: Korthikanti et al. 2022, table 2, tensor parallelism with selective recomputation.
+    """
+    in_flight = min(setup.num_microbatches, setup.pipeline - stage)
+    tokens = setup.microbatch_size * TOKENS_PER_SAMPLE
+    total = in_flight * setup.layers(stage) * tokens * WIDTH * (10 + 24 // setup.tensor)
+    if stage == setup.pipeline - 1:
+        total += 3 * 4 * tokens * VOCABULARY // setup.tensor
+    return total
+
+
+def memory_kinds(setup: Setup, rank: int) -> tuple[MemoryKind, ...]:
+    """Return what the rank's memory is for; the activations are a little more than predicted."""
+    stage, data, tensor = setup.place(rank)
+    size = parameters(setup, stage)
+    activations = _saved_activation_bytes(setup, stage)
+    grown = int(activations * (1.03 + 0.004 * ((data + tensor) % 4)))
+    kept = 16 * size + grown
+    return (
+        MemoryKind("parameters", "device", 4 * size, 4 * size),
+        MemoryKind("gradients", "device", 4 * size, 4 * size),
+        MemoryKind("optimizer", "device", 8 * size, 8 * size),
+        MemoryKind("activations", "device", grown, activations),
+        MemoryKind("cache", "device", kept // 24, None),
+        MemoryKind("other", "device", CONTEXT_BYTES, None),
+        MemoryKind("other", "host", host_bytes(rank), None),
+    )
+
+
+def host_bytes(rank: int) -> int:
+    """Return the resident set of a rank's process."""
+    return int(3.1 * GIB) + rank % 16 * 2**20
+
+
+def memory(kinds: tuple[MemoryKind, ...]) -> Memory:
+    """Return what torch's allocator says after a step, when no activations are left."""
+    used = {kind.kind: kind.measured_bytes or 0 for kind in kinds if kind.place == "device"}
+    kept = used["parameters"] + used["gradients"] + used["optimizer"]
+    peak = kept + used["activations"]
+    return Memory(
+        host_rss_bytes=kinds[-1].measured_bytes,
+        device_allocated_bytes=kept,
+        device_reserved_bytes=peak + used["cache"],
+        device_peak_bytes=peak,
+    )

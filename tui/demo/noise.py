@@ -1,0 +1,40 @@
+"""Numbers that look random and are a function of their key: the same demo for everybody."""
+
+_MASK = 2**64 - 1
+
+
+def uniform(*key: int) -> float:
+    """Return a number from 0 up to 1."""
+    return _mix(key) / 2**64
+
+
+def normal(*key: int) -> float:
+    """Return a number of mean 0 and deviation 1: the sum of four uniform ones, so never far off."""
+    bits = _mix(key)
+    total = (bits & 0xFFFF) + (bits >> 16 & 0xFFFF) + (bits >> 32 & 0xFFFF) + (bits >> 48)
+    return (total / 2**16 - 2) * 3**0.5
+
+
+def four(*key: int) -> tuple[float, float, float, float]:
+    """Return four numbers from -1 up to 1, for the price of one."""
+    bits = _mix(key)
+    return (
+        (bits & 0xFFFF) / 2**15 - 1,
+        (bits >> 16 & 0xFFFF) / 2**15 - 1,
+        (bits >> 32 & 0xFFFF) / 2**15 - 1,
+        (bits >> 48) / 2**15 - 1,
+    )
+
+
+def _mix(key: tuple[int, ...]) -> int:
+    """Hash integers to 64 bits, by the finalizer of SplitMix64 after each of them.
+
+    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014, figure 17.
+    """
+    state = 0
+    for part in key:
+        state = (state + part + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state

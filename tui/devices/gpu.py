@@ -1,0 +1,152 @@
+"""One GPU through NVML. Whatever a model, a driver or a user's rights do not give is None."""
+
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import TypeVar
+
+from boltmesh.tui.devices.rates import Rates
+from boltmesh.tui.devices.reading import DeviceReading, GpuProcess
+from boltmesh.tui.devices.throttling import throttle_words
+
+Value = TypeVar("Value")
+
+ALL_LINKS = 2**32 - 1
+"""The scope of a field that is added up over all NVLinks."""
+KIB = 1024
+
+
+class Gpu:
+    """A GPU that is looked at again and again.
+
+    Args:
+        nvml: The module ``pynvml``, initialised.
+        uuid: As NVML spells it.
+        clock: Monotonic, in seconds.
+
+    Raises:
+        nvml.NVMLError: There is no such GPU here.
+    """
+
+    def __init__(
+        self, nvml: ModuleType, uuid: str, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._nvml = nvml
+        self._uuid = uuid
+        self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._rates = Rates(clock)
+        self._has_pcie_counters = False
+        self._pcie: tuple[float | None, float | None] = (None, None)
+        """Sent and received; where it is measured in turn, what was measured last."""
+        name = self._ask(nvml.nvmlDeviceGetName)
+        self._name = uuid if name is None else str(name)
+        self._sm_clock_max = self._ask(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM)
+        self._memory_clock_max = self._ask(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_MEM)
+        self._temperature_limit = self._ask(
+            nvml.nvmlDeviceGetTemperatureThreshold, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        )
+
+    def read(self, ranks: tuple[int, ...], *, may_wait: bool = False) -> DeviceReading:
+        """Return what is true now.
+
+        Args:
+            ranks: Who uses it.
+            may_wait: Whether PCIe may be measured on a GPU that has no counters of it, for which
+                the driver takes 20 ms in each direction.
+        """
+        nvml = self._nvml
+        use = self._ask(nvml.nvmlDeviceGetUtilizationRates)
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
+        rates = self._rates.since_last(self._counters())
+        if self._has_pcie_counters:
+            self._pcie = rates.get("pcie_sent"), rates.get("pcie_received")
+        elif may_wait:
+            self._pcie = self._measure_pcie()
+        return DeviceReading(
+            kind="gpu",
+            ranks=ranks,
+            name=self._name,
+            uuid=self._uuid,
+            utilization_percent=None if use is None else float(use.gpu),
+            memory_used_bytes=None if memory is None else int(memory.used),
+            memory_total_bytes=None if memory is None else int(memory.total),
+            power_watts=_thousandth(self._ask(nvml.nvmlDeviceGetPowerUsage)),
+            temperature_celsius=_float(
+                self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
+            ),
+            memory_utilization_percent=None if use is None else float(use.memory),
+            power_limit_watts=_thousandth(self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit)),
+            temperature_limit_celsius=_float(self._temperature_limit),
+            sm_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+            sm_clock_max_mhz=self._sm_clock_max,
+            memory_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
+            memory_clock_max_mhz=self._memory_clock_max,
+            throttle_reasons=self._throttle_reasons(),
+            nvlink_sent_bytes_per_second=rates.get("nvlink_sent"),
+            nvlink_received_bytes_per_second=rates.get("nvlink_received"),
+            pcie_sent_bytes_per_second=self._pcie[0],
+            pcie_received_bytes_per_second=self._pcie[1],
+            ecc_corrected_errors=self._ecc_errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+            ecc_uncorrected_errors=self._ecc_errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+            processes=self._processes(),
+        )
+
+    def _ask(self, call: Callable[..., Value], *arguments: object) -> Value | None:
+        try:
+            return call(self._handle, *arguments)
+        except self._nvml.NVMLError:
+            return None
+
+    def _counters(self) -> dict[str, float]:
+        """Return the bytes that the links have moved, in one call for all of them."""
+        nvml = self._nvml
+        fields = {
+            "nvlink_sent": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, ALL_LINKS), KIB),
+            "nvlink_received": ((nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, ALL_LINKS), KIB),
+            "pcie_sent": (nvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, 1),
+            "pcie_received": (nvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, 1),
+        }
+        values = self._ask(nvml.nvmlDeviceGetFieldValues, [field for field, _ in fields.values()])
+        found = {
+            name: float(scale * value.value.ullVal)
+            for (name, (_, scale)), value in zip(fields.items(), values or (), strict=False)
+            # Each field has its own success; without links their counters are not supported.
+            if value.nvmlReturn == nvml.NVML_SUCCESS
+        }
+        self._has_pcie_counters = "pcie_sent" in found
+        return found
+
+    def _measure_pcie(self) -> tuple[float | None, float | None]:
+        nvml = self._nvml
+        sent, received = (
+            self._ask(nvml.nvmlDeviceGetPcieThroughput, counter)
+            for counter in (nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES)
+        )
+        return (
+            None if sent is None else float(KIB * sent),
+            None if received is None else float(KIB * received),
+        )
+
+    def _throttle_reasons(self) -> tuple[str, ...] | None:
+        nvml = self._nvml
+        bits = self._ask(nvml.nvmlDeviceGetCurrentClocksEventReasons)
+        if bits is None:  # by the name that drivers before 535 know
+            bits = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
+        return None if bits is None else throttle_words(nvml, bits)
+
+    def _ecc_errors(self, kind: int) -> int | None:
+        return self._ask(self._nvml.nvmlDeviceGetTotalEccErrors, kind, self._nvml.NVML_VOLATILE_ECC)
+
+    def _processes(self) -> tuple[GpuProcess, ...] | None:
+        found = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses)
+        if found is None:
+            return None
+        return tuple(GpuProcess(process.pid, process.usedGpuMemory) for process in found)
+
+
+def _float(value: float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _thousandth(value: float | None) -> float | None:
+    return None if value is None else value / 1000

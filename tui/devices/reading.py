@@ -1,0 +1,78 @@
+"""One reading of a GPU, of a rank's process, or of the host that they run on."""
+
+from typing import Literal
+
+import msgspec
+
+
+class GpuProcess(msgspec.Struct, frozen=True):
+    """A process that computes on a GPU, of this job or of anybody's."""
+
+    pid: int
+    memory_bytes: int | None
+    """What it holds of the GPU's memory; None where the driver does not tell, as in containers."""
+
+
+class DeviceReading(msgspec.Struct, frozen=True):
+    """One GPU that ranks of the job use, the process of one rank, or their host.
+
+    ``None``: not known. Each figure alone may be unsupported on a device, or hidden from this user.
+    """
+
+    kind: Literal["gpu", "process", "host"]
+    ranks: tuple[int, ...]
+    """The ranks on this GPU or host, or the one rank whose process this is."""
+    name: str
+    """The product name of the GPU; of a process and of a host, the host's name."""
+    uuid: str | None = None
+    pid: int | None = None
+    utilization_percent: float | None = None
+    """Of a GPU: share of the last sampling period in which any kernel ran. Of a process: CPU time
+    since the last reading, where 100 is one core. Of a host: the mean over its cores."""
+    memory_used_bytes: int | None = None
+    """Of a GPU: by all processes on it. Of a process: its resident set. Of a host: what cannot be
+    given to another process."""
+    memory_total_bytes: int | None = None
+    power_watts: float | None = None
+    temperature_celsius: float | None = None
+
+    memory_utilization_percent: float | None = None
+    """Of a GPU: share of the last sampling period in which its memory was read or written."""
+    power_limit_watts: float | None = None
+    """The limit that the driver enforces now."""
+    temperature_limit_celsius: float | None = None
+    """Where the GPU begins to slow down."""
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    memory_clock_max_mhz: int | None = None
+    throttle_reasons: tuple[str, ...] | None = None
+    """Why the clocks are below their maximum, in words; empty: nothing holds them back."""
+    nvlink_sent_bytes_per_second: float | None = None
+    """Over all links, since the last reading."""
+    nvlink_received_bytes_per_second: float | None = None
+    pcie_sent_bytes_per_second: float | None = None
+    pcie_received_bytes_per_second: float | None = None
+    ecc_corrected_errors: int | None = None
+    """Since the driver was loaded."""
+    ecc_uncorrected_errors: int | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    """Who computes on the GPU."""
+
+    shared_memory_bytes: int | None = None
+    """Of a process: the part of its resident set that others may share."""
+    num_threads: int | None = None
+    disk_read_bytes_per_second: float | None = None
+    """Of a process: what really came from a disk, not from a cache, since the last reading."""
+    disk_written_bytes_per_second: float | None = None
+
+    swap_used_bytes: int | None = None
+    swap_total_bytes: int | None = None
+    num_cores: int | None = None
+    """Of a host: as its scheduler counts them, hyper-threads included."""
+    disk_folder: str | None = None
+    """Of a host: the run directory; its disk is the one that is measured."""
+    disk_free_bytes: int | None = None
+    disk_total_bytes: int | None = None
+    note: str | None = None
+    """Of a host: why its GPUs are not read, where the job has some."""

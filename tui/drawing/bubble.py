@@ -1,0 +1,185 @@
+"""How much of a pipeline's time is idle, and for which reason, beside the schedule's ideal."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from boltmesh.tui import units
+from boltmesh.tui.drawing.line import Line, Role
+from boltmesh.tui.drawing.look import Look, heading, labelled, wrap_facts
+from boltmesh.tui.drawing.pipeline import fit_rows, nothing_to_show, row_names, step_text
+from boltmesh.tui.drawing.table import Cell, Column, draw_table
+from boltmesh.tui.figures.bubble import Bubble, Parts, bubble, of_ideal
+from boltmesh.tui.state import State
+
+_ROLES: dict[str, Role] = {
+    "structural": "bubble",
+    "imbalance": "warn",
+    "excess": "communication",
+}
+_MEANINGS = {
+    "structural": "the schedule's own",
+    "imbalance": "uneven stages",
+    "excess": "communication, host",
+}
+_DEFINITION = "idle = 1 - busy / window, from the first start to the last end on any rank"
+MIN_BAR_WIDTH = 10
+MAX_BAR_WIDTH = 60
+BARS_FROM_WIDTH = 70
+
+
+def draw_bubble(state: State, width: int, height: int, look: Look) -> list[Line]:
+    """A summary, a row for each rank of the pipeline, their mean, and what the signs mean."""
+    found = bubble(state)
+    if found is None:
+        return nothing_to_show(state, "bubble", width, height, look)
+    lines: list[Line] = []
+    if look.has_headings and height >= 2:
+        step = step_text(found.step, found.place, found.num_pipelines)
+        lines.append(heading(f"bubble: {step}", width, look, right=_share(found.mean.measured)))
+    room = max(0, height - len(lines))
+    table = _table(found, width, look)
+    cells = min(MAX_BAR_WIDTH, width - table[0].width - 2)
+    has_bars = width >= BARS_FROM_WIDTH and cells >= MIN_BAR_WIDTH
+    if has_bars:
+        bars = _bars(found, cells, look)
+        table = [line.add("  ").join(bar) for line, bar in zip(table, bars, strict=True)]
+    # The rows go before the second line of the summary, and before both the legend of their bars.
+    summary = _summary(found, width)
+    summary = summary[: max(1, room - len(table))]
+    room -= len(summary)
+    legend = _legend(found, width, look) if has_bars else []
+    legend += [Line(_DEFINITION, "muted")] if len(_DEFINITION) <= width else []
+    legend = legend[: max(0, room - len(table))]
+    room -= len(legend)
+    if room >= 2:
+        summary += [table[0], *fit_rows(table[1:], room - 1, width)]
+    return [line.crop(width) for line in [*lines, *summary, *legend][: max(0, height)]]
+
+
+def _summary(found: Bubble, width: int) -> list[Line]:
+    mean = found.mean
+    whole = labelled("of total (idle/all)", _percent(mean.measured), "strong")
+    busy = labelled("of ideal (idle/busy)", _percent(of_ideal(mean.measured)))
+    if mean.ideal is not None:
+        whole.add("  ideal ", "muted").add(_percent(mean.ideal))
+        busy.add("  ideal ", "muted").add(_percent(of_ideal(mean.ideal)))
+    return wrap_facts([whole, Line(_schedule(found), "muted"), busy], width)
+
+
+def _schedule(found: Bubble) -> str:
+    plan = found.plan
+    if plan is None:
+        return "schedule unknown: the order as it ran"
+    return f"{plan.schedule}, {plan.num_stages} stages, {plan.num_microbatches} microbatches"
+
+
+def _table(found: Bubble, width: int, look: Look) -> list[Line]:
+    names = row_names([(row.rank, row.stages) for row in found.rows], width)
+    # The mean stands first, for it is what stays where there are more ranks than lines.
+    rows = [("mean", found.mean), *zip(names, (row.parts for row in found.rows), strict=True)]
+    columns = [
+        Column(""),
+        Column("idle", is_number=True),
+        Column("ideal", is_number=True, rank=1),
+        Column("structural", is_number=True, rank=3),
+        Column("imbalance", is_number=True, rank=2),
+        Column("excess", is_number=True, rank=2),
+    ]
+    cells: list[list[Cell]] = [
+        [
+            Line(name.rstrip(), "strong" if parts is found.mean else "muted"),
+            Line(_percent(parts.measured), "strong"),
+            _percent(parts.ideal),
+            _percent(parts.structural),
+            _signed(parts.imbalance),
+            _signed(parts.excess),
+        ]
+        for name, parts in rows
+    ]
+    return draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
+
+
+def _bars(found: Bubble, cells: int, look: Look) -> list[Line]:
+    """The scale, and a bar for the mean and for each rank."""
+    rows = [found.mean, *(row.parts for row in found.rows)]
+    scale = _scale(rows)
+    end = _percent(scale, digits=0)
+    header = Line("0", "muted").pad_to(cells - len(end)).add(end, "muted")
+    return [header, *(_bar(parts, scale, cells, look) for parts in rows)]
+
+
+def _scale(parts: Sequence[Parts]) -> float:
+    """Return the share at the right end of the bars: the largest of all, rounded up."""
+    top = max((max(each.measured, each.ideal or 0.0) for each in parts), default=0.0)
+    step = 0.05 if top <= 0.3 else 0.1
+    return min(1.0, max(step, math.ceil(top / step - 1e-9) * step))
+
+
+def _bar(parts: Parts, scale: float, cells: int, look: Look) -> Line:
+    """The parts one after the other, and a mark where the ideal schedule would end.
+
+    Parts may be negative: a slow stage is idle less than the schedule alone would have it. The bar
+    ends at what was measured, and each part has what the ones before have left of that.
+    """
+    glyphs = look.glyphs
+    signs: list[tuple[str, Role]] = []
+    reached = 0.0
+    for name, level in _levels(parts):
+        reached = min(parts.measured, max(reached, level))
+        pattern = glyphs.bubble.get(name, glyphs.bar_full)
+        fill = (pattern, _ROLES.get(name, "bubble"))
+        signs += [fill] * (_cells(reached, scale, cells) - len(signs))
+    signs += [(" ", "text")] * (cells - len(signs))
+    if parts.ideal is not None:
+        signs[min(cells - 1, _cells(parts.ideal, scale, cells))] = (glyphs.mark, "strong")
+    line = Line()
+    for (sign, role), run in itertools.groupby(signs):
+        line.add(sign * len(list(run)), role)
+    return line
+
+
+def _levels(parts: Parts) -> list[tuple[str, float]]:
+    """Return where each part ends."""
+    if parts.structural is None or parts.imbalance is None:
+        return [("idle", parts.measured)]
+    simulated = parts.structural + parts.imbalance
+    return [
+        ("structural", min(parts.structural, simulated)),
+        ("imbalance", simulated),
+        ("excess", parts.measured),
+    ]
+
+
+def _cells(share: float, scale: float, cells: int) -> int:
+    return max(0, min(cells, round(share / scale * cells)))
+
+
+def _legend(found: Bubble, width: int, look: Look) -> list[Line]:
+    if found.mean.structural is None:
+        return []
+    signs = look.glyphs.bubble
+    parts = [
+        Line(signs[name] * 2, role).add(f" {name}: {_MEANINGS[name]}", "muted")
+        for name, role in _ROLES.items()
+    ]
+    parts.append(Line(look.glyphs.mark, "strong").add(" ideal", "muted"))
+    return wrap_facts(parts, width)
+
+
+def _share(share: float) -> Line:
+    return Line(_percent(share), "strong").add(" of total", "muted")
+
+
+def _percent(share: float | None, *, digits: int = 1) -> str:
+    if share is None or not math.isfinite(share):
+        return units.UNKNOWN
+    return f"{100 * share:.{digits}f}%"
+
+
+def _signed(share: float | None) -> str:
+    """A part that may be negative; what rounds to nothing has no sign."""
+    if share is None:
+        return units.UNKNOWN
+    rounded = round(100 * share, 1)
+    return f"{rounded:+.1f}%" if rounded else "0.0%"

@@ -1,0 +1,257 @@
+"""What memory is used for: stacked bars of the fullest rank, and a line for each kind and place."""
+
+from collections.abc import Mapping
+
+from boltmesh.tui import units
+from boltmesh.tui.drawing.bars import stack
+from boltmesh.tui.drawing.browse import AS_IT_COMES, browse
+from boltmesh.tui.drawing.line import Line, Role
+from boltmesh.tui.drawing.look import Look, facts, heading, labelled, wrap_facts
+from boltmesh.tui.drawing.table import Cell, Column
+from boltmesh.tui.drawing.words import sentence
+from boltmesh.tui.figures.memory import (
+    NOT_SPLIT,
+    MemoryFigures,
+    MemoryRow,
+    PlaceTotal,
+    memory_figures,
+)
+from boltmesh.tui.state import State
+from boltmesh.tui.view import Cells, TableView, arrange_rows
+
+COLUMNS = ("place", "kind", "min", "median", "max", "fullest", "predicted", "difference")
+"""Titles that the table can be sorted by."""
+
+NOT_KNOWN = "not known"
+
+NEARLY_FULL = 0.95
+"""From this share of the limit on, the figure warns."""
+
+MIN_BAR_WIDTH = 12
+_LABEL_WIDTH = len("predicted ")
+_MIN_TABLE_LINES = 4
+
+_ROLES: dict[str, Role] = {
+    "parameters": "forward",
+    "gradients": "backward",
+    "optimizer": "optimizer",
+    "buffers": "transfer",
+    "activations": "data",
+    "cache": "checkpoint",
+    NOT_SPLIT: "chart",
+}
+
+
+def draw_memory(
+    state: State, width: int, height: int, look: Look, *, table: TableView = AS_IT_COMES
+) -> list[Line]:
+    """Bars and table, measured beside predicted, and in words what is not known."""
+    figures = memory_figures(state)
+    if not figures.rows:
+        top = [heading("memory", width, look)] if look.has_headings else []
+        return [*top, Line("no rank has told of its memory yet", "muted").crop(width)][:height]
+    rows = shown_memory(state, table)
+    notes = _notes(figures, width, look)
+    bars = _bars(figures, width, look)
+    room = height - int(look.has_headings)
+    # The table is the whole story: bars and notes stand where it leaves room.
+    needed = min(len(rows) + 1, _MIN_TABLE_LINES)
+    bars = bars if len(bars) + needed <= room else []
+    notes = notes[: max(0, room - len(bars) - needed)]
+    seen = browse(
+        _COLUMNS,
+        rows,
+        lambda row: _cells(row, look),
+        width,
+        room - 1 - len(bars) - len(notes),
+        look,
+        table,
+    )
+    nothing = [] if rows else [Line("no kind fits the filter", "muted").crop(width)]
+    top = [heading("memory", width, look, right=seen.hidden)] if look.has_headings else []
+    return [*top, *bars, seen.header, *seen.lines, *nothing, *notes][:height]
+
+
+def shown_memory(state: State, table: TableView) -> list[MemoryRow]:
+    """Return the filtered and sorted rows."""
+    return arrange_rows(memory_figures(state).rows, cells_of, table)
+
+
+def cells_of(row: MemoryRow) -> Cells:
+    """Return a row as it is filtered and sorted."""
+    measured = row.measured
+    return {
+        "place": row.place,
+        "kind": row.kind,
+        "min": None if measured is None else measured.least,
+        "median": None if measured is None else measured.median,
+        "max": None if measured is None else measured.most,
+        "fullest": None if measured is None else measured.fullest,
+        "predicted": row.predicted,
+        "difference": difference_words(row),
+    }
+
+
+def difference_words(row: MemoryRow) -> str:
+    """Return how the measured bytes stand to the predicted ones."""
+    if row.measured is None:
+        return "not measured"
+    if row.predicted is None:
+        return "not predicted"
+    if row.verdict == "met":
+        return "as predicted"
+    more = abs(row.measured.most - row.predicted)
+    share = f"{100 * more / row.predicted:.0f}%" if row.predicted else units.memory(more)
+    return f"{share} {row.verdict}"
+
+
+_COLUMNS = (
+    Column("place", rank=2),
+    Column("kind"),
+    Column("min", is_number=True, rank=6),
+    Column("median", is_number=True, rank=5),
+    Column("max", is_number=True),
+    Column("fullest", rank=4),
+    Column("predicted", is_number=True, rank=3),
+    Column("difference", rank=1),
+)
+
+
+def _cells(row: MemoryRow, look: Look) -> list[Cell]:
+    measured = row.measured
+    is_one = measured is not None and measured.least == measured.most
+    return [
+        row.place,
+        Line(look.sign(_pattern(row.kind, look)), _ROLES.get(row.kind, "other")).add(row.kind),
+        _size(None if measured is None else measured.least),
+        _size(None if measured is None else measured.median),
+        _size(None if measured is None else measured.most),
+        Line("all alike" if is_one else f"rank {measured.fullest}" if measured else "", "muted"),
+        _size(row.predicted, "muted"),
+        _difference(row, look),
+    ]
+
+
+def _size(size: int | None, role: Role = "text") -> Line:
+    return Line(NOT_KNOWN, "muted") if size is None else Line(units.memory(size), role)
+
+
+def _difference(row: MemoryRow, look: Look) -> Line:
+    words = difference_words(row)
+    if row.verdict == "met":
+        return Line(look.sign(look.glyphs.equal) + words, "good")
+    if row.verdict in {"more", "less"}:
+        role: Role = "bad" if row.verdict == "more" else "warn"
+        return Line(look.sign(look.glyphs.differs) + words, role)
+    return Line(words, "muted")
+
+
+def _pattern(kind: str, look: Look) -> str:
+    patterns = look.glyphs.kinds
+    return "#" if kind == NOT_SPLIT else patterns.get(kind, patterns["other"])
+
+
+def _bars(figures: MemoryFigures, width: int, look: Look) -> list[Line]:
+    """For each place a line of figures, and bars of the measured and the predicted kinds."""
+    lines: list[Line] = []
+    for total in figures.totals:
+        num_kinds = sum(row.place == total.place for row in figures.rows)
+        lines.append(_headline(total, num_kinds, width))
+        whole = max(
+            sum(total.parts.values()),
+            sum(total.predicted.values()),
+            total.limit or 0 if total.place == "device" else 0,
+        )
+        room = width - _LABEL_WIDTH
+        if whole <= 0 or room < MIN_BAR_WIDTH:
+            continue
+        for label, parts in (("measured", total.parts), ("predicted", total.predicted)):
+            if parts:
+                bar = _bar(parts, whole, room, look)
+                lines.append(Line(label.ljust(_LABEL_WIDTH), "muted").join(bar))
+    return [*lines, *_legend(figures, width, look)]
+
+
+def _headline(total: PlaceTotal, num_kinds: int, width: int) -> Line:
+    """``device   fullest, rank 5, 58.2 GiB   the device 61.0 of 79.6 GiB in use, 77%   ...``."""
+    measured = total.measured
+    parts = [Line(total.place, "strong")]
+    if measured is None:
+        parts.append(Line("not measured", "muted"))
+    elif measured.least == measured.most:
+        parts.append(labelled("each rank", units.memory(measured.most), "strong"))
+    else:
+        fullest = f"fullest, rank {measured.fullest},"
+        parts.append(labelled(fullest, units.memory(measured.most), "strong"))
+    parts.append(_limit(total))
+    if total.predicted:
+        known = len(total.predicted)
+        label = "predicted" if known == num_kinds else f"predicted for {known} of {num_kinds} kinds"
+        parts.append(labelled(label, units.memory(sum(total.predicted.values()))))
+    if measured is not None and measured.least != measured.most:
+        parts.append(labelled("median", units.memory(measured.median)))
+        parts.append(labelled("least", units.memory(measured.least)))
+    return facts(parts, width) if parts[0].width <= width else parts[0].crop(width)
+
+
+def _limit(total: PlaceTotal) -> Line:
+    """What the device or the host has, and how much of it anybody uses."""
+    if total.place == "disk":
+        return Line()
+    if not total.limit:
+        return Line("limit not known", "muted")
+    name = "the device" if total.place == "device" else "its host"
+    if total.in_use is None:
+        return labelled(f"{name} has", units.memory(total.limit))
+    share = total.in_use / total.limit
+    role: Role = "warn" if share >= NEARLY_FULL else "text"
+    text = f"{units.memory(total.in_use)} of {units.memory(total.limit)} in use"
+    nearly = ", nearly full" if share >= NEARLY_FULL else ""
+    return labelled(name, f"{text}, {units.percent(100 * share)}{nearly}", role)
+
+
+def _bar(parts: Mapping[str, int], whole: int, width: int, look: Look) -> Line:
+    found = [
+        (float(size), _pattern(kind, look), _ROLES.get(kind, "other"))
+        for kind, size in parts.items()
+    ]
+    cells = round(sum(parts.values()) / whole * width)
+    return stack(found, cells).pad_to(width, look.glyphs.bar_rest, "faint")
+
+
+def _legend(figures: MemoryFigures, width: int, look: Look) -> list[Line]:
+    # The table repeats the patterns, so a legend is only needed where that has no signs.
+    if look.has_signs:
+        return [Line()]
+    kinds = dict.fromkeys(row.kind for row in figures.rows)
+    return wrap_facts(
+        [
+            Line(_pattern(kind, look), _ROLES.get(kind, "other")).add(f" {kind}", "muted")
+            for kind in kinds
+        ],
+        width,
+        gap=2,
+    )
+
+
+def _notes(figures: MemoryFigures, width: int, look: Look) -> list[Line]:
+    """Say what is not known, and why."""
+    texts = []
+    if not figures.is_split:
+        texts.append("by kind: not known: no rank says what its memory is for")
+    for place in dict.fromkeys(row.place for row in figures.rows):
+        rows = [row for row in figures.rows if row.place == place and row.kind != NOT_SPLIT]
+        silent = [row.kind for row in rows if row.verdict == "unpredicted"]
+        unmeasured = [row.kind for row in rows if row.verdict == "unmeasured"]
+        if silent:
+            texts.append(
+                f"{', '.join(silent)} ({place}), predicted: not known: "
+                "the strategy does not predict it"
+            )
+        if unmeasured:
+            texts.append(
+                f"{', '.join(unmeasured)} ({place}), measured: not known: no rank measures it"
+            )
+    return [
+        line for text in texts for line in sentence(text, width, look, role="muted", max_lines=2)
+    ]

@@ -1,0 +1,269 @@
+"""Each operator on each axis: what a step moves, how fast, and what it should have moved."""
+
+from collections.abc import Sequence
+
+from boltmesh.tui import units
+from boltmesh.tui.drawing.browse import AS_IT_COMES, browse, selected_row
+from boltmesh.tui.drawing.line import Line, fit
+from boltmesh.tui.drawing.look import Look, heading, labelled, wrap_facts
+from boltmesh.tui.drawing.table import Cell, Column
+from boltmesh.tui.drawing.words import sentence
+from boltmesh.tui.figures.traffic import AxisTotal, TrafficRow, axis_totals, traffic_rows
+from boltmesh.tui.state import State
+from boltmesh.tui.view import Cells, TableView, arrange_rows
+
+COLUMNS = (
+    "axis",
+    "operator",
+    "groups",
+    "calls",
+    "payload",
+    "ranks",
+    "wire",
+    "of bytes",
+    "of step",
+    "expected",
+    "difference",
+    "because",
+)
+"""Titles that the table can be sorted by."""
+
+MAX_DIFFERENCES = 4
+"""Sentences under the table; the others stand in it all the same."""
+
+ROWS_BEFORE_TOTALS = 3
+"""Where fewer lines are left for the operators themselves, their sums are left out."""
+
+
+def draw_traffic(
+    state: State, width: int, height: int, look: Look, *, table: TableView = AS_IT_COMES
+) -> list[Line]:
+    """The table, the sum of each axis, and the selected row or the differences in words."""
+    rows = traffic_rows(state.job)
+    shown = shown_traffic(state, table)
+    notes = _notes(state, rows, width, look)
+    words = _words(shown, table, state, width, look)
+    top = int(look.has_headings)
+    # Words give way before rows do.
+    room = height - top - len(notes) - 1
+    words = words[: max(0, room - min(len(shown), ROWS_BEFORE_TOTALS))]
+    totals = [] if table.filter else axis_totals(rows, world_size=state.job.world_size)
+    if room - len(words) - len(totals) < min(len(shown), ROWS_BEFORE_TOTALS):
+        totals = []
+    lines: list[Line] = []
+    hidden = Line()
+    if rows:
+        seen = browse(
+            _columns(rows),
+            shown,
+            lambda row: _cells(row, rows, look),
+            width,
+            room - len(words),
+            look,
+            table,
+            totals=[_total_cells(total, rows) for total in totals],
+        )
+        hidden = seen.hidden
+        lines = [seen.header, *seen.lines]
+        if not shown:
+            lines.append(Line("no operator fits the filter", "muted").crop(width))
+    if look.has_headings:
+        lines.insert(0, heading("communication per step", width, look, right=hidden))
+    return [*lines[:top], *notes, *lines[top:], *words][:height]
+
+
+def shown_traffic(state: State, table: TableView) -> list[TrafficRow]:
+    """Return the filtered and sorted rows."""
+    return arrange_rows(traffic_rows(state.job), cells_of, table)
+
+
+def cells_of(row: TrafficRow) -> Cells:
+    """Return a row as it is filtered and sorted."""
+    return {
+        "axis": row.axis,
+        "operator": row.operator,
+        "groups": row.num_groups,
+        "calls": row.calls,
+        "payload": row.payload_bytes,
+        "ranks": row.num_ranks,
+        "wire": row.wire_bytes_per_second,
+        "of bytes": row.byte_share,
+        "of step": row.time_share,
+        "expected": row.expected_bytes,
+        "difference": difference_words(row),
+        "because": row.reason if row.is_wrong else row.why,
+    }
+
+
+def difference_words(row: TrafficRow) -> str:
+    """Return the verdict on a row in a word or two."""
+    if row.verdict == "differs":
+        return "unexpected" if row.ratio is None else f"{row.ratio:.3g}x"
+    return {
+        "equal": "equal",
+        "missing": "never seen",
+        "pending": "counting",
+        "unstated": "not stated",
+    }[row.verdict]
+
+
+def difference(row: TrafficRow, look: Look) -> Line:
+    """The verdict on a row as a sign and a word."""
+    words = difference_words(row)
+    if row.verdict == "equal":
+        return Line(look.sign(look.glyphs.equal) + words, "good")
+    if row.is_wrong:
+        return Line(look.sign(look.glyphs.differs) + words, "bad")
+    return Line(words, "muted")
+
+
+def wire_speed(row: TrafficRow) -> str:
+    """Bytes a second on the wire while the operator runs."""
+    speed = row.wire_bytes_per_second
+    return units.UNKNOWN if speed is None else f"{units.traffic(speed)}/s"
+
+
+def uncounted_note(state: State, width: int, look: Look) -> Line | None:
+    """Say why communication is not counted, where it is not."""
+    note = state.job.communication_note
+    if note is None:
+        return None
+    # The writer's own sentence may begin with the same words.
+    said = note.removeprefix("communication is not counted: ")
+    text = f"communication is not counted: {said}"
+    return Line(fit(text, width, ellipsis=look.glyphs.ellipsis), "warn")
+
+
+def nothing_sent(state: State) -> str:
+    """Return what is said where there is no row."""
+    return "one rank, nothing to send" if state.job.world_size == 1 else "nothing sent yet"
+
+
+def _notes(state: State, rows: Sequence[TrafficRow], width: int, look: Look) -> list[Line]:
+    note = uncounted_note(state, width, look)
+    if note is not None:
+        return [note]
+    return [] if rows else [Line(nothing_sent(state), "muted").crop(width)]
+
+
+def _columns(rows: Sequence[TrafficRow]) -> list[Column]:
+    # A column of nothing is left out: few backends tell when an operator ended.
+    has_time = any(row.seconds is not None for row in rows)
+    has_groups = any(row.num_groups > 1 for row in rows)
+    return [
+        Column("axis"),
+        Column("operator", shrinks_to=9),
+        *([Column("groups", is_number=True, rank=8)] if has_groups else []),
+        Column("calls", is_number=True, rank=3),
+        Column("payload", is_number=True, rank=1),
+        Column("ranks", rank=7),
+        *([Column("wire", is_number=True, rank=4)] if has_time else []),
+        Column("of bytes", is_number=True, rank=6),
+        *([Column("of step", is_number=True, rank=5)] if has_time else []),
+        Column("expected", is_number=True, rank=2),
+        Column("difference"),
+        Column("because", rank=9, shrinks_to=14),
+    ]
+
+
+def _cells(row: TrafficRow, rows: Sequence[TrafficRow], look: Look) -> list[Cell]:
+    has_time = any(each.seconds is not None for each in rows)
+    has_groups = any(each.num_groups > 1 for each in rows)
+    return [
+        row.axis,
+        row.operator.strip("_"),
+        *([units.count(row.num_groups or None)] if has_groups else []),
+        _calls(row.calls),
+        units.traffic(row.payload_bytes),
+        _spread(row),
+        *([wire_speed(row)] if has_time else []),
+        _share(row.byte_share),
+        *([_share(row.time_share)] if has_time else []),
+        Line(units.traffic(row.expected_bytes), "muted"),
+        difference(row, look),
+        Line((row.reason if row.is_wrong else row.why) or "", "muted"),
+    ]
+
+
+def _total_cells(total: AxisTotal, rows: Sequence[TrafficRow]) -> list[Cell]:
+    has_time = any(each.seconds is not None for each in rows)
+    has_groups = any(each.num_groups > 1 for each in rows)
+    cells = [
+        total.axis,
+        "all",
+        *([""] if has_groups else []),
+        _calls(total.calls),
+        units.traffic(total.payload_bytes),
+        "",
+        *([""] if has_time else []),
+        _share(total.byte_share),
+        *([_share(total.time_share)] if has_time else []),
+        "",
+        "",
+        "",
+    ]
+    return [Line(cell, "strong") for cell in cells]
+
+
+def _calls(calls: float | None) -> str:
+    return units.count(None if calls is None else round(calls, 1))
+
+
+def _share(share: float | None) -> str:
+    if share is None:
+        return units.UNKNOWN
+    return "<1%" if 0 < share < 0.005 else units.percent(100 * share)
+
+
+def _spread(row: TrafficRow) -> Line:
+    """Say which ranks the mean is of, and how far apart they are where they are."""
+    if row.has_uneven_ranks and row.least is not None and row.most is not None:
+        return Line(f"{units.traffic(row.least[1])} to {units.traffic(row.most[1])}", "warn")
+    return Line(units.count(row.num_ranks), "muted")
+
+
+def _words(
+    shown: Sequence[TrafficRow], table: TableView, state: State, width: int, look: Look
+) -> list[Line]:
+    chosen = selected_row(shown, table)
+    if chosen is not None:
+        return _detail(chosen, state, width, look)
+    wrong = [row for row in shown if row.is_wrong]
+    mark = look.sign(look.glyphs.differs)
+    return [
+        line
+        for row in wrong[:MAX_DIFFERENCES]
+        for line in sentence(_claim(row), width, look, mark=mark, role="bad")
+    ]
+
+
+def _claim(row: TrafficRow) -> str:
+    name = f"{row.axis} {row.operator.strip('_')}"
+    if row.verdict == "missing":
+        return f"{name} should move {units.traffic(row.expected_bytes)} a step: {row.reason}"
+    if row.ratio is None:
+        return f"{name} moves {units.traffic(row.payload_bytes)} a step: {row.reason}"
+    return f"{name} moves {row.ratio:.3g}x the expected bytes: {row.reason}"
+
+
+def _detail(row: TrafficRow, state: State, width: int, look: Look) -> list[Line]:
+    """The selected row in full."""
+    name = f"{row.axis} {row.operator.strip('_')}"
+    parts = [
+        Line(name, "strong"),
+        labelled("measured", f"{units.traffic(row.payload_bytes)} in {_calls(row.calls)} calls"),
+        labelled("expected", units.traffic(row.expected_bytes))
+        .add("  ")
+        .join(difference(row, look)),
+        labelled("takes", units.seconds(row.seconds)),
+        labelled("wire", wire_speed(row)),
+        labelled("counted by", f"{row.num_ranks} of {state.job.world_size} ranks"),
+    ]
+    if row.least is not None and row.most is not None and row.has_uneven_ranks:
+        parts.append(labelled("least", f"{units.traffic(row.least[1])} on rank {row.least[0]}"))
+        parts.append(labelled("most", f"{units.traffic(row.most[1])} on rank {row.most[0]}"))
+    lines = [Line(), *wrap_facts(parts, width)]
+    for label, text in (("formula", row.why), ("because", row.reason)):
+        if text:
+            lines += sentence(f"{label}: {text}", width, look, role="muted")
+    return lines

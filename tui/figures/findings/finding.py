@@ -1,0 +1,37 @@
+"""One thing that is wrong with a job, in words."""
+
+from typing import Literal
+
+import msgspec
+
+Kind = Literal[
+    "crashed",
+    "loss",
+    "stalled",
+    "memory",
+    "traffic",
+    "straggler",
+    "input",
+    "offload",
+    "bubble",
+    "communication",
+    "uneven",
+]
+
+Severity = Literal["bad", "warn"]
+"""``bad``: the run is lost or makes nothing of worth. ``warn``: it could be better."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong, what shows it, and what to try."""
+
+    kind: Kind
+    severity: Severity
+    headline: str
+    evidence: tuple[str, ...]
+    """The numbers behind the headline."""
+    advice: str
+    ranks: tuple[int, ...] = ()
+    """Those that it is about; none where it is about all."""
+    cost: float = 0.0
+    """Share of a step that would be won at most; 0 where it is not a matter of time."""

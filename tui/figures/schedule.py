@@ -1,0 +1,120 @@
+"""The order of a pipeline's work, and how long it would take: an event simulation.
+
+A schedule is written as torch writes it: for each pipeline rank a list of actions, ``0F3`` being
+the forward of microbatch 3 in stage 0. A rank works its list off in order, and an action waits for
+what it needs: a forward for the one in the stage before, a backward for the one in the stage after,
+and the gradient of the weights (W) for that of the input (I).
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+Order = tuple[tuple[str | None, ...], ...]
+"""For each pipeline rank its actions in order; None where a slot is left empty."""
+
+_ACTION = re.compile(r"(\d{1,5})([FBIW])(\d{1,6})(?![A-Z_])")
+
+
+class DeadlockError(ValueError):
+    """An action waits for one that comes later, or for one that no rank does."""
+
+
+class Action(NamedTuple):
+    """One microbatch in one stage, forward or backward."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+
+class Slot(NamedTuple):
+    """When a rank does an action, in the unit of the times that were given."""
+
+    action: Action
+    start: float
+    end: float
+
+
+Timetable = tuple[tuple[Slot, ...], ...]
+"""For each pipeline rank what it does, in order."""
+
+
+@functools.lru_cache(maxsize=16)
+def actions(order: Order) -> tuple[tuple[Action, ...], ...]:
+    """Return the computing actions; torch's notes on communication and sharding are left out.
+
+    An overlapped pair, ``(0F3;1B0)OVERLAP_F_B``, counts as its two parts.
+    """
+    return tuple(
+        tuple(
+            Action(int(stage), kind, int(microbatch))
+            for text in row
+            if text is not None
+            for stage, kind, microbatch in _ACTION.findall(text)
+        )
+        for row in order
+    )
+
+
+def simulate(
+    order: Order, seconds: Callable[[Action], float], *, transfer_s: float = 0.0
+) -> Timetable:
+    """Return when each action would run.
+
+    Args:
+        order: The actions of each pipeline rank.
+        seconds: How long an action takes.
+        transfer_s: How long an activation or a gradient takes from one rank to another.
+
+    Raises:
+        DeadlockError: The order cannot be worked off.
+    """
+    rows = actions(order)
+    last_stage = max((action.stage for row in rows for action in row), default=0)
+    rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+    done: dict[tuple[int, str, int], float] = {}
+    free = [0.0] * len(rows)
+    slots: list[list[Slot]] = [[] for _ in rows]
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for rank, row in enumerate(rows):
+            for action in row[len(slots[rank]) :]:
+                start = free[rank]
+                for need in _needs(action, last_stage):
+                    ready = done.get(need)
+                    if ready is None:
+                        break
+                    start = max(start, ready + (transfer_s if rank_of[need[0]] != rank else 0.0))
+                else:
+                    end = start + seconds(action)
+                    slots[rank].append(Slot(action, start, end))
+                    free[rank] = end
+                    for mark in _marks(action.kind):
+                        done[action.stage, mark, action.microbatch] = end
+                    is_moving = True
+                    continue
+                break
+    for rank, row in enumerate(rows):
+        if len(slots[rank]) < len(row):
+            action = row[len(slots[rank])]
+            text = f"{action.stage}{action.kind}{action.microbatch}"
+            raise DeadlockError(f"pipeline rank {rank} waits forever before {text}")
+    return tuple(map(tuple, slots))
+
+
+def _needs(action: Action, last_stage: int) -> tuple[tuple[int, str, int], ...]:
+    """Return what must be done before; the whole backward (B) is both I and W."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind == "F":
+        return ((stage - 1, "F", microbatch),) if stage > 0 else ()
+    if action.kind == "W":
+        return ((stage, "I", microbatch),)
+    own = (stage, "F", microbatch)
+    return (own,) if stage == last_stage else (own, (stage + 1, "I", microbatch))
+
+
+def _marks(kind: str) -> str:
+    return "IW" if kind == "B" else kind

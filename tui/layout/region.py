@@ -1,0 +1,92 @@
+"""Rectangles of cells, and how a column of panels shares its height.
+
+What does not fit is left out by priority, never squeezed to nonsense.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+GUTTER = 3
+"""Blank columns between two panels side by side."""
+WIDE = 100
+"""From this width on two columns of panels are of use."""
+VERY_WIDE = 160
+HEADINGS_FROM_HEIGHT = 24
+
+
+class Region(NamedTuple):
+    """A rectangle of cells."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+
+    def has(self, x: int, y: int) -> bool:
+        """Say whether a cell lies within."""
+        return self.x <= x < self.x + self.width and self.y <= y < self.y + self.height
+
+    def split_off_top(self, height: int) -> tuple["Region", "Region"]:
+        """Return the first ``height`` lines, as far as there are any, and what is below."""
+        height = min(max(0, height), self.height)
+        return (
+            self._replace(height=height),
+            self._replace(y=self.y + height, height=self.height - height),
+        )
+
+    def split(self, percent: int) -> tuple["Region", "Region"]:
+        """Return a left and a right part with a gutter between them."""
+        left = max(0, (self.width - GUTTER) * percent // 100)
+        right = max(0, self.width - left - GUTTER)
+        return self._replace(width=left), self._replace(x=self.x + left + GUTTER, width=right)
+
+
+Plan = dict[str, Region]
+"""The panels that are shown, by name: within the terminal, and never one over another."""
+
+
+class Item(NamedTuple):
+    """One panel of a column: at least ``least`` lines or none, ``ideal`` if possible."""
+
+    panel: str
+    least: int
+    ideal: int
+    priority: int = 1
+    """The lowest is served first."""
+    grows: bool = False
+    """Takes what nobody else wants."""
+
+
+def has_headings(height: int) -> bool:
+    """Say whether a terminal of ``height`` lines has room for a rule above each panel."""
+    return height >= HEADINGS_FROM_HEIGHT
+
+
+def stack(region: Region, items: Sequence[Item]) -> Plan:
+    """Place ``items`` below each other in their order, with heights dealt out by priority."""
+    if region.width < 1:
+        return {}
+    heights: dict[str, int] = {}
+    left = region.height
+    by_priority = sorted(items, key=lambda item: item.priority)
+    for item in by_priority:
+        if 0 < item.least <= left:
+            heights[item.panel] = item.least
+            left -= item.least
+    for item in by_priority:
+        if item.panel in heights:
+            more = min(left, max(0, item.ideal - item.least))
+            heights[item.panel] += more
+            left -= more
+    growing = [item.panel for item in items if item.grows and item.panel in heights]
+    for place, panel in enumerate(growing):
+        more = left // (len(growing) - place)
+        heights[panel] += more
+        left -= more
+    plan: Plan = {}
+    y = region.y
+    for item in items:
+        if size := heights.get(item.panel, 0):
+            plan[item.panel] = Region(region.x, y, region.width, size)
+            y += size
+    return plan

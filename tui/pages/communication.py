@@ -1,0 +1,53 @@
+"""Page 3: what moves between the ranks, beside what should."""
+
+from boltmesh.tui.drawing.peers import draw_peers
+from boltmesh.tui.drawing.tabs import Tab
+from boltmesh.tui.drawing.traffic_table import COLUMNS, cells_of, draw_traffic
+from boltmesh.tui.figures.traffic import traffic_rows
+from boltmesh.tui.layout.region import Item, Region, stack
+from boltmesh.tui.pages.page import Keys, place, table_draw
+from boltmesh.tui.pages.panel import Panel, Scene
+from boltmesh.tui.pages.table import Table
+from boltmesh.tui.view import arrange_rows
+
+TRAFFIC = Table(
+    name="traffic",
+    columns=COLUMNS,
+    draw=draw_traffic,
+    rows=lambda state, view: arrange_rows(traffic_rows(state.job), cells_of, view),
+)
+
+
+class CommunicationPage:
+    """Groups and operators above, who sends to whom below or beside."""
+
+    tab = Tab(key="3", name="communication", title="Communication", short="Comm")
+    tables = (TRAFFIC,)
+    keys: Keys = ()
+
+    def panels(self, scene: Scene, body: Region) -> list[Panel]:
+        """The table takes what it needs; the matrix of peers has the rest, if there is one."""
+        state, look = scene.state, scene.look
+        rows = len(TRAFFIC.rows(state, scene.view.table(TRAFFIC.name)))
+        has_peers = any(rank.peers for rank in state.job.ranks)
+        peers = scene.title + 3 + len(state.job.ranks) if has_peers else 0
+        plan = stack(
+            body,
+            (
+                Item(
+                    "traffic",
+                    min(body.height, scene.title + 3 + rows),
+                    scene.title + 8 + rows,
+                    1,
+                    grows=not has_peers,
+                ),
+                Item("peers", min(peers, scene.title + 5), peers, 2, grows=True),
+            ),
+        )
+        return place(
+            plan,
+            {
+                "traffic": table_draw(TRAFFIC, scene),
+                "peers": lambda width, height: draw_peers(state, width, height, look),
+            },
+        )

@@ -1,0 +1,51 @@
+"""Page 5: what the devices and the processes of the job do, as this host sees them."""
+
+from boltmesh.tui.drawing import device_table, process_table
+from boltmesh.tui.drawing.tabs import Tab
+from boltmesh.tui.layout.region import Item, Region, stack
+from boltmesh.tui.pages.page import Keys, place, table_draw
+from boltmesh.tui.pages.panel import Panel, Scene
+from boltmesh.tui.pages.table import Table
+
+DEVICES = Table(
+    name="devices",
+    columns=device_table.COLUMNS,
+    draw=device_table.draw_devices,
+    rows=device_table.shown_devices,
+    rank_of=lambda row: min(row.ranks, default=None),
+)
+PROCESSES = Table(
+    name="processes",
+    columns=process_table.COLUMNS,
+    draw=process_table.draw_processes,
+    rows=process_table.shown_processes,
+    rank_of=lambda row: int(row.rank),
+)
+
+
+class DevicesPage:
+    """Devices above, processes below."""
+
+    tab = Tab(key="5", name="devices", title="Devices", short="Dev")
+    tables = (DEVICES, PROCESSES)
+    keys: Keys = (("enter", "its rank"), ("tab", "other table"))
+
+    def panels(self, scene: Scene, body: Region) -> list[Panel]:
+        """Both tables share what the devices do not need."""
+        state, view = scene.state, scene.view
+        rows = len(DEVICES.rows(state, view.table(DEVICES.name)))
+        processes = len(PROCESSES.rows(state, view.table(PROCESSES.name)))
+        plan = stack(
+            body,
+            (
+                Item("devices", min(3, body.height), scene.title + 3 + rows, 1),
+                Item("processes", scene.title + 2, scene.title + 2 + processes, 2, grows=True),
+            ),
+        )
+        return place(
+            plan,
+            {
+                "devices": table_draw(DEVICES, scene),
+                "processes": table_draw(PROCESSES, scene),
+            },
+        )

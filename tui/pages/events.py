@@ -1,0 +1,66 @@
+"""Page 7: what happened, and who is missing where a collective does not advance."""
+
+from collections.abc import Sequence
+
+from boltmesh.tui.drawing import event_table, sequences
+from boltmesh.tui.drawing.tabs import Tab
+from boltmesh.tui.layout.region import VERY_WIDE, Item, Region, stack
+from boltmesh.tui.pages.page import Keys, place, table_draw
+from boltmesh.tui.pages.panel import Panel, Scene
+from boltmesh.tui.pages.table import Table
+
+SEQUENCES = Table(
+    name="sequences",
+    columns=sequences.COLUMNS,
+    draw=sequences.draw_sequences,
+    rows=sequences.shown_groups,
+)
+EVENTS = Table(
+    name="events",
+    columns=event_table.COLUMNS,
+    draw=event_table.draw_event_table,
+    rows=event_table.shown_events,
+    rank_of=lambda row: _first_rank(row.ranks),
+)
+
+
+def _first_rank(ranks: Sequence[int]) -> int | None:
+    """Return the lowest of the ranks; an event of the job as a whole has none."""
+    return min((rank for rank in ranks if rank >= 0), default=None)
+
+
+class EventsPage:
+    """The groups' sequence numbers above or at the left, the events below or at the right."""
+
+    tab = Tab(key="7", name="events", title="Events", short="Evt")
+    tables = (EVENTS, SEQUENCES)
+    keys: Keys = (("enter", "its rank"), ("tab", "other table"))
+
+    def panels(self, scene: Scene, body: Region) -> list[Panel]:
+        """The sequences have at most half of the screen."""
+        state = scene.state
+        if scene.width >= VERY_WIDE:
+            left, right = body.split(45)
+            plan = {"sequences": left, "events": right}
+        else:
+            view = scene.view
+            groups = len(SEQUENCES.rows(state, view.table(SEQUENCES.name)))
+            rows = len(EVENTS.rows(state, view.table(EVENTS.name)))
+            least = min(scene.title + 3, body.height // 2)
+            half = max(least, body.height // 2)
+            plan = stack(
+                body,
+                (
+                    Item("sequences", least, scene.title + 2 + groups, 2),
+                    Item(
+                        "events", scene.title + 2, min(scene.title + 1 + rows, half), 1, grows=True
+                    ),
+                ),
+            )
+        return place(
+            plan,
+            {
+                "sequences": table_draw(SEQUENCES, scene),
+                "events": table_draw(EVENTS, scene),
+            },
+        )

@@ -1,0 +1,120 @@
+"""A page within its frame: header, tabs, the time of a replay, and the line of keys."""
+
+import msgspec
+
+from boltmesh.tui.drawing.header import draw_header
+from boltmesh.tui.drawing.keys import draw_keys
+from boltmesh.tui.drawing.line import Line, fit
+from boltmesh.tui.drawing.look import Look
+from boltmesh.tui.drawing.tabs import draw_tabs
+from boltmesh.tui.drawing.timeline import draw_timeline
+from boltmesh.tui.layout.frame import plan_frame
+from boltmesh.tui.layout.region import Region
+from boltmesh.tui.pages.book import TABS
+from boltmesh.tui.pages.page import Keys, Page, active_table
+from boltmesh.tui.pages.panel import Draw, Panel, Scene
+from boltmesh.tui.session import Recording, Session
+
+
+class Front(msgspec.Struct, frozen=True):
+    """What only the screen knows."""
+
+    page: Page
+    note: str = ""
+    has_jobs: bool = False
+    """Whether there is a list of jobs to go to."""
+    has_prompt: bool = False
+    """Whether the filter is being typed, on the line of the keys."""
+
+
+def frame_panels(
+    session: Session, front: Front, width: int, height: int, look: Look
+) -> list[Panel]:
+    """Return everything that stands on the screen of a job."""
+    state, recording = session.state, session.recording
+    if state is None:
+        return _waiting(session, width, height)
+    frame = plan_frame(width, height, has_time=recording is not None)
+    scene = Scene(state=state, view=session.view, look=look, width=width)
+    tabs = TABS if front.has_jobs else TABS[:-1]
+    draws: dict[str, Draw] = {
+        "header": lambda width, height: draw_header(
+            state, width, height, look, is_paused=session.view.is_paused
+        ),
+        "tabs": lambda width, _: [draw_tabs(tabs, front.page.tab.name, width, look)],
+        "keys": lambda width, _: [_bottom(session, front, width, look)],
+    }
+    if recording is not None:
+        draws["time"] = _time(recording, look)
+    panels = [
+        Panel(name, region, draws[name])
+        for name, region in frame.panels.items()
+        if not (name == "keys" and front.has_prompt)
+    ]
+    if frame.body.width > 0 and frame.body.height > 0:
+        panels += front.page.panels(scene, frame.body)
+    return panels
+
+
+def page_keys(session: Session, page: Page) -> Keys:
+    """Return the keys that work on a page, those that work everywhere last."""
+    keys: list[tuple[str, str]] = [("q", "detach"), ("?", "help")]
+    recording = session.recording
+    if recording is not None:
+        keys += [
+            ("space", "stop" if recording.is_playing else "play"),
+            ("[ ]", "10 s"),
+            (", .", "one look"),
+        ]
+    keys += page.keys
+    table = active_table(page, session.view)
+    if table is not None:
+        keys += [("/", "filter"), ("s S", "sort")]
+    if recording is None:
+        keys.append(("space", "go on" if session.view.is_paused else "hold"))
+    keys += [(":", "commands"), ("t", "theme")]
+    return keys
+
+
+def _bottom(session: Session, front: Front, width: int, look: Look) -> Line:
+    if front.note:
+        return Line(fit(front.note, width, ellipsis=look.glyphs.ellipsis), "warn")
+    table = active_table(front.page, session.view)
+    chosen = "" if table is None else session.view.table(table.name).filter
+    if not chosen:
+        return draw_keys(page_keys(session, front.page), width)
+    line = Line("/ ", "accent").add(chosen, "strong").add("   ")
+    return line.join(draw_keys((("esc", "all rows"), ("/", "change")), width - line.width))
+
+
+def _time(recording: Recording, look: Look) -> Draw:
+    def draw(width: int, _: int) -> list[Line]:
+        return [
+            draw_timeline(
+                recording.span(),
+                recording.position,
+                width,
+                look,
+                is_playing=recording.is_playing,
+                speed=recording.speed,
+            )
+        ]
+
+    return draw
+
+
+def _waiting(session: Session, width: int, height: int) -> list[Panel]:
+    """Before the first look nothing is known, not even the job's name."""
+    reason = session.waiting_for or "waiting for the first look at the job"
+    lines = (
+        Line(reason, "muted"),
+        Line(),
+        draw_keys((("q", "leave"), ("0", "jobs")), width),
+    )
+    return [
+        Panel(
+            "waiting",
+            Region(0, 0, width, height),
+            lambda width, height: [line.crop(width) for line in lines][:height],
+        )
+    ]

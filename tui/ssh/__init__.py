@@ -1,0 +1,1 @@
+"""Jobs on other hosts, over the user's own ssh."""

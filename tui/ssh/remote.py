@@ -1,0 +1,129 @@
+"""What is run here and there to get the frames of a job on another host.
+
+Here it is the user's own ``ssh``, with their configuration, agent, jump hosts and known hosts.
+There it is ``boltmesh stream``, which has to be found first: a shell that ssh starts has neither
+the PATH of a login nor an activated environment.
+"""
+
+import os
+import re
+import shlex
+from typing import Final
+
+import msgspec
+
+from boltmesh.errors import ConfigError
+
+SSH_VARIABLE: Final = "BOLTMESH_SSH"
+"""The command to connect with, for example ``ssh -F other_config``."""
+
+MISSING: Final = 127
+"""Exit code, as of a shell, where boltmesh was not found."""
+
+_OPTIONS: Final = (
+    "-T",  # no terminal
+    "-x",  # no display of the user's, and
+    "-a",  # no agent: nothing there needs either
+    "-oBatchMode=yes",  # a question would be asked on the dashboard
+    "-oClearAllForwardings=yes",  # what a config forwards belongs to the user's own sessions
+    "-oRemoteCommand=none",
+    "-oPermitLocalCommand=no",
+    "-oServerAliveInterval=5",  # a connection that was cut without a word ends after 15 s
+    "-oServerAliveCountMax=3",
+)
+
+_FIND: Final = """\
+PYTHONSAFEPATH=1; export PYTHONSAFEPATH;
+p={python};
+[ -x "$p" ] && "$p" -c "import boltmesh.cli" 2>/dev/null </dev/null &&
+exec "$p" -m boltmesh {words};
+b=$(command -v boltmesh) ||
+b=$("${{SHELL:-sh}}" -lc "command -v boltmesh" 2>/dev/null </dev/null | tail -n 1);
+[ -x "$b" ] && exec "$b" {words};
+d={run_dir};
+if [ -O "$d" ] && [ ! -L "$d" ]; then
+p=$(ls -t "$d"/*/job.json 2>/dev/null | while read -r j; do
+[ -O "$j" ] || continue;
+p=$(sed -n 's/.*"python":"\\(\\/[^"\\\\]*\\)".*/\\1/p' "$j");
+[ -x "$p" ] && "$p" -c "import boltmesh.cli" 2>/dev/null </dev/null && echo "$p" && break;
+done);
+[ -x "$p" ] && exec "$p" -m boltmesh {words};
+fi;
+echo "boltmesh is not found" >&2;
+exit {missing}"""
+"""Looks in the PATH, in the PATH of a login shell, and for the interpreter of the newest job.
+
+A folder in a shared place is believed only where it belongs to the user, or somebody else could
+leave an interpreter there. What lies in the home folder, a checkout of boltmesh perhaps, is no
+place to import from. It is sent on one line, as not every login shell takes more.
+"""
+
+_HOST = re.compile(r"[^\s\x00-\x1f\x7f-\x9f-][^\s\x00-\x1f\x7f-\x9f]*")
+
+
+class Remote(msgspec.Struct, frozen=True):
+    """A host, and how boltmesh is started there."""
+
+    host: str
+    """As ssh takes it: a name of the user's config, ``user@host`` or ``ssh://user@host:port``."""
+    command: str | None = None
+    """Runs boltmesh, in the words of that host's shell; None: it is looked for."""
+    run_dir: str | None = None
+    """Where jobs keep their telemetry there; None: its default."""
+    interval_s: float = 1.0
+    """Time between two looks there."""
+
+    def __post_init__(self) -> None:
+        """Refuse what ssh would take for an option or for more than one word."""
+        if not _HOST.fullmatch(self.host):
+            raise ConfigError(
+                f"--ssh {self.host!r} is no host. Use a name from your ssh config, user@host or "
+                f"ssh://user@host:port."
+            )
+
+    def ssh_line(
+        self,
+        *,
+        job: str | None = None,
+        wants_list: bool = False,
+        python: str | None = None,
+    ) -> list[str]:
+        """Return the command that connects.
+
+        Args:
+            job: Which job to follow.
+            wants_list: Ask for the list of jobs instead.
+            python: The job's interpreter there, where it is known.
+        """
+        words = ["stream", f"--interval={self.interval_s:g}"]
+        if self.run_dir is not None:
+            words.append(f"--run-dir={self.run_dir}")
+        if wants_list:
+            words.append("--list")
+        if job is not None:
+            words += ["--", job]
+        return [*_ssh(), *_OPTIONS, "--", self.host, self._there(shlex.join(words), python)]
+
+    def _there(self, words: str, python: str | None) -> str:
+        if self.command is not None:
+            return f"{self.command} {words}"
+        default = '"${BOLTMESH_RUN_DIR:-${TMPDIR:-/tmp}/boltmesh-$(id -u)}"'
+        script = _FIND.format(
+            python=shlex.quote(python or ""),
+            words=words,
+            run_dir=default if self.run_dir is None else shlex.quote(self.run_dir),
+            missing=MISSING,
+        )
+        return f"exec sh -c {shlex.quote(script.replace(chr(10), ' '))}"
+
+
+def _ssh() -> list[str]:
+    chosen = os.environ.get(SSH_VARIABLE) or "ssh"
+    try:
+        words = shlex.split(chosen)
+    except ValueError as error:
+        raise ConfigError(
+            f"{SSH_VARIABLE}={chosen} is no command: {error}. Use for example "
+            f"{SSH_VARIABLE}='ssh -F other_config'."
+        ) from error
+    return words or ["ssh"]

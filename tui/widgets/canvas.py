@@ -1,0 +1,110 @@
+"""The one widget that every screen is painted with: panels at their places, line by line.
+
+Textual's own widgets lay out and re-style every cell that changes; here a refresh is one call of a
+pure function a panel and one strip a line, which at 1 Hz is what keeps a viewer light. The drawings
+never contain markup, so nothing that a job wrote is ever parsed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.geometry import Region as Area
+from textual.strip import Strip
+from textual.widget import Widget
+from typing_extensions import override
+
+from boltmesh.tui.drawing.line import Line, Role, to_ascii
+from boltmesh.tui.pages.panel import Panel
+
+
+class _Piece(NamedTuple):
+    """One line of one panel, as it is sent."""
+
+    x: int
+    strip: Strip
+
+
+class Drawn(NamedTuple):
+    """A panel and the text that it shows."""
+
+    panel: Panel
+    lines: list[str]
+
+
+class Canvas(Widget):
+    """Shows panels, and sends the terminal only the lines of them that have changed."""
+
+    ALLOW_SELECT = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Drawn] = []
+        """What is on the screen, for whoever has to know what a click was on."""
+        self._rows: list[list[_Piece]] = []
+
+    def show(
+        self, panels: Sequence[Panel], styles: Mapping[Role, Style], *, is_ascii: bool
+    ) -> None:
+        """Draw the panels in these styles."""
+        before = self._rows
+        width, height = self.screen.size
+        painter = _Painter(self.rich_style, styles, is_ascii=is_ascii)
+        rows: list[list[_Piece]] = [[] for _ in range(height)]
+        self.drawn = []
+        for panel in panels:
+            region = panel.region
+            lines = panel.draw(region.width, region.height)[: region.height]
+            self.drawn.append(Drawn(panel, [line.plain for line in lines]))
+            for y, line in enumerate(lines, start=region.y):
+                if y < height:
+                    strip = painter.paint(line, min(region.width, width - region.x))
+                    rows[y].append(_Piece(region.x, strip))
+        for row in rows:
+            row.sort(key=lambda piece: piece.x)
+        self._rows = rows
+        if len(before) != height:
+            self.refresh()
+            return
+        for y, (old, new) in enumerate(zip(before, rows, strict=True)):
+            self._refresh_line(y, old, new, width)
+
+    @override
+    def render_line(self, y: int) -> Strip:
+        width, base = self.size.width, self.rich_style
+        pieces = self._rows[y] if y < len(self._rows) else []
+        segments: list[Segment] = []
+        x = 0
+        for piece in pieces:
+            if piece.x > x:
+                segments.append(Segment(" " * (piece.x - x), base))
+            segments += piece.strip
+            x = piece.x + piece.strip.cell_length
+        return Strip(segments).adjust_cell_length(width, base)
+
+    def _refresh_line(self, y: int, old: list[_Piece], new: list[_Piece], width: int) -> None:
+        if [(piece.x, piece.strip.cell_length) for piece in old] != [
+            (piece.x, piece.strip.cell_length) for piece in new
+        ]:
+            self.refresh(Area(0, y, width, 1))
+            return
+        for before, piece in zip(old, new, strict=True):
+            if before != piece:
+                self.refresh(Area(piece.x, y, piece.strip.cell_length, 1))
+
+
+class _Painter:
+    """Turns lines into strips in the colours of one theme."""
+
+    def __init__(self, base: Style, styles: Mapping[Role, Style], *, is_ascii: bool) -> None:
+        self._base = base
+        self._styles = {role: base + style for role, style in styles.items()}
+        self._is_ascii = is_ascii
+
+    def paint(self, line: Line, width: int) -> Strip:
+        segments = [
+            Segment(to_ascii(text) if self._is_ascii else text, self._styles.get(role, self._base))
+            for text, role in line.crop(width).spans
+        ]
+        return Strip(segments).adjust_cell_length(max(0, width), self._base)
