@@ -94,7 +94,7 @@ def describe_cause(cause: Cause, *, job_id: str) -> str:
 
 def where_it_was(job_id: str, rank: int) -> str:
     """`` in backward after step 41``, as telemetry has it; empty when there is none."""
-    from boltmesh.telemetry.reader import open_job
+    from boltmesh.telemetry.reading.reader import open_job
 
     try:
         with open_job(job_id) as job:

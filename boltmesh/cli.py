@@ -178,7 +178,7 @@ def top(
 
     JOB is an id, the beginning of one, or the folder of a job; without it the running one.
     """
-    from boltmesh.tui.command import top as show
+    from boltmesh.tui.commands.top import top as show
 
     return show(
         job,
@@ -223,7 +223,7 @@ def record(
 
     Ends with the job or with Ctrl-C; the job goes on. JOB is chosen as by 'boltmesh top'.
     """
-    from boltmesh.tui.command import record as keep
+    from boltmesh.tui.commands.record import record as keep
 
     if len(words) > 2:
         raise click.UsageError(f"record takes a job and a file, and not also {words[2]}.")
@@ -270,7 +270,7 @@ def export_metrics(
 
     JOB is chosen as by 'boltmesh top'.
     """
-    from boltmesh.tui.command import export_metrics as export
+    from boltmesh.tui.commands.export import export_metrics as export
 
     return export(
         job,
@@ -298,7 +298,7 @@ def jobs(
     run_dir: Path | None,
 ) -> int:
     """List your jobs on this host: alive, finished, failed and crashed."""
-    from boltmesh.tui.command import jobs as show
+    from boltmesh.tui.commands.jobs import jobs as show
 
     return show(
         as_json=as_json,
@@ -325,7 +325,7 @@ def stream(job: str | None, wants_list: bool, run_dir: Path | None, interval_s: 
 
     Ends when stdin or stdout is closed. JOB is chosen as by 'boltmesh top'.
     """
-    from boltmesh.tui.stream import stream as write
+    from boltmesh.tui.recording.stream import stream as write
 
     return write(job, wants_list=wants_list, run_dir=run_dir, interval_s=interval_s)
 

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from boltmesh.errors import BoltMeshError
-from boltmesh.telemetry.cause import LOST_PEER
+from boltmesh.telemetry.reading.cause import LOST_PEER
 
 Kind = Literal["running", "done", "stopped", "user", "failure", "consequence"]
 """``user``: what a config or command line has to change. ``consequence``: a peer was lost."""

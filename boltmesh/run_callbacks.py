@@ -16,7 +16,7 @@ from typing_extensions import override
 from boltmesh.errors import CheckpointError
 from boltmesh.rank import Rank
 from boltmesh.stopping import StoppedBySignal
-from boltmesh.telemetry.recorder import NullRecorder
+from boltmesh.telemetry.recording.recorder import NullRecorder
 
 if TYPE_CHECKING:
     from boltmesh.graceful import GracefulStop

@@ -35,7 +35,7 @@ from boltmesh.strategies.mesh import AXES, MeshLayout
 from boltmesh.strategies.random_state import seed_random_state
 from boltmesh.strategies.resume import ResumeManager
 from boltmesh.strategies.torch_compat import device_index
-from boltmesh.telemetry.recorder import NullRecorder, Recorder
+from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 from boltmesh.telemetry.snapshot import AlertThresholds, MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 

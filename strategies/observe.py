@@ -10,7 +10,7 @@ from torch import Tensor
 from boltmesh.errors import TelemetryError
 from boltmesh.strategies.lightning_compat import trainer_of
 from boltmesh.telemetry.job import ID_VARIABLE, JobInfo, new_job_id
-from boltmesh.telemetry.recorder import NullRecorder, Recorder, open_recorder
+from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder, open_recorder
 
 if TYPE_CHECKING:
     from boltmesh.strategies.engine import MeshStrategy

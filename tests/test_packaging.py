@@ -24,9 +24,9 @@ LIGHT = (
     "boltmesh.cli",
     "boltmesh.configs.load",
     "boltmesh.strategies.registry",
-    "boltmesh.telemetry.reader",
+    "boltmesh.telemetry.reading.reader",
     "boltmesh.tui.app",
-    "boltmesh.tui.command",
+    "boltmesh.tui.commands.top",
 )
 HEAVY = {"lightning", "torch"}
 SECOND_COPIES = {"configs", "examples", "strategies", "tui"}

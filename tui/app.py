@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from boltmesh.errors import BoltMeshError
 from boltmesh.tui import settings
-from boltmesh.tui.alert_hook import AlertHook
-from boltmesh.tui.alerts import AlertWatch
+from boltmesh.tui.alerts.hook import AlertHook
+from boltmesh.tui.alerts.watch import AlertWatch
 from boltmesh.tui.drawing.glyphs import ASCII, UNICODE, Glyphs
 from boltmesh.tui.screens.base import PanelScreen
 from boltmesh.tui.screens.help import HelpScreen
@@ -22,11 +22,11 @@ from boltmesh.tui.screens.job import JobScreen
 from boltmesh.tui.screens.jobs import JobsScreen
 from boltmesh.tui.screens.palette import Commands
 from boltmesh.tui.session import Session
-from boltmesh.tui.source import Source
+from boltmesh.tui.sources.live import Source
 from boltmesh.tui.theme import PALETTES, Palette, choose_palette
 
 if TYPE_CHECKING:
-    from boltmesh.telemetry.reader import JobSummary
+    from boltmesh.telemetry.reading.reader import JobSummary
 
 
 class DashboardApp(App[None]):

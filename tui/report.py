@@ -33,11 +33,11 @@ from boltmesh.tui.figures.ranks import rank_rows
 from boltmesh.tui.figures.step_split import step_split
 from boltmesh.tui.figures.throughput import throughput
 from boltmesh.tui.figures.traffic import traffic_rows
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import State, fold
 
 if TYPE_CHECKING:
-    from boltmesh.telemetry.reader import JobSummary
+    from boltmesh.telemetry.reading.reader import JobSummary
 
 MAX_EVENTS = 5
 MAX_DIAGNOSIS_LINES = 9

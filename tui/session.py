@@ -12,8 +12,8 @@ import msgspec
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.snapshot import Event
-from boltmesh.tui.alerts import Alert
-from boltmesh.tui.source import Observation, Source
+from boltmesh.tui.alerts.watch import Alert
+from boltmesh.tui.sources.live import Observation, Source
 from boltmesh.tui.state import State, fold, fold_loss_of_source
 from boltmesh.tui.view import TableView, View
 

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import JobInfo, rank_file
-from boltmesh.telemetry.null_recorder import NullRecorder
-from boltmesh.telemetry.recorder import Recorder
-from boltmesh.telemetry.torch_compat import COLLECTIVES
-from boltmesh.telemetry.writer import RankFile
+from boltmesh.telemetry.recording.null_recorder import NullRecorder
+from boltmesh.telemetry.recording.recorder import Recorder
+from boltmesh.telemetry.recording.torch_compat import COLLECTIVES
+from boltmesh.telemetry.recording.writer import RankFile
 
 WIDTH, DEPTH, BATCH = 256, 8, 96
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from boltmesh.telemetry.reader import Job, open_job
+from boltmesh.telemetry.reading.reader import Job, open_job
 from tests.benchmarks.viewer import Viewer
 
 SCRIPT = """

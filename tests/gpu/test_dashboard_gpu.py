@@ -12,7 +12,7 @@ from boltmesh.tui.drawing.glyphs import UNICODE
 from boltmesh.tui.drawing.look import Look
 from boltmesh.tui.figures.ranks import rank_rows
 from boltmesh.tui.report import job_text
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from tests.tui.samples import NOW, job, rank
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from boltmesh.process import describe_exit
-from boltmesh.telemetry.reader import list_jobs, open_job
+from boltmesh.telemetry.reading.reader import list_jobs, open_job
 
 SCRIPT = """
 import sys, time

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 
 from boltmesh.telemetry.job import JOB_FILE, JobInfo, job_path
-from boltmesh.telemetry.reader import Job
-from boltmesh.telemetry.recorder import Recorder
+from boltmesh.telemetry.reading.reader import Job
+from boltmesh.telemetry.recording.recorder import Recorder
 
 
 def open_counting(rank, world_size, job_id="counting"):

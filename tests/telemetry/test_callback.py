@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from boltmesh.telemetry.batches import count
 from boltmesh.telemetry.callback import TelemetryCallback, callbacks
-from boltmesh.telemetry.reader import list_jobs, open_job
+from boltmesh.telemetry.reading.reader import list_jobs, open_job
+from boltmesh.telemetry.recording.batches import count
 from tests.support.ranks import run_ranks
 
 QUIET: dict[str, Any] = {

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from boltmesh.telemetry import torch_compat
-from boltmesh.telemetry.reader import open_job
-from boltmesh.telemetry.torch_compat import COLLECTIVES
+from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.telemetry.recording import torch_compat
+from boltmesh.telemetry.recording.torch_compat import COLLECTIVES
 from tests.support.ranks import run_ranks
 from tests.telemetry.counting import counted, open_counting, parameter_bytes, totals
 

@@ -6,10 +6,10 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from boltmesh.telemetry import flops
-from boltmesh.telemetry.flops import flops_per_batch, peak_flops
 from boltmesh.telemetry.job import JobInfo, job_path, make_private_folder, run_dir, write_job
-from boltmesh.telemetry.reader import open_job
+from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.telemetry.recording import flops
+from boltmesh.telemetry.recording.flops import flops_per_batch, peak_flops
 from boltmesh.telemetry.snapshot import AlertThresholds
 from tests.support.ranks import run_ranks
 from tests.telemetry.test_callback import Model, loader, look, strategy, trainer

@@ -20,9 +20,9 @@ from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import END_FILE, JOB_FILE, PLAN_FILE, rank_file
 from boltmesh.telemetry.layout import SECTIONS
-from boltmesh.telemetry.rank_reader import RankReader
-from boltmesh.telemetry.rank_view import RankView
-from boltmesh.telemetry.reader import Job, list_jobs
+from boltmesh.telemetry.reading.rank_reader import RankReader
+from boltmesh.telemetry.reading.rank_view import RankView
+from boltmesh.telemetry.reading.reader import Job, list_jobs
 from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
 from tests.telemetry.test_reader import make_job, make_rank, write_step
 

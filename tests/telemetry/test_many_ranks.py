@@ -8,9 +8,10 @@ import tracemalloc
 
 import pytest
 
-from boltmesh.telemetry import layout, rank_reader
-from boltmesh.telemetry.rank_reader import RankReader
-from boltmesh.telemetry.reader import TURNS, Job, open_job
+from boltmesh.telemetry import layout
+from boltmesh.telemetry.reading import rank_reader
+from boltmesh.telemetry.reading.rank_reader import RankReader
+from boltmesh.telemetry.reading.reader import TURNS, Job, open_job
 from tests.telemetry.test_reader import make_job, make_rank, write_status, write_step
 
 NUM_RANKS = 1024

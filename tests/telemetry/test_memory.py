@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from boltmesh.strategies.data.replica_memory import expected_replica_memory
-from boltmesh.telemetry import layout, memory_sampling
-from boltmesh.telemetry.memory_walk import MemoryWalk, measure
-from boltmesh.telemetry.recorder import Recorder
+from boltmesh.telemetry import layout
+from boltmesh.telemetry.recording import memory_sampling
+from boltmesh.telemetry.recording.memory_walk import MemoryWalk, measure
+from boltmesh.telemetry.recording.recorder import Recorder
 from boltmesh.telemetry.snapshot import MEMORY_KINDS, MEMORY_PLACES, MemoryKind
 from tests.support.ranks import run_ranks
 from tests.telemetry.test_callback import loader, look, trainer
@@ -160,7 +161,9 @@ def test_activations_and_cache_are_what_the_allocator_has_beyond_the_known_kinds
 
 def test_a_walk_waits_five_seconds_and_a_thousand_times_its_own_duration(monkeypatch):
     clock = iter([0, 20_000_000, 10**12, 10**12 + 1000])
-    monkeypatch.setattr("boltmesh.telemetry.memory_walk.time.monotonic_ns", lambda: next(clock))
+    monkeypatch.setattr(
+        "boltmesh.telemetry.recording.memory_walk.time.monotonic_ns", lambda: next(clock)
+    )
     walk = MemoryWalk(dict, "host")
     assert walk.is_due(0)
     assert walk.walk() == [layout.UNKNOWN] * (len(MEMORY_KINDS) * len(MEMORY_PLACES))

@@ -10,8 +10,10 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from boltmesh.telemetry import nodes as nodes_module
-from boltmesh.telemetry.nodes import (
+from boltmesh.telemetry.reading.nodes_view import SILENT_S, NodesView
+from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.telemetry.recording import nodes as nodes_module
+from boltmesh.telemetry.recording.nodes import (
     NODES_FILE,
     Heard,
     HeardNode,
@@ -19,9 +21,7 @@ from boltmesh.telemetry.nodes import (
     NodeSummary,
     RankSummary,
 )
-from boltmesh.telemetry.nodes_view import SILENT_S, NodesView
-from boltmesh.telemetry.reader import open_job
-from boltmesh.telemetry.torch_compat import default_store
+from boltmesh.telemetry.recording.torch_compat import default_store
 from tests.support.written_jobs import WrittenJob
 
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from boltmesh.telemetry.phases import DATA, OTHER, PhaseClock
+from boltmesh.telemetry.recording.phases import DATA, OTHER, PhaseClock
 from boltmesh.telemetry.snapshot import PHASES
 
 MS = 1_000_000

@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from boltmesh.telemetry import job as jobs
 from boltmesh.telemetry.job import PLAN_FILE, read_plan
-from boltmesh.telemetry.reader import open_job
-from boltmesh.telemetry.recorder import Recorder
+from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.telemetry.recording.recorder import Recorder
 from boltmesh.telemetry.snapshot import PipelinePlan
 from tests.support.ranks import run_ranks
 from tests.telemetry.counting import open_counting

@@ -12,10 +12,11 @@ import warnings
 import pytest
 
 from boltmesh.errors import TelemetryError
-from boltmesh.telemetry import layout, writer
+from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import rank_file
-from boltmesh.telemetry.rank_reader import RankReader
-from boltmesh.telemetry.writer import OTHERS, RankFile
+from boltmesh.telemetry.reading.rank_reader import RankReader
+from boltmesh.telemetry.recording import writer
+from boltmesh.telemetry.recording.writer import OTHERS, RankFile
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_a_second_process_cannot_write_the_same_file(path):
     file = open_file(path)
     script = f"""
         from pathlib import Path
-        from boltmesh.telemetry.writer import RankFile
+        from boltmesh.telemetry.recording.writer import RankFile
         try:
             RankFile(Path({str(path)!r}), rank=0, world_size=1)
         except Exception as error:
@@ -90,7 +91,7 @@ def test_a_second_process_cannot_write_the_same_file(path):
 def test_the_file_of_a_dead_process_is_replaced(path):
     script = f"""
         from pathlib import Path
-        from boltmesh.telemetry.writer import RankFile
+        from boltmesh.telemetry.recording.writer import RankFile
         file = RankFile(Path({str(path)!r}), rank=0, world_size=1)
         file.write_facts({{}})
         file.event("start", "the first")

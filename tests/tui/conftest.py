@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from boltmesh.tui.replay import ReplaySource
+from boltmesh.tui.sources.replay import ReplaySource
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 UPDATE = "BOLTMESH_UPDATE_SNAPSHOTS"

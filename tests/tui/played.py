@@ -7,8 +7,8 @@ import msgspec
 
 from boltmesh.telemetry.snapshot import MetricPoint
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.record import Recording
-from boltmesh.tui.source import Observation
+from boltmesh.tui.recording.record import Recording
+from boltmesh.tui.sources.live import Observation
 from tests.tui.samples import NOW, job, rank, step, total
 
 RING = 8

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from boltmesh.errors import TelemetryError
-from boltmesh.telemetry.reader import JobSummary
+from boltmesh.telemetry.reading.reader import JobSummary
 from boltmesh.telemetry.snapshot import (
     SCHEMA_VERSION,
     CollectiveTotal,
@@ -16,7 +16,7 @@ from boltmesh.telemetry.snapshot import (
     StepRecord,
 )
 from boltmesh.tui.demo import DEFAULT_MESH, HEAD_START, STEP_S, Scenario, observe
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import State, fold
 
 NOW = 1_763_700_000.0

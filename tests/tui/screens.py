@@ -9,7 +9,7 @@ from textual.pilot import Pilot
 
 from boltmesh.tui.app import DashboardApp
 from boltmesh.tui.screens.job import JobScreen
-from boltmesh.tui.source import Observation, Source
+from boltmesh.tui.sources.live import Observation, Source
 from tests.tui.samples import FakeSource
 
 

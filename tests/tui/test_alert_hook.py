@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from boltmesh.tui.alert_hook import MAX_RUNS, WINDOW_S, AlertHook, run_hook
-from boltmesh.tui.alerts import Alert
+from boltmesh.tui.alerts.hook import MAX_RUNS, WINDOW_S, AlertHook, run_hook
+from boltmesh.tui.alerts.watch import Alert
 
 ALERT = Alert(
     time=12.5, job="abc123", name="sample", kind="stall", message="no step for 2m 00s", rank=4

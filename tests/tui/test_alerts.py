@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import AlertThresholds, JobSnapshot, PhaseTime, StepRecord
-from boltmesh.tui.alert_pace import MIN_WINDOWS, WARM_UP, WINDOW
-from boltmesh.tui.alerts import Alert, AlertWatch
+from boltmesh.tui.alerts.pace import MIN_WINDOWS, WARM_UP, WINDOW
+from boltmesh.tui.alerts.watch import Alert, AlertWatch
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import State, fold
 from tests.tui.samples import NOW, job, rank, step
 

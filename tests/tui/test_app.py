@@ -12,7 +12,7 @@ from boltmesh.tui.app import DashboardApp
 from boltmesh.tui.pages.book import PAGES
 from boltmesh.tui.screens.help import HelpScreen
 from boltmesh.tui.screens.job import JobScreen
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.theme import PALETTES
 from tests.tui.samples import NOW, FakeSource, crashed_demo, demo, job, losses, rank, step
 from tests.tui.screens import job_screen, look_again, open_app, open_source, screen_text, settle

@@ -5,7 +5,7 @@ import pytest
 from boltmesh.tui.pages.book import PAGES
 from boltmesh.tui.pages.page import active_table
 from boltmesh.tui.screens.prompt import Prompt
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.view import TableView
 from tests.tui.samples import NOW, demo, job, rank
 from tests.tui.screens import job_screen, look_again, open_app, screen_text

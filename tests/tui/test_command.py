@@ -10,10 +10,11 @@ import msgspec
 import pytest
 
 from boltmesh.errors import TelemetryError
-from boltmesh.telemetry.reader import JobSummary
-from boltmesh.tui import command
-from boltmesh.tui.command import jobs, top
-from boltmesh.tui.source import InterruptionError, Observation, Source
+from boltmesh.telemetry.reading.reader import JobSummary
+from boltmesh.tui.commands import places
+from boltmesh.tui.commands.jobs import jobs
+from boltmesh.tui.commands.top import THEMES, top
+from boltmesh.tui.sources.live import InterruptionError, Observation, Source
 from tests.tui.samples import NOW, FakeSource, crashed_demo, demo, summary
 
 
@@ -36,9 +37,9 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     host = Host()
-    monkeypatch.setattr(command, "_list_jobs", host.list_jobs)
-    monkeypatch.setattr(command, "_attach", host.attach)
-    monkeypatch.setattr(command, "CPU_SAMPLE_S", 0.0)
+    monkeypatch.setattr(places, "list_jobs", host.list_jobs)
+    monkeypatch.setattr(places, "attach", host.attach)
+    monkeypatch.setattr(places, "CPU_SAMPLE_S", 0.0)
     return host
 
 
@@ -75,7 +76,7 @@ def test_a_theme_that_does_not_exist_is_answered_with_those_that_do(capsys: Capt
 def test_the_names_of_themes_are_those_of_the_palettes() -> None:
     from boltmesh.tui.theme import PALETTES
 
-    assert tuple(PALETTES) == command.THEMES
+    assert tuple(PALETTES) == THEMES
 
 
 def test_the_demo_is_no_job_that_could_be_named(capsys: Capture) -> None:
@@ -216,7 +217,7 @@ def test_no_jobs_are_an_empty_list_and_no_failure(host: Host, capsys: Capture) -
 
 def test_whoever_stops_reading_causes_no_complaint(tmp_path: Path) -> None:
     code = (
-        "from boltmesh.tui.command import top; "
+        "from boltmesh.tui.commands.top import top; "
         "raise SystemExit(top(demo=True, as_json=True, interval_s=0.0))"
     )
     with subprocess.Popen(

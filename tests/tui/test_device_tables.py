@@ -10,7 +10,7 @@ from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
 from boltmesh.tui.drawing.look import Look
 from boltmesh.tui.drawing.process_table import COLUMNS as PROCESS_COLUMNS
 from boltmesh.tui.drawing.process_table import draw_processes, shown_processes
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import State, fold
 from boltmesh.tui.view import TableView
 from tests.tui.samples import NOW, demo, job, rank

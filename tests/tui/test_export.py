@@ -14,10 +14,10 @@ import pytest
 from boltmesh.errors import ConfigError, TelemetryError
 from boltmesh.telemetry.snapshot import PHASES, MetricPoint, PhaseTime
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.tui.export import check_export, export
-from boltmesh.tui.replay import ReplaySource
-from boltmesh.tui.source import Observation
-from boltmesh.tui.tables import TABLES, csv_text
+from boltmesh.tui.export.command import check_export, export
+from boltmesh.tui.export.tables import TABLES, csv_text
+from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.sources.replay import ReplaySource
 from tests.tui.exposition import parse
 from tests.tui.played import RING, look, write
 from tests.tui.samples import NOW, FakeSource, job, rank, step, total

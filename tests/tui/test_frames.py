@@ -11,8 +11,8 @@ import pytest
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.snapshot import GroupProgress, MetricPoint
-from boltmesh.tui import frames, patches
-from boltmesh.tui.frames import (
+from boltmesh.tui.sources import frames, patches
+from boltmesh.tui.sources.frames import (
     FrameDecoder,
     FrameEncoder,
     Hello,
@@ -30,7 +30,7 @@ from boltmesh.tui.frames import (
     write_frame,
     write_magic,
 )
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from tests.tui.random_values import Randomly
 from tests.tui.samples import NOW, demo, job, rank, step, summary
 

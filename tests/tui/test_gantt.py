@@ -10,7 +10,7 @@ from boltmesh.tui.drawing.gantt import draw_gantt
 from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
 from boltmesh.tui.drawing.look import Look
 from boltmesh.tui.figures.gantt import gantt
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from tests.tui.recorded import pipeline_job, recorded_pipelines
 from tests.tui.samples import NOW, demo, job, state

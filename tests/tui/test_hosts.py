@@ -8,11 +8,11 @@ import pytest
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.snapshot import Event
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.source import Observation
-from boltmesh.tui.ssh import hosts as hosts_module
-from boltmesh.tui.ssh.failure import explain
-from boltmesh.tui.ssh.hosts import LIST_AGAIN_S, Hosts, HostsSource, Look, merge
-from boltmesh.tui.ssh.remote import Remote
+from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.sources.ssh import hosts as hosts_module
+from boltmesh.tui.sources.ssh.failure import explain
+from boltmesh.tui.sources.ssh.hosts import LIST_AGAIN_S, Hosts, HostsSource, Look, merge
+from boltmesh.tui.sources.ssh.remote import Remote
 from tests.tui.samples import NOW, FakeSource, job, rank, summary
 
 REMOTES = (Remote("node1"), Remote("node2"))

@@ -17,12 +17,12 @@ def _modules_after(code: str) -> set[str]:
 @pytest.mark.parametrize(
     ("code", "unwanted"),
     [
-        ("import boltmesh.tui.app, boltmesh.telemetry.reader",
+        ("import boltmesh.tui.app, boltmesh.telemetry.reading.reader",
          {"torch", "lightning", "numpy", "pynvml"}),
-        ("import boltmesh.tui.command", {"torch", "lightning", "textual", "pynvml"}),
-        ("from boltmesh.tui.command import top; assert top(demo=True, once=True) == 0",
+        ("import boltmesh.tui.commands.top", {"torch", "lightning", "textual", "pynvml"}),
+        ("from boltmesh.tui.commands.top import top; assert top(demo=True, once=True) == 0",
          {"torch", "lightning", "textual", "pynvml"}),
-        ("from boltmesh.tui.command import jobs; assert jobs() == 0",
+        ("from boltmesh.tui.commands.jobs import jobs; assert jobs() == 0",
          {"torch", "lightning", "textual", "pynvml"}),
     ],
     ids=["app", "command", "once", "jobs"],

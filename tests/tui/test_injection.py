@@ -13,7 +13,7 @@ from boltmesh.tui.drawing.glyphs import UNICODE
 from boltmesh.tui.drawing.look import Look
 from boltmesh.tui.report import job_json, job_text, jobs_json, jobs_text
 from boltmesh.tui.screens.commands import commands_of
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from tests.tui.samples import NOW, FakeSource, job, rank, summary, total
 from tests.tui.screens import job_screen, look_again, open_app, screen_text

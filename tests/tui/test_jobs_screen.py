@@ -9,7 +9,7 @@ from boltmesh.tui.drawing.jobs import COLUMNS, draw_jobs, shown_jobs
 from boltmesh.tui.drawing.look import Look
 from boltmesh.tui.screens.help import HelpScreen
 from boltmesh.tui.screens.jobs import JobsScreen
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.view import TableView
 from tests.tui.samples import NOW, FakeSource, demo, summary
 from tests.tui.screens import screen_text

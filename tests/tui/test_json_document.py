@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from boltmesh.telemetry.reader import JobSummary
+from boltmesh.telemetry.reading.reader import JobSummary
 from boltmesh.telemetry.snapshot import (
     MEMORY_KINDS,
     PHASES,

@@ -8,7 +8,7 @@ from boltmesh.tui.drawing.heatmap import rank_at
 from boltmesh.tui.pages.book import PAGES
 from boltmesh.tui.screens.job import JobScreen
 from boltmesh.tui.screens.jobs import JobsScreen
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from tests.tui.samples import NOW, FakeSource, demo, job, rank, summary
 from tests.tui.screens import find_text, job_screen, open_app, open_source, screen_text
 

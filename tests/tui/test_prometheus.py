@@ -8,8 +8,8 @@ import pytest
 from boltmesh.telemetry.snapshot import MemoryKind, PeerTotal, PhaseTime
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.prometheus import families, prometheus_text
-from boltmesh.tui.source import Observation
+from boltmesh.tui.export.prometheus import families, prometheus_text
+from boltmesh.tui.sources.live import Observation
 from tests.tui.exposition import Read, parse
 from tests.tui.samples import NOW, demo, job, rank, step, total
 

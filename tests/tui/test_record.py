@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from boltmesh.errors import ConfigError, TelemetryError
-from boltmesh.tui.record import MAX_BETWEEN_KEYS, MIN_BETWEEN_KEYS, Recording, record
-from boltmesh.tui.replay import ReplaySource
-from boltmesh.tui.source import Observation
+from boltmesh.tui.recording.record import MAX_BETWEEN_KEYS, MIN_BETWEEN_KEYS, Recording, record
+from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.sources.replay import ReplaySource
 from tests.tui.played import look, write
 from tests.tui.samples import NOW, FakeSource
 

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from boltmesh.cli import run_command
-from boltmesh.telemetry.reader import JobSummary
-from boltmesh.tui import command
-from boltmesh.tui.replay import ReplaySource
-from boltmesh.tui.source import Observation, Source
+from boltmesh.telemetry.reading.reader import JobSummary
+from boltmesh.tui.commands import places
+from boltmesh.tui.sources.live import Observation, Source
+from boltmesh.tui.sources.replay import ReplaySource
 from tests.tui.exposition import parse
 from tests.tui.played import look, write
 from tests.tui.samples import NOW, FakeSource, job, rank, step, summary
@@ -44,8 +44,8 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Host:
     host = Host()
-    monkeypatch.setattr(command, "_list_jobs", host.list_jobs)
-    monkeypatch.setattr(command, "_attach", host.attach)
+    monkeypatch.setattr(places, "list_jobs", host.list_jobs)
+    monkeypatch.setattr(places, "attach", host.attach)
     monkeypatch.chdir(tmp_path)
     return host
 
@@ -292,7 +292,8 @@ def test_a_command_that_fails_is_said_and_stops_nothing(host: Host, capsys: Capt
 FOLLOW = """
 import sys, time
 from pathlib import Path
-from boltmesh.tui import command
+from boltmesh.tui.commands import places
+from boltmesh.tui.commands.record import record
 from tests.tui.played import look
 
 class Source:
@@ -303,8 +304,8 @@ class Source:
     def close(self):
         pass
 
-command._open_source = lambda *_, **__: Source()
-raise SystemExit(command.record(None, Path(sys.argv[1]), interval_s=0.01))
+places.open_source = lambda *_, **__: Source()
+raise SystemExit(record(None, Path(sys.argv[1]), interval_s=0.01))
 """
 
 

@@ -10,10 +10,16 @@ import msgspec
 import pytest
 
 from boltmesh.errors import ConfigError
-from boltmesh.tui.frames import FrameDecoder, FrameEncoder, encode_error, magic_line, write_frame
-from boltmesh.tui.record import MIN_BETWEEN_KEYS
-from boltmesh.tui.replay import KEEP_EVERY, MAX_KEPT, ReplaySource
-from boltmesh.tui.source import Observation
+from boltmesh.tui.recording.record import MIN_BETWEEN_KEYS
+from boltmesh.tui.sources.frames import (
+    FrameDecoder,
+    FrameEncoder,
+    encode_error,
+    magic_line,
+    write_frame,
+)
+from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.sources.replay import KEEP_EVERY, MAX_KEPT, ReplaySource
 from boltmesh.tui.state import State, fold
 from tests.tui.played import look, rewound, write
 from tests.tui.samples import NOW

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import pytest
 
 from boltmesh.errors import TelemetryError
-from boltmesh.tui.alerts import Alert
+from boltmesh.tui.alerts.watch import Alert
 from boltmesh.tui.session import MAX_ALERTS, WHOLE_JOB, Lost, Session
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import State
 from boltmesh.tui.view import TableView, View
 from tests.tui.samples import NOW, FakeSource, job, losses

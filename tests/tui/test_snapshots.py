@@ -8,7 +8,7 @@ from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
 from boltmesh.tui.drawing.look import Look
 from boltmesh.tui.pages.book import PAGES
 from boltmesh.tui.report import job_text, jobs_text
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from tests.tui.samples import NOW, crashed_demo, demo, job, summary
 from tests.tui.screens import open_app, screen_text

@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from boltmesh.errors import BoltMeshError, ConfigError, TelemetryError
-from boltmesh.tui.command import jobs as show_jobs
-from boltmesh.tui.command import top as show_top
-from boltmesh.tui.ssh.hosts import Hosts
-from boltmesh.tui.ssh.remote import SSH_VARIABLE, Remote
-from boltmesh.tui.ssh.source import SshSource, list_remote_jobs
+from boltmesh.tui.commands.jobs import jobs as show_jobs
+from boltmesh.tui.commands.top import top as show_top
+from boltmesh.tui.sources.ssh.hosts import Hosts
+from boltmesh.tui.sources.ssh.remote import SSH_VARIABLE, Remote
+from boltmesh.tui.sources.ssh.source import SshSource, list_remote_jobs
 from tests.support.written_jobs import WrittenJob
 from tests.tui.sshd import Sshd, needs_sshd, running_sshd
 

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from boltmesh.telemetry.snapshot import MetricPoint
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import (
     MAX_POINTS,
     State,

@@ -12,7 +12,7 @@ from typing import BinaryIO, cast
 
 import pytest
 
-from boltmesh.tui.frames import (
+from boltmesh.tui.sources.frames import (
     FrameDecoder,
     RemoteError,
     decode_hello,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from boltmesh.tui.demo.job import SimulatedJob
 from boltmesh.tui.demo.setup import DEFAULT_MESH, Scenario, Setup, mesh_of
 from boltmesh.tui.demo.timeline import HEAD_START, STEP_S
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 
 __all__ = [
     "DEFAULT_MESH",

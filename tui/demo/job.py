@@ -28,7 +28,7 @@ from boltmesh.tui.demo.rank import SimulatedRank, step_records
 from boltmesh.tui.demo.setup import WIDTH, Setup
 from boltmesh.tui.demo.timeline import HEAD_START, Timeline
 from boltmesh.tui.demo.traffic import expected
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 
 _DISTINCT_PIPELINES = 4
 """Beyond these a pipeline repeats the times of another, or a thousand ranks would cost much."""

@@ -13,7 +13,7 @@ from boltmesh.tui.drawing.table import Cell, Column
 from boltmesh.tui.view import Cells, TableView, arrange_rows
 
 if TYPE_CHECKING:
-    from boltmesh.telemetry.reader import JobSummary
+    from boltmesh.telemetry.reading.reader import JobSummary
 
 COLUMNS = ("id", "name", "state", "recipe", "strategy", "mesh", "step", "age")
 """Titles that the table can be sorted by."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from boltmesh.telemetry.cause import is_consequence
+from boltmesh.telemetry.reading.cause import is_consequence
 from boltmesh.telemetry.snapshot import GroupProgress, JobSnapshot, RankSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.figures.memo import remember_last

@@ -20,7 +20,7 @@ from boltmesh.tui.screens.prompt import Prompt
 from boltmesh.tui.view import TableView
 
 if TYPE_CHECKING:
-    from boltmesh.telemetry.reader import JobSummary
+    from boltmesh.telemetry.reading.reader import JobSummary
 
 KEYS = (
     ("enter", "open"), ("j k", "choose"), ("/", "filter"), ("s S", "sort"), ("q", "quit"),

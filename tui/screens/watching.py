@@ -16,7 +16,7 @@ from boltmesh.tui.pages.table import Table
 from boltmesh.tui.screens.base import PanelScreen
 from boltmesh.tui.screens.prompt import Prompt
 from boltmesh.tui.session import Lost, Session
-from boltmesh.tui.source import Observation
+from boltmesh.tui.sources.live import Observation
 
 UNFOCUSED_INTERVAL_S = 10.0
 """Nobody types here, but somebody may be looking, and alerts have to ring."""

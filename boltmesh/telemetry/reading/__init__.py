@@ -1,0 +1,1 @@
+"""How anybody reads a job's files; no torch."""

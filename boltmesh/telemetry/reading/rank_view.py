@@ -1,0 +1,301 @@
+"""Turns one rank's file into what a snapshot says of that rank."""
+
+import contextlib
+import math
+import os
+from collections import deque
+from typing import Final
+
+from boltmesh.errors import TelemetryError
+from boltmesh.telemetry import layout
+from boltmesh.telemetry.cleaning import clean
+from boltmesh.telemetry.reading.memory_view import memory_kinds, memory_totals
+from boltmesh.telemetry.reading.rank_reader import Facts, RankReader
+from boltmesh.telemetry.reading.step_sums import StepRates
+from boltmesh.telemetry.reading.traffic_view import TrafficView
+from boltmesh.telemetry.recording.file_records import MAX_NUMBER, Step
+from boltmesh.telemetry.snapshot import (
+    PHASES,
+    Chunk,
+    Event,
+    Memory,
+    MetricPoint,
+    PhaseTime,
+    RankSnapshot,
+    RankState,
+    StepRecord,
+)
+
+_NO_TIME: Final = tuple(PhaseTime(name, 0.0) for name in PHASES)
+
+
+class RankView:
+    """One rank, looked at again and again.
+
+    What a look finds unchanged is what it was at the look before, the same objects.
+
+    Args:
+        rank: Its number.
+        reader: Its file, which need not exist yet.
+    """
+
+    def __init__(self, rank: int, reader: RankReader) -> None:
+        self.rank = rank
+        self.error_time = 0.0
+        self.reader = reader
+        self._forget()
+
+    def _forget(self) -> None:
+        self.is_present = False
+        self._said: RankSnapshot | None = None
+        self._rates = StepRates()
+        self._steps: deque[StepRecord] = deque()
+        self._chunks: tuple[Chunk, ...] = ()
+        self._events: tuple[Event, ...] = ()
+        self._history: tuple[MetricPoint, ...] | None = None
+        self._traffic: TrafficView | None = None
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.reader.close()
+
+    def look(self, *, is_quick: bool = False) -> RankSnapshot:
+        """Read the file and return what it says; missing, with the reason, when it cannot be.
+
+        ``is_quick`` is as in ``RankReader.read``.
+        """
+        reader = self.reader
+        try:
+            reader.read(is_quick=is_quick)
+        except (TelemetryError, OSError) as error:
+            return self._missing(error)
+        changed = reader.changed
+        if "all" in changed:
+            self._forget()
+        before = self._said if self.is_present else None
+        self.is_present = True
+        if before is None or changed:
+            self._said = before = self._build(changed, before)
+        return before
+
+    def _missing(self, error: Exception) -> RankSnapshot:
+        reason = str(error) if os.path.lexists(self.reader.path) else None
+        text = clean(f"{self.reader.path.name}: {reason}") if reason else None
+        if self.is_present or self._said is None or self._said.error != text:
+            self._said = missing_rank(self.rank, text)
+        self.is_present = False
+        return self._said
+
+    def _build(self, changed: set[str], before: RankSnapshot | None) -> RankSnapshot:
+        """Make the snapshot anew, of the parts that have not changed those of ``before``."""
+        reader = self.reader
+        header, status, facts = reader.header, reader.status, reader.facts
+        assert header is not None
+        is_new = before is None
+        if is_new or "facts" in changed or self._traffic is None:
+            self._traffic = TrafficView(facts, header)
+        is_counted = is_new or bool(changed & {"facts", "traffic"})
+        if is_new or reader.new_steps:
+            self._add_steps(from_scratch=is_new)
+        if is_new or "spans" in changed:
+            self._chunks = tuple(
+                Chunk(
+                    step=span.step,
+                    stage=span.stage,
+                    microbatch=span.microbatch,
+                    kind=span.kind,  # type: ignore[arg-type]
+                    start=header.wall_time(span.start_ns),
+                    end=header.wall_time(span.end_ns),
+                )
+                for span in reader.spans.records.values()
+            )
+        if is_new or "events" in changed:
+            self._events = tuple(
+                Event(time, self.rank, kind, clean(message, layout.MAX_MESSAGE))  # type: ignore[arg-type]
+                for time, kind, message in reader.events.records.values()
+            )
+        state = self._state()
+        traffic, view = reader.traffic, self._traffic
+        newest_step = next(reversed(reader.steps.records.values()), None)
+        # The status is a tenth of a second old at most, and the newest step may be newer.
+        where = [each for each in (status, newest_step) if each is not None]
+        in_flight, moved_at = view.in_flight(traffic)
+        seen = [header.wall_s, moved_at, *(each.wall_s for each in where)]
+        memory = memory_totals(status)
+        named = before if before is not None and "facts" not in changed else None
+        return RankSnapshot(
+            rank=self.rank,
+            pid=header.pid,
+            host=named.host if named else clean(facts.host, 100),
+            device=named.device if named else clean(facts.device, 100),
+            device_uuid=named.device_uuid if named else _uuid(facts),
+            state=state,
+            coordinates=named.coordinates if named else _coordinates(facts),
+            phase=PHASES[reader.phase] if status and reader.phase < len(PHASES) else None,
+            global_step=max((each.global_step for each in where), default=0),
+            epoch=max((each.epoch for each in where), default=0),
+            last_seen=max(seen),
+            steps=tuple(self._steps) if before is None or reader.new_steps else before.steps,
+            samples_per_second=self._rates.samples,
+            tokens_per_second=self._rates.tokens,
+            memory=memory,
+            collectives=(
+                view.collectives(traffic) if before is None or is_counted else before.collectives
+            ),
+            in_flight=in_flight,
+            error=self._error() if state == "failed" else None,
+            groups=view.groups(traffic) if before is None or is_counted else before.groups,
+            peers=view.peers(traffic) if before is None or is_counted else before.peers,
+            memory_kinds=memory_kinds(reader.memory, memory, facts.expected_memory),
+            chunks=self._chunks,
+            flops_per_batch=_positive(facts.flops_per_batch),
+            peak_flops_per_second=_positive(facts.peak_flops_per_second),
+            skipped_records=reader.num_damaged,
+        )
+
+    def _add_steps(self, *, from_scratch: bool) -> None:
+        records = self.reader.steps.records
+        if from_scratch:
+            self._rates = StepRates()
+            self._steps.clear()
+        new = (
+            list(records.values())
+            if from_scratch
+            else [each.after for each in self.reader.new_steps]
+        )
+        for step in new:
+            self._rates.push(step)
+            self._steps.append(_step_record(step))
+        while len(self._steps) > len(records):
+            self._steps.popleft()
+        self._history = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the newest value of every metric, of a rank whose series were read."""
+        newest = {
+            clean(name, layout.MAX_NAME): points[-1][2]
+            for name, points in self.reader.series.points().items()
+            if points
+        }
+        loss = next((step.loss for step in reversed(self._steps) if step.loss is not None), None)
+        return newest if loss is None else newest | {"loss": loss}
+
+    def history(self) -> tuple[MetricPoint, ...]:
+        """Return the series of all metrics, the loss of the newest steps without gaps."""
+        with contextlib.suppress(TelemetryError, OSError):
+            if self.reader.read_series():
+                self._history = None
+        if self._history is None:
+            self._history = self._make_history()
+        return self._history
+
+    def _make_history(self) -> tuple[MetricPoint, ...]:
+        steps = [step for step in self._steps if step.loss is not None]
+        points: list[MetricPoint] = []
+        for name, series in self.reader.series.points().items():
+            shown = clean(name, layout.MAX_NAME)
+            newest_thinned = steps[0].global_step if name == "loss" and steps else None
+            points.extend(
+                MetricPoint(shown, global_step, value)
+                for _, global_step, value in series
+                if newest_thinned is None or global_step < newest_thinned
+            )
+        points.extend(
+            MetricPoint("loss", step.global_step, step.loss)
+            for step in steps
+            if step.loss is not None
+        )
+        points.sort(key=lambda point: point.global_step)
+        return tuple(points)
+
+    def events(self) -> tuple[Event, ...]:
+        """Return the lines that this rank wrote for humans."""
+        return self._events if self.is_present else ()
+
+    @property
+    def communication_note(self) -> str | None:
+        """Why communication is not counted."""
+        note = self.reader.facts.communication_note if self.is_present else None
+        return clean(note) if note else None
+
+    @property
+    def expected(self) -> list[dict[str, object]]:
+        """What the strategy says that a step moves, undecoded."""
+        return self.reader.facts.expected
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The newest checkpoint that this rank told of."""
+        path = self.reader.facts.checkpoint if self.is_present else None
+        return clean(path) if path else None
+
+    def _state(self) -> RankState:
+        said = self.reader.status.state if self.reader.status else "starting"
+        if said in {"finished", "failed"} or self.reader.is_alive:
+            return said  # type: ignore[return-value]
+        return "dead"
+
+    def _error(self) -> str | None:
+        for time, kind, message in reversed(self.reader.events.records.values()):
+            if kind == "error":
+                self.error_time = time
+                return clean(message)
+        return "an error that is no longer recorded"
+
+
+def missing_rank(rank: int, error: str | None) -> RankSnapshot:
+    """Return a rank that has no file, or none that can be trusted: ``error`` says why."""
+    return RankSnapshot(
+        rank=rank,
+        pid=None,
+        host="",
+        device="",
+        device_uuid=None,
+        state="missing",
+        coordinates={},
+        phase=None,
+        global_step=0,
+        epoch=0,
+        last_seen=0.0,
+        steps=(),
+        samples_per_second=None,
+        tokens_per_second=None,
+        memory=Memory(None, None, None, None),
+        collectives=(),
+        in_flight=None,
+        error=error,
+    )
+
+
+def _uuid(facts: Facts) -> str | None:
+    return clean(facts.device_uuid, 100) if facts.device_uuid else None
+
+
+def _coordinates(facts: Facts) -> dict[str, int]:
+    return {
+        clean(axis, 40): at
+        for axis, at in list(facts.coordinates.items())[:8]
+        if 0 <= at <= MAX_NUMBER
+    }
+
+
+def _positive(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) and number > 0 else None
+
+
+def _step_record(step: Step) -> StepRecord:
+    return StepRecord(
+        index=step.batch_index,
+        global_step=step.global_step,
+        epoch=step.epoch,
+        end_time=step.wall_s,
+        seconds=step.total_ns / 1e9,
+        phases=tuple(
+            # Most phases of most steps are empty, and a viewer holds very many steps.
+            PhaseTime(zero.name, nanoseconds / 1e9) if nanoseconds else zero
+            for zero, nanoseconds in zip(_NO_TIME, step.phases_ns, strict=True)
+        ),
+        loss=step.loss if step.flags & layout.STEP_HAS_LOSS else None,
+        samples=None if step.samples < 0 else step.samples,
+        tokens=None if step.tokens < 0 else step.tokens,
+    )

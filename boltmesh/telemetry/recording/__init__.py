@@ -1,0 +1,1 @@
+"""What a rank writes while it runs."""

@@ -1,0 +1,435 @@
+"""What the engine and the Lightning callback tell of a running rank.
+
+A ``Recorder`` writes the rank's telemetry file; a ``NullRecorder`` takes the same calls and does
+nothing. ``open_recorder`` returns the one or the other. Whatever goes wrong inside a recorder
+turns it off with one warning: training does not notice.
+"""
+
+import contextlib
+import functools
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from threading import get_ident
+from types import TracebackType
+from typing import Final
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from boltmesh.telemetry import layout
+from boltmesh.telemetry.job import (
+    JobInfo,
+    job_path,
+    make_private_folder,
+    rank_file,
+    record_end,
+    remove_plan,
+    run_dir,
+    write_job,
+    write_plan,
+)
+from boltmesh.telemetry.reading.cause import is_consequence
+from boltmesh.telemetry.recording import device as devices
+from boltmesh.telemetry.recording.communication import CommunicationCounter
+from boltmesh.telemetry.recording.guarding import guarded, warn_off
+from boltmesh.telemetry.recording.memory_sampling import MemorySampler
+from boltmesh.telemetry.recording.memory_walk import TensorsByKind
+from boltmesh.telemetry.recording.nodes import NodeExchange, remove_nodes
+from boltmesh.telemetry.recording.null_recorder import NullRecorder
+from boltmesh.telemetry.recording.phases import DATA, OTHER, VALIDATION, PhaseClock
+from boltmesh.telemetry.recording.step_queue import Step, StepQueue
+from boltmesh.telemetry.recording.torch_compat import COLLECTIVES, default_store
+from boltmesh.telemetry.recording.writer import RankFile
+from boltmesh.telemetry.snapshot import PHASES, MemoryKind, PipelinePlan
+from boltmesh.telemetry.switch import is_switched_off
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+__all__ = ["NullRecorder", "Recorder", "open_recorder"]
+
+STATUS_EVERY_NS: Final = 100_000_000
+
+
+def open_recorder(
+    job: JobInfo,
+    *,
+    rank: int,
+    local_rank: int,
+    device: torch.device,
+    coordinates: dict[str, int],
+) -> "Recorder | NullRecorder":
+    """Open this rank's recorder. Never raises: what prevents it is said in one warning."""
+    if is_switched_off():
+        return NullRecorder()
+    try:
+        return Recorder.open(
+            job, rank=rank, local_rank=local_rank, device=device, coordinates=coordinates
+        )
+    except Exception as error:  # noqa: BLE001 - telemetry never stops training
+        warn_off(error)
+        return NullRecorder()
+
+
+class _Phase:
+    """One phase as a context; holds nothing of its own, so one object serves every use."""
+
+    __slots__ = ("_index", "_recorder")
+
+    def __init__(self, recorder: "Recorder", index: int) -> None:
+        self._recorder = recorder
+        self._index = index
+
+    def __enter__(self) -> None:
+        self._recorder.enter_phase(self._index)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._recorder.leave_phase(error)
+
+
+class Recorder:
+    """Writes what one rank does, from the start of its process group to the end of the run.
+
+    Not for direct construction: ``open_recorder`` or ``Recorder.open``. All methods but
+    ``rank_died`` belong to the thread that trains.
+    """
+
+    def __init__(self, file: RankFile, *, local_rank: int, device: torch.device) -> None:
+        self.is_on = True
+        self._local_rank = local_rank
+        self._compute: tuple[float | None, float | None] = (None, None)
+        self.path = file.path.parent
+        self.last_checkpoint: str | None = None
+        self._file = file
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._timeline = devices.CudaTimeline(OTHER) if self._is_cuda else None
+        self._clock = PhaseClock(self._timeline, COLLECTIVES)
+        self._steps = StepQueue(file, self._timeline)
+        self._counter = CommunicationCounter(
+            file, self._clock, is_on_device=self._is_cuda, on_error=self.turn_off
+        )
+        self._counter.step = file.num_steps + 1
+        self._phases = {name: _Phase(self, index) for index, name in enumerate(PHASES)}
+        self._state = "starting"
+        self._has_ended = False
+        self._epoch = 0
+        self._global_step = 0
+        self._index = 0
+        self._start_step = 0
+        self._memory = MemorySampler(file, device)
+        self._status_ns = 0
+        self._failing: tuple[int, int] | None = None
+        self._nodes: NodeExchange | None = None
+
+    @classmethod
+    def open(
+        cls,
+        job: JobInfo,
+        *,
+        rank: int,
+        local_rank: int,
+        device: torch.device,
+        coordinates: dict[str, int],
+    ) -> "Recorder":
+        """Create this rank's file in the job's folder and begin to count collectives.
+
+        Raises:
+            TelemetryError: The folder or the file cannot be had.
+            OSError: As the system says it.
+        """
+        make_private_folder(run_dir())
+        path = job_path(job.id)
+        make_private_folder(path)
+        file = RankFile(rank_file(path, rank), rank=rank, world_size=job.world_size)
+        recorder = None
+        try:
+            recorder = cls(file, local_rank=local_rank, device=device)
+            if local_rank == 0:
+                if file.is_new:
+                    remove_plan(path)  # of an earlier run under the same id
+                    remove_nodes(path)
+                write_job(job, path)
+                recorder._nodes = NodeExchange(
+                    path,
+                    rank=rank,
+                    world_size=job.world_size,
+                    find_store=functools.partial(default_store, f"boltmesh-{job.id}"),
+                    say=functools.partial(file.event, "warning"),
+                )
+            note = recorder._counter.start()
+            recorder._introduce(rank, job.world_size, coordinates, note)
+        except BaseException:
+            if recorder is not None:
+                recorder._counter.remove()
+            file.close()
+            raise
+        return recorder
+
+    def _introduce(
+        self, rank: int, world_size: int, coordinates: dict[str, int], note: str | None
+    ) -> None:
+        """Write what a reader has to know before the first step."""
+        device = devices.describe(self._device)
+        self._file.write_facts(
+            {
+                "host": socket.gethostname(),
+                "device": device,
+                "device_uuid": devices.uuid(self._device),
+                "coordinates": coordinates,
+                "communication_note": note,
+                "expected": [],
+            }
+        )
+        self._memory.sample()
+        self._write_status()
+        # Without its own number, so that a reader can show the ranks of a job as one line.
+        self._file.event("start", f"on {device}, one of {world_size}")
+        if note is not None:
+            self._file.event("warning", note)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which time belongs to ``name``, one of PHASES.
+
+        Phases nest and are exclusive: the outer one pauses. See [Note: What is exposed
+        communication] in ``phases.py``.
+        """
+        return self._phases[name]
+
+    def enter_phase(self, index: int) -> None:
+        """Enter a phase by its index; ``leave_phase`` has to follow."""
+        if self.is_on and get_ident() == self._clock.thread:
+            try:
+                self._clock.enter(index)
+                self._write_phase()
+            except Exception as error:  # noqa: BLE001 - telemetry never stops training
+                self.turn_off(error)
+
+    def leave_phase(self, error: BaseException | None = None) -> None:
+        """Leave the innermost phase; ``error`` is what passes through it."""
+        if self.is_on and get_ident() == self._clock.thread:
+            try:
+                if error is not None and (self._failing is None or self._failing[0] != id(error)):
+                    self._failing = (id(error), self._clock.phase)
+                self._clock.leave()
+                self._write_phase()
+            except Exception as failure:  # noqa: BLE001 - telemetry never stops training
+                self.turn_off(failure)
+
+    @guarded
+    def name_group(self, group: ProcessGroup, axis: str) -> None:
+        """Say which axis a process group is: ``data``, ``tensor``, ``pipeline``, ``world``.
+
+        A group that is never named is ``world`` when it holds all ranks, else ``other``.
+        """
+        self._counter.name_group(group, axis)
+
+    @guarded
+    def expect(self, traffic: Sequence[ExpectedTraffic]) -> None:
+        """Say what one optimizer step should move on this rank."""
+        self._file.write_facts({"expected": msgspec.to_builtins(list(traffic))})
+
+    @guarded
+    def expect_memory(self, kinds: Sequence[MemoryKind]) -> None:
+        """Say what memory this rank should need, by kind and place."""
+        self._file.write_facts({"expected_memory": msgspec.to_builtins(list(kinds))})
+
+    @guarded
+    def watch_memory(self, tensors: TensorsByKind) -> None:
+        """Say which tensors are of which of MEMORY_KINDS; asked every few seconds."""
+        self._memory.watch(tensors)
+
+    @guarded
+    def compute(
+        self, *, flops_per_batch: float | None, peak_flops_per_second: float | None
+    ) -> None:
+        """Say what one batch on this rank takes, and what its device can do at most."""
+        compute = (flops_per_batch, peak_flops_per_second)
+        if compute != self._compute:
+            self._compute = compute
+            self._file.write_facts(
+                {
+                    "flops_per_batch": flops_per_batch,
+                    "peak_flops_per_second": peak_flops_per_second,
+                }
+            )
+
+    @guarded
+    def schedule(self, plan: PipelinePlan) -> None:
+        """Say which schedule the pipeline follows; the same on all ranks."""
+        if self._local_rank == 0:
+            write_plan(plan, self.path)
+
+    def chunk(self, *, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int) -> None:
+        """Record one microbatch in one stage, outside of validation.
+
+        Args:
+            stage: Of the model, counted over all ranks.
+            microbatch: Of the step, from 0.
+            kind: ``F``, ``B``, ``I`` or ``W``, see ``snapshot.Chunk``.
+            start_ns: On the monotonic clock, when its computation began, what it waited for
+                received.
+            end_ns: When its computation ended, before anything is sent.
+        """
+        if self.is_on and self._clock.phase != VALIDATION:
+            try:
+                number = layout.CHUNK_KINDS.index(kind)
+                self._file.span(
+                    self._global_step + 1, stage, microbatch, number, 0, 0, start_ns, end_ns
+                )
+            except Exception as error:  # noqa: BLE001 - telemetry never stops training
+                self.turn_off(error)
+
+    @guarded
+    def begin_loop(self, *, epoch: int, global_step: int) -> None:
+        """Say that batches follow: what was before is no part of the first step."""
+        self._clock.restart(DATA)
+        if self._timeline is not None:
+            self._timeline.recycle(self._timeline.end_step(DATA))
+        self._epoch = epoch
+        self._global_step = self._start_step = global_step
+        self._state = "running"
+        self._write_status()
+
+    @guarded
+    def end_loop(self) -> None:
+        """Say that no batch follows."""
+        self._clock.rebase(OTHER)
+        self._write_status()
+
+    @guarded
+    def begin_batch(self, *, index: int, epoch: int) -> None:
+        """Say that the batch is there; what passed since ``end_batch`` was waiting for data."""
+        self._state = "running"
+        self._index = index
+        self._epoch = epoch
+        self._failing = None
+        self._clock.rebase(OTHER)
+        self._write_phase()
+
+    @guarded
+    def end_batch(
+        self,
+        *,
+        global_step: int,
+        loss: float | Tensor | None,
+        samples: int | None,
+        tokens: int | None,
+    ) -> None:
+        """Close the step: its time is what passed since the step before was closed.
+
+        Args:
+            global_step: Lightning's counter of optimizer steps, after this batch.
+            loss: Read later, so not to be changed in place; of a device, copied behind the step.
+            samples: Items of the batch on this rank.
+            tokens: Tokens of the batch on this rank.
+        """
+        self._clock.rebase(DATA)
+        self._global_step = global_step
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            loss = loss.detach()  # a step that waits must not keep its graph
+        host_time = self._clock.take()
+        step = Step(
+            self._index, global_step, self._epoch, time.time(), host_time, loss, samples, tokens
+        )
+        self._steps.add(step, self._clock.since_ns, DATA)
+        self._counter.step += 1
+        self._memory.after_step(self._clock.since_ns, is_updated=global_step > self._start_step)
+        self._write_phase()
+        if self._nodes is not None:
+            self._nodes.after_step()
+
+    @guarded
+    def metrics(self, global_step: int, values: Mapping[str, float | Tensor]) -> None:
+        """Add values to the series of their names; tensors on a device arrive steps later."""
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.numel() == 1:
+                self._steps.add_metric(name, global_step, value)
+
+    @guarded
+    def event(self, kind: str, message: str) -> None:
+        """Note a line for a human; of a checkpoint the message is its path."""
+        if kind == "checkpoint":
+            self.last_checkpoint = message
+            self._file.write_facts({"checkpoint": message})
+        self._file.event(kind, message)
+
+    def rank_died(self, rank: int, exit_code: int | None) -> None:
+        """Note how another rank of this host died, for the supervisor in this process."""
+        record_end(self.path, rank=rank, exit_code=exit_code)
+
+    def finish(self) -> None:
+        """Say that this rank ended well. The first of ``finish`` and ``fail`` counts."""
+        self._end("finished", self._clock.phase, "end", "finished")
+
+    def fail(self, error: BaseException) -> None:
+        """Say that this rank ended with an exception, in the phase that it came from."""
+        phase = self._clock.phase
+        if self._failing is not None and self._failing[0] == id(error):
+            phase = self._failing[1]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        self._end("failed", phase, "error", text)
+
+    def _end(self, state: str, phase: int, kind: str, message: str) -> None:
+        """Write the end of the rank; also when telemetry is off, or it would look dead."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._state = state
+        try:
+            self._file.phase(phase)
+            self._write_status()
+            self._file.event(kind, message)
+            self._steps.flush()
+        except Exception as failure:  # noqa: BLE001 - telemetry never stops training
+            self.turn_off(failure)
+        if self._nodes is not None:
+            # Who has lost a peer may have lost the store with it, and must not wait for that.
+            self._nodes.end(is_heard=state == "finished" or not is_consequence(message))
+
+    def close(self) -> None:
+        """Stop counting and let go of the file; without ``fail`` before, the rank ended well."""
+        self.finish()
+        self.is_on = False
+        self._counter.remove()
+        self._file.close()
+
+    def turn_off(self, error: Exception) -> None:
+        """Stop recording after a failure of telemetry itself; warn once."""
+        if self.is_on:
+            self.is_on = False
+            self._counter.stop()
+            with contextlib.suppress(Exception):
+                self._file.event("warning", f"telemetry is off: {type(error).__name__}: {error}")
+            warn_off(error)
+
+    def _write_phase(self) -> None:
+        """Write where the rank is; once in a while also when, for who does not end batches."""
+        if not self._has_ended:
+            self._file.phase(self._clock.phase)
+            if self._clock.since_ns - self._status_ns >= STATUS_EVERY_NS:
+                self._write_status()
+
+    def _write_status(self) -> None:
+        self._status_ns = self._clock.since_ns
+        COLLECTIVES.find_sources()
+        self._file.write_counters()
+        self._steps.write_ended()
+        self._file.status(
+            layout.STATES.index(self._state),
+            0,
+            0,
+            self._epoch,
+            self._global_step,
+            self._index,
+            time.time(),
+            *self._memory.totals,
+        )

@@ -1,0 +1,1 @@
+"""Raises alerts on what a job does, and tells them."""

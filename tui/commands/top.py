@@ -1,0 +1,226 @@
+"""``boltmesh top``: a job on a screen, or as text or JSON."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from boltmesh.errors import ConfigError
+from boltmesh.tui.commands import places
+from boltmesh.tui.commands.console import (
+    OK,
+    as_exit_code,
+    narrate,
+    print_line,
+    terminal_look,
+    width,
+)
+from boltmesh.tui.drawing.look import Look
+from boltmesh.tui.report import job_json, job_text
+from boltmesh.tui.sources.live import InterruptionError, Source
+from boltmesh.tui.state import fold
+
+if TYPE_CHECKING:
+    from boltmesh.tui.sources.replay import ReplaySource
+
+THEMES = ("night", "day", "terminal", "mono")
+INTERVAL_S = 1.0
+SSH_INTERVAL_S = 2.0
+
+
+def top(
+    job: str | None = None,
+    *,
+    once: bool = False,
+    as_json: bool = False,
+    demo: bool = False,
+    replay: Path | None = None,
+    at_s: float | None = None,
+    on_alert: str | None = None,
+    ssh: Sequence[str] = (),
+    remote_command: str | None = None,
+    has_mouse: bool = True,
+    ascii_only: bool = False,
+    theme: str | None = None,
+    run_dir: Path | None = None,
+    interval_s: float | None = None,
+) -> int:
+    """Show a job: on a screen, or as text or JSON on stdout.
+
+    Args:
+        job: Id, unique prefix of an id, or folder of a job. None: the running one; where several
+            run, the screen lets the user choose and text takes the newest; where none runs, the
+            newest that ended.
+        once: Print one summary and return.
+        as_json: Print JSON instead of text; without ``once``, a line each interval until the job
+            ends.
+        demo: Show a synthetic job.
+        replay: Show a recording. ``once`` takes its last frame, JSON without ``once`` each frame.
+        at_s: The moment of the recording to begin with, or to take, in seconds from its begin.
+        on_alert: Command for ``/bin/sh``, run for each alert.
+        ssh: Hosts that run the job, as ssh takes them; none for this one.
+        remote_command: What runs boltmesh there; None: it is looked for.
+        has_mouse: Take the mouse; without it the terminal's own selection and copying work.
+        ascii_only: Draw with ASCII; also chosen where the terminal's encoding has nothing else.
+        theme: One of ``THEMES``. None: what the terminal can show.
+        run_dir: Where jobs keep their telemetry, here or there. None: the default of this user.
+        interval_s: Time between two looks. None: a second, or two over ssh.
+
+    Returns:
+        The exit code: 0, 2 where the user has to change something, 130 after Ctrl-C.
+    """
+    with as_exit_code() as exit_code:
+        if theme is not None and theme not in THEMES:
+            raise ConfigError(f"--theme {theme}: there is no such theme. Use {', '.join(THEMES)}.")
+        if demo and job is not None:
+            raise ConfigError(f"--demo shows no job of yours. Leave out {job} or --demo.")
+        places.check_replay(job, demo=demo, replay=replay, at_s=at_s, on_alert=on_alert, once=once)
+        if ssh and (demo or replay is not None):
+            shown = "--demo" if demo else "--replay"
+            raise ConfigError(f"{shown} shows nothing of another host. Leave out {shown} or --ssh.")
+        if interval_s is None:
+            interval_s = SSH_INTERVAL_S if ssh else INTERVAL_S
+        place = places.place_of(
+            ssh, remote_command, run_dir, interval_s=places.CPU_SAMPLE_S if once else interval_s
+        )
+        is_screen = not (once or as_json)
+        if is_screen and not (sys.stdin.isatty() and sys.stdout.isatty()):
+            raise ConfigError(
+                "The dashboard needs a terminal. Use 'boltmesh top --once' for text or "
+                "'boltmesh top --once --json' for JSON."
+            )
+        look = terminal_look(ascii_only=ascii_only)
+        if is_screen:
+            _open_screen(
+                job,
+                demo=demo,
+                replay=replay,
+                at_s=at_s,
+                on_alert=on_alert,
+                has_mouse=has_mouse,
+                look=look,
+                theme=theme,
+                place=place,
+                interval_s=interval_s,
+            )
+            return OK
+        if replay is not None:
+            with contextlib.closing(places.open_replay(replay, at_s, has_end=once)) as recording:
+                _print_recording(recording, once=once, as_json=as_json, look=look)
+            return exit_code()
+        with contextlib.closing(places.open_source(job, demo=demo, place=place)) as source:
+            if once:
+                _print_once(source, as_json=as_json, look=look)
+            else:
+                _print_until_the_end(source, interval_s=interval_s, on_alert=on_alert)
+    return exit_code()
+
+
+def _open_screen(
+    job: str | None,
+    *,
+    demo: bool,
+    replay: Path | None,
+    at_s: float | None,
+    on_alert: str | None,
+    has_mouse: bool,
+    look: Look,
+    theme: str | None,
+    place: places.Place,
+    interval_s: float,
+) -> None:
+    source: Source | None
+    if replay is not None:
+        source = places.open_replay(replay, at_s)
+    elif demo:
+        source = places.open_source(None, demo=True, place=None)
+    else:
+        source = None if places.other_running(job, place) else places.attach(job, place)
+    if source is not None and not places.is_here(place):
+        _wait_for_first_look(source)
+
+    from boltmesh.tui.app import DashboardApp
+    from boltmesh.tui.settings import settings_path
+
+    is_alone = demo or replay is not None
+    app = DashboardApp(
+        source,
+        list_jobs=None if is_alone else lambda: places.list_jobs(place),
+        open_source=None if is_alone else lambda job_id: places.attach(job_id, place),
+        is_ascii=look.glyphs.is_ascii,
+        palette=theme,
+        interval_s=interval_s,
+        settings_path=None if demo else settings_path(),
+        on_alert=on_alert,
+    )
+    for name in ("COLUMNS", "LINES"):
+        # Where a shell exports them they are the size of its start, and the terminal's own counts.
+        os.environ.pop(name, None)
+    app.run(mouse=has_mouse)
+    if replay is not None and (note := getattr(source, "note", None)) is not None:
+        narrate(note)
+    if app.settings_note is not None:
+        narrate(app.settings_note)
+    if app.detached_from is not None and not is_alone:
+        there = "" if places.is_here(place) else f" --ssh {place.remotes[0].host}"
+        narrate(
+            f"detached from {app.detached_from}, which goes on. 'boltmesh top{there}' attaches "
+            f"again."
+        )
+
+
+def _wait_for_first_look(source: Source) -> None:
+    """Let a connection that cannot be had be told before there is a screen."""
+    try:
+        source.read()
+    except BaseException:
+        source.close()
+        raise
+
+
+def _print_once(source: Source, *, as_json: bool, look: Look) -> None:
+    seen = places.settled(source)
+    print_line(job_json(seen) if as_json else job_text(fold(None, seen), width(), look))
+
+
+def _print_until_the_end(source: Source, *, interval_s: float, on_alert: str | None) -> None:
+    with contextlib.ExitStack() as stack:
+        watchman = None
+        if on_alert is not None:
+            from boltmesh.tui.alerts.watchman import Watchman
+
+            watchman = stack.enter_context(contextlib.closing(Watchman(on_alert, say=narrate)))
+        is_interrupted = False
+        while True:
+            try:
+                seen = source.read()
+            except InterruptionError as error:
+                if not is_interrupted:
+                    narrate(str(error))
+                is_interrupted = True
+                time.sleep(interval_s)
+                continue
+            if is_interrupted:
+                narrate("connected again.")
+                is_interrupted = False
+            print_line(job_json(seen))
+            if watchman is not None:
+                watchman.look(seen)
+            if seen.job.state != "running":
+                return
+            time.sleep(interval_s)
+
+
+def _print_recording(recording: "ReplaySource", *, once: bool, as_json: bool, look: Look) -> None:
+    """Print the frame that is asked for, or all of them, which waits for no clock."""
+    if not once:
+        for seen in recording.frames():
+            print_line(job_json(seen))
+    else:
+        seen = recording.read()
+        print_line(job_json(seen) if as_json else job_text(fold(None, seen), width(), look))
+    if recording.note is not None:
+        narrate(recording.note)

@@ -1,0 +1,1 @@
+"""A job's figures for other programs: Prometheus and CSV."""

@@ -1,0 +1,1 @@
+"""Sends what is seen of a job elsewhere: into a file, down a pipe."""
