@@ -44,8 +44,11 @@ from boltmesh.telemetry.recording.writer import RankFile
 from boltmesh.telemetry.snapshot import PHASES
 
 ROWS, COLUMNS = 45, 160
-STEPS_PER_SECOND = 5
-COLLECTIVES_PER_STEP = 4
+SMALL_PACE = (5, 4)
+"""Steps a second and collectives a step of every rank."""
+LARGE_PACE = (1, 20)
+"""The same from LARGE ranks on: large jobs take large steps, and shard over more axes."""
+LARGE = 256
 SETTLE_S = 4.0
 """Before the CPU share is taken: imports, the first paint, the rings read for the first time."""
 
@@ -69,12 +72,13 @@ def simulate(num_ranks: int, folder: str, ready: Any, stop: Any) -> None:
                           "expected": []})  # fmt: skip
         ranks.append((file, file.group_number("data", "data"), file.operator_number("allreduce")))
     step = 0
+    steps_per_second, collectives = LARGE_PACE if num_ranks >= LARGE else SMALL_PACE
     while not stop.is_set():
         begun = time.monotonic()
-        for _ in range(STEPS_PER_SECOND):
+        for _ in range(steps_per_second):
             step += 1
             for file, group, operator in ranks:
-                write_step(file, group, operator, step)
+                write_step(file, group, operator, step, collectives)
         if step >= 300:
             ready.set()
             stop.wait(max(0.0, 1.0 - (time.monotonic() - begun)))
@@ -82,8 +86,8 @@ def simulate(num_ranks: int, folder: str, ready: Any, stop: Any) -> None:
         file.close()
 
 
-def write_step(file: RankFile, group: int, operator: int, step: int) -> None:
-    for _ in range(COLLECTIVES_PER_STEP):
+def write_step(file: RankFile, group: int, operator: int, step: int, collectives: int) -> None:
+    for _ in range(collectives):
         ticket = file.enqueue(step, group, operator, 3, layout.TRAFFIC_IS_TIMED, 25_000_000)
         file.complete(ticket, time.monotonic_ns())
     total_ns = 200_000_000 + step % 7 * 1_000_000

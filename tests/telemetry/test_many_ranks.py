@@ -9,9 +9,9 @@ import tracemalloc
 import pytest
 
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.reading import rank_reader
+from boltmesh.telemetry.reading import rank_reader, reader
 from boltmesh.telemetry.reading.rank_reader import RankReader
-from boltmesh.telemetry.reading.reader import TURNS, Job, open_job
+from boltmesh.telemetry.reading.reader import RANKS_A_LOOK, STILL_RANKS_A_LOOK, Job, open_job
 from tests.telemetry.test_reader import make_job, make_rank, write_status, write_step
 
 NUM_RANKS = 1024
@@ -77,6 +77,8 @@ def test_a_thousand_ranks_are_watched_by_a_small_part_of_a_core(many_files, monk
     with open_job() as job:
         first = job.snapshot()
         assert all(len(rank.steps) == 5 for rank in first.ranks)
+        for _ in range(NUM_RANKS // RANKS_A_LOOK):
+            first = job.snapshot()
         assert all(rank.groups[0].ranks == tuple(range(NUM_RANKS)) for rank in first.ranks[::99])
         assert RankReader.num_open == 600  # the others are opened at each look
         costs = []
@@ -86,7 +88,7 @@ def test_a_thousand_ranks_are_watched_by_a_small_part_of_a_core(many_files, monk
             costs.append(cost)
             assert seen.ranks[99].global_step == ranks.step
         assert seen.ranks[100] is first.ranks[100]  # nothing was made anew for it
-        for _ in range(TURNS):
+        for _ in range(NUM_RANKS // RANKS_A_LOOK):
             seen = job.snapshot()
         assert {rank.collectives[0].calls for rank in seen.ranks[:100]} == {3 * ranks.step}
     ranks.close()
@@ -161,3 +163,39 @@ def test_several_readers_see_the_same_while_a_rank_writes():
     ranks.close()
     assert problems == []
     assert min(looks) > 3
+
+
+def test_ranks_that_stand_still_have_their_turn_before_others(monkeypatch):
+    num_ranks = 272
+    monkeypatch.setattr(reader, "STILL_S", 0.0)
+    ranks = Ranks(make_job(world_size=num_ranks, mesh={"data": num_ranks}), num_ranks)
+    ranks.advance(slice(None), 6)
+    with open_job() as job:
+        job.snapshot()
+        for _ in range(-(-num_ranks // STILL_RANKS_A_LOOK)):
+            seen = job.snapshot()
+    ranks.close()
+    assert {rank.groups[0].sequence for rank in seen.ranks} == {3 * ranks.step}
+
+
+def test_a_rank_that_was_left_behind_is_caught_up_with_by_its_newest_steps(monkeypatch):
+    monkeypatch.setattr(reader, "RANKS_IN_TURN", 1)
+    monkeypatch.setattr(reader, "RANKS_A_LOOK", 0)
+    monkeypatch.setattr(reader, "STILL_RANKS_A_LOOK", 0)
+    monkeypatch.setattr(reader, "MANY_RANKS", 1)
+    ranks = Ranks(make_job(world_size=2), 2)
+    ranks.advance(slice(None), 6)
+    with open_job() as job:
+        job.snapshot()
+        ranks.advance(slice(None), 200)
+        assert job.snapshot().ranks[0].collectives == ()
+        monkeypatch.setattr(reader, "RANKS_A_LOOK", 2)
+        seen = job.snapshot().ranks[0]
+        read = job._ranks[0].reader.traffic.ring.records
+        assert len(read) < reader.BRIEF_STEPS * 3 + 64 < 3 * 200
+        (total,) = seen.collectives
+        assert (total.calls, total.calls_per_step) == (3 * ranks.step, 3.0)
+        ranks.advance(slice(None), 100)
+        (total,) = job.snapshot().ranks[0].collectives
+        assert (total.calls, total.calls_per_step) == (3 * ranks.step, 3.0)
+    ranks.close()

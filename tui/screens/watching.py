@@ -1,6 +1,7 @@
 """A screen that watches a session: it looks once a second, and shows one page of what is known."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from boltmesh.tui.screens.prompt import Prompt
 from boltmesh.tui.session import Lost, Session
 from boltmesh.tui.sources.live import Observation
 
+MAX_SHARE = 1 / 8
+"""Of a core that watching may take: a job of very many ranks is looked at less often."""
 UNFOCUSED_INTERVAL_S = 10.0
 """Nobody types here, but somebody may be looking, and alerts have to ring."""
 FIRST_LOOK_S = 0.3
@@ -54,6 +57,9 @@ class WatchingScreen(PanelScreen):
         """Said in place of the keys until the next one is pressed."""
         self._interval_s = interval_s
         self._last_look = float("-inf")
+        self._cost_s = 0.0
+        """CPU time of the last look, with the drawing."""
+        self._begun_s: float | None = None
 
     @property
     def scene(self) -> Scene | None:
@@ -112,6 +118,7 @@ class WatchingScreen(PanelScreen):
         """Look in the background, unless a look is under way."""
         self._last_look = self.dashboard.clock()
         if not any(worker.group == "look" and worker.is_running for worker in self.workers):
+            self._begun_s = time.process_time()
             self.run_worker(self.look_again(), group="look")
 
     async def look_again(self) -> None:
@@ -123,11 +130,16 @@ class WatchingScreen(PanelScreen):
         if self.session.take(message.seen):
             self.app.bell()
         self.paint()
+        if self._begun_s is not None:  # the first look, which reads everything, is no measure
+            self._cost_s = time.process_time() - self._begun_s
+            self._begun_s = None
 
     async def _await_look(self, look: Awaitable[Observation | Lost]) -> None:
         self.post_message(self.Looked(await look))
 
     def _on_tick(self) -> None:
         waited = self.dashboard.clock() - self._last_look
-        if self.dashboard.is_focused or waited >= UNFOCUSED_INTERVAL_S:
+        if waited * MAX_SHARE >= self._cost_s and (
+            self.dashboard.is_focused or waited >= UNFOCUSED_INTERVAL_S
+        ):
             self.start_look()

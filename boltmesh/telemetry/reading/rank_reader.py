@@ -19,6 +19,7 @@ from boltmesh.telemetry.layout import SECTIONS, Header
 from boltmesh.telemetry.reading.liveness import Liveness
 from boltmesh.telemetry.reading.ring import Change, Ring
 from boltmesh.telemetry.reading.series_reader import SeriesReader
+from boltmesh.telemetry.reading.step_sums import RECENT_STEPS
 from boltmesh.telemetry.reading.traffic_reader import TrafficReader
 from boltmesh.telemetry.recording.file_records import (
     Line,
@@ -76,6 +77,8 @@ class RankReader:
         keep_steps: How many of the newest steps are kept.
         keep_spans: How many of the newest pipeline chunks are kept.
         is_brief: Read no more than that needs, and leave the rest unchecked: of very many ranks.
+        num_recent: How many optimizer steps the means of collectives are over.
+        most_behind: As in ``TrafficReader``.
     """
 
     num_open = 0
@@ -88,11 +91,14 @@ class RankReader:
         keep_steps: int | None = None,
         keep_spans: int | None = None,
         is_brief: bool = False,
+        num_recent: int = RECENT_STEPS,
+        most_behind: int | None = None,
     ) -> None:
         self.path = path
         self._name = os.fspath(path)
         self._keep_steps, self._keep_spans = keep_steps, keep_spans
         self._is_brief = is_brief
+        self._num_recent, self._most_behind = num_recent, most_behind
         self._descriptor: int | None = None
         self._is_kept = False
         self._forget()
@@ -121,7 +127,9 @@ class RankReader:
                 is_followed_further=True,
                 is_brief=brief,
                 is_final=is_final,
-            )
+            ),
+            num_recent=self._num_recent,
+            most_behind=self._most_behind,
         )
         self.series = SeriesReader()
         self.new_steps: list[Change[Step]] = []
@@ -156,8 +164,8 @@ class RankReader:
         """Read all that is new.
 
         Args:
-            is_quick: Of a rank that lives, only where it is and its steps; the rest when it is
-                looked at next.
+            is_quick: Of a rank that lives, only where it is, its steps and its events; the rest
+                when it is looked at next.
 
         Raises:
             TelemetryError: There is no file that can be trusted; the text says why.
@@ -174,13 +182,13 @@ class RankReader:
             self.traffic.follow_steps(self.new_steps)
             if self.new_steps:
                 self.changed.add("steps")
-            if is_quick and self.is_alive and not is_new:
+            if self.events.update(self.read_at):
+                self.changed.add("events")
+            if is_quick and self.is_alive:
                 self._has_skipped = True
                 return
             if self.spans.update(self.read_at):
                 self.changed.add("spans")
-            if self.events.update(self.read_at):
-                self.changed.add("events")
             counted = self.status.counted if self.status is not None else 0
             if self.traffic.update(
                 self.read_at,

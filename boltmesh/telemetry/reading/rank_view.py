@@ -78,6 +78,10 @@ class RankView:
             self._said = before = self._build(changed, before)
         return before
 
+    def is_still_since(self, time: float) -> bool:
+        """Whether this rank, when it was looked at last, had ended no step since then."""
+        return bool(self._steps) and self._steps[-1].end_time < time
+
     def _missing(self, error: Exception) -> RankSnapshot:
         reason = str(error) if os.path.lexists(self.reader.path) else None
         text = clean(f"{self.reader.path.name}: {reason}") if reason else None

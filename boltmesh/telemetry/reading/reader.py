@@ -40,6 +40,7 @@ from boltmesh.telemetry.reading.job_view import (
 from boltmesh.telemetry.reading.nodes_view import NodesView
 from boltmesh.telemetry.reading.rank_reader import RankReader
 from boltmesh.telemetry.reading.rank_view import RankView, missing_rank
+from boltmesh.telemetry.reading.step_sums import RECENT_STEPS
 from boltmesh.telemetry.recording.file_records import Status
 from boltmesh.telemetry.snapshot import (
     SCHEMA_VERSION,
@@ -62,9 +63,17 @@ MANY_RANKS = 64
 """Of more ranks than these, only as much is read as is shown."""
 
 RANKS_IN_TURN = 256
-TURNS = 3
-"""Of more ranks than those, each look reads the collectives and events of every third; where all of
-them are, and their steps, it reads of all."""
+RANKS_A_LOOK = 16
+STILL_RANKS_A_LOOK = 64
+"""Of more ranks than RANKS_IN_TURN, each look reads the collectives and chunks of so many, in turn,
+and where they are, their steps and events of all. Those that have made no step for STILL_S come
+sooner, for in a hang their collectives are what counts; and they cost little, for little is new."""
+
+STILL_S = 10.0
+BRIEF_STEPS = 5
+MOST_BEHIND = 64
+"""Steps that the means of collectives are over where ranks take turns, and records that a rank may
+be behind when its turn comes."""
 
 MIN_STEPS = 64
 """Steps, and chunks, that are kept of a rank however many there are."""
@@ -151,10 +160,10 @@ class Job:
             end = None  # of an earlier run under the same id
         views = self._views()
         self._num_looks += 1
-        takes_turns = len(views) > RANKS_IN_TURN
+        turns = self._turns(views)
         looks = {
             view.rank: _with_death(
-                view.look(is_quick=takes_turns and (view.rank + self._num_looks) % TURNS > 0), end
+                view.look(is_quick=turns is not None and view.rank not in turns), end
             )
             for view in views
         }
@@ -201,6 +210,19 @@ class Job:
             checkpoint=_newest_checkpoint(views),
             pipeline=self._read_plan(),
         )
+
+    def _turns(self, views: Sequence[RankView]) -> set[int] | None:
+        """Return the ranks that this look reads whole; None: all."""
+        if len(views) <= RANKS_IN_TURN:
+            return None
+        ranks = [view.rank for view in views]
+        before = time.time() - STILL_S
+        still = [view.rank for view in views if view.is_still_since(before)]
+        return {
+            each[(self._num_looks * number + at) % len(each)]
+            for each, number in ((ranks, RANKS_A_LOOK), (still, STILL_RANKS_A_LOOK))
+            for at in range(min(number, len(each)))
+        }
 
     def _read_plan(self) -> PipelinePlan | None:
         stamp = _stamp(self.path / PLAN_FILE)
@@ -271,6 +293,8 @@ class Job:
                 keep_steps=max(MIN_STEPS, MAX_STEPS // shared_by),
                 keep_spans=max(MIN_STEPS, MAX_CHUNKS // shared_by),
                 is_brief=shared_by > MANY_RANKS,
+                num_recent=BRIEF_STEPS if shared_by > RANKS_IN_TURN else RECENT_STEPS,
+                most_behind=MOST_BEHIND if shared_by > RANKS_IN_TURN else None,
             )
             self._ranks[rank] = RankView(rank, reader)
         return self._ranks[rank]

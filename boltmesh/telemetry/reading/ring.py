@@ -109,6 +109,18 @@ class Ring(Generic[T]):
                 del self.records[sequence]
         return self._changes
 
+    @property
+    def newest(self) -> int:
+        """The sequence number of the newest record that was read; 0: none."""
+        return self._newest
+
+    def restart(self) -> None:
+        """Forget the records, and search for the newest again: for who has fallen far behind."""
+        self.records = {}
+        self.first = 0
+        self._again = []
+        self._is_searched = False
+
     def _slot(self, sequence: int) -> int:
         return (sequence - 1) % self._capacity
 

@@ -77,14 +77,17 @@ class TrafficSums:
     """Calls, bytes and time by operator over the recent optimizer steps.
 
     Validation and checkpoints are left out, for no step needs what they move.
+
+    Args:
+        num_recent: How many steps those are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_recent: int = RECENT_STEPS) -> None:
         self.num_steps = 0
         """Optimizer steps that the sums are over."""
         self.sums: dict[Key, list[int]] = {}
         """Calls, payload bytes, nanoseconds, and calls whose time is not known."""
-        self._ends: deque[int] = deque(maxlen=RECENT_STEPS + 1)
+        self._ends: deque[int] = deque(maxlen=num_recent + 1)
         self._num_skipped = 0
         self._global_step: int | None = None
         self._by_step: dict[int, dict[Key, list[int]]] = {}

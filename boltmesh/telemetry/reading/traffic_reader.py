@@ -35,11 +35,17 @@ class TrafficReader:
 
     Args:
         ring: Its records.
+        num_recent: How many optimizer steps the means are over.
+        most_behind: How many records may be read one after the other to catch up. Of more, only
+            what the recent steps need is read. None: all are read.
     """
 
-    def __init__(self, ring: Ring[Traffic]) -> None:
+    def __init__(
+        self, ring: Ring[Traffic], *, num_recent: int, most_behind: int | None = None
+    ) -> None:
         self.ring = ring
-        self.sums = TrafficSums()
+        self.sums = TrafficSums(num_recent)
+        self._most_behind = most_behind
         self.totals: dict[tuple[int, int], tuple[int, int]] = {}
         """Calls and payload bytes by group and operator, since the start."""
         self.newest: Traffic | None = None
@@ -72,6 +78,8 @@ class TrafficReader:
         """
         needed_after = self.sums.needed_after
         self._counted = max(self._counted, counted)
+        if self._most_behind is not None and counted - self.ring.newest > self._most_behind:
+            self.ring.restart()
         changes = self.ring.update(
             read, lambda record: record.sequence <= counted and record.step <= needed_after
         )
