@@ -14,12 +14,12 @@ import click
 
 from boltmesh import __version__
 from boltmesh.errors import BoltMeshError
-from boltmesh.rank import Rank
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from boltmesh.placement import Placement
+    from boltmesh.rank import Rank
 
 Verb = Literal["fit", "validate", "test", "predict"]
 
@@ -90,6 +90,8 @@ def _run_command(verb: Verb, summary: str) -> None:
         dry_run: bool,
         wants_traceback: bool,
     ) -> int:
+        from boltmesh.rank import Rank
+
         rank = Rank.enter()
         rank.wants_traceback = wants_traceback
         if print_config:
@@ -117,6 +119,8 @@ def check(config: str, overrides: tuple[str, ...], steps: int, wants_traceback: 
 
     Trains both for a few optimizer steps on the same data. Exit code 1 when they differ.
     """
+    from boltmesh.rank import Rank
+
     rank = Rank.enter()
     rank.wants_traceback = wants_traceback
 
@@ -354,7 +358,7 @@ def _prepare(
     return loaded, placement, source
 
 
-def _show(verb: Verb, config: str, overrides: Sequence[str], rank: Rank) -> int:
+def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> int:
     loaded, placement, source = _prepare(verb, config, overrides, for_show=True)
 
     from boltmesh.run import RunBuilder, describe
@@ -364,7 +368,7 @@ def _show(verb: Verb, config: str, overrides: Sequence[str], rank: Rank) -> int:
     return 0
 
 
-def _start(verb: Verb, config: str, overrides: Sequence[str], rank: Rank) -> int:
+def _start(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> int:
     loaded, placement, source = _prepare(verb, config, overrides, for_show=False)
 
     from boltmesh.launch import Supervisor, resume_command

@@ -7,7 +7,8 @@ from boltmesh.tui.drawing.help import ABOUT, FIGURES_OF, KEYS_OF, help_lines
 from boltmesh.tui.drawing.look import Look
 from boltmesh.tui.drawing.tabs import draw_tabs, tab_at
 from boltmesh.tui.drawing.timeline import draw_timeline
-from boltmesh.tui.pages.book import PAGES, TABS
+from boltmesh.tui.pages.book import PAGES
+from boltmesh.tui.pages.tabs import TABS
 from tests.tui.samples import NOW
 
 LOOK = Look(UNICODE)

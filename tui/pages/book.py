@@ -1,30 +1,44 @@
-"""All pages, in the order of their digits."""
+"""All pages; each is loaded when it is first turned to.
 
-from collections.abc import Mapping
-from types import MappingProxyType
+The first paint needs one of them, and a good part of the dashboard's modules are for the others.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
 from typing import Final
 
-from boltmesh.tui.drawing.tabs import Tab
-from boltmesh.tui.pages.communication import CommunicationPage
-from boltmesh.tui.pages.devices import DevicesPage
-from boltmesh.tui.pages.events import EventsPage
-from boltmesh.tui.pages.memory import MemoryPage
-from boltmesh.tui.pages.overview import OverviewPage
+from typing_extensions import override
+
 from boltmesh.tui.pages.page import Page
-from boltmesh.tui.pages.pipeline import PipelinePage
-from boltmesh.tui.pages.ranks import RankPage, RanksPage
+from boltmesh.tui.pages.ranks import RankPage
+from boltmesh.tui.pages.tabs import PAGE_TABS
 
-_ALL: tuple[Page, ...] = (
-    OverviewPage(),
-    RanksPage(),
-    CommunicationPage(),
-    PipelinePage(),
-    DevicesPage(),
-    MemoryPage(),
-    EventsPage(),
-)
 
-PAGES: Final[Mapping[str, Page]] = MappingProxyType({page.tab.name: page for page in _ALL})
+class Book(Mapping[str, Page]):
+    """The pages by name, in the order of their digits; each is ``PAGE`` of its module."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Page] = {}
+
+    @override
+    def __getitem__(self, name: str) -> Page:
+        page = self._loaded.get(name)
+        if page is None:
+            if name not in iter(self):
+                raise KeyError(name)
+            module = importlib.import_module(f"boltmesh.tui.pages.{name}")
+            page = self._loaded[name] = module.PAGE
+        return page
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return (tab.name for tab in PAGE_TABS)
+
+    @override
+    def __len__(self) -> int:
+        return len(PAGE_TABS)
+
+
+PAGES: Final = Book()
 RANK: Final[Page] = RankPage()
-JOBS: Final = Tab(key="0", name="jobs", title="Jobs", short="Jobs")
-TABS: Final = (*(page.tab for page in _ALL), JOBS)
+"""One rank in full; it has no digit."""

@@ -1,11 +1,13 @@
 """Page 3: what moves between the ranks, beside what should."""
 
+from typing import Final
+
 from boltmesh.tui.drawing.peers import draw_peers
-from boltmesh.tui.drawing.tabs import Tab
 from boltmesh.tui.drawing.traffic_table import COLUMNS, cells_of, draw_traffic
 from boltmesh.tui.figures.traffic import traffic_rows
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.pages.page import Keys, place, table_draw
+from boltmesh.tui.pages import tabs
+from boltmesh.tui.pages.page import Keys, Page, place, table_draw
 from boltmesh.tui.pages.panel import Panel, Scene
 from boltmesh.tui.pages.table import Table
 from boltmesh.tui.view import arrange_rows
@@ -21,7 +23,7 @@ TRAFFIC = Table(
 class CommunicationPage:
     """Groups and operators above, who sends to whom below or beside."""
 
-    tab = Tab(key="3", name="communication", title="Communication", short="Comm")
+    tab = tabs.COMMUNICATION
     tables = (TRAFFIC,)
     keys: Keys = ()
 
@@ -51,3 +53,6 @@ class CommunicationPage:
                 "peers": lambda width, height: draw_peers(state, width, height, look),
             },
         )
+
+
+PAGE: Final[Page] = CommunicationPage()

@@ -1,9 +1,11 @@
 """Page 5: what the devices and the processes of the job do, as this host sees them."""
 
+from typing import Final
+
 from boltmesh.tui.drawing import device_table, process_table
-from boltmesh.tui.drawing.tabs import Tab
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.pages.page import Keys, place, table_draw
+from boltmesh.tui.pages import tabs
+from boltmesh.tui.pages.page import Keys, Page, place, table_draw
 from boltmesh.tui.pages.panel import Panel, Scene
 from boltmesh.tui.pages.table import Table
 
@@ -26,7 +28,7 @@ PROCESSES = Table(
 class DevicesPage:
     """Devices above, processes below."""
 
-    tab = Tab(key="5", name="devices", title="Devices", short="Dev")
+    tab = tabs.DEVICES
     tables = (DEVICES, PROCESSES)
     keys: Keys = (("enter", "its rank"), ("tab", "other table"))
 
@@ -49,3 +51,6 @@ class DevicesPage:
                 "processes": table_draw(PROCESSES, scene),
             },
         )
+
+
+PAGE: Final[Page] = DevicesPage()

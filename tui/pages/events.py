@@ -1,11 +1,12 @@
 """Page 7: what happened, and who is missing where a collective does not advance."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from boltmesh.tui.drawing import event_table, sequences
-from boltmesh.tui.drawing.tabs import Tab
 from boltmesh.tui.layout.region import VERY_WIDE, Item, Region, stack
-from boltmesh.tui.pages.page import Keys, place, table_draw
+from boltmesh.tui.pages import tabs
+from boltmesh.tui.pages.page import Keys, Page, place, table_draw
 from boltmesh.tui.pages.panel import Panel, Scene
 from boltmesh.tui.pages.table import Table
 
@@ -32,7 +33,7 @@ def _first_rank(ranks: Sequence[int]) -> int | None:
 class EventsPage:
     """The groups' sequence numbers above or at the left, the events below or at the right."""
 
-    tab = Tab(key="7", name="events", title="Events", short="Evt")
+    tab = tabs.EVENTS
     tables = (EVENTS, SEQUENCES)
     keys: Keys = (("enter", "its rank"), ("tab", "other table"))
 
@@ -64,3 +65,6 @@ class EventsPage:
                 "events": table_draw(EVENTS, scene),
             },
         )
+
+
+PAGE: Final[Page] = EventsPage()

@@ -10,9 +10,9 @@ from boltmesh.tui.drawing.tabs import draw_tabs
 from boltmesh.tui.drawing.timeline import draw_timeline
 from boltmesh.tui.layout.frame import plan_frame
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.pages.book import TABS
 from boltmesh.tui.pages.page import Keys, Page, active_table
 from boltmesh.tui.pages.panel import Draw, Panel, Scene
+from boltmesh.tui.pages.tabs import TABS
 from boltmesh.tui.session import Recording, Session
 
 

@@ -1,5 +1,7 @@
 """Page 1: what is wrong, what the job achieves, where its time goes, how its ranks are."""
 
+from typing import Final
+
 from boltmesh.tui.drawing.chart import draw_chart
 from boltmesh.tui.drawing.communication import draw_communication
 from boltmesh.tui.drawing.diagnosis import diagnosis_lines, draw_diagnosis
@@ -7,14 +9,14 @@ from boltmesh.tui.drawing.events import draw_events
 from boltmesh.tui.drawing.heatmap import HEAT_FIGURES, draw_heatmap, heatmap_lines
 from boltmesh.tui.drawing.metrics import draw_metrics, newest_metrics
 from boltmesh.tui.drawing.phases import draw_phases
-from boltmesh.tui.drawing.tabs import Tab
 from boltmesh.tui.drawing.throughput import draw_throughput
 from boltmesh.tui.figures.events import timeline
 from boltmesh.tui.figures.step_split import step_split
 from boltmesh.tui.figures.traffic import traffic_rows
 from boltmesh.tui.layout.overview import Contents, plan_overview
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.pages.page import Keys, place, table_draw
+from boltmesh.tui.pages import tabs
+from boltmesh.tui.pages.page import Keys, Page, place, table_draw
 from boltmesh.tui.pages.panel import Draw, Panel, Scene
 from boltmesh.tui.pages.ranks import RANKS
 from boltmesh.tui.pages.table import Table
@@ -24,7 +26,7 @@ from boltmesh.tui.state import metric_names
 class OverviewPage:
     """The first screen of a job."""
 
-    tab = Tab(key="1", name="overview", title="Overview", short="Over")
+    tab = tabs.OVERVIEW
     tables: tuple[Table, ...] = (RANKS,)
     keys: Keys = (("m", "metric"), ("y", "log axis"), ("f", "heat map"), ("enter", "one rank"))
 
@@ -88,3 +90,6 @@ def _draws(scene: Scene) -> dict[str, Draw]:
         "communication": lambda width, height: draw_communication(state, width, height, look),
         "events": lambda width, height: draw_events(state, width, height, look),
     }
+
+
+PAGE: Final[Page] = OverviewPage()

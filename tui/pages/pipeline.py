@@ -1,10 +1,12 @@
 """Page 4: how much of the pipeline's time is idle, and when."""
 
+from typing import Final
+
 from boltmesh.tui.drawing.bubble import draw_bubble
 from boltmesh.tui.drawing.gantt import draw_gantt
-from boltmesh.tui.drawing.tabs import Tab
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.pages.page import Keys, place
+from boltmesh.tui.pages import tabs
+from boltmesh.tui.pages.page import Keys, Page, place
 from boltmesh.tui.pages.panel import Panel, Scene
 from boltmesh.tui.pages.table import Table
 
@@ -12,7 +14,7 @@ from boltmesh.tui.pages.table import Table
 class PipelinePage:
     """The bubble of each stage above, the last step as it ran below."""
 
-    tab = Tab(key="4", name="pipeline", title="Pipeline", short="Pipe")
+    tab = tabs.PIPELINE
     tables: tuple[Table, ...] = ()
     keys: Keys = ()
 
@@ -31,3 +33,6 @@ class PipelinePage:
                 "gantt": lambda width, height: draw_gantt(state, width, height, look),
             },
         )
+
+
+PAGE: Final[Page] = PipelinePage()

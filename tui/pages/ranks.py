@@ -1,10 +1,12 @@
 """Page 2: a line for each rank; and one rank in full."""
 
+from typing import Final
+
 from boltmesh.tui.drawing.rank_detail import draw_rank_detail
 from boltmesh.tui.drawing.rank_table import COLUMNS, draw_rank_table, shown_ranks
-from boltmesh.tui.drawing.tabs import Tab
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.pages.page import Keys, table_draw
+from boltmesh.tui.pages import tabs
+from boltmesh.tui.pages.page import Keys, Page, table_draw
 from boltmesh.tui.pages.panel import Panel, Scene
 from boltmesh.tui.pages.table import Table
 
@@ -20,7 +22,7 @@ RANKS = Table(
 class RanksPage:
     """All ranks, sorted and filtered as one likes."""
 
-    tab = Tab(key="2", name="ranks", title="Ranks", short="Rank")
+    tab = tabs.RANKS
     tables = (RANKS,)
     keys: Keys = (("enter", "one rank"),)
 
@@ -32,7 +34,7 @@ class RanksPage:
 class RankPage:
     """One rank; reached from wherever a rank is selected."""
 
-    tab = RanksPage.tab
+    tab = tabs.RANKS
     tables: tuple[Table, ...] = ()
     keys: Keys = (("j k", "next, previous rank"), ("esc", "back"))
 
@@ -47,3 +49,6 @@ class RankPage:
                 lambda width, height: draw_rank_detail(state, width, height, look, rank=rank),
             )
         ]
+
+
+PAGE: Final[Page] = RanksPage()

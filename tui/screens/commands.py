@@ -8,7 +8,7 @@ from textual.screen import Screen
 
 from boltmesh.tui.clean import clean
 from boltmesh.tui.figures.heat import HEAT_FIGURES
-from boltmesh.tui.pages.book import PAGES
+from boltmesh.tui.pages.tabs import PAGE_TABS
 from boltmesh.tui.screens.help import HelpScreen
 from boltmesh.tui.screens.job import JobScreen
 from boltmesh.tui.screens.jobs import JobsScreen
@@ -46,9 +46,9 @@ def commands_of(app: "DashboardApp", screen: Screen[Any]) -> Iterator[Command]:
 
 def _of_job(screen: JobScreen) -> Iterator[Command]:
     session = screen.session
-    for name, page in PAGES.items():
-        title = page.tab.title
-        yield Command(f"Screen: {title}", f"Key {page.tab.key}", partial(screen.show_page, name))
+    for tab in PAGE_TABS:
+        run = partial(screen.show_page, tab.name)
+        yield Command(f"Screen: {tab.title}", f"Key {tab.key}", run)
     recording = session.recording
     if recording is None:
         word = "Go on" if session.view.is_paused else "Hold"

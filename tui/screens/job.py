@@ -5,6 +5,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from boltmesh.tui.pages.book import PAGES
+from boltmesh.tui.pages.tabs import PAGE_TABS
 from boltmesh.tui.screens.pointing import PointingScreen
 from boltmesh.tui.screens.prompt import Prompt
 
@@ -15,8 +16,7 @@ class JobScreen(PointingScreen):
     """Shows one page of a session, and lets keys and mouse change what is shown."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(page.tab.key, f"show_page('{name}')", page.tab.title)
-          for name, page in PAGES.items()),
+        *(Binding(tab.key, f"show_page('{tab.name}')", tab.title) for tab in PAGE_TABS),
         Binding("0", "app.show_jobs", "jobs"),
         Binding("escape", "back", "back"),
         Binding("enter", "drill", "one rank"),

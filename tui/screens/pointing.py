@@ -4,9 +4,10 @@ from textual import events
 
 from boltmesh.tui.drawing.heatmap import rank_at
 from boltmesh.tui.drawing.tabs import tab_at
-from boltmesh.tui.pages.book import RANK, TABS
+from boltmesh.tui.pages.book import RANK
 from boltmesh.tui.pages.overview import chosen_heat
 from boltmesh.tui.pages.table import Table, row_at, title_at
+from boltmesh.tui.pages.tabs import TABS
 from boltmesh.tui.screens.choosing import ChoosingScreen
 from boltmesh.tui.widgets.canvas import Drawn
 
