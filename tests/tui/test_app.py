@@ -318,6 +318,26 @@ async def test_an_unfocused_terminal_is_looked_at_less_and_at_once_when_it_is_ba
         app.post_message(events.AppFocus())
         await settle(pilot)
         assert source.num_reads == before + 2
+        app.clock = lambda: now + 20.0
         screen._on_tick()
         await settle(pilot)
         assert source.num_reads == before + 3
+
+
+async def test_looks_that_cost_much_come_seldom() -> None:
+    source = FakeSource(*(Observation(NOW, job(global_step=10 + n)) for n in range(50)))
+    async with open_source(source, interval_s=1000.0) as pilot:
+        await settle(pilot)
+        app, screen = pilot.app, job_screen(pilot)
+        assert isinstance(app, DashboardApp)
+        now = app.clock()
+        app.clock = lambda: now
+        screen.start_look()
+        await settle(pilot)
+        before = source.num_reads
+        for waited_s, cost_s, num_looks in ((7.0, 1.0, 0), (8.0, 1.0, 1), (9.0, 0.1, 2)):
+            screen._cost_s = cost_s
+            app.clock = lambda waited_s=waited_s: now + waited_s  # type: ignore[misc]
+            screen._on_tick()
+            await settle(pilot)
+            assert source.num_reads == before + num_looks
