@@ -92,6 +92,10 @@ def test_a_rank_of_another_host_is_not_looked_for_here() -> None:
     assert DeviceReader().read(there) == ()
 
 
+def test_a_rank_that_is_a_summary_is_of_another_host_by_the_same_name() -> None:
+    assert DeviceReader().read(_own(is_summary=True)) == ()
+
+
 def test_a_process_that_has_just_gone_is_left_out() -> None:
     gone = job(ranks=(rank(0, pid=2**22 + 1, host=HERE),))
     assert DeviceReader().read(gone) == ()

@@ -35,7 +35,8 @@ class DeviceReader:
     def read(self, job: JobSnapshot) -> tuple[DeviceReading, ...]:
         """Return the readings for the ranks of ``job`` that live on this host."""
         names = {"", socket.gethostname(), os.uname().nodename}
-        here = [rank for rank in job.ranks if rank.host in names]
+        # A summary comes from another host, also where both go by one name.
+        here = [rank for rank in job.ranks if rank.host in names and not rank.is_summary]
         gpus = self._read_gpus(here)
         processes = list(self._read_processes(here))
         note = self._note(here, gpus)
