@@ -341,3 +341,12 @@ async def test_looks_that_cost_much_come_seldom() -> None:
             screen._on_tick()
             await settle(pilot)
             assert source.num_reads == before + num_looks
+
+
+async def test_a_slash_can_be_typed_into_a_filter() -> None:
+    async with open_app(demo()) as pilot:
+        await pilot.press("3", "slash", "a", "slash", "b")
+        await pilot.pause()
+        screen = job_screen(pilot)
+        assert screen.table is not None
+        assert screen.session.view.table(screen.table.name).filter == "a/b"

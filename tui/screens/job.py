@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
+from typing_extensions import override
 
 from boltmesh.tui.pages.book import PAGES
 from boltmesh.tui.pages.tabs import PAGE_TABS
@@ -20,7 +21,7 @@ class JobScreen(PointingScreen):
         Binding("0", "app.show_jobs", "jobs"),
         Binding("escape", "back", "back"),
         Binding("enter", "drill", "one rank"),
-        Binding("slash", "filter", "filter"),
+        Binding("slash", "filter", "filter", priority=True),
         Binding("s", "sort", "sort by the next column"),
         Binding("S", "reverse", "sort the other way round"),
         Binding("space", "toggle_pause", "hold"),
@@ -63,13 +64,18 @@ class JobScreen(PointingScreen):
         self.session.toggle_pause()
         self.paint()
 
-    def action_filter(self) -> None:
+    @override
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        # While somebody types, a slash is a character.
+        return not (action == "filter" and self.query(Prompt))
+
+    async def action_filter(self) -> None:
         """Open the line in which the rows of the table are chosen."""
         table = self.table
         if table is None:
             self.say("there is no table on this screen to filter")
         elif not self.query(Prompt):
-            self.mount(Prompt(self.session.view.table(table.name).filter))
+            await Prompt.open(self, self.session.view.table(table.name).filter)
             self.paint()
 
     def on_prompt_typed(self, message: Prompt.Typed) -> None:

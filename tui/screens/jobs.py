@@ -39,7 +39,7 @@ class JobsScreen(PanelScreen):
         Binding("home", "move(-1000000)", "first job"),
         Binding("end", "move(1000000)", "last job"),
         Binding("enter", "open", "open"),
-        Binding("slash", "filter", "filter"),
+        Binding("slash", "filter", "filter", priority=True),
         Binding("s", "sort", "sort by the next column"),
         Binding("S", "reverse", "sort the other way round"),
         Binding("escape", "back", "back"),
@@ -149,10 +149,15 @@ class JobsScreen(PanelScreen):
         else:
             self._sort(self._view.sort, is_descending=not self._view.is_descending)
 
-    def action_filter(self) -> None:
+    @override
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        # While somebody types, a slash is a character.
+        return not (action == "filter" and self.query(Prompt))
+
+    async def action_filter(self) -> None:
         """Open the line in which the rows are chosen."""
         if not self.query(Prompt):
-            self.mount(Prompt(self._view.filter))
+            await Prompt.open(self, self._view.filter)
             self.paint()
 
     def action_back(self) -> None:

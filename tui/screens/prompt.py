@@ -7,6 +7,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.message import Message
+from textual.screen import Screen
 from textual.widgets import Input, Label
 from typing_extensions import override
 
@@ -36,9 +37,16 @@ class Prompt(Horizontal):
         # Text of the keyboard is no markup, and must not be guessed at.
         yield Input(self._words, compact=True, select_on_focus=False)
 
-    def on_mount(self) -> None:
-        """Let the keys come here."""
-        self.query_one(Input).focus()
+    @staticmethod
+    async def open(screen: Screen[None], words: str) -> None:
+        """Put the line on a screen; once this returns, the keys come here.
+
+        The binding that leads here has priority, for the app waits for such before it looks at the
+        next key: what is typed fast is not taken for commands.
+        """
+        prompt = Prompt(words)
+        await screen.mount(prompt)
+        screen.set_focus(prompt.query_one(Input))
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Pass on what was typed."""
