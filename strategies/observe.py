@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from boltmesh.errors import TelemetryError
 from boltmesh.strategies.lightning_compat import trainer_of
 from boltmesh.telemetry.job import ID_VARIABLE, JobInfo, new_job_id
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder, open_recorder
@@ -35,8 +34,8 @@ def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
             recipe=strategy.recipe,
             alerts=strategy.alerts,
         )
-    except TelemetryError as error:
-        warnings.warn(f"boltmesh telemetry is off: {error}", RuntimeWarning, stacklevel=2)
+    except Exception as error:  # noqa: BLE001 - telemetry never stops training
+        warnings.warn(f"boltmesh telemetry is off: {error!r}", RuntimeWarning, stacklevel=2)
         return NullRecorder()
     recorder = open_recorder(
         info,

@@ -27,6 +27,7 @@ one record only exists (names, status, memory) there are two slots, written in t
 of them is whole whenever the writer dies.
 """
 
+import math
 import struct
 import zlib
 from typing import Any, Final, NamedTuple
@@ -257,6 +258,8 @@ def parse_header(page: bytes) -> Header:
     (head_crc,) = _CRC.unpack_from(page, _HEADER.size)
     if zlib.crc32(head) != head_crc or zlib.crc32(table) != table_crc:
         raise TelemetryError("its header is damaged")
+    if entries != len(SECTIONS) or not math.isfinite(wall_s):
+        raise TelemetryError(f"its header is not one of format version {VERSION}")
     found = {
         name.rstrip(b"\0").decode("ascii", "replace"): Section(
             name.rstrip(b"\0").decode("ascii", "replace"), offset, size, capacity

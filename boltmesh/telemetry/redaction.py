@@ -60,6 +60,13 @@ def redact_command(command: Iterable[str]) -> list[str]:
 def redact_mapping(values: Mapping[str, object]) -> dict[str, str]:
     """Return values as short strings, those with a secret name hidden."""
     return {
-        str(name): HIDDEN if is_secret_name(str(name)) else redact_text(str(value))[:_MAX_VALUE]
+        str(name): HIDDEN if is_secret_name(str(name)) else redact_text(_text(value))[:_MAX_VALUE]
         for name, value in values.items()
     }
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 - a user's object; the run does not hang on how it is shown
+        return f"<{type(value).__name__}>"

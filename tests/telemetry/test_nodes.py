@@ -404,3 +404,12 @@ def read_heard(path: Path) -> Heard:
 def write_heard(path: Path, heard: Heard) -> None:
     (path / NODES_FILE).write_bytes(msgspec.msgpack.encode(heard))
     (path / NODES_FILE).chmod(0o600)
+
+
+def test_a_run_that_begins_anew_under_the_same_id_forgets_the_hosts_of_the_one_before(nodes, clock):
+    exchange(nodes, clock)
+    for node in nodes:
+        view = node.view()
+        assert {rank.is_summary for rank in view.snapshot().ranks} == {True, False}
+        node.forget()
+        assert not any(rank.is_summary for rank in view.snapshot().ranks)

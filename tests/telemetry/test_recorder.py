@@ -2,7 +2,9 @@
 
 import errno
 import os
+import signal
 import threading
+import time
 from typing import Any, cast
 
 import pytest
@@ -17,6 +19,7 @@ from boltmesh.telemetry.recording.null_recorder import NullRecorder
 from boltmesh.telemetry.recording.recorder import Recorder, open_recorder
 from boltmesh.telemetry.recording.torch_compat import COLLECTIVES
 from boltmesh.telemetry.recording.writer import RankFile
+from boltmesh.telemetry.redaction import redact_mapping
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 CPU = torch.device("cpu")
@@ -294,3 +297,55 @@ def test_a_rank_whose_telemetry_went_off_does_not_look_dead_when_it_ends_well(re
     seen = snapshot()
     assert seen.state == "finished"
     assert "telemetry is off" in seen.events[1].message
+
+
+class MuteError(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def test_an_error_that_cannot_say_what_it_is_is_named_by_its_type(recorder):
+    recorder.fail(MuteError())
+    assert snapshot().ranks[0].error == "MuteError"
+
+
+def test_a_hyperparameter_that_cannot_be_shown_is_named_by_its_type():
+    class Shy:
+        def __str__(self):
+            raise RuntimeError("not this")
+
+    assert redact_mapping({"model": Shy(), "width": 3}) == {"model": "<Shy>", "width": "3"}
+
+
+def test_a_checkpoint_path_may_be_no_text_and_longer_than_there_is_room_for(recorder):
+    recorder.event("checkpoint", "runs/\udcff.ckpt")
+    assert snapshot().checkpoint == "runs/\\udcff.ckpt"
+    recorder.event("checkpoint", "x" * 100_000)
+    assert recorder.is_on
+    assert snapshot().checkpoint.startswith("xxx")
+
+
+def test_a_signal_handler_may_record_while_its_thread_records(recorder):
+    """Lightning communicates and saves in its handlers, on top of whatever ran."""
+    number = 0
+
+    def handle(*_):
+        nonlocal number
+        number += 1
+        recorder.event("warning", f"signal {number}")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+        recorder.begin_loop(epoch=0, global_step=0)
+        deadline = time.monotonic() + 1.0
+        step = 0
+        while time.monotonic() < deadline:
+            step += 1
+            recorder._file.enqueue(step, 0, 0, 3, 0, 4)
+            recorder._file.event("warning", "own")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert number > 100
+    assert recorder.is_on

@@ -22,6 +22,7 @@ async def open_source(
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         yield pilot
+        assert "cannot be drawn" not in screen_text(app)
 
 
 @asynccontextmanager

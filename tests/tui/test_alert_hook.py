@@ -166,3 +166,9 @@ def test_a_hook_that_is_never_used_starts_nothing() -> None:
     hook = AlertHook("exit 1")
     hook.close()
     assert os.listdir("/proc/self/task") == before
+
+
+def test_a_command_that_a_nameless_signal_ends_is_told_by_its_number() -> None:
+    failure = run_hook("kill -40 $$", ALERT)
+    assert failure is not None
+    assert "signal 40" in failure

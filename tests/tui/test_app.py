@@ -9,6 +9,7 @@ from textual import events
 from textual.app import App
 
 from boltmesh.tui.app import DashboardApp
+from boltmesh.tui.drawing.line import Line
 from boltmesh.tui.pages.book import PAGES
 from boltmesh.tui.screens.help import HelpScreen
 from boltmesh.tui.screens.job import JobScreen
@@ -350,3 +351,17 @@ async def test_a_slash_can_be_typed_into_a_filter() -> None:
         screen = job_screen(pilot)
         assert screen.table is not None
         assert screen.session.view.table(screen.table.name).filter == "a/b"
+
+
+async def test_a_drawing_that_fails_says_so_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> list[Line]:
+        raise ValueError("impossible")
+
+    app = DashboardApp(FakeSource(demo()), interval_s=None, palette="night")
+    async with app.run_test(size=(120, 40)) as pilot:
+        monkeypatch.setattr("boltmesh.tui.pages.overview.draw_chart", fail)
+        job_screen(pilot).paint()
+        await pilot.pause()
+        text = screen_text(app)
+    assert "chart cannot be drawn: ValueError: impossible" in text
+    assert "step time" in text

@@ -138,14 +138,14 @@ def test_the_stages_of_a_pipeline_are_judged_by_their_mean() -> None:
 def test_sums_stand_for_axes_of_several_operators_and_for_all_axes() -> None:
     both = (total(), total(operator="broadcast", bytes_per_step=1000.0), total("tensor"))
     ranks = (rank(0, collectives=both), rank(1, collectives=both[:1]))
-    totals = axis_totals(traffic_rows(job(ranks=ranks)), world_size=2)
+    totals = axis_totals(traffic_rows(job(ranks=ranks)), num_ranks=2)
     sums = {each.axis: (each.payload_bytes, each.calls, each.seconds) for each in totals}
     # Rank 0 moves 5,000 bytes and rank 1 2,000, a mean of 3,500.
     assert sums == {"data": (2500.0, 3.0, None), "all axes": (3500.0, 4.0, None)}
 
 
 def test_one_operator_needs_no_sum() -> None:
-    assert axis_totals(traffic_rows(_of(2000.0)), world_size=1) == []
+    assert axis_totals(traffic_rows(_of(2000.0)), num_ranks=1) == []
 
 
 def test_a_difference_is_a_sign_a_word_and_a_sentence() -> None:

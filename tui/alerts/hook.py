@@ -155,7 +155,9 @@ class _Run:
             return None
         how = f"code {process.returncode}"
         if process.returncode < 0:
-            how = signal.Signals(-process.returncode).name
+            how = f"signal {-process.returncode}"
+            with contextlib.suppress(ValueError):  # real-time signals have no name
+                how = signal.Signals(-process.returncode).name
         last = clean(said.decode("utf-8", "replace").strip().rpartition("\n")[2], 200)
         return f"the command ended with {how}" + (f": {last}" if last else "")
 

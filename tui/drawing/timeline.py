@@ -1,9 +1,8 @@
 """Where a replay is in its recording."""
 
-import time
-
 from boltmesh.tui import units
 from boltmesh.tui.drawing.bars import bar
+from boltmesh.tui.drawing.event_table import clock
 from boltmesh.tui.drawing.line import Line
 from boltmesh.tui.drawing.look import Look, facts, labelled
 
@@ -24,7 +23,7 @@ def draw_timeline(
     line = facts(
         [
             Line(how, "accent" if is_playing else "warn"),
-            Line(time.strftime("%H:%M:%S", time.localtime(now)), "strong"),
+            Line(clock(now, now), "strong"),
             labelled("at", f"{units.duration(position)} of {units.duration(length)}"),
         ],
         width,

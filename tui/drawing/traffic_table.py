@@ -47,7 +47,8 @@ def draw_traffic(
     # Words give way before rows do.
     room = height - top - len(notes) - 1
     words = words[: max(0, room - min(len(shown), ROWS_BEFORE_TOTALS))]
-    totals = [] if table.filter else axis_totals(rows, world_size=state.job.world_size)
+    telling = sum(bool(rank.collectives) for rank in state.job.ranks)
+    totals = [] if table.filter else axis_totals(rows, num_ranks=telling)
     if room - len(words) - len(totals) < min(len(shown), ROWS_BEFORE_TOTALS):
         totals = []
     lines: list[Line] = []

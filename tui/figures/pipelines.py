@@ -73,7 +73,7 @@ def _pipelines(job: JobSnapshot) -> Iterable[tuple[dict[str, int], list[RankSnap
         groups.setdefault(others, {})[rank.coordinates.get("pipeline", 0)] = rank
     size = job.mesh.get("pipeline", 1)
     for place, members in groups.items():
-        if set(members) == set(range(size)):
+        if len(members) == size and all(at in members for at in range(size)):
             yield dict(place), [members[at] for at in range(size)]
 
 

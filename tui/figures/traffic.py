@@ -123,27 +123,31 @@ def traffic_rows(job: JobSnapshot) -> list[TrafficRow]:
     )
 
 
-def axis_totals(rows: Sequence[TrafficRow], *, world_size: int) -> list[AxisTotal]:
+def axis_totals(rows: Sequence[TrafficRow], *, num_ranks: int) -> list[AxisTotal]:
     """Return the sums of the axes that have several operators, and of all axes, if there are more.
 
     A row is the mean of the ranks that count it, which need not be all; the sum is that of a mean
     rank of the job. What is not known of one operator is not known of the axis.
+
+    Args:
+        rows: Of the job.
+        num_ranks: The ranks that tell what they move: those of other hosts do not.
     """
     counted = [row for row in rows if row.num_ranks]
     axes = list(dict.fromkeys(row.axis for row in counted))
     totals = [
-        _axis_total(axis, members, world_size)
+        _axis_total(axis, members, num_ranks)
         for axis in axes
         if len(members := [row for row in counted if row.axis == axis]) > 1
     ]
     if len(axes) > 1:
-        totals.append(_axis_total("all axes", counted, world_size))
+        totals.append(_axis_total("all axes", counted, num_ranks))
     return totals
 
 
-def _axis_total(axis: str, rows: Sequence[TrafficRow], world_size: int) -> AxisTotal:
+def _axis_total(axis: str, rows: Sequence[TrafficRow], num_ranks: int) -> AxisTotal:
     def total(values: Iterable[float | None]) -> float | None:
-        shares = [row.num_ranks / world_size for row in rows]
+        shares = [row.num_ranks / max(num_ranks, row.num_ranks) for row in rows]
         return _total(zip(values, shares, strict=True))
 
     return AxisTotal(

@@ -55,7 +55,7 @@ class Canvas(Widget):
         self.drawn = []
         for panel in panels:
             region = panel.region
-            lines = panel.draw(region.width, region.height)[: region.height]
+            lines = _draw(panel)
             self.drawn.append(Drawn(panel, [line.plain for line in lines]))
             for y, line in enumerate(lines, start=region.y):
                 if y < height:
@@ -108,3 +108,15 @@ class _Painter:
             for text, role in line.crop(width).spans
         ]
         return Strip(segments).adjust_cell_length(max(0, width), self._base)
+
+
+def _draw(panel: Panel) -> list[Line]:
+    """Return a panel's lines; where its drawing fails, say so there, and keep the rest.
+
+    What is drawn may come from a recording or from another host, and be impossible.
+    """
+    region = panel.region
+    try:
+        return panel.draw(region.width, region.height)[: region.height]
+    except Exception as error:  # noqa: BLE001 - one drawing does not take the screen with it
+        return [Line(f"{panel.name} cannot be drawn: {type(error).__name__}: {error}", "bad")]

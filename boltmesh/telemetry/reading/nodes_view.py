@@ -70,6 +70,8 @@ class NodesView:
         self._stamp: tuple[int, int, int] | None = None
         self._heard: Heard | None = None
         self._elsewhere: dict[int, _Elsewhere] = {}
+        self._offsets_s: dict[str, float] = {}
+        """Our clock minus that of a host, or a little more."""
 
     def fill(self, ranks: Sequence[RankSnapshot]) -> tuple[RankSnapshot, ...]:
         """Return the ranks of a job, those without a file here as their own host told of them."""
@@ -127,6 +129,11 @@ class NodesView:
             with open(open_private(self._path), "rb") as file:
                 content = file.read(_MAX_FILE_BYTES)
             heard = msgspec.msgpack.decode(content, type=Heard)
+        except FileNotFoundError:
+            if self._stamp is not None and not self._path.parent.exists():
+                return  # a cleaner took all of it: what was read stays true
+            self._stamp, self._heard, self._elsewhere = None, None, {}  # begun anew, same id
+            return
         except (OSError, TelemetryError, msgspec.MsgspecError, RecursionError, ValueError):
             return
         self._stamp = stamp
@@ -147,7 +154,10 @@ class NodesView:
             return
         if not _is_sane(summary.interval_s):
             return
-        offset_s = node.received - summary.time
+        # What is late looks as if the clocks were apart; the least difference that was ever seen
+        # of a host has the least of the way in it.
+        known_s = self._offsets_s.get(summary.host, math.inf)
+        offset_s = self._offsets_s[summary.host] = min(node.received - summary.time, known_s)
         shift_s = offset_s if abs(offset_s) > _CLOCKS_APART_S else 0.0
         patience_s = SILENT_S + 3 * summary.interval_s
         for rank in summary.ranks:

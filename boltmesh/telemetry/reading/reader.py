@@ -226,8 +226,8 @@ class Job:
 
     def _read_plan(self) -> PipelinePlan | None:
         stamp = _stamp(self.path / PLAN_FILE)
-        if stamp is not None and stamp != self._plan_stamp:
-            plan = read_plan(self.path)
+        if stamp != self._plan_stamp:
+            plan = read_plan(self.path) if stamp is not None else None
             self._plan = clean_plan(plan) if plan is not None else None
             self._plan_stamp = stamp
         return self._plan

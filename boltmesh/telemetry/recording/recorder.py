@@ -50,6 +50,7 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 
 __all__ = ["NullRecorder", "Recorder", "open_recorder"]
 
+MAX_PATH: Final = 4096
 STATUS_EVERY_NS: Final = 100_000_000
 
 
@@ -358,6 +359,8 @@ class Recorder:
         """Note a line for a human; of a checkpoint the message is its path."""
         if kind == "checkpoint":
             self.last_checkpoint = message
+            # A path may hold bytes that are no text, and be longer than the facts have room for.
+            message = message.encode("utf-8", "backslashreplace").decode()[:MAX_PATH]
             self._file.write_facts({"checkpoint": message})
         self._file.event(kind, message)
 
@@ -374,7 +377,10 @@ class Recorder:
         phase = self._clock.phase
         if self._failing is not None and self._failing[0] == id(error):
             phase = self._failing[1]
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = ""
+        with contextlib.suppress(Exception):  # a user's exception may fail to say what it is
+            said = str(error)
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
         text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         self._end("failed", phase, "error", text)
 
@@ -399,7 +405,8 @@ class Recorder:
         """Stop counting and let go of the file; without ``fail`` before, the rank ended well."""
         self.finish()
         self.is_on = False
-        self._counter.remove()
+        with contextlib.suppress(Exception):  # the run is over, and ends as it would without us
+            self._counter.remove()
         self._file.close()
 
     def turn_off(self, error: Exception) -> None:

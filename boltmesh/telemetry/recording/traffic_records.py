@@ -6,7 +6,7 @@ so nothing is lost between. What the ring forgets before that is written into th
 
 import mmap
 import time
-from threading import Lock
+from threading import RLock
 from typing import Final
 
 from boltmesh.telemetry import layout
@@ -36,7 +36,9 @@ class TrafficRecords:
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
-        self._lock = Lock()
+        # A signal handler that communicates or notes an event runs between any two lines of the
+        # thread that holds the lock: Lightning's do.
+        self._lock = RLock()
         self._map: mmap.mmap | None = mapping
         self._sequences = dict.fromkeys(("steps", "traffic", "spans", "events"), 0)
         self._counters: dict[Key, list[int]] = {}

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any, Final
 
 import msgspec
@@ -297,7 +297,7 @@ class RankFile(TrafficRecords):
 def _drop_in_child() -> None:
     for writer in list(_writers):
         # The lock may have been held by a thread that the child does not have.
-        writer._lock = Lock()  # noqa: SLF001 - the same module
+        writer._lock = RLock()  # noqa: SLF001 - the same module
         writer._unwritten.clear()  # noqa: SLF001
         writer._unwritten_peers.clear()  # noqa: SLF001
         writer._drop()  # noqa: SLF001
