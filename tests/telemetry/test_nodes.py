@@ -408,8 +408,8 @@ def write_heard(path: Path, heard: Heard) -> None:
 
 def test_a_run_that_begins_anew_under_the_same_id_forgets_the_hosts_of_the_one_before(nodes, clock):
     exchange(nodes, clock)
-    for node in nodes:
-        view = node.view()
-        assert {rank.is_summary for rank in view.snapshot().ranks} == {True, False}
-        node.forget()
-        assert not any(rank.is_summary for rank in view.snapshot().ranks)
+    path = nodes[0].job.path
+    with open_job(path) as viewer:
+        assert [rank.is_summary for rank in viewer.snapshot().ranks] == [False, False, True, True]
+        (path / NODES_FILE).unlink()
+        assert not any(rank.is_summary for rank in viewer.snapshot().ranks)

@@ -2,6 +2,7 @@ import math
 
 import pytest
 
+from boltmesh.telemetry.snapshot import Event
 from boltmesh.tui.figures.status import status
 from boltmesh.tui.state import fold_loss_of_source
 from tests.tui.samples import NOW, job, losses, rank, state
@@ -80,3 +81,13 @@ def test_a_loss_that_is_no_number_is_told_from_its_first_step_on() -> None:
 def test_a_job_that_can_no_longer_be_read_says_so() -> None:
     lost = fold_loss_of_source(state(), "job.json is gone")
     assert "job.json is gone" in _text(lost)
+
+
+def test_a_run_that_was_stopped_does_not_look_as_if_it_had_come_to_its_end() -> None:
+    events = (
+        Event(NOW - 1, 0, "end", "stopped by Ctrl-C after step 13"),
+        Event(NOW, 0, "end", "finished"),
+    )
+    found = status(state(job(state="finished", events=events)))
+    assert found is not None
+    assert (found.level, found.text) == ("warn", "stopped by Ctrl-C after step 13")

@@ -20,7 +20,7 @@ from boltmesh.tui.figures.step_time import optimizer_step_seconds
 from boltmesh.tui.figures.wire import is_point_to_point
 from boltmesh.tui.state import State
 
-STUCK_AT_LEAST_S = 20.0
+STUCK_AT_LEAST_S = 15.0
 STUCK_IN_STEPS = 5.0
 """A group is called stuck when somebody waits in it and nobody has advanced for this many steps
 of the job, and this long. When the job has ended nobody will, and there is nothing to wait for."""

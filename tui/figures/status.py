@@ -28,6 +28,13 @@ def status(state: State) -> Status | None:
         )
     job = state.job
     if job.state == "finished":
+        stopped = [
+            event.message
+            for event in job.events
+            if event.kind == "end" and event.message.startswith("stopped by ")
+        ]
+        if stopped:
+            return Status("warn", stopped[0])
         ran = units.duration(job.updated - job.started)
         return Status("good", f"finished after {ran} at step {units.count(job.global_step)}")
     if job.state != "running":

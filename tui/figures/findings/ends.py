@@ -44,7 +44,13 @@ def _last_words(state: State, rank: RankSnapshot) -> tuple[str, ...]:
     last = rank.steps[-1] if rank.steps else None
     if last is not None and last.loss is not None:
         words.append(f"last loss {units.number(last.loss)} at step {units.count(last.global_step)}")
-    said = [event for event in job.events if event.rank == rank.rank and event.kind != "end"]
+    said = [
+        event
+        for event in job.events
+        if event.rank == rank.rank
+        and event.kind != "end"
+        and not event.message.startswith(("alert: ", "alert is over: "))  # the watcher's own
+    ]
     if said:
         newest = max(said, key=lambda event: event.time)
         words.append(f"last event: {newest.kind}, {newest.message}")
@@ -121,7 +127,9 @@ def find_standstill(state: State) -> Finding | None:
     stuck = [hang for hang in hangs(state) if hang.is_first]
     suspects = tuple(sorted({rank for hang in stuck for rank in hang.row.missing}))
     if not suspects and len(stall.phases) > 1:
-        suspects = next(iter(stall.phases.values()))
+        fewest, others, *_ = sorted(stall.phases.values(), key=len)
+        if len(fewest) < len(others):  # of as many here as there nobody can tell who is at fault
+            suspects = fewest
     return Finding(
         kind="stalled",
         severity="warn",
@@ -138,4 +146,6 @@ def _unblock(job: JobSnapshot, stall: Stall, suspects: tuple[int, ...]) -> str:
         return f"see what {units.ranks(suspects)} does: `py-spy dump --pid {pids[0]}` on its host"
     if "data" in stall.phases:
         return "the loader gives no batch: look at its workers and at the storage they read"
-    return "look at the network between the hosts, and at what each rank wrote last"
+    if len({rank.host for rank in job.ranks if rank.host}) > 1:
+        return "look at the network between the hosts, and at what each rank wrote last"
+    return "see what each rank does: `py-spy dump --pid PID`, with the pids of screen 5"
