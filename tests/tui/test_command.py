@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -264,3 +265,11 @@ def test_the_demo_depends_on_no_settings_and_leaves_none(monkeypatch: pytest.Mon
         monkeypatch.setattr(stream, "isatty", lambda: True)
     assert top(demo=True) == 0
     assert seen == [None]
+
+
+@pytest.mark.parametrize("options", [{"theme": "day"}, {"has_mouse": False}])
+def test_what_only_a_screen_has_is_refused_without_one(
+    options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert top(demo=True, once=True, **options) == 2
+    assert "is for the screen" in capsys.readouterr().err

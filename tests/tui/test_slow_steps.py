@@ -156,3 +156,11 @@ def test_a_writer_with_other_phases_is_understood() -> None:
     )
     found = _only(msgspec.structs.replace(snapshot, ranks=ranks))
     assert (found.rank, found.phase) == (1, "data")
+
+
+def test_the_longest_of_many_stays_however_many_shorter_ones_follow() -> None:
+    found = slow_steps(
+        _job(lambda _, index: {"data": 60.0 if index == 9 else 5.0} if index % 5 == 4 else {})
+    )
+    assert len(found) == MAX_SLOW_STEPS
+    assert max(found, key=lambda step: step.seconds).index == 9

@@ -87,6 +87,10 @@ def top(
             ssh, remote_command, run_dir, interval_s=places.CPU_SAMPLE_S if once else interval_s
         )
         is_screen = not (once or as_json)
+        if not is_screen and (theme is not None or not has_mouse):
+            option = "--no-mouse" if theme is None else "--theme"
+            other = "--once" if once else "--json"
+            raise ConfigError(f"{option} is for the screen. Leave out {option} or {other}.")
         if is_screen and not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise ConfigError(
                 "The dashboard needs a terminal. Use 'boltmesh top --once' for text or "

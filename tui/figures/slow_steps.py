@@ -26,7 +26,7 @@ WARM_UP_BATCHES = 3
 
 SEARCHED_RANKS = 4
 MAX_SLOW_STEPS = 8
-"""The newest are kept: for each of them every rank is looked at."""
+"""Half of them the newest, half the longest: for each of them every rank is looked at."""
 
 CULPRIT_SHARE = 0.5
 """A rank is named when the time that it alone took is this much of the delay."""
@@ -63,8 +63,10 @@ def slow_steps(job: JobSnapshot) -> tuple[SlowStep, ...]:
             known = found.get(step.index)
             if known is None or step.seconds > known[1].seconds:
                 found[step.index] = (rank, step, usual_s)
-    newest = sorted(found)[-MAX_SLOW_STEPS:]
-    return tuple(_explain(job, *found[index]) for index in newest)
+    half = MAX_SLOW_STEPS // 2
+    older, newest = sorted(found)[:-half], sorted(found)[-half:]
+    longest = sorted(older, key=lambda index: (found[index][1].seconds, index))[-half:]
+    return tuple(_explain(job, *found[index]) for index in sorted([*longest, *newest]))
 
 
 def _slow_records(steps: Sequence[StepRecord]) -> Iterable[tuple[StepRecord, float]]:
