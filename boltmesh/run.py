@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,6 @@ from boltmesh.strategy_arguments import check_strategy_arguments
 from boltmesh.telemetry.snapshot import AlertThresholds
 
 Verb = Literal["fit", "validate", "test", "predict"]
-VERBS: tuple[Verb, ...] = get_args(Verb)
 
 _MADE_HERE = {"accelerator", "devices", "callbacks", "logger"}
 """Keys of the trainer section that are not handed on as they are."""

@@ -16,6 +16,7 @@ from typing_extensions import override
 from boltmesh.errors import CheckpointError
 from boltmesh.rank import Rank
 from boltmesh.stopping import StoppedBySignal
+from boltmesh.telemetry.recording.batches import count
 from boltmesh.telemetry.recording.recorder import NullRecorder
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class Summary(Callback):
         now = time.monotonic()
         if self._mark is not None:
             self._seconds += now - self._mark
-            self._samples += count_samples(batch)
+            self._samples += count(batch)[0] or 0
         self._mark = now
 
     @override
@@ -251,17 +252,6 @@ def watch_command(trainer: Trainer) -> str | None:
     """How to look at the job, or None when telemetry is off."""
     folder = getattr(getattr(trainer.strategy, "recorder", None), "path", None)
     return None if folder is None else f"boltmesh top {Path(folder).name}"
-
-
-def count_samples(batch: Any) -> int:
-    """Items of a batch: the length of the first tensor in it, 0 when there is none."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 1
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)):
-        return next((found for each in batch if (found := count_samples(each))), 0)
-    return 0
 
 
 def describe_seconds(seconds: float) -> str:

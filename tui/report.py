@@ -91,7 +91,7 @@ def job_text(state: State, width: int, look: Look) -> str:
         ],
         _rates_and_metrics(state, width),
         _phases(state, width, look),
-        ranks_table(state, rank_rows(state), width, look, bar_width=0),
+        ranks_table(state, rank_rows(state), width, look),
         _communication(state, width, look),
         draw_events(state, width, MAX_EVENTS, look),
     ]

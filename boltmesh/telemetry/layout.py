@@ -195,7 +195,6 @@ FILE_BYTES: Final = -(-SECTIONS["events"].end // PAGE) * PAGE
 
 _HEADER: Final = struct.Struct("<8sII Q Q Q I I d Q I I")
 _ENTRY: Final = struct.Struct("<16sQII")
-_STATUS_OFFSET: Final = 512
 
 
 class Header(NamedTuple):

@@ -28,7 +28,6 @@ from boltmesh.tui.sources.frames import (
     read_frame,
     read_magic,
     write_frame,
-    write_magic,
 )
 from boltmesh.tui.sources.live import Observation
 from tests.tui.random_values import Randomly
@@ -175,7 +174,7 @@ def test_a_stream_introduces_its_job() -> None:
 
 def test_frames_follow_each_other_in_a_stream() -> None:
     stream = io.BytesIO()
-    write_magic(stream)
+    stream.write(magic_line())
     payloads = [b"", b"x", bytes(3 << 20)]
     for payload in payloads:
         write_frame(stream, payload)

@@ -14,12 +14,6 @@ def draw_status(state: State, width: int, height: int, look: Look) -> list[Line]
     return [] if found is None else _wrap(found, width, look)[:height]
 
 
-def status_height(state: State, width: int, look: Look) -> int:
-    """How many lines the status needs."""
-    found = status(state)
-    return 0 if found is None else len(_wrap(found, width, look))
-
-
 def _wrap(found: Status, width: int, look: Look) -> list[Line]:
     glyphs = look.glyphs
     sign = {

@@ -228,11 +228,6 @@ def check_magic(line: bytes) -> None:
         )
 
 
-def write_magic(stream: BinaryIO) -> None:
-    """Begin a file or a pipe of frames."""
-    stream.write(magic_line())
-
-
 def read_magic(stream: BinaryIO) -> None:
     """Read and check the magic line at the very beginning of a file."""
     check_magic(stream.readline(MAX_MAGIC_BYTES))

@@ -37,7 +37,6 @@ from boltmesh.telemetry.recording.file_records import (
 _STATUS: Final = SECTIONS["status"]
 _MEMORY: Final = SECTIONS["memory"]
 _NAMES: Final = SECTIONS["names"]
-_EVENTS: Final = SECTIONS["events"]
 
 _NUM_KEPT_TRAFFIC: Final = 256
 """Records of collectives that are kept beside the sums, for those that are still in flight."""
