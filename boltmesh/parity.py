@@ -25,12 +25,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from boltmesh.differences import Trace
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.lightning_compat import rank_loader
 
 DROPOUTS = (
@@ -145,6 +147,8 @@ def module_steps(module: LightningModule) -> int:
 class _Recorder(Callback):
     """Collects what this rank computes."""
 
+    reads_gradients = False  # asks the strategy, which may hold them elsewhere than in ``.grad``
+
     def __init__(self) -> None:
         self.trace = Trace()
         self.optimizer_state: dict[str, Tensor] = {}
@@ -156,9 +160,7 @@ class _Recorder(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        squares = [p.grad.double().square().sum().item() for p in parameters if p.grad is not None]
-        self.trace.gradient_norms.append([math.sqrt(math.fsum(squares))])
+        self.trace.gradient_norms.append([_gradient_norm(trainer, optimizer)])
 
     @override
     def on_train_batch_end(
@@ -184,6 +186,14 @@ class _Recorder(Callback):
                     if isinstance(value, Tensor):
                         name = f"{names[id(parameter)]}.{key}"
                         self.optimizer_state[f"{number}.{name}" if number else name] = _copy(value)
+
+
+def _gradient_norm(trainer: Trainer, optimizer: Optimizer) -> float:
+    if isinstance(trainer.strategy, MeshStrategy):
+        return trainer.strategy.gradient_norm(optimizer) or 0.0
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    squares = [p.grad.double().square().sum().item() for p in parameters if p.grad is not None]
+    return math.sqrt(math.fsum(squares))
 
 
 class _RankBatches:
@@ -310,7 +320,9 @@ def _leaves(value: Any) -> Iterator[Tensor]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()
+    """Return the whole of a tensor on the host. Collective where it is sharded."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu().clone()
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:

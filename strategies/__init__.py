@@ -7,13 +7,15 @@ if TYPE_CHECKING:
     from boltmesh.strategies.ddp import DDPStrategy
     from boltmesh.strategies.engine import MeshStrategy
     from boltmesh.strategies.mesh import MeshLayout
+    from boltmesh.strategies.zero import ZeROStrategy
 
-__all__ = ["DDPStrategy", "MeshLayout", "MeshStrategy"]
+__all__ = ["DDPStrategy", "MeshLayout", "MeshStrategy", "ZeROStrategy"]
 
 _HOMES = {
     "DDPStrategy": "boltmesh.strategies.ddp",
     "MeshLayout": "boltmesh.strategies.mesh",
     "MeshStrategy": "boltmesh.strategies.engine",
+    "ZeROStrategy": "boltmesh.strategies.zero",
 }
 
 

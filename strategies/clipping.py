@@ -8,10 +8,8 @@ Large tensors are therefore reduced in pieces, and the pieces' norms combined.
 from collections.abc import Iterable
 
 import torch
-from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 WHOLE_NUMEL = 1 << 20
 """Up to this size torch's own norm is right to 1e-5, and is used as it is."""
@@ -21,11 +19,14 @@ PIECE_NUMEL = 1 << 16
 
 def tensor_norm(tensor: Tensor, norm_type: float = 2.0) -> Tensor:
     """The norm of one tensor, a scalar of its dtype (fp32 at least)."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
     if tensor.device.type != "cpu" or tensor.numel() <= WHOLE_NUMEL:
-        whole: Tensor = torch.linalg.vector_norm(tensor, norm_type)
+        whole: Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
         return whole
     pieces = torch.split(tensor.detach().reshape(-1), PIECE_NUMEL)
-    norms = torch.stack([torch.linalg.vector_norm(piece, norm_type) for piece in pieces])
+    norms = torch.stack(
+        [torch.linalg.vector_norm(piece, norm_type, dtype=dtype) for piece in pieces]
+    )
     joint: Tensor = torch.linalg.vector_norm(norms, norm_type)
     return joint
 
@@ -53,6 +54,12 @@ def clip_by_norm(
     return total
 
 
-def clip_optimizer(plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:
-    """What a precision plugin's ``clip_grad_by_norm`` does once it belongs to a mesh strategy."""
-    clip_by_norm(plugin.main_params(optimizer), clip_val)
+def gradient_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float | None:
+    """Return the joint norm of the gradients that there are, None without any.
+
+    Local, like ``clip_by_norm``.
+    """
+    norms = [tensor_norm(each.grad, norm_type) for each in parameters if each.grad is not None]
+    if not norms:
+        return None
+    return float(torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]), norm_type))

@@ -27,10 +27,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.strategies import clipping, observe
 from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies import observe
 from boltmesh.strategies.checkpoint import AtomicCheckpointIO
-from boltmesh.strategies.data.axis import DataAxis
+from boltmesh.strategies.data.axis import AxisContext, DataAxis
 from boltmesh.strategies.mesh import AXES, MeshLayout
 from boltmesh.strategies.random_state import seed_random_state
 from boltmesh.strategies.resume import ResumeManager
@@ -235,22 +235,37 @@ class MeshStrategy(ParallelStrategy):
         if is_fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        if is_fitting:
-            self.model = self.data_axis.wrap(
-                self.model, group=self.groups["data"], device=self.root_device
-            )
-            self.setup_optimizers(trainer)
+        if not self.data_axis.is_sharded:
+            self.model_to_device()
+        if is_fitting or self.data_axis.is_sharded:
+            self.model = self.data_axis.wrap(self.model, self._axis_context())
         else:
             compat.sync_module_states(self.model)
-        self.setup_precision_plugin()
         if is_fitting:
-            compat.optimizers_to_device(self.optimizers, self.root_device)
+            self.setup_optimizers(trainer)
+            assert self.lightning_module is not None
+            reads_gradients = compat.reads_gradients(trainer, self.lightning_module)
+            self.data_axis.adopt(self.optimizers, reads_gradients=reads_gradients)
+        self.setup_precision_plugin()
+        if self.data_axis.is_sharded:
+            compat.forbid_inference_mode(trainer)
+        if is_fitting:
+            if not self.data_axis.is_sharded:
+                compat.optimizers_to_device(self.optimizers, self.root_device)
             self.recorder.expect(self.expected_traffic())
             self.recorder.expect_memory(self.expected_memory())
             self.recorder.watch_memory(partial(observe.tensors_by_kind, self))
             if self.seed is not None:
                 seed_random_state(self.seed + self.coordinates["data"])
+
+    def _axis_context(self) -> AxisContext:
+        return AxisContext(
+            group=self.groups["data"],
+            device=self.root_device,
+            compute_dtype=compat.autocast_dtype(self.precision_plugin),
+            ranks_per_node=self.num_processes,
+            recorder=self.recorder,
+        )
 
     @override
     def model_to_device(self) -> None:
@@ -348,9 +363,21 @@ class MeshStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         with self.recorder.phase("optimizer"):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            assert self.model is not None
+            self.data_axis.after_optimizer_step(self.model, optimizer)
+            return output
 
     # Precision and clipping.
+
+    def gradient_norm(self, optimizer: Optimizer) -> float | None:
+        """Return the norm of an optimizer's gradients over the whole model, before clipping.
+
+        Collective over the data axis. Valid between the backward pass and the optimizer's step,
+        as in ``on_before_optimizer_step``; None without any gradient. Gradients that live apart
+        from ``.grad`` (offload) count too.
+        """
+        return self.data_axis.gradient_norm(optimizer)
 
     @property  # type: ignore[explicit-override]
     @override
@@ -363,9 +390,12 @@ class MeshStrategy(ParallelStrategy):
         # The Trainer clips through the plugin and never asks the strategy; a plugin with a norm
         # of its own keeps it.
         if precision_plugin is not None and compat.uses_lightning_norm(precision_plugin):
-            clip = partial(clipping.clip_optimizer, precision_plugin)
-            precision_plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
+            precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         self._precision_plugin = precision_plugin
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        parameters = self.precision_plugin.main_params(optimizer)
+        self.data_axis.clip_by_norm(optimizer, parameters, clip_val)
 
     # Collectives.
 
@@ -406,6 +436,11 @@ class MeshStrategy(ParallelStrategy):
         return bool(agree)
 
     # Checkpoints.
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self.data_axis.is_sharded
 
     @property  # type: ignore[explicit-override]
     @override
@@ -464,9 +499,18 @@ class MeshStrategy(ParallelStrategy):
             and self._layer_sync is not None
         ):
             self.model = self._layer_sync.revert(module)
+        self.data_axis.release()
         self.recorder.close()
         self.recorder = NullRecorder()
-        super().teardown()
+        if not self.data_axis.is_sharded:
+            super().teardown()
+            return
+        # Shards stay where their axis has put them.
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized as distributed_is_initialized,
@@ -29,10 +30,10 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states
 from lightning.pytorch.overrides.distributed import prepare_for_backward
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import (
@@ -42,6 +43,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -56,9 +58,11 @@ __all__ = [
     "MultiProcessingLauncher",
     "ScriptLauncher",
     "all_reduce_copy",
+    "autocast_dtype",
     "batches_to_skip",
     "default_backend",
     "distributed_is_initialized",
+    "forbid_inference_mode",
     "hear_sigterm_once",
     "init_process_group",
     "is_epoch_over",
@@ -67,6 +71,7 @@ __all__ = [
     "prefetched_batches",
     "prepare_for_backward",
     "rank_loader",
+    "reads_gradients",
     "reset_seed",
     "restart_fetching",
     "sync_module_states",
@@ -273,3 +278,48 @@ def rank_loader(
 def uses_lightning_norm(plugin: Precision) -> bool:
     """Whether clipping by norm is Lightning's own, so that ours may take its place."""
     return type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm
+
+
+def autocast_dtype(plugin: Precision) -> "torch.dtype | None":
+    """Return what autocast computes in, None for precisions without autocast."""
+    if not isinstance(plugin, MixedPrecision):
+        return None
+    return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
+
+
+_GRADIENT_HOOKS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "optimizer_step",
+)
+
+
+def reads_gradients(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether anything of the user's may look at ``.grad`` before an optimizer has stepped.
+
+    A callback with the class attribute ``reads_gradients = False`` is taken at its word.
+    """
+    if not module.automatic_optimization or trainer.gradient_clip_algorithm == "value":
+        return True
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return True
+    hooks = (*_GRADIENT_HOOKS, "backward", "configure_gradient_clipping", "optimizer_zero_grad")
+    if any(is_overridden(name, module, LightningModule) for name in hooks):
+        return True
+    return any(
+        is_overridden(name, callback, Callback)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if getattr(callback, "reads_gradients", True)
+        for name in _GRADIENT_HOOKS[:3]
+    )
+
+
+def forbid_inference_mode(trainer: Trainer) -> None:
+    """Make the evaluation loops use ``no_grad``.
+
+    Tensors made under ``inference_mode`` are inference tensors for good, and gathered parameters
+    are kept and written in place later.
+    """
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False

@@ -1,28 +1,86 @@
 """What the engine asks of whatever fills the data axis: replicas now, shards with ZeRO."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from boltmesh.strategies import clipping
+from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
+
+
+@dataclass(frozen=True)
+class AxisContext:
+    """Where a data axis finds itself."""
+
+    group: ProcessGroup
+    """The ranks of the axis that this rank belongs to."""
+    device: torch.device
+    compute_dtype: torch.dtype | None = None
+    """What autocast computes in under ``bf16-mixed`` and ``16-mixed``; None without autocast."""
+    ranks_per_node: int = 1
+    """How many ranks of this job one host has."""
+    recorder: Recorder | NullRecorder = field(default_factory=NullRecorder)
 
 
 class DataAxis(ABC):
     """Keeps the ranks of the data axis one model, whatever each of them holds of it."""
 
-    @abstractmethod
-    def wrap(self, module: Module, *, group: ProcessGroup, device: torch.device) -> Module:
-        """Prepare the module for training and return what the forward pass goes through.
+    is_sharded = False
+    """Whether ranks hold parts: parameters are then DTensors, in training and evaluation alike,
+    the axis itself places them on devices, and checkpoints are written by shards."""
 
-        Collective over ``group``: afterwards every rank has the parameters of its first rank.
+    @abstractmethod
+    def wrap(self, module: Module, context: AxisContext) -> Module:
+        """Prepare the module and return what the forward pass goes through.
+
+        Collective over ``context.group``: afterwards every rank has the parameters of its first
+        rank. An axis of replicas is asked only when the run trains.
         """
+
+    def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:  # noqa: B027 - replicas need none
+        """Called once the user's optimizers exist, before the first step.
+
+        Args:
+            optimizers: As ``configure_optimizers`` made them.
+            reads_gradients: Somebody may look at ``.grad`` between backward pass and step: hooks
+                of the module or of callbacks, a gradient scaler, manual optimisation.
+        """
+
+    def clip_by_norm(
+        self, optimizer: Optimizer, parameters: Iterable[Parameter], max_norm: float
+    ) -> Tensor:
+        """Scale the gradients so that their joint norm is at most ``max_norm``; return the norm."""
+        return clipping.clip_by_norm(parameters, max_norm)
+
+    def gradient_norm(self, optimizer: Optimizer) -> float | None:
+        """Return the norm of this optimizer's gradients over all ranks, before clipping.
+
+        Valid between the backward pass and the optimizer's step. None without any gradient.
+        Collective over the axis.
+        """
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        return clipping.gradient_norm(parameters)
+
+    def after_optimizer_step(self, module: Module, optimizer: Optimizer) -> None:  # noqa: B027 - replicas need none
+        """Called after each step of an optimizer."""
+
+    def tensors_by_kind(
+        self, module: Module, optimizers: Sequence[Optimizer]
+    ) -> dict[str, list[Tensor]] | None:
+        """What this rank holds, by kind of memory; None where parameters and state tell it all."""
+        return None
+
+    def release(self) -> None:  # noqa: B027 - replicas need none
+        """Give back what training alone needs; parameters stay. Called when a run ends."""
 
     @abstractmethod
     def no_sync(self, module: Module) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.strategies.data.axis import DataAxis
+from boltmesh.strategies.data.axis import AxisContext, DataAxis
 from boltmesh.strategies.data.replica_memory import expected_replica_memory
 from boltmesh.strategies.lightning_compat import prepare_for_backward
 from boltmesh.strategies.torch_compat import Replica, device_index, flush_static_graph
@@ -55,8 +55,8 @@ class Replicas(DataAxis):
         self._is_graph_known = False
 
     @override
-    def wrap(self, module: Module, *, group: ProcessGroup, device: torch.device) -> Module:
-        options = self.options
+    def wrap(self, module: Module, context: AxisContext) -> Module:
+        options, group, device = self.options, context.group, context.device
         # DDP copies and reduces on its own stream; without a side stream here its construction
         # would order itself behind the default one.
         # https://docs.pytorch.org/docs/stable/notes/cuda.html#use-nn-parallel-distributeddataparallel

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import Module
 from typing_extensions import override
 
 from boltmesh.differences import Trace, find_differences
 from boltmesh.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import DDPStrategy
+from boltmesh.strategies.data.axis import AxisContext
 from boltmesh.strategies.data.ddp import Replicas
 from tests.support.models import Regression, regression_data
 from tests.support.ranks import run_ranks
@@ -35,7 +35,7 @@ class WrongGradient(DDPStrategy):
 
 class _Alone(Replicas):
     @override
-    def wrap(self, module: Module, *, group: ProcessGroup, device: torch.device) -> Module:
+    def wrap(self, module: Module, context: AxisContext) -> Module:
         return module
 
 
