@@ -14,12 +14,13 @@ if TYPE_CHECKING:
         BoltMeshError,
         CheckpointError,
         ConfigError,
+        DivergenceError,
         LayoutError,
         OffloadError,
         RankError,
         TelemetryError,
     )
-    from boltmesh.strategies import DDPStrategy, MeshStrategy
+    from boltmesh.strategies import DDPStrategy, MeshStrategy, ZeROStrategy
 
 __version__ = "0.1.0"
 
@@ -28,11 +29,13 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DDPStrategy",
+    "DivergenceError",
     "LayoutError",
     "MeshStrategy",
     "OffloadError",
     "RankError",
     "TelemetryError",
+    "ZeROStrategy",
     "__version__",
 ]
 
@@ -41,11 +44,13 @@ _HOMES = {
     "CheckpointError": "boltmesh.errors",
     "ConfigError": "boltmesh.errors",
     "DDPStrategy": "boltmesh.strategies",
+    "DivergenceError": "boltmesh.errors",
     "LayoutError": "boltmesh.errors",
     "MeshStrategy": "boltmesh.strategies",
     "OffloadError": "boltmesh.errors",
     "RankError": "boltmesh.errors",
     "TelemetryError": "boltmesh.errors",
+    "ZeROStrategy": "boltmesh.strategies",
 }
 
 register_with_lightning()

@@ -133,6 +133,47 @@ def check(config: str, overrides: tuple[str, ...], steps: int, wants_traceback: 
 
 
 @boltmesh.command()
+@click.argument("config")
+@click.argument("overrides", nargs=-1, metavar="[key=value ...]")
+@click.option("--strategy", metavar="NAME", help="Show one in detail, for example zero3_nvme.")
+@click.option(
+    "--devices", type=click.IntRange(min=1), help="Ranks of a node. [trainer.devices of CONFIG]"
+)
+@click.option("--size", metavar="NAME", help="Size of the GPT that comes along: 125M to 175B.")
+@click.option(
+    "--cluster",
+    type=click.Path(path_type=Path),
+    help="YAML file with what was measured of the machines: says what fits, and the least time.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(
+    config: str,
+    overrides: tuple[str, ...],
+    strategy: str | None,
+    devices: int | None,
+    size: str | None,
+    cluster: Path | None,
+    as_json: bool,
+) -> int:
+    """Predict the memory and the traffic of every ZeRO stage and offload.
+
+    Nothing is built: the devices, and the memory, need not be here.
+    """
+    from boltmesh.plan import plan as predict
+
+    _see_working_directory()
+    return predict(
+        config,
+        overrides,
+        strategy=strategy,
+        devices=devices,
+        size=size,
+        cluster=cluster,
+        as_json=as_json,
+    )
+
+
+@boltmesh.command()
 @click.argument("job", required=False)
 @click.option("--once", is_flag=True, help="Print a summary, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, a line for each look.")
@@ -244,7 +285,7 @@ def record(
 @boltmesh.command("export-metrics")
 @click.argument("job", required=False)
 @click.option("--format", "form", default="prometheus", help="prometheus or csv. [prometheus]")
-@click.option("--table", help="Of CSV: steps, metrics, collectives or ranks. [steps]")
+@click.option("--table", help="Of CSV: steps, metrics, collectives, ranks or offload. [steps]")
 @click.option("--output", type=click.Path(path_type=Path), help="Write a file, whole or not.")
 @click.option(
     "--every",
@@ -343,6 +384,12 @@ def _print_config(config: str, overrides: Sequence[str]) -> int:
     return 0
 
 
+def _see_working_directory() -> None:
+    """As `python -m` has it: a config can name code that lies in the working directory."""
+    if str(Path.cwd()) not in {str(Path(each).absolute()) for each in sys.path}:
+        sys.path.insert(0, str(Path.cwd()))
+
+
 def _prepare(
     verb: Verb, config: str, overrides: Sequence[str], *, for_show: bool
 ) -> tuple["DictConfig", "Placement", str]:
@@ -350,9 +397,7 @@ def _prepare(
     from boltmesh.configs.load import find, load
     from boltmesh.preflight import check_config
 
-    # As `python -m` has it: a config can name code that lies in the working directory.
-    if str(Path.cwd()) not in {str(Path(each).absolute()) for each in sys.path}:
-        sys.path.insert(0, str(Path.cwd()))
+    _see_working_directory()
     loaded, source = load(config, overrides), str(find(config))
     placement = check_config(loaded, source=source, is_fit=verb == "fit", for_show=for_show)
     return loaded, placement, source

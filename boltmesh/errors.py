@@ -7,6 +7,7 @@
     ├── LayoutError(ValueError)        exit 2   ranks, axes and sizes do not fit together
     ├── CheckpointError(RuntimeError)  exit 1   a checkpoint cannot be written, read or trusted
     ├── OffloadError(OSError)          exit 1   memory or disk for offloading is missing or failed
+    ├── DivergenceError(RuntimeError)  exit 1   ranks run different layers of one sharded model
     ├── TelemetryError(RuntimeError)   exit 1   telemetry cannot be read; training never sees it
     └── RankError(RuntimeError)        exit 1   a rank failed or died and took the job with it
 
@@ -40,6 +41,10 @@ class CheckpointError(BoltMeshError, RuntimeError):
 
 class OffloadError(BoltMeshError, OSError):
     """Memory or disk for offloading that is missing or failed."""
+
+
+class DivergenceError(BoltMeshError, RuntimeError):
+    """Ranks that run different layers of one sharded model."""
 
 
 class TelemetryError(BoltMeshError, RuntimeError):

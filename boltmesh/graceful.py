@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
 from boltmesh.stopping import StoppedBySignal, StopSwitch
+from boltmesh.strategies.checkpoint.replacing import remove
 from boltmesh.strategies.lightning_compat import is_epoch_over, validation_follows
 
 ASK_EVERY_S = 0.25
@@ -128,5 +129,5 @@ class GracefulStop(Checkpoint):
             for older in self.folder.glob(f"{PREFIX}-step=*.ckpt"):
                 if older != path:
                     with contextlib.suppress(OSError):
-                        older.unlink()
+                        remove(older)
         return str(path)

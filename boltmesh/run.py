@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -145,7 +145,9 @@ class RunBuilder:
         """Make the strategy alone."""
         section = self.config.strategy
         entry = STRATEGIES[section.name]
-        arguments = {str(key): section[key] for key in section if key != "name"}
+        # As plain mappings and lists: what a strategy keeps of them may be pickled for other ranks.
+        plain = cast("dict[str, Any]", OmegaConf.to_container(section, resolve=True))
+        arguments = {str(key): value for key, value in plain.items() if key != "name"}
         door = entry.load()
         check_strategy_arguments(door, arguments, source=self.source)
         launcher = self.placement.launcher

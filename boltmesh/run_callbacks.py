@@ -36,6 +36,8 @@ class ErrorReport(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        if explain := getattr(trainer.strategy, "explain", None):
+            explain(exception)
         self._rank.report_error(exception)
         if isinstance(exception, StoppedBySignal):
             # It ended as it was asked to: telemetry, which is told next, would call it a failure.

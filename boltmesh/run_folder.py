@@ -5,7 +5,7 @@
     runs/NAME/                 run.dir and run.name
         0/                     the first run of that name, then 1/, 2/, ...
             config.yaml        the config that was used, itself a valid config
-            checkpoints/       *.ckpt, complete or absent
+            checkpoints/       *.ckpt, complete or absent: files, or directories of shards
             logs/              metrics.csv, one folder per start
 """
 
@@ -16,6 +16,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from boltmesh.configs.advice import nearest
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.checkpoint.manifest import find_fault
+from boltmesh.strategies.checkpoint.replacing import ASIDE, restore_aside
 
 CHECKPOINTS = "checkpoints"
 CONFIG_FILE = "config.yaml"
@@ -28,8 +30,14 @@ def folder_of_name(config: DictConfig) -> Path:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint that was written last in any run of a name."""
-    # A file that is being written has another suffix until it is complete.
-    found = [path for path in folder.glob(f"*/{CHECKPOINTS}/*.ckpt") if path.exists()]
+    for aside in folder.glob(f"*/{CHECKPOINTS}/*.ckpt{ASIDE}"):
+        restore_aside(aside.with_name(aside.name.removesuffix(ASIDE)))
+    # What is being written or deleted has another suffix.
+    found = [
+        path
+        for path in folder.glob(f"*/{CHECKPOINTS}/*.ckpt")
+        if path.is_file() or (path.is_dir() and find_fault(path) is None)
+    ]
     return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
 
 
@@ -122,6 +130,11 @@ def _anchor_class_paths(node: DictConfig | ListConfig) -> None:
 
 def _existing(key: str, asked: str) -> Path:
     path = Path(asked).expanduser()
+    if path.is_dir() and (fault := find_fault(path)):
+        raise ConfigError(
+            f"{key}={asked} is a directory, but no complete checkpoint: {fault}. "
+            f"Write for example {key}=auto."
+        )
     if path.exists():
         return path
     beside = [each.name for each in path.parent.glob("*.ckpt")]

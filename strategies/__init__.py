@@ -4,18 +4,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from boltmesh.strategies.access import gathered_parameters
+    from boltmesh.strategies.building.deferred import deferred_init
     from boltmesh.strategies.ddp import DDPStrategy
     from boltmesh.strategies.engine import MeshStrategy
     from boltmesh.strategies.mesh import MeshLayout
     from boltmesh.strategies.zero import ZeROStrategy
 
-__all__ = ["DDPStrategy", "MeshLayout", "MeshStrategy", "ZeROStrategy"]
+__all__ = [
+    "DDPStrategy",
+    "MeshLayout",
+    "MeshStrategy",
+    "ZeROStrategy",
+    "deferred_init",
+    "gathered_parameters",
+]
 
 _HOMES = {
     "DDPStrategy": "boltmesh.strategies.ddp",
     "MeshLayout": "boltmesh.strategies.mesh",
     "MeshStrategy": "boltmesh.strategies.engine",
     "ZeROStrategy": "boltmesh.strategies.zero",
+    "deferred_init": "boltmesh.strategies.building.deferred",
+    "gathered_parameters": "boltmesh.strategies.access",
 }
 
 

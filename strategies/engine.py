@@ -6,7 +6,7 @@ LightningModule stays as its author wrote it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -14,11 +14,9 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -29,7 +27,8 @@ from typing_extensions import override
 
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies import observe
-from boltmesh.strategies.checkpoint import AtomicCheckpointIO
+from boltmesh.strategies.building.materialize import materialize
+from boltmesh.strategies.checkpointing import CheckpointingStrategy
 from boltmesh.strategies.data.axis import AxisContext, DataAxis
 from boltmesh.strategies.mesh import AXES, MeshLayout
 from boltmesh.strategies.random_state import seed_random_state
@@ -43,7 +42,7 @@ T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(CheckpointingStrategy):
     """Runs a LightningModule on a mesh of ranks with the axes pipeline, data and tensor.
 
     Args:
@@ -88,11 +87,12 @@ class MeshStrategy(ParallelStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
         self._forward_redirection = compat.DDPForwardRedirection()
         self.data_axis = data_axis
+        if checkpoint_io is not None:
+            self.checkpoint_io = checkpoint_io  # which a sharded axis refuses
         self.timeout_s = timeout_s
         self.telemetry = telemetry
         self.seed = seed
@@ -238,7 +238,7 @@ class MeshStrategy(ParallelStrategy):
         if not self.data_axis.is_sharded:
             self.model_to_device()
         if is_fitting or self.data_axis.is_sharded:
-            self.model = self.data_axis.wrap(self.model, self._axis_context())
+            self.model = self.data_axis.wrap(self.model, self._axis_context(trainer))
         else:
             compat.sync_module_states(self.model)
         if is_fitting:
@@ -246,6 +246,8 @@ class MeshStrategy(ParallelStrategy):
             assert self.lightning_module is not None
             reads_gradients = compat.reads_gradients(trainer, self.lightning_module)
             self.data_axis.adopt(self.optimizers, reads_gradients=reads_gradients)
+        elif self.data_axis.is_sharded:
+            self.data_axis.adopt([], reads_gradients=False)
         self.setup_precision_plugin()
         if self.data_axis.is_sharded:
             compat.forbid_inference_mode(trainer)
@@ -258,18 +260,21 @@ class MeshStrategy(ParallelStrategy):
             if self.seed is not None:
                 seed_random_state(self.seed + self.coordinates["data"])
 
-    def _axis_context(self) -> AxisContext:
+    def _axis_context(self, trainer: Trainer) -> AxisContext:
         return AxisContext(
             group=self.groups["data"],
             device=self.root_device,
             compute_dtype=compat.autocast_dtype(self.precision_plugin),
             ranks_per_node=self.num_processes,
+            num_microbatches=trainer.accumulate_grad_batches,
+            has_norm_clipping=compat.has_norm_clipping(trainer),
             recorder=self.recorder,
         )
 
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
+        materialize(self.model, self.root_device)
         self.model.to(self.root_device)
 
     def expected_traffic(self) -> list[ExpectedTraffic]:
@@ -321,11 +326,57 @@ class MeshStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         if self._resume is not None and self._is_fitting:
             self._resume.point.set_aside()
+        self._begin_evaluation()
 
     @override
     def on_validation_end(self) -> None:
+        self.data_axis.end_evaluation()
         if self._resume is not None:
             self._resume.point.take_back()
+
+    @override
+    def on_test_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self.data_axis.end_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.data_axis.end_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        trainer = compat.trainer_of(self.lightning_module)
+        assert trainer is not None
+        self.data_axis.begin_evaluation(
+            compat.evaluation_length(trainer), draws_batches=compat.draws_batches(trainer)
+        )
+        compat.watch_batches(trainer, self.data_axis.run_out_of_batches)
+
+    def _evaluation_batch(self) -> AbstractContextManager[None]:
+        trainer = compat.trainer_of(self.lightning_module)
+        assert trainer is not None
+        return self.data_axis.evaluation_batch(partial(compat.evaluation_is_over, trainer))
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_batch():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_batch():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_batch():
+            return super().predict_step(*args, **kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -400,7 +451,7 @@ class MeshStrategy(ParallelStrategy):
     # Collectives.
 
     @override
-    def barrier(self, name: str | None = None) -> None:
+    def _meet(self) -> None:
         if compat.distributed_is_initialized():
             dist.barrier(device_ids=device_index(self.root_device))
 
@@ -435,49 +486,6 @@ class MeshStrategy(ParallelStrategy):
         dist.all_reduce(agree, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(agree)
 
-    # Checkpoints.
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return self.data_axis.is_sharded
-
-    @property  # type: ignore[explicit-override]
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        elif compat.is_wrapping(self._checkpoint_io):
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # type: ignore[attr-defined]
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    @override
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
-    ) -> None:
-        with self.recorder.phase("checkpoint"):
-            trainer = compat.trainer_of(self.lightning_module)
-            if self._resume is not None and trainer is not None:
-                checkpoint = self._resume.store(checkpoint, trainer)
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.is_global_zero:
-            self.recorder.event("checkpoint", str(filepath))
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: _PATH, weights_only: bool | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only, **kwargs)
-        trainer = compat.trainer_of(self.lightning_module)
-        if self._resume is not None and trainer is not None:
-            self._resume.read(checkpoint, trainer, str(checkpoint_path))
-        return checkpoint
-
     # Ending.
 
     def _record_death(self, local_rank: int, code: int | None) -> None:
@@ -485,7 +493,16 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self.explain(exception)
         self.recorder.fail(exception)
+
+    def explain(self, exception: BaseException) -> None:
+        """Put into an error that ends the run what this rank knows of its cause.
+
+        A rank that lost a peer may know why it went. Callbacks that pass an error on ask for it,
+        because Lightning tells them before the strategy.
+        """
+        self.data_axis.explain(exception)
 
     @override
     def teardown(self) -> None:
@@ -497,6 +514,7 @@ class MeshStrategy(ParallelStrategy):
             and trainer is not None
             and trainer.state.fn == TrainerFn.FITTING
             and self._layer_sync is not None
+            and not self.data_axis.is_sharded  # whose shards know the modules that hold them
         ):
             self.model = self._layer_sync.revert(module)
         self.data_axis.release()

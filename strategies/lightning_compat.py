@@ -3,16 +3,18 @@
 Written for lightning 2.6. Public names are imported where they are used.
 """
 
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized as distributed_is_initialized,
 )
@@ -31,19 +33,21 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher as MultiProcessingLauncher,
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
 )
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -62,7 +66,11 @@ __all__ = [
     "batches_to_skip",
     "default_backend",
     "distributed_is_initialized",
+    "draws_batches",
+    "evaluation_is_over",
+    "evaluation_length",
     "forbid_inference_mode",
+    "has_norm_clipping",
     "hear_sigterm_once",
     "init_process_group",
     "is_epoch_over",
@@ -79,6 +87,7 @@ __all__ = [
     "training_loaders",
     "uses_lightning_norm",
     "validation_follows",
+    "watch_batches",
 ]
 
 _PARENT = "BOLTMESH_LAUNCHER_PID"
@@ -183,6 +192,27 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         )
         if self.on_death is not None:
             self.on_death(local_rank, process.returncode)
+
+
+class MultiProcessingLauncher(_MultiProcessingLauncher):
+    """Hands the main process whole parameters, where ranks have shards of them."""
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        module = trainer.lightning_module
+        state_dict = module.state_dict
+
+        def whole_state_dict() -> dict[str, Any]:
+            return {
+                name: value.full_tensor() if isinstance(value, DTensor) else value
+                for name, value in state_dict().items()
+            }
+
+        vars(module)["state_dict"] = whole_state_dict  # all ranks ask, before the first one saves
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            del vars(module)["state_dict"]
 
 
 class _Once:
@@ -323,3 +353,68 @@ def forbid_inference_mode(trainer: Trainer) -> None:
     """
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.inference_mode = False
+
+
+def has_norm_clipping(trainer: Trainer) -> bool:
+    """Whether the Trainer clips gradients by their norm."""
+    algorithm = trainer.gradient_clip_algorithm
+    return bool(trainer.gradient_clip_val) and algorithm in {None, "norm"}
+
+
+def _evaluating_loop(trainer: Trainer) -> Any:
+    return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+
+
+def evaluation_length(trainer: Trainer) -> float:
+    """Return how many batches this rank evaluates, infinity where nobody knows.
+
+    Valid from the start of validation, test or prediction on.
+    """
+    loop = _evaluating_loop(trainer)
+    if any(sized_len(each) is None for each in loop._combined_loader.flattened):
+        return math.inf  # a limit says how many there are at most
+    return float(sum(loop.max_batches))
+
+
+def draws_batches(trainer: Trainer) -> bool:
+    """Whether the steps of an evaluation take an iterator instead of a batch."""
+    return isinstance(_evaluating_loop(trainer)._data_fetcher, _DataLoaderIterDataFetcher)
+
+
+class _WatchedBatches:
+    """An iterator over batches that says when it ends."""
+
+    def __init__(
+        self, batches: Iterator[Any], num_served: int, on_end: Callable[[int], None]
+    ) -> None:
+        self._batches, self._num_served, self._on_end = batches, num_served, on_end
+
+    def __iter__(self) -> "_WatchedBatches":
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._on_end(self._num_served)
+            raise
+        self._num_served += 1
+        return batch
+
+
+def watch_batches(trainer: Trainer, on_end: Callable[[int], None]) -> None:
+    """Call ``on_end`` with the number of batches given when an evaluation's loaders end.
+
+    A loader may end before the length that it or a limit tells, which the loop learns only here.
+    """
+    fetcher = _evaluating_loop(trainer)._data_fetcher
+    fetched_ahead = len(getattr(fetcher, "batches", ()))
+    if fetcher.done and not fetched_ahead:
+        on_end(0)  # it has looked already, and will not again
+    fetcher.iterator = _WatchedBatches(fetcher.iterator, fetched_ahead, on_end)
+
+
+def evaluation_is_over(trainer: Trainer) -> bool:
+    """Whether the batch in work, or the last one done, is this rank's last of the evaluation."""
+    fetcher = _evaluating_loop(trainer)._data_fetcher
+    return fetcher is None or bool(fetcher.done)

@@ -2,13 +2,14 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from boltmesh.strategies.lightning_compat import trainer_of
 from boltmesh.telemetry.job import ID_VARIABLE, JobInfo, new_job_id
+from boltmesh.telemetry.recording.memory_walk import StoredBytes
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder, open_recorder
 
 if TYPE_CHECKING:
@@ -49,9 +50,13 @@ def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
     return recorder
 
 
-def tensors_by_kind(strategy: "MeshStrategy") -> dict[str, list[Tensor]]:
+def tensors_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | StoredBytes]]:
     """Return what this rank holds now, by kind of memory, as ``Recorder.watch_memory`` wants it."""
     module = strategy.lightning_module
+    if strategy.model is not None:
+        held = strategy.data_axis.tensors_by_kind(strategy.model, strategy.optimizers)
+        if held is not None:
+            return held
     parameters: list[Tensor] = list(module.parameters()) if module is not None else []
     return {
         "parameters": parameters,
@@ -60,19 +65,19 @@ def tensors_by_kind(strategy: "MeshStrategy") -> dict[str, list[Tensor]]:
             tensor
             for optimizer in strategy.optimizers
             for state in optimizer.state.values()
-            for tensor in _tensors_within(state)
+            for tensor in tensors_within(state)
         ],
         "buffers": list(module.buffers()) if module is not None else [],
     }
 
 
-def _tensors_within(state: object) -> Iterator[Tensor]:
+def tensors_within(state: object) -> Iterator[Tensor]:
     """Give the tensors of one parameter's state, those in lists and mappings included."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, (Mapping, list, tuple)):
         for each in state.values() if isinstance(state, Mapping) else state:
-            yield from _tensors_within(each)
+            yield from tensors_within(each)
 
 
 def _hyperparameters(strategy: "MeshStrategy") -> Mapping[str, object]:

@@ -33,11 +33,42 @@ class Entry:
         return getattr(importlib.import_module(self.module), self.class_name)
 
 
+def _zero(description: str, **arguments: Any) -> Entry:
+    return Entry("boltmesh.strategies.zero", "ZeROStrategy", description, arguments)
+
+
+OFFLOAD_FOLDER = "."
+"""Where a name that offloads to a disk does so unless told: beside Lightning's checkpoints."""
+
 STRATEGIES: dict[str, Entry] = {
     "bolt_ddp": Entry(
         "boltmesh.strategies.ddp",
         "DDPStrategy",
         "Data parallelism: the whole model on every rank, gradients averaged.",
+    ),
+    "bolt_zero1": _zero("ZeRO stage 1: optimizer state is sharded.", stage=1),
+    "bolt_zero2": _zero("ZeRO stage 2: optimizer state and gradients are sharded.", stage=2),
+    "bolt_zero3": _zero(
+        "ZeRO stage 3: optimizer state, gradients and parameters are sharded.", stage=3
+    ),
+    "bolt_zero1_cpu": _zero(
+        "ZeRO stage 1 with the optimizer in host memory.", stage=1, offload_optimizer="cpu"
+    ),
+    "bolt_zero2_cpu": _zero(
+        "ZeRO stage 2 with the optimizer in host memory.", stage=2, offload_optimizer="cpu"
+    ),
+    "bolt_zero3_cpu": _zero(
+        "ZeRO stage 3 with optimizer and parameters in host memory.",
+        stage=3,
+        offload_optimizer="cpu",
+        offload_parameters="cpu",
+    ),
+    "bolt_zero3_nvme": _zero(
+        "ZeRO stage 3 with optimizer and parameters on a disk, by default the working directory's.",
+        stage=3,
+        offload_optimizer="nvme",
+        offload_parameters="nvme",
+        offload_path=OFFLOAD_FOLDER,
     ),
 }
 

@@ -140,6 +140,13 @@ class ResumeManager:
             )
         else:
             self._states = [LoaderState.from_dict(each) for each in mine["loaders"]]
+        written = next((each for each in entry["ranks"] if each is not None), None)
+        if mine is None and written is not None and not entry["is_mid_epoch"]:
+            # A new epoch is shuffled alike on all ranks, whatever seed this process has.
+            self._states = [
+                LoaderState(0, None, sampler_seed=each["sampler_seed"])
+                for each in written["loaders"]
+            ]
         self.point.begin(mine["random"] if mine else None)
 
     def start(self, trainer: Trainer) -> None:

@@ -1,12 +1,27 @@
 """The private names of torch that the strategies need, each with why, in one place."""
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 
@@ -51,3 +66,298 @@ def flush_static_graph(module: DistributedDataParallel) -> None:
 def device_index(device: torch.device) -> list[int] | None:
     """What DDP and ``barrier`` call ``device_ids``: an accelerator's index, None on the CPU."""
     return None if device.type == "cpu" or device.index is None else [device.index]
+
+
+disabled_torch_function = torch._C._disabled_torch_function_impl
+"""For a tensor subclass that wants to be asked at dispatch only, below autograd."""
+
+
+def make_subclass(kind: type[Tensor], tensor: Tensor) -> Any:
+    """``tensor`` under another class: a new object over the same storage.
+
+    FSDP2 compares the addresses of storages, which wrapper subclasses do not have.
+    """
+    return Tensor._make_subclass(kind, tensor)
+
+
+def written_or_viewed(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Any, bool]]:
+    """Give the arguments that an operator writes to, with True, or returns views of, with False."""
+    schema = func._schema.arguments
+    given = [(schema[i], value) for i, value in enumerate(args)]
+    given += [(each, kwargs[each.name]) for each in schema if each.name in kwargs]
+    for argument, value in given:
+        if argument.alias_info is not None:
+            yield value, argument.alias_info.is_write
+
+
+def fused_adam(*, is_decoupled: bool) -> Any:
+    """Torch's fused Adam kernel; public is only the optimizer around it."""
+    return torch._fused_adamw_ if is_decoupled else torch._fused_adam_
+
+
+def storage_info(file_name: str, offset: int, length: int) -> Any:
+    """Where a piece of a sharded checkpoint lies, as torch's own reader wants to be told."""
+    return _StorageInfo(file_name, offset, length)
+
+
+BROADCAST_BUCKET_BYTES = 250 << 20
+"""How much is flattened for one broadcast, as ``DistributedDataParallel`` does."""
+
+
+def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Give every rank of a group the values of its first one, in few messages. Collective."""
+    dist._broadcast_coalesced(group, tensors, BROADCAST_BUCKET_BYTES, 0)  # type: ignore[attr-defined]
+
+
+def times_written(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place."""
+    return tensor._version
+
+
+def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one device and type in place, in few kernels."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def _parameter_groups(unit: FSDPModule) -> list[Any]:
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # a list from torch 2.13 on
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def is_gathered(unit: FSDPModule) -> bool:
+    """Whether a unit's whole parameters are there, so that its next forward gathers nothing."""
+    return all(group.is_unsharded for group in _parameter_groups(unit))
+
+
+def unit_parameters(unit: FSDPModule) -> list[tuple[Parameter, Parameter | None]]:
+    """Return a unit's sharded parameters, each with its whole one where that exists."""
+    return [
+        (each.sharded_param, getattr(each, "_unsharded_param", None))
+        for group in _parameter_groups(unit)
+        for each in group.fsdp_params
+    ]
+
+
+def intercept_collectives(
+    unit: FSDPModule,
+    *,
+    before_gather: Callable[[], None],
+    before_reduction: Callable[[list[str], list[str]], None],
+) -> None:
+    """Be called before each gather of a unit, early ones included, and before each reduction.
+
+    Not once a module runs: FSDP2 gathers ahead of that, and not what is gathered already.
+
+    Args:
+        unit: Of ``fully_shard``.
+        before_gather: Called in the thread that gathers.
+        before_reduction: Given the names of the parameters whose gradients are reduced, and of
+            those that should have one and have none.
+    """
+    for group in _parameter_groups(unit):
+        _intercept_group(group, before_gather, before_reduction)
+
+
+def _intercept_group(
+    group: Any,
+    before_gather: Callable[[], None],
+    before_reduction: Callable[[list[str], list[str]], None],
+) -> None:
+    unshard, post_backward = group.unshard, group.post_backward
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        if group._all_gather_result is None and not group.is_unsharded:
+            before_gather()
+        return unshard(*args, **kwargs)
+
+    def reduce(*args: Any) -> Any:
+        if group.reduce_grads:
+            reduced, missing = _split_by_gradient(group)
+            if reduced:
+                before_reduction(reduced, missing)
+        return post_backward(*args)
+
+    group.unshard, group.post_backward = gather, reduce
+
+
+def _split_by_gradient(group: Any) -> tuple[list[str], list[str]]:
+    reduced: list[str] = []
+    missing: list[str] = []
+    fills_up = getattr(group, "reduce_scatter_unused_params", False)
+    for each in group.fsdp_params:
+        whole = getattr(each, "_unsharded_param", None)
+        if whole is None:
+            continue
+        has_one = each.unsharded_accumulated_grad is not None or whole.grad is not None
+        if has_one or (fills_up and whole.requires_grad):
+            reduced.append(each._param_fqn)
+        elif whole.requires_grad:
+            missing.append(each._param_fqn)
+    return reduced, missing
+
+
+def shared_store(prefix: str) -> Store | None:
+    """Return the store by which all ranks have met; None where there is no process group.
+
+    To be asked for each time: a store that is kept keeps its server's port.
+    """
+    if not dist.is_initialized():
+        return None
+    return PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+
+
+def whole_gradients(unit: FSDPModule) -> list[Tensor]:
+    """Return the gradients of a unit that no rank has reduced yet."""
+    parameters = [each for group in _parameter_groups(unit) for each in group.fsdp_params]
+    found = [getattr(each, "unsharded_accumulated_grad", None) for each in parameters]
+    found += [getattr(getattr(each, "_unsharded_param", None), "grad", None) for each in parameters]
+    return [each for each in found if each is not None]
+
+
+def refresh_gradient_types(unit: FSDPModule) -> None:
+    """Make a unit look again at which of its parameters get gradients.
+
+    FSDP2 looks once, before the first forward pass. A unit that is wholly frozen then has no types
+    to reduce in, and would not cast its gradients if it was trained later.
+    """
+    for group in _parameter_groups(unit):
+        if getattr(group, "_orig_dtype", torch.float32) is None:  # unset until it has looked
+            group._init_mp_dtypes()
+
+
+def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The class's ``step`` beneath the wrapper that runs step hooks."""
+    step: Any = type(optimizer).step
+    beneath: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
+    return beneath if getattr(step, "hooked", False) else step
+
+
+DispatchMode = TorchDispatchMode
+"""What sees every operator that runs while it is entered."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what tell storages apart that have no address, as those of fake tensors."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+CAST = torch.ops.aten._to_copy.default
+"""The operator behind ``Tensor.to``, and so behind autocast."""
+
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""The CPU's fused attention, which torch's own ``FlopCounterMode`` does not count."""
+
+
+def fake_tensors() -> FakeTensorMode:
+    """Return a mode in which tensors have shape and type and no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@dataclass(frozen=True)
+class UnitShard:
+    """One parameter of a unit, as FSDP2 keeps this rank's shard of it."""
+
+    parameter: Parameter
+    compute_dtype: torch.dtype
+    """What it is gathered in."""
+    padded_shape: tuple[int, ...]
+    """The shape of the largest shard: what every rank puts into an all-gather."""
+    _fsdp_parameter: Any
+
+    def replace(self, local: Tensor, flat: Tensor) -> None:
+        """Give FSDP2 another shard, and free its own.
+
+        Args:
+            local: The new local tensor of the parameter.
+            flat: A plain flat tensor over the same storage. FSDP2 takes equal addresses of both
+                storages to mean that the shard is padded as it is.
+        """
+        each = self._fsdp_parameter
+        each.sharded_param._local_tensor = local
+        each._sharded_param_data = flat
+        each._init_extensions()
+
+
+def unit_shards(unit: FSDPModule) -> list[UnitShard]:
+    """Return the shards of a unit, in the order in which FSDP2 reduces their gradients."""
+    return [
+        UnitShard(
+            parameter=each.sharded_param,
+            compute_dtype=group.mp_policy.param_dtype or each.sharded_param.dtype,
+            padded_shape=tuple(each.padded_sharded_param_size),
+            _fsdp_parameter=each,
+        )
+        for group in _parameter_groups(unit)
+        for each in group.fsdp_params
+    ]
+
+
+def set_local_tensor(parameter: Tensor, local: Tensor) -> None:
+    """Put another local tensor of the same shape under a DTensor."""
+    parameter._local_tensor = local  # type: ignore[attr-defined]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return a DTensor's local tensor itself, where ``to_local`` makes a view; others as they are.
+
+    Autograd does not see it.
+    """
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def set_parameter(module: Module, name: str, value: Tensor) -> None:
+    """Put a tensor where a module's parameter is, also one that autograd has made."""
+    module._parameters[name] = value  # type: ignore[assignment]
+
+
+def dtensor_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """Return a DTensor with the layout of ``parameter`` and another local tensor."""
+    spec: Any = parameter._spec  # type: ignore[attr-defined]
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def schema_of(operator: OpOverload) -> Any:
+    """What an operator takes and gives, and what of that it changes."""
+    return operator._schema
+
+
+def unit_parameter_names(unit: FSDPModule) -> list[str]:
+    """Return the names of a unit's parameters within the whole model, once that has run."""
+    parameters = [each for group in _parameter_groups(unit) for each in group.fsdp_params]
+    return [each._param_fqn or "" for each in parameters]
+
+
+def stop_scaling_in_step(optimizer: Optimizer) -> Callable[[], None]:
+    """Make a gradient scaler unscale the gradients of a fused optimizer before its step.
+
+    Returns:
+        A function that puts things back.
+    """
+    marked = vars(optimizer).pop("_step_supports_amp_scaling", None)
+
+    def restore() -> None:
+        if marked is not None:
+            optimizer._step_supports_amp_scaling = marked  # type: ignore[attr-defined]
+
+    return restore
+
+
+def after_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
+    """Call ``hook`` when the gradient of a parameter is complete; torch has no types for it."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Keep ``torch.compile`` out of a function, without loading the compiler to say so."""
+    wrapped: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+    return cast("_Function", wrapped)

@@ -34,12 +34,13 @@ SHORTENED: list[tuple[str, Callable[[str], str]]] = [
     # These stop by themselves.
     (r"boltmesh .*--(dry-run|print-config|once)\b.*", lambda line: line),
     (r"boltmesh jobs", lambda line: line),
+    (r"boltmesh plan .*", lambda line: line),
     (r"boltmesh (record|export-metrics)\b.*", lambda line: line),
     (r"boltmesh check .*", lambda line: f"{line} --steps 2 {FEW_BATCHES}"),
     # Two optimizer steps, and one batch of everything else.
     (r"boltmesh (fit|validate|predict) .*", lambda line: f"{line} {FEW_STEPS}"),
     (r"torchrun .* -m boltmesh fit .*", lambda line: f"{line} {FEW_STEPS}"),
-    (r"python examples/01_ddp\.py", lambda line: f"{line} --max-steps 2"),
+    (r"python examples/\d\d_\w+\.py", lambda line: f"{line} --max-steps 2"),
 ]
 
 

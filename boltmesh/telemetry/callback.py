@@ -141,6 +141,8 @@ class TelemetryCallback(Callback):
     ) -> None:
         self._is_validating = False
         recorder = getattr(trainer.strategy, "recorder", None)
+        if explain := getattr(trainer.strategy, "explain", None):
+            explain(exception)
         if recorder is not None and hasattr(recorder, "is_on"):
             recorder.fail(exception)  # also when it is off, or its rank would look well
 

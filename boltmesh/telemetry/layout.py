@@ -1,7 +1,7 @@
-"""The format of one rank's telemetry file, version 2: little-endian, fixed offsets.
+"""The format of one rank's telemetry file, version 3: little-endian, fixed offsets.
 
 Everything here is ``struct`` and ``zlib``, so that a reader needs nothing but the standard
-library. A file is a header page and eleven sections:
+library. A file is a header page and twelve sections:
 
 ======== ============================================================================
 header   who wrote the file, its clocks, where each section lies, and the present phase
@@ -16,6 +16,7 @@ series   the loss and the logged metrics over the whole run, thinned
 traffic  ring: one record a collective
 spans    ring: one record a pipeline chunk, a microbatch in a stage
 events   ring: lines for a human
+offload  ring: what went to and came from host and disk, one record an optimizer step
 ======== ============================================================================
 
 [Note: Records without fences]
@@ -35,7 +36,7 @@ from typing import Any, Final, NamedTuple
 from boltmesh.errors import TelemetryError
 
 MAGIC: Final = b"BOLTMESH"
-VERSION: Final = 2
+VERSION: Final = 3
 PAGE: Final = 4096
 
 MAX_GROUPS: Final = 64
@@ -55,6 +56,9 @@ UNKNOWN: Final = -1
 
 STATES: Final = ("starting", "running", "finished", "failed")
 EVENT_KINDS: Final = ("start", "checkpoint", "validation", "warning", "error", "end")
+OFFLOAD_WAYS: Final = (("host", "read"), ("host", "write"), ("disk", "read"), ("disk", "write"))
+"""Places beside the device, and directions as the place sees them: a read brings to the device."""
+
 CHUNK_KINDS: Final = ("F", "B", "I", "W")
 """Forward; whole backward; backward for the input only; backward for the weights only."""
 
@@ -140,6 +144,10 @@ end."""
 EVENT: Final = Record(f"dBBH{MAX_MESSAGE}s")
 """seconds on the wall clock, kind, 0, bytes of the message, the message in UTF-8."""
 
+OFFLOAD: Final = Record("q12Q")
+"""global step, and of each of OFFLOAD_WAYS since the start of the run: transfers, bytes, and
+nanoseconds in which at least one of them was under way."""
+
 STEP_HAS_LOSS: Final = 1
 TRAFFIC_IS_SYNCHRONOUS: Final = 1
 """The caller asked to wait for it."""
@@ -176,6 +184,7 @@ _SIZES: Final = (
     ("traffic", TRAFFIC.size, 8192),
     ("spans", SPAN.size, 4096),
     ("events", EVENT.size, 256),
+    ("offload", OFFLOAD.size, 256),
 )
 
 
@@ -190,7 +199,7 @@ def _lay_out() -> dict[str, Section]:
 
 
 SECTIONS: Final = _lay_out()
-FILE_BYTES: Final = -(-SECTIONS["events"].end // PAGE) * PAGE
+FILE_BYTES: Final = -(-SECTIONS["offload"].end // PAGE) * PAGE
 """About 2 MB."""
 
 _HEADER: Final = struct.Struct("<8sII Q Q Q I I d Q I I")

@@ -138,6 +138,10 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations"
 """What memory is for. ``cache`` is held by torch's allocator and unused; ``other`` is the rest."""
 
 MEMORY_PLACES = ("device", "host", "disk")
+MemoryPlace = Literal["device", "host", "disk"]
+
+OffloadPlace = Literal["host", "disk"]
+OffloadDirection = Literal["read", "write"]
 
 
 class MemoryKind(msgspec.Struct, frozen=True, gc=False):
@@ -145,10 +149,27 @@ class MemoryKind(msgspec.Struct, frozen=True, gc=False):
 
     kind: str
     """One of MEMORY_KINDS."""
-    place: Literal["device", "host", "disk"]
+    place: MemoryPlace
     measured_bytes: int | None
     predicted_bytes: int | None
     """What the strategy said before training."""
+
+
+class OffloadTotal(msgspec.Struct, frozen=True, gc=False):
+    """What this rank moved between its device and one other place, in one direction."""
+
+    place: OffloadPlace
+    direction: OffloadDirection
+    """``read`` brings bytes back towards the device, ``write`` takes them away."""
+    calls: int
+    """Transfers since the start of the run."""
+    moved_bytes: int
+    bytes_per_step: float | None
+    """Median of the recent optimizer steps; None until three have passed."""
+    seconds_per_step: float | None
+    """Time in which at least one transfer was under way, hidden behind computation or not."""
+    bytes_per_second: float | None
+    """Over that time, in the recent steps."""
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -243,6 +264,8 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     """Every process group that this rank has a part in and telemetry knows."""
     peers: tuple[PeerTotal, ...] = ()
     memory_kinds: tuple[MemoryKind, ...] = ()
+    offload: tuple[OffloadTotal, ...] = ()
+    """Empty where nothing was ever offloaded."""
     chunks: tuple[Chunk, ...] = ()
     """The newest pipeline chunks that the ring still holds, oldest first."""
     flops_per_batch: float | None = None

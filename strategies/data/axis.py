@@ -1,8 +1,8 @@
 """What the engine asks of whatever fills the data axis: replicas now, shards with ZeRO."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from boltmesh.strategies import clipping
+from boltmesh.telemetry.recording.memory_walk import StoredBytes
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -28,6 +29,10 @@ class AxisContext:
     """What autocast computes in under ``bf16-mixed`` and ``16-mixed``; None without autocast."""
     ranks_per_node: int = 1
     """How many ranks of this job one host has."""
+    num_microbatches: int = 1
+    """How many batches of a rank make an optimizer step, when the run begins."""
+    has_norm_clipping: bool = False
+    """Whether the Trainer clips gradients by their norm."""
     recorder: Recorder | NullRecorder = field(default_factory=NullRecorder)
 
 
@@ -50,7 +55,8 @@ class DataAxis(ABC):
         """Called once the user's optimizers exist, before the first step.
 
         Args:
-            optimizers: As ``configure_optimizers`` made them.
+            optimizers: As ``configure_optimizers`` made them; none for an evaluation, of which
+                only sharded axes are told.
             reads_gradients: Somebody may look at ``.grad`` between backward pass and step: hooks
                 of the module or of callbacks, a gradient scaler, manual optimisation.
         """
@@ -73,14 +79,56 @@ class DataAxis(ABC):
     def after_optimizer_step(self, module: Module, optimizer: Optimizer) -> None:  # noqa: B027 - replicas need none
         """Called after each step of an optimizer."""
 
+    def synchronize(self) -> None:  # noqa: B027 - replicas need none
+        """Return when no step is pending, and parameters and ``optimizer.state`` are up to date."""
+
+    def prepare_state(self, optimizer: Optimizer) -> None:  # noqa: B027 - replicas need none
+        """Called before a checkpoint is loaded into ``optimizer.state``.
+
+        What the axis keeps elsewhere is shown there, to be filled in place.
+        """
+
+    def state_loaded(self, optimizer: Optimizer) -> None:  # noqa: B027 - replicas need none
+        """Called when ``optimizer.state`` has been replaced by that of a checkpoint."""
+
+    def parameters_loaded(self) -> None:  # noqa: B027 - replicas need none
+        """Called when the parameters have been replaced by those of a checkpoint."""
+
+    def explain(self, error: BaseException) -> None:  # noqa: B027 - replicas need none
+        """Put into an error that ends the run what this axis knows of its cause.
+
+        Called more than once for one error.
+        """
+
     def tensors_by_kind(
         self, module: Module, optimizers: Sequence[Optimizer]
-    ) -> dict[str, list[Tensor]] | None:
+    ) -> Mapping[str, Sequence[Tensor | StoredBytes]] | None:
         """What this rank holds, by kind of memory; None where parameters and state tell it all."""
         return None
 
     def release(self) -> None:  # noqa: B027 - replicas need none
         """Give back what training alone needs; parameters stay. Called when a run ends."""
+
+    def begin_evaluation(self, num_batches: float, *, draws_batches: bool) -> None:  # noqa: B027 - replicas need none
+        """Called before a loop that trains nothing. Collective over the axis.
+
+        Args:
+            num_batches: Of this rank; infinity where nobody knows.
+            draws_batches: The steps draw their batches themselves.
+        """
+
+    def evaluation_batch(self, is_last: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Around each step of such a loop. ``is_last`` tells after it whether it was the last."""
+        return nullcontext()
+
+    def run_out_of_batches(self, num_served: int) -> None:  # noqa: B027 - replicas need none
+        """Called when the loaders of such a loop end, after so many batches.
+
+        May be one batch ahead of the steps, or within a step that draws its batches.
+        """
+
+    def end_evaluation(self) -> None:  # noqa: B027 - replicas need none
+        """Called after such a loop."""
 
     @abstractmethod
     def no_sync(self, module: Module) -> AbstractContextManager[None]:

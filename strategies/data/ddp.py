@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.strategies.data.axis import AxisContext, DataAxis
-from boltmesh.strategies.data.replica_memory import expected_replica_memory
+from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.lightning_compat import prepare_for_backward
 from boltmesh.strategies.torch_compat import Replica, device_index, flush_static_graph
 from boltmesh.telemetry.snapshot import MemoryKind
@@ -149,7 +149,7 @@ class Replicas(DataAxis):
 
     @override
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
-        return expected_replica_memory(module, optimizers)
+        return expected_held_memory(module, optimizers)
 
     def _powersgd_bytes(self, parameter: torch.Tensor) -> int:
         """Bytes after the warm-up: both factors where that pays, the gradient itself elsewhere."""

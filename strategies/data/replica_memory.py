@@ -1,16 +1,17 @@
-"""What a replica of the model needs in memory: every rank holds the whole of everything."""
+"""What a rank needs in memory for the parameters that it holds: whole ones, or its shards."""
 
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import SGD, Adam, Optimizer
 
-from boltmesh.telemetry.snapshot import MemoryKind
+from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace
 
 
-def expected_replica_memory(module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
+def expected_held_memory(module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
     """Return the bytes of parameters, gradients, optimizer state and buffers.
 
     Optimizer state is left out where an optimizer's class does not say how much it keeps. What
@@ -25,37 +26,42 @@ def expected_replica_memory(module: Module, optimizers: Sequence[Optimizer]) -> 
     }
     states = [_optimizer_state(each) for each in optimizers]
     if all(state is not None for state in states):
-        total: dict[str, int] = {}
+        total: dict[MemoryPlace, int] = {}
         for state in states:
             for place, size in (state or {}).items():
                 total[place] = total.get(place, 0) + size
         found["optimizer"] = total
     return [
-        MemoryKind(kind, place, None, size)  # type: ignore[arg-type]
+        MemoryKind(kind, place, None, size)
         for kind, sizes in found.items()
         for place, size in sizes.items()
     ]
 
 
-def _by_place(tensors: Iterable[Tensor]) -> dict[str, int]:
+def _by_place(tensors: Iterable[Tensor]) -> dict[MemoryPlace, int]:
     """Return the bytes on the device and on the host; a tensor that occurs twice counts once."""
-    sizes: dict[str, int] = {}
+    sizes: dict[MemoryPlace, int] = {}
     seen: set[int] = set()
     for tensor in tensors:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             place = _place(tensor)
-            sizes[place] = sizes.get(place, 0) + tensor.numel() * tensor.element_size()
+            sizes[place] = sizes.get(place, 0) + _held_bytes(tensor)
     return sizes
 
 
-def _place(tensor: Tensor) -> str:
+def _held_bytes(tensor: Tensor) -> int:
+    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return held.numel() * held.element_size()
+
+
+def _place(tensor: Tensor) -> MemoryPlace:
     return "host" if tensor.device.type == "cpu" else "device"
 
 
-def _optimizer_state(optimizer: Optimizer) -> dict[str, int] | None:
+def _optimizer_state(optimizer: Optimizer) -> dict[MemoryPlace, int] | None:
     """Return the bytes that an optimizer keeps once it has stepped; None where nobody knows."""
-    sizes: dict[str, int] = {}
+    sizes: dict[MemoryPlace, int] = {}
     for group in optimizer.param_groups:
         copies = _num_copies(optimizer, group)
         if copies is None:
@@ -63,7 +69,7 @@ def _optimizer_state(optimizer: Optimizer) -> dict[str, int] | None:
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 continue
-            size = copies * parameter.numel() * parameter.element_size()
+            size = copies * _held_bytes(parameter)
             place = _place(parameter)
             sizes[place] = sizes.get(place, 0) + size
             if isinstance(optimizer, Adam):  # counts its steps in a scalar of each parameter
@@ -71,6 +77,15 @@ def _optimizer_state(optimizer: Optimizer) -> dict[str, int] | None:
                 where = place if is_beside else "host"
                 sizes[where] = sizes.get(where, 0) + _step_bytes(fused=bool(group.get("fused")))
     return sizes
+
+
+def count_state_copies(optimizers: Iterable[Optimizer]) -> int | None:
+    """Return how many tensors of a parameter's size each state has; None where that differs.
+
+    None, too, for classes that do not say.
+    """
+    copies = {_num_copies(each, group) for each in optimizers for group in each.param_groups}
+    return copies.pop() if len(copies) == 1 else None
 
 
 def _step_bytes(*, fused: bool) -> int:

@@ -6,23 +6,37 @@ gathered together, when it is freed again, and when gradients are reduced.
 Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn import Module
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from boltmesh.strategies import clipping
 from boltmesh.strategies.data.axis import AxisContext, DataAxis
-from boltmesh.strategies.data.root import Root
+from boltmesh.strategies.data.divergence import DivergenceGuard
+from boltmesh.strategies.data.expectations import Expectations
+from boltmesh.strategies.data.freezing import follow_shards, follow_toggles, forget_toggles
+from boltmesh.strategies.data.refusals import refuse_optimizers
+from boltmesh.strategies.data.shard_memory import held_tensors
+from boltmesh.strategies.data.shard_offload import open_engine, with_stored
 from boltmesh.strategies.data.shard_options import ShardOptions
+from boltmesh.strategies.data.sharded_model import ShardedModel, shard_model
+from boltmesh.strategies.offload.disk.preflight import announce_disks
+from boltmesh.strategies.planner.layout import Job
+from boltmesh.strategies.planner.model import ModelShape
+from boltmesh.telemetry.recording.memory_walk import StoredBytes
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.offload.engine import OffloadEngine
 
 
 class Shards(DataAxis):
@@ -32,52 +46,126 @@ class Shards(DataAxis):
 
     def __init__(self, options: ShardOptions) -> None:
         self.options = options
-        self._root: Root | None = None
-        self._units: dict[str, FSDPModule] = {}
+        self.sharded: ShardedModel | None = None
+        """None before a module was wrapped."""
+        self._context: AxisContext | None = None
+        self._guard: DivergenceGuard | None = None
+        self._offload: OffloadEngine | None = None
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
-        if self._root is not None and self._root.module is module:
-            return self._root  # a second fit, or an evaluation after it
         assert isinstance(module, LightningModule)
-        mesh = DeviceMesh.from_group(context.group, context.device.type)
-        is_freed = self.options.stage == 3
-        policy = MixedPrecisionPolicy(
-            param_dtype=context.compute_dtype,
-            reduce_dtype=None if context.compute_dtype is None else torch.float32,
-            cast_forward_inputs=False,
+        self._context = context
+        if self.sharded is None or self.sharded.module is not module:
+            self.sharded = shard_model(module, self.options, context)
+            self.sharded.root.register_forward_pre_hook(self._before_forward, prepend=True)
+            self._guard = self._build_guard(context.group)
+        sharded = self.sharded  # kept in a second fit, and in an evaluation after one
+        sharded.mesh.name_groups(context.recorder)
+        if not module.automatic_optimization:
+            # Backward passes and steps happen within the root's forward, which gathers but once.
+            sharded.root_unit.set_reshard_after_backward(False, recurse=False)
+            follow_toggles(module, self._follow_shards)
+        if self._guard is not None:
+            self._guard.start()
+        return sharded.root
+
+    def _build_guard(self, group: ProcessGroup) -> DivergenceGuard | None:
+        if group.size() == 1:
+            return None
+        model = self._model
+        guard = DivergenceGuard(
+            group, is_settled=lambda: model.attendance.is_settling, on_stuck=self._fail
         )
-        units: dict[str, Module] = {}  # from units.find_units(module, self.options.blocks)
-        module.to(context.device)
-        for unit in units.values():
-            fully_shard(unit, mesh=mesh, reshard_after_forward=is_freed, mp_policy=policy)
-        root = Root(module)
-        fully_shard(
-            root, mesh=mesh, reshard_after_forward=None if is_freed else False, mp_policy=policy
-        )
-        self._root = root
-        return root
+        guard.watch(model.units, model.root)
+        for weight in model.tiled:
+            weight.note = guard.note
+        return guard
+
+    def _fail(self, error: BaseException) -> None:
+        assert self._context is not None
+        self._context.recorder.fail(error)
+
+    def _note(self, text: str) -> None:
+        """Say what this rank is about to do together with the others."""
+        if self._guard is not None:
+            self._guard.note(text)
+
+    @override
+    def explain(self, error: BaseException) -> None:
+        text = str(error)
+        # Asked once by each callback that passes the error on.
+        if "mixed torch.Tensor and DTensor" in text and "torch says:" not in text:
+            advice = (
+                "A parameter was computed with while it was a shard: its module ran without the "
+                "forward of the block that gathers it, for example by another method, or outside "
+                "of a step. Call the block itself, name other blocks (blocks=[...]), or wrap the "
+                f"use in boltmesh.strategies.gathered_parameters. torch says: {error}"
+            )
+            error.args = (advice,)
+        if self._guard is not None:
+            self._guard.explain(error)
+
+    def _before_forward(self, root: Module, *_: object) -> None:
+        self._follow_shards()
+        if root.training and torch.is_grad_enabled() and self._is_synchronised:
+            self._model.buffers.send()
+
+    def _follow_shards(self) -> None:
+        follow_shards(self._model.units.values())
+        self._model.scalars.take_out()
+
+    @property
+    def _model(self) -> ShardedModel:
+        assert self.sharded is not None
+        return self.sharded
+
+    @override
+    def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
+        refuse_optimizers(optimizers)
+        assert self._context is not None
+        if self._offload is not None:
+            if not optimizers:
+                return  # an evaluation of what a run has left
+            self._offload.restore()
+        self._offload = open_engine(self._model, self.options, self._context)
+        if self._offload is not None:
+            self._offload.adopt(optimizers, exposes_gradients=reads_gradients)
+            if self.options.uses_disk:
+                announce_disks(
+                    self._offload.disk_report,
+                    group=self._context.group,
+                    recorder=self._context.recorder,
+                )
+            self._model.reshard()
+
+    # Within a step.
+
+    _is_synchronised = True
 
     @override
     @contextmanager
     def no_sync(self, module: Module) -> Iterator[None]:
-        assert isinstance(module, FSDPModule)
-        if self.options.stage == 3:
-            yield
-            return
-        self._set_last(module, is_last=False)
+        self._set_last(is_last=False)
         try:
-            yield
+            with self._offload.no_sync() if self._offload is not None else nullcontext():
+                yield
         finally:
-            self._set_last(module, is_last=True)
+            self._set_last(is_last=True)
 
-    def _set_last(self, module: FSDPModule, *, is_last: bool) -> None:
+    def _set_last(self, *, is_last: bool) -> None:
+        self._is_synchronised = is_last
+        root = self._model.root_unit
+        # Copies of the model average what their shards have summed up, once.
+        root.set_requires_all_reduce(is_last)
+        if self.options.stage == 3:
+            return
         # Parameters do not change within an accumulation window, so both stages keep them
         # gathered; stage 1 also keeps the gradients whole, and reduces them once.
-        module.set_reshard_after_backward(is_last)
+        root.set_reshard_after_backward(is_last)
         if self.options.stage == 1:
-            module.set_requires_gradient_sync(is_last)
-            module.set_is_last_backward(is_last)
+            root.set_requires_gradient_sync(is_last)
+            root.set_is_last_backward(is_last)
 
     @override
     def before_manual_backward(self, module: Module, loss: Tensor) -> None:
@@ -89,16 +177,116 @@ class Shards(DataAxis):
 
     @override
     def after_optimizer_step(self, module: Module, optimizer: Optimizer) -> None:
+        if self._guard is not None:
+            self._guard.end_step()
         # A forward pass without a backward pass leaves gathered copies behind, and the step has
         # just made them old.
-        for each in module.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()
+        self._model.reshard()
+        if self._model.root.is_running:
+            self._model.root_unit.unshard()
+            self._model.scalars.take_out()
+
+    @override
+    def parameters_loaded(self) -> None:
+        self._model.reshard()
+        self._model.buffers.mark()
+
+    @override
+    def synchronize(self) -> None:
+        if self._offload is not None:
+            self._offload.synchronize()
+
+    @override
+    def prepare_state(self, optimizer: Optimizer) -> None:
+        if self._offload is not None:
+            self._offload.prepare_state(optimizer)
+
+    @override
+    def state_loaded(self, optimizer: Optimizer) -> None:
+        if self._offload is not None:
+            self._offload.absorb_state(optimizer)
+
+    # Gradients.
+
+    @override
+    def clip_by_norm(
+        self, optimizer: Optimizer, parameters: Iterable[Parameter], max_norm: float
+    ) -> Tensor:
+        self._note("clips its gradients")
+        if self._offload is not None:
+            return self._offload.clip(optimizer, max_norm)
+        gradients = clipping.gradients_of(parameters)
+        norm = clipping.sharded_norm(gradients, self._model.mesh.shard_group)
+        clipping.scale_to_norm(gradients, norm, max_norm)
+        return norm
+
+    @override
+    def gradient_norm(self, optimizer: Optimizer) -> float | None:
+        self._note("takes the norm of its gradients")
+        if self._offload is not None:
+            return self._offload.gradient_norm(optimizer)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        gradients = clipping.gradients_of(parameters)
+        if not gradients:
+            return None
+        return clipping.sharded_norm(gradients, self._model.mesh.shard_group).item()
+
+    # Evaluation.
+
+    @override
+    def begin_evaluation(self, num_batches: float, *, draws_batches: bool) -> None:
+        self._model.buffers.send()
+        self._model.attendance.begin(num_batches, draws_batches=draws_batches)
+
+    @override
+    def evaluation_batch(self, is_last: Callable[[], bool]) -> AbstractContextManager[None]:
+        return self._model.attendance.batch(is_last)
+
+    @override
+    def run_out_of_batches(self, num_served: int) -> None:
+        self._model.attendance.run_out(num_served)
+
+    @override
+    def end_evaluation(self) -> None:
+        self._model.reshard()
+
+    @override
+    def release(self) -> None:
+        if self._guard is not None:
+            self._guard.stop()
+        if self.sharded is not None:
+            self.sharded.reshard()
+            if self._offload is not None:
+                self._offload.close()
+            forget_toggles(self.sharded.module)
+
+    # What is to be expected.
+
+    @property
+    def _expectations(self) -> Expectations:
+        assert self._context is not None
+        return Expectations(self._model, self.options, self._context)
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        return []
+        return self._expectations.traffic()
 
     @override
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
-        return []
+        return self._expectations.memory(optimizers)
+
+    def describe(self) -> ModelShape:
+        """The model as the planner sees it."""
+        return self._expectations.shape
+
+    def describe_job(self) -> Job:
+        """The run as the planner sees it."""
+        return self._expectations.job
+
+    @override
+    def tensors_by_kind(
+        self, module: Module, optimizers: Sequence[Optimizer]
+    ) -> Mapping[str, Sequence[Tensor | StoredBytes]] | None:
+        if self.sharded is None:
+            return None
+        return with_stored(held_tensors(self.sharded, optimizers), self._offload)

@@ -28,6 +28,7 @@ def test_the_commands_and_their_options_are_these():
         "test": RUN_OPTIONS,
         "predict": RUN_OPTIONS,
         "check": {"--steps", "--traceback"},
+        "plan": {"--strategy", "--devices", "--size", "--cluster", "--json"},
         "top": {"--once", "--json", "--demo", "--ascii", "--theme", "--run-dir", "--interval",
                 "--replay", "--at", "--on-alert", "--ssh", "--remote-command", "--no-mouse"},
         "jobs": {"--json", "--ascii", "--run-dir", "--ssh", "--remote-command"},
@@ -40,7 +41,7 @@ def test_the_commands_and_their_options_are_these():
 
 def test_the_command_line_loads_no_training_library_and_no_screen():
     code = (
-        "import sys, boltmesh.cli, boltmesh.launch, boltmesh.preflight, boltmesh.configs.load\n"
+        "import sys, boltmesh.cli, boltmesh.launch, boltmesh.preflight, boltmesh.plan\n"
         "print([each for each in ('torch', 'lightning', 'textual') if each in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

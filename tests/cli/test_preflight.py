@@ -36,7 +36,14 @@ def nobody_has_launched(workplace, monkeypatch):
                 "strategy.name=bolt_ddp?"
             ),
         ),
-        (["strategy=zzz"], "a.yaml: there is no strategy 'strategy.name=zzz'. Use bolt_ddp."),
+        (
+            ["strategy=zzz"],
+            (
+                "a.yaml: there is no strategy 'strategy.name=zzz'. Use bolt_ddp, bolt_zero1, "
+                "bolt_zero2, bolt_zero3, bolt_zero1_cpu, bolt_zero2_cpu, bolt_zero3_cpu and "
+                "bolt_zero3_nvme."
+            ),
+        ),
         (
             ["precision=16-mixed"],
             (

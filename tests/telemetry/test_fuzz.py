@@ -42,6 +42,7 @@ RECORDS = {
     "traffic": layout.TRAFFIC,
     "spans": layout.SPAN,
     "events": layout.EVENT,
+    "offload": layout.OFFLOAD,
 }
 USED = 40
 """Slots of a section that hold something, and some that do not."""
@@ -73,6 +74,9 @@ def check_rank(rank):
         counts += [phase.seconds for phase in step.phases]
     for each in (*rank.collectives, *rank.peers):
         counts += [each.calls, each.payload_bytes]
+    for each in rank.offload:
+        counts += [each.calls, each.moved_bytes, each.bytes_per_step or 0]
+        counts += [each.seconds_per_step or 0, each.bytes_per_second or 0]
     for each in rank.groups:
         counts.append(each.sequence)
         assert each.time is None or abs(each.time) < 1e12
@@ -109,6 +113,7 @@ def whole(tmp_path_factory):
         write_step(file, number, loss=0.5)
         file.point("loss", number, 0.5)
         file.span(number, 0, number, 0, 0, 0, 10**9, 2 * 10**9)
+        file.offload(number, [number * each for each in range(12)])
         file.event("warning", f"{number} {EVIL}")
     file.write_counters()
     file.memory(list(range(21)))

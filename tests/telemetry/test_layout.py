@@ -21,6 +21,7 @@ RECORDS = {
     "point": (layout.POINT, (12, -0.5)),
     "traffic": (layout.TRAFFIC, (9, 1, 2, 3, 2, 0, 77, 4096, 5, 9999, 10**15, 0)),
     "span": (layout.SPAN, (9, 1, 2, 0, 0, 0, 10**15, 10**15 + 5)),
+    "offload": (layout.OFFLOAD, (12, *range(2**50, 2**50 + 12))),
     "event": (layout.EVENT, (1.25, 1, 0, 5, b"hello".ljust(layout.MAX_MESSAGE, b"\0"))),
 }
 
@@ -68,10 +69,10 @@ def test_sections_do_not_overlap_and_the_file_is_about_two_megabytes():
     assert end <= layout.FILE_BYTES <= 2 * 2**20
 
 
-def test_the_layout_of_version_2_never_moves():
+def test_the_layout_of_version_3_never_moves():
     # A reader of another release finds the sections where this one wrote them.
     digest = zlib.crc32(HEADER.pack())
-    assert (layout.VERSION, layout.FILE_BYTES, digest) == (2, 1998848, 0x2CE5B7D0)
+    assert (layout.VERSION, layout.FILE_BYTES, digest) == (3, 2031616, 0x9D6C4EEC)
 
 
 def test_a_header_comes_back_and_turns_one_clock_into_the_other():
@@ -87,8 +88,8 @@ def test_a_header_comes_back_and_turns_one_clock_into_the_other():
         (HEADER.pack()[:-1], "no whole header"),
         (bytes(layout.PAGE), "not a telemetry file"),
         (
-            b"BOLTMESH" + struct.pack("<I", 1) + HEADER.pack()[12:],
-            "version 1, .* version 2",
+            b"BOLTMESH" + struct.pack("<I", 2) + HEADER.pack()[12:],
+            "version 2, .* version 3",
         ),
         (HEADER.pack()[:20] + b"\x7f" + HEADER.pack()[21:], "damaged"),
         (HEADER.pack()[:90] + b"\x7f" + HEADER.pack()[91:], "damaged"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from boltmesh.strategies.data.replica_memory import expected_replica_memory
+from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.recording import memory_sampling
 from boltmesh.telemetry.recording.memory_walk import MemoryWalk, measure
@@ -75,13 +75,13 @@ def test_a_fit_measures_to_the_byte_what_its_strategy_predicts(name):
 
 def test_an_optimizer_that_nobody_knows_is_not_predicted():
     module = nn.Linear(2, 2)
-    kinds = expected_replica_memory(module, [torch.optim.LBFGS(module.parameters())])
+    kinds = expected_held_memory(module, [torch.optim.LBFGS(module.parameters())])
     assert {each.kind for each in kinds} == {"parameters", "gradients"}
 
     class Odd(torch.optim.Adam):
         """May keep anything."""
 
-    kinds = expected_replica_memory(module, [Odd(module.parameters())])
+    kinds = expected_held_memory(module, [Odd(module.parameters())])
     assert "optimizer" not in {each.kind for each in kinds}
 
 

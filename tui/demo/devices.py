@@ -102,7 +102,7 @@ def _host(setup: Setup, ranks: tuple[int, ...], second: int) -> DeviceReading:
         ranks=ranks,
         name=setup.host(0),
         utilization_percent=round(100.0 if setup.scenario == "input_bound" else busy, 1),
-        memory_used_bytes=97 * GIB,
+        memory_used_bytes=160 * GIB,
         memory_total_bytes=2015 * GIB,
         swap_used_bytes=0,
         swap_total_bytes=8 * GIB,

@@ -2,7 +2,8 @@
 
 import math
 
-from boltmesh.telemetry.snapshot import Memory, MemoryKind
+from boltmesh.telemetry.snapshot import Memory, MemoryKind, OffloadTotal
+from boltmesh.tui.demo.noise import normal
 from boltmesh.tui.demo.setup import TOKENS_PER_SAMPLE, VOCABULARY, WIDTH, Setup
 
 GIB = 2**30
@@ -11,6 +12,12 @@ PEAK_FLOPS_PER_SECOND = 989e12
 CONTEXT_BYTES = int(1.3 * GIB)
 """The driver's context and NCCL's buffers, which torch's allocator does not know of."""
 BUCKET_BYTES = 25 * 2**20
+
+_ON_HOST, _ON_DISK = 3 / 8, 1 / 8
+"""Shares of the parameters whose optimizer state is kept there; the rest stays on the device."""
+_STATE_BYTES = 12
+"""Of a parameter that is stepped elsewhere: itself and two moments, in float32."""
+_STEPS_BEFORE_A_MEDIAN = 4
 
 
 def parameters(setup: Setup, stage: int) -> int:
@@ -70,11 +77,15 @@ def memory_kinds(setup: Setup, rank: int) -> tuple[MemoryKind, ...]:
     size = parameters(setup, stage)
     activations = _saved_activation_bytes(setup, stage)
     grown = int(activations * (1.03 + 0.004 * ((data + tensor) % 4)))
-    kept = 16 * size + grown
+    on_device = int(8 * size * (1 - _ON_HOST - _ON_DISK))
+    on_host, on_disk = (int(_STATE_BYTES * size * share) for share in (_ON_HOST, _ON_DISK))
+    kept = 8 * size + on_device + grown
     return (
         MemoryKind("parameters", "device", 4 * size, 4 * size),
         MemoryKind("gradients", "device", 4 * size, 4 * size),
-        MemoryKind("optimizer", "device", 8 * size, 8 * size),
+        MemoryKind("optimizer", "device", on_device, on_device),
+        MemoryKind("optimizer", "host", on_host, on_host),
+        MemoryKind("optimizer", "disk", on_disk, on_disk),
         MemoryKind("activations", "device", grown, activations),
         MemoryKind("cache", "device", kept // 24, None),
         MemoryKind("other", "device", CONTEXT_BYTES, None),
@@ -82,8 +93,42 @@ def memory_kinds(setup: Setup, rank: int) -> tuple[MemoryKind, ...]:
     )
 
 
+def offload(setup: Setup, rank: int, step: int) -> tuple[OffloadTotal, ...]:
+    """Return what went to and came from the host and the disk, by the formulas of ZeRO-Offload.
+
+    Of what is stepped on the host gradients come and parameters go, in float32; of what is on the
+    disk all state is read and written.
+    """
+    stage = setup.place(rank)[0]
+    size = parameters(setup, stage)
+    gradients = 4 * size * (_ON_HOST + _ON_DISK)
+    state = _STATE_BYTES * size * _ON_DISK
+    ways = (
+        ("host", "read", gradients, 21.3e9),
+        ("host", "write", gradients, 20.8e9),
+        ("disk", "read", state, 6.4e9),
+        ("disk", "write", state, 4.9e9),
+    )
+    found = []
+    for number, (place, direction, moved, bandwidth) in enumerate(ways):
+        steady = bandwidth * (1 + 0.02 * normal(setup.seed, 11, rank, number))
+        is_known = step >= _STEPS_BEFORE_A_MEDIAN
+        found.append(
+            OffloadTotal(
+                place=place,  # type: ignore[arg-type]
+                direction=direction,  # type: ignore[arg-type]
+                calls=num_buckets(setup, stage) * step,
+                moved_bytes=int(moved) * step,
+                bytes_per_step=float(int(moved)) if is_known else None,
+                seconds_per_step=moved / steady if is_known else None,
+                bytes_per_second=steady if step else None,
+            )
+        )
+    return tuple(found) if step else ()
+
+
 def host_bytes(rank: int) -> int:
-    """Return the resident set of a rank's process."""
+    """Return what a rank's process needs on the host without what is offloaded to there."""
     return int(3.1 * GIB) + rank % 16 * 2**20
 
 
@@ -93,7 +138,7 @@ def memory(kinds: tuple[MemoryKind, ...]) -> Memory:
     kept = used["parameters"] + used["gradients"] + used["optimizer"]
     peak = kept + used["activations"]
     return Memory(
-        host_rss_bytes=kinds[-1].measured_bytes,
+        host_rss_bytes=sum(kind.measured_bytes or 0 for kind in kinds if kind.place == "host"),
         device_allocated_bytes=kept,
         device_reserved_bytes=peak + used["cache"],
         device_peak_bytes=peak,

@@ -9,6 +9,7 @@ from boltmesh.tui.demo.model import (
     flops_per_batch,
     memory,
     memory_kinds,
+    offload,
 )
 from boltmesh.tui.demo.noise import normal
 from boltmesh.tui.demo.progress import Moment, newest
@@ -71,6 +72,7 @@ class SimulatedRank:
             groups=groups,
             peers=peers(setup, rank, step),
             memory_kinds=self._kinds,
+            offload=offload(setup, rank, step),
             chunks=chunks,
             flops_per_batch=flops_per_batch(setup, self.stage),
             peak_flops_per_second=PEAK_FLOPS_PER_SECOND,

@@ -92,6 +92,8 @@ FIGURES_OF: Mapping[str, Entries] = {
         ("predicted", "what the strategy said before training"),
         ("cache", "held by torch's allocator and unused"),
         ("other", "the rest of what the process holds"),
+        ("offload", "what goes between the device, the host and the disk:"),
+        ("", "median of the ranks; busy is the rank where it takes longest"),
     ),
     "events": (
         ("sequence", "counts the collectives that a rank has entered in a group;"),

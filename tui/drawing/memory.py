@@ -1,4 +1,7 @@
-"""What memory is used for: stacked bars of the fullest rank, and a line for each kind and place."""
+"""What memory is used for: stacked bars of the fullest rank, and a line for each kind and place.
+
+Below them what goes between the places, where a part of the training state is offloaded.
+"""
 
 from collections.abc import Mapping
 
@@ -7,6 +10,7 @@ from boltmesh.tui.drawing.bars import stack
 from boltmesh.tui.drawing.browse import AS_IT_COMES, browse
 from boltmesh.tui.drawing.line import Line, Role
 from boltmesh.tui.drawing.look import Look, facts, heading, labelled, wrap_facts
+from boltmesh.tui.drawing.offload import draw_offload
 from boltmesh.tui.drawing.table import Cell, Column
 from boltmesh.tui.drawing.words import sentence
 from boltmesh.tui.figures.memory import (
@@ -16,6 +20,7 @@ from boltmesh.tui.figures.memory import (
     PlaceTotal,
     memory_figures,
 )
+from boltmesh.tui.figures.offload import offload_rows
 from boltmesh.tui.state import State
 from boltmesh.tui.view import Cells, TableView, arrange_rows
 
@@ -54,22 +59,28 @@ def draw_memory(
     notes = _notes(figures, width, look)
     bars = _bars(figures, width, look)
     room = height - int(look.has_headings)
-    # The table is the whole story: bars and notes stand where it leaves room.
+    moved = draw_offload(offload_rows(state), width, look)
+    # The table is the whole story: the others stand where it leaves room, each of them whole or
+    # not at all, and what is moved before bars that only repeat the table.
     needed = min(len(rows) + 1, _MIN_TABLE_LINES)
-    bars = bars if len(bars) + needed <= room else []
-    notes = notes[: max(0, room - len(bars) - needed)]
+    moved = moved if len(moved) + needed <= room else []
+    bars = bars if len(bars) + len(moved) + needed <= room else []
+    at_least = len(rows) + 1 if moved else needed
+    notes = notes[: max(0, room - len(bars) - len(moved) - at_least)]
+    if moved and len(bars) + len(rows) + 1 + len(moved) + len(notes) < room:
+        moved.insert(0, Line())
     seen = browse(
         _COLUMNS,
         rows,
         lambda row: _cells(row, look),
         width,
-        room - 1 - len(bars) - len(notes),
+        room - 1 - len(bars) - len(moved) - len(notes),
         look,
         table,
     )
     nothing = [] if rows else [Line("no kind fits the filter", "muted").crop(width)]
     top = [heading("memory", width, look, right=seen.hidden)] if look.has_headings else []
-    return [*top, *bars, seen.header, *seen.lines, *nothing, *notes][:height]
+    return [*top, *bars, seen.header, *seen.lines, *nothing, *notes, *moved][:height]
 
 
 def shown_memory(state: State, table: TableView) -> list[MemoryRow]:

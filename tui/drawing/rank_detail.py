@@ -8,6 +8,7 @@ from boltmesh.tui.drawing.bars import phase_role, sparkline
 from boltmesh.tui.drawing.events import event_line
 from boltmesh.tui.drawing.line import Line, Role
 from boltmesh.tui.drawing.look import Look, heading, labelled, wrap_facts
+from boltmesh.tui.drawing.offload import draw_offload
 from boltmesh.tui.drawing.phases import phase_label
 from boltmesh.tui.drawing.rank_table import cause_words, late_share
 from boltmesh.tui.drawing.rank_traffic import draw_groups, draw_rank_traffic
@@ -17,6 +18,7 @@ from boltmesh.tui.drawing.throughput import flops_words
 from boltmesh.tui.drawing.words import sentence
 from boltmesh.tui.figures.events import event_rows
 from boltmesh.tui.figures.flops import rank_flops
+from boltmesh.tui.figures.offload import rows_of_rank
 from boltmesh.tui.figures.profile import middle
 from boltmesh.tui.figures.rank_phases import phases_beside_peers
 from boltmesh.tui.figures.ranks import RankRow, rank_rows
@@ -45,6 +47,7 @@ def draw_rank_detail(
         lambda room: _draw_times(found, row, room, look),
         lambda room: _draw_phases(state, row, room, look),
         lambda room: _draw_work(state, found, row, room, look),
+        lambda room: _draw_offload(found, room, look),
         lambda room: _draw_events(state, found, room, look),
     ]
     second: list[_Section] = [
@@ -239,6 +242,11 @@ def _draw_memory(
         ]
         lines += draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
     return lines if parts or rank.memory_kinds else []
+
+
+def _draw_offload(rank: RankSnapshot, width: int, look: Look) -> list[Line]:
+    lines = draw_offload(rows_of_rank(rank), width, look)
+    return [heading("between the places", width, look), *lines] if lines else []
 
 
 def _unit(value: float | None, unit: str) -> str:

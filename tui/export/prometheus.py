@@ -30,6 +30,7 @@ def families(seen: Observation) -> Iterator[Family]:
     yield from _of_ranks(seen.job)
     yield from _of_communication(seen.job)
     yield from _of_memory(seen.job)
+    yield from _of_offload(seen.job)
     yield from device_families(seen.devices)
 
 
@@ -198,6 +199,34 @@ def _of_memory(job: JobSnapshot) -> Iterator[Family]:
                 for each in rank.memory_kinds
             ],
         )
+
+
+def _of_offload(job: JobSnapshot) -> Iterator[Family]:
+    moved = [
+        ({**_of(rank), "place": each.place, "direction": each.direction}, each)
+        for rank in job.ranks
+        for each in rank.offload
+    ]
+    yield counter(
+        "offload_transfers",
+        "Transfers between a rank's device and its host, or a disk.",
+        [(labels, each.calls) for labels, each in moved],
+    )
+    yield counter(
+        "offload_bytes",
+        "Bytes moved between a rank's device and its host, or a disk.",
+        [(labels, each.moved_bytes) for labels, each in moved],
+    )
+    yield gauge(
+        "offload_bytes_per_second",
+        "Recent bandwidth, over the time in which anything moves.",
+        [(labels, each.bytes_per_second) for labels, each in moved],
+    )
+    yield gauge(
+        "offload_seconds_per_step",
+        "Time of a recent step in which anything moves.",
+        [(labels, each.seconds_per_step) for labels, each in moved],
+    )
 
 
 def _of(rank: RankSnapshot) -> dict[str, str | int]:

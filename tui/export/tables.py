@@ -108,6 +108,23 @@ def _ranks(seen: Observation) -> Iterator[Row]:
         )
 
 
+def _offload(seen: Observation) -> Iterator[Row]:
+    for rank in seen.job.ranks:
+        for each in rank.offload:
+            yield (
+                seen.job.id,
+                seen.time,
+                rank.rank,
+                each.place,
+                each.direction,
+                each.calls,
+                each.moved_bytes,
+                each.bytes_per_step,
+                each.seconds_per_step,
+                each.bytes_per_second,
+            )
+
+
 TABLES: Final[dict[str, Table]] = {
     "steps": Table(
         (
@@ -134,6 +151,13 @@ TABLES: Final[dict[str, Table]] = {
             *("device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes", "error"),
         ),
         _ranks,
+    ),
+    "offload": Table(
+        (
+            *("job", "time", "rank", "place", "direction", "calls", "moved_bytes"),
+            *("bytes_per_step", "seconds_per_step", "bytes_per_second"),
+        ),
+        _offload,
     ),
 }
 

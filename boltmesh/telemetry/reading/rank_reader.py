@@ -23,11 +23,13 @@ from boltmesh.telemetry.reading.step_sums import RECENT_STEPS
 from boltmesh.telemetry.reading.traffic_reader import TrafficReader
 from boltmesh.telemetry.recording.file_records import (
     Line,
+    Moved,
     Span,
     Status,
     Step,
     is_final,
     make_line,
+    make_moved,
     make_span,
     make_status,
     make_step,
@@ -130,6 +132,9 @@ class RankReader:
             num_recent=self._num_recent,
             most_behind=self._most_behind,
         )
+        self.offload: Ring[Moved] = Ring(
+            "offload", layout.OFFLOAD, make_moved, keep=self._num_recent + 1, is_brief=brief
+        )
         self.series = SeriesReader()
         self.new_steps: list[Change[Step]] = []
         self.changed: set[str] = {"all"}
@@ -188,6 +193,8 @@ class RankReader:
                 return
             if self.spans.update(self.read_at):
                 self.changed.add("spans")
+            if self.offload.update(self.read_at):
+                self.changed.add("offload")
             counted = self.status.counted if self.status is not None else 0
             if self.traffic.update(
                 self.read_at,
@@ -203,7 +210,7 @@ class RankReader:
     @property
     def num_damaged(self) -> int:
         """Records that are not whole, or say what cannot be, among those that were read."""
-        rings = (self.steps, self.spans, self.events, self.traffic.ring)
+        rings = (self.steps, self.spans, self.events, self.offload, self.traffic.ring)
         in_tables = len(self.traffic.damaged) + len(self.series.damaged) + len(self.damaged)
         return sum(len(each.damaged) for each in rings) + in_tables
 

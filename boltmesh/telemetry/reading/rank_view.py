@@ -10,6 +10,7 @@ from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.cleaning import clean
 from boltmesh.telemetry.reading.memory_view import memory_kinds, memory_totals
+from boltmesh.telemetry.reading.offload_view import offload_totals
 from boltmesh.telemetry.reading.rank_reader import Facts, RankReader
 from boltmesh.telemetry.reading.step_sums import StepRates
 from boltmesh.telemetry.reading.traffic_view import TrafficView
@@ -151,6 +152,11 @@ class RankView:
             groups=view.groups(traffic) if before is None or is_counted else before.groups,
             peers=view.peers(traffic) if before is None or is_counted else before.peers,
             memory_kinds=memory_kinds(reader.memory, memory, facts.expected_memory),
+            offload=(
+                offload_totals(reader.offload.records.values())
+                if before is None or "offload" in changed
+                else before.offload
+            ),
             chunks=self._chunks,
             flops_per_batch=_positive(facts.flops_per_batch),
             peak_flops_per_second=_positive(facts.peak_flops_per_second),

@@ -79,6 +79,14 @@ class Span(NamedTuple):
     end_ns: int
 
 
+class Moved(NamedTuple):
+    """A record of the ring ``offload``."""
+
+    global_step: int
+    ways: tuple[tuple[int, int, int], ...]
+    """Transfers, bytes and busy nanoseconds of each of ``layout.OFFLOAD_WAYS``."""
+
+
 class Line(NamedTuple):
     """A record of the ring ``events``."""
 
@@ -124,6 +132,14 @@ def make_span(fields: tuple[Any, ...]) -> Span | None:
     if not start_ns <= end_ns <= MAX_NUMBER:
         return None
     return Span(step, stage, microbatch, layout.CHUNK_KINDS[kind], start_ns, end_ns)
+
+
+def make_moved(fields: tuple[Any, ...]) -> Moved | None:
+    """Return what was offloaded up to a step from the fields of its record."""
+    _, step, *totals = fields
+    if not 0 <= step <= MAX_NUMBER or max(totals) > MAX_NUMBER:
+        return None
+    return Moved(step, tuple(zip(totals[::3], totals[1::3], totals[2::3], strict=True)))
 
 
 def make_line(fields: tuple[Any, ...]) -> Line | None:

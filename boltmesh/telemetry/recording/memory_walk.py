@@ -7,20 +7,28 @@ tensor, so it runs once every few seconds, and less often where the model has ve
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.snapshot import MEMORY_KINDS, MEMORY_PLACES
+from boltmesh.telemetry.snapshot import MEMORY_KINDS, MEMORY_PLACES, MemoryPlace
 
 WALK_EVERY_NS: Final = 5_000_000_000
 MAX_SHARE: Final = 1000
 """A walk is followed by at least this many times its duration without one."""
 
-TensorsByKind = Callable[[], Mapping[str, Iterable[Tensor]]]
-"""Gives the tensors of each kind of MEMORY_KINDS, as they are now."""
+
+class StoredBytes(NamedTuple):
+    """Bytes that no tensor shows: in a file, or in memory that is not torch's."""
+
+    place: MemoryPlace
+    num_bytes: int
+
+
+TensorsByKind = Callable[[], Mapping[str, Iterable[Tensor | StoredBytes]]]
+"""Gives what there is now of each kind of MEMORY_KINDS."""
 
 
 class MemoryWalk:
@@ -53,13 +61,18 @@ class MemoryWalk:
         ]
 
 
-def measure(tensors: Mapping[str, Iterable[Tensor]], place: str) -> dict[tuple[str, str], int]:
+def measure(
+    tensors: Mapping[str, Iterable[Tensor | StoredBytes]], place: str
+) -> dict[tuple[str, str], int]:
     """Return the bytes by kind and place; a kind that is named and empty has 0 in ``place``."""
     found: dict[tuple[str, str], int] = {}
     seen: set[tuple[torch.device, int]] = set()
     for kind, each_of_kind in tensors.items():
-        places = {"device": 0, "host": 0}
+        places = dict.fromkeys(MEMORY_PLACES, 0)
         for tensor in each_of_kind:
+            if isinstance(tensor, StoredBytes):
+                places[tensor.place] += tensor.num_bytes
+                continue
             local = _local(tensor)
             if local.is_meta or local.layout is not torch.strided:
                 continue

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from boltmesh.telemetry.recording.memory_walk import TensorsByKind
-from boltmesh.telemetry.snapshot import MemoryKind, PipelinePlan
+from boltmesh.telemetry.snapshot import MemoryKind, OffloadDirection, OffloadPlace, PipelinePlan
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 
@@ -43,6 +43,17 @@ class NullRecorder:
         """See ``Recorder``."""
 
     def chunk(self, *, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int) -> None:
+        """See ``Recorder``."""
+
+    def offload(
+        self,
+        place: OffloadPlace,
+        direction: OffloadDirection,
+        num_bytes: int,
+        seconds: float,
+        *,
+        is_alone: bool = False,
+    ) -> None:
         """See ``Recorder``."""
 
     def begin_loop(self, *, epoch: int, global_step: int) -> None:

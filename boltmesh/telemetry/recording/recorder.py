@@ -40,11 +40,18 @@ from boltmesh.telemetry.recording.memory_sampling import MemorySampler
 from boltmesh.telemetry.recording.memory_walk import TensorsByKind
 from boltmesh.telemetry.recording.nodes import NodeExchange, remove_nodes
 from boltmesh.telemetry.recording.null_recorder import NullRecorder
+from boltmesh.telemetry.recording.offload_counter import OffloadCounter
 from boltmesh.telemetry.recording.phases import DATA, OTHER, VALIDATION, PhaseClock
 from boltmesh.telemetry.recording.step_queue import Step, StepQueue
 from boltmesh.telemetry.recording.torch_compat import COLLECTIVES, default_store
 from boltmesh.telemetry.recording.writer import RankFile
-from boltmesh.telemetry.snapshot import PHASES, MemoryKind, PipelinePlan
+from boltmesh.telemetry.snapshot import (
+    PHASES,
+    MemoryKind,
+    OffloadDirection,
+    OffloadPlace,
+    PipelinePlan,
+)
 from boltmesh.telemetry.switch import is_switched_off
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -99,7 +106,7 @@ class Recorder:
     """Writes what one rank does, from the start of its process group to the end of the run.
 
     Not for direct construction: ``open_recorder`` or ``Recorder.open``. All methods but
-    ``rank_died`` belong to the thread that trains.
+    ``rank_died`` and ``offload`` belong to the thread that trains.
     """
 
     def __init__(self, file: RankFile, *, local_rank: int, device: torch.device) -> None:
@@ -126,6 +133,7 @@ class Recorder:
         self._index = 0
         self._start_step = 0
         self._memory = MemorySampler(file, device)
+        self._offload = OffloadCounter(file)
         self._status_ns = 0
         self._failing: tuple[int, int] | None = None
         self._nodes: NodeExchange | None = None
@@ -289,6 +297,27 @@ class Recorder:
                 self.turn_off(error)
 
     @guarded
+    def offload(
+        self,
+        place: OffloadPlace,
+        direction: OffloadDirection,
+        num_bytes: int,
+        seconds: float,
+        *,
+        is_alone: bool = False,
+    ) -> None:
+        """Count a transfer that has just ended; from any thread, a few times a step.
+
+        Args:
+            place: What it was read from or written to.
+            direction: ``read`` brings bytes back towards the device, ``write`` takes them away.
+            num_bytes: What was moved.
+            seconds: How long it took, up to now.
+            is_alone: It ended earlier, and nothing else went this way meanwhile.
+        """
+        self._offload.add(place, direction, num_bytes, seconds, is_alone=is_alone)
+
+    @guarded
     def begin_loop(self, *, epoch: int, global_step: int) -> None:
         """Say that batches follow: what was before is no part of the first step."""
         self._clock.restart(DATA)
@@ -342,6 +371,7 @@ class Recorder:
         )
         self._steps.add(step, self._clock.since_ns, DATA)
         self._counter.step += 1
+        self._offload.after_step(global_step)
         self._memory.after_step(self._clock.since_ns, is_updated=global_step > self._start_step)
         self._write_phase()
         if self._nodes is not None:
@@ -392,6 +422,7 @@ class Recorder:
         self._state = state
         try:
             self._file.phase(phase)
+            self._offload.write(self._global_step)
             self._write_status()
             self._file.event(kind, message)
             self._steps.flush()

@@ -40,7 +40,7 @@ class TrafficRecords:
         # thread that holds the lock: Lightning's do.
         self._lock = RLock()
         self._map: mmap.mmap | None = mapping
-        self._sequences = dict.fromkeys(("steps", "traffic", "spans", "events"), 0)
+        self._sequences = dict.fromkeys(("steps", "traffic", "spans", "events", "offload"), 0)
         self._counters: dict[Key, list[int]] = {}
         self._unwritten: set[Key] = set()
         self._newest: list[tuple[int, ...]] = [_NONE] * layout.MAX_GROUPS

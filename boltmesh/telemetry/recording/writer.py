@@ -66,6 +66,8 @@ class RankFile(TrafficRecords):
         self._num_runs = 0
         self._series_counts = [0] * layout.MAX_METRICS
         self._series_strides = [1] * layout.MAX_METRICS
+        self.offloaded: tuple[int, ...] = (0,) * (3 * len(layout.OFFLOAD_WAYS))
+        """What ``offload`` was given last."""
         self._touched_ns = time.monotonic_ns()
         self._restore()
         _writers.add(self)
@@ -203,6 +205,11 @@ class RankFile(TrafficRecords):
         """Append a pipeline chunk."""
         return self._append("spans", layout.SPAN, *fields)
 
+    def offload(self, global_step: int, totals: Sequence[int]) -> None:
+        """Append what was moved since the start; the totals are those of ``layout.OFFLOAD``."""
+        self.offloaded = tuple(totals)
+        self._append("offload", layout.OFFLOAD, global_step, *totals)
+
     def event(self, kind: str, message: str) -> None:
         """Append a line for a human, cut to what fits."""
         text = message.encode(errors="replace")[: layout.MAX_MESSAGE]
@@ -277,6 +284,7 @@ class RankFile(TrafficRecords):
             ("traffic", layout.TRAFFIC),
             ("spans", layout.SPAN),
             ("events", layout.EVENT),
+            ("offload", layout.OFFLOAD),
         ):
             self._sequences[name] = layout.newest_sequence(content, SECTIONS[name], record)
         self._status_sequence = layout.newest_sequence(content, SECTIONS["status"], layout.STATUS)
@@ -286,6 +294,9 @@ class RankFile(TrafficRecords):
             for slot in (1, 2)
         )
         self._restore_traffic(content)
+        if newest := self._sequences["offload"]:
+            at = layout.slot_offset(SECTIONS["offload"], newest)
+            self.offloaded = (layout.OFFLOAD.unpack(content, at) or (0, 0, *self.offloaded))[2:]
         series = SECTIONS["series"]
         for number in range(len(self._names["metrics"])):
             at = series.offset + number * layout.POINTS_PER_SERIES * series.record_bytes

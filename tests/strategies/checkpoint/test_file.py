@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint import PARTIAL, AtomicCheckpointIO
+from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO
+from boltmesh.strategies.checkpoint.replacing import PARTIAL
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -60,6 +61,18 @@ def test_a_full_disk_is_named_and_leaves_the_old_checkpoint(
     monkeypatch.undo()
     assert AtomicCheckpointIO().load_checkpoint(path) == {"step": 1}
     assert not path.with_name(path.name + PARTIAL).exists()
+
+
+def test_a_file_takes_the_place_of_a_directory_of_shards(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.mkdir()
+    (path / "meta.pt").write_bytes(b"old")
+    path.with_name(path.name + PARTIAL).mkdir()
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+    assert AtomicCheckpointIO().load_checkpoint(path) == {"step": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+    AtomicCheckpointIO().remove_checkpoint(path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_remote_file_system_keeps_the_way_of_lightning() -> None:

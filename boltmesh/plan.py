@@ -1,0 +1,286 @@
+"""``boltmesh plan``: what every ZeRO stage and offload would need, before a rank is started.
+
+Torch-free for the GPT that comes with boltmesh. Any other model is built without memory, which
+needs torch, and its activations are counted on one batch of the config's data.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
+
+from boltmesh.configs.advice import name_choices, nearest
+from boltmesh.configs.load import RECIPE_FOLDER, find, load
+from boltmesh.errors import ConfigError
+from boltmesh.plan_strategies import PREFIX, own_options, sharing_of
+from boltmesh.plan_text import Row, write_row, write_table
+from boltmesh.strategies.data.shard_options import ShardOptions
+from boltmesh.strategies.planner.gpt import GPTSize, describe_gpt, size_named
+from boltmesh.strategies.planner.layout import Job, Sharing
+from boltmesh.strategies.planner.memory import estimate_memory
+from boltmesh.strategies.planner.model import ModelShape
+from boltmesh.strategies.planner.offload import FP32
+from boltmesh.strategies.planner.precision import Widths, widths_of
+from boltmesh.strategies.planner.step_time import Machine, estimate_step_time
+from boltmesh.strategies.planner.traffic import estimate_traffic
+from boltmesh.strategies.registry import STRATEGIES
+from boltmesh.strategy_arguments import check_strategy_name
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+KNOWN_MODEL = (RECIPE_FOLDER.parent / "examples" / "gpt.py").resolve()
+KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
+
+STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "SGD": 0}
+"""Tensors of a parameter's size that torch's optimizers keep as they come."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that one command is about."""
+
+    model: ModelShape
+    job: Job
+    own: str
+    """The strategy of the config."""
+    sharings: dict[str, Sharing]
+    machine: Machine
+    notes: tuple[str, ...]
+
+    def row(self, name: str) -> Row:
+        """What one strategy needs."""
+        sharing = self.sharings[name]
+        memory = estimate_memory(self.model, sharing, self.job)
+        return Row(
+            name=name,
+            is_own=name == self.own,
+            memory=memory,
+            traffic=estimate_traffic(self.model, sharing, self.job),
+            time=estimate_step_time(self.model, sharing, self.job, self.machine),
+            too_large=tuple(
+                place
+                for place, num_bytes in memory.peak.items()
+                if (room := self.machine.size_of(place)) is not None and num_bytes > room
+            ),
+        )
+
+
+def plan(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    strategy: str | None,
+    devices: int | None,
+    size: str | None,
+    cluster: Path | None,
+    as_json: bool,
+) -> int:
+    """Print the table, or one strategy in detail.
+
+    Raises:
+        ConfigError: When the config cannot be planned.
+    """
+    made = make_plan(config, overrides, devices=devices, size=size, cluster=cluster)
+    chosen = list(made.sharings) if strategy is None else [_find_strategy(strategy, made)]
+    rows = [made.row(each) for each in chosen]
+    if as_json:
+        print(json.dumps(_as_data(made, rows)))
+    elif strategy is None:
+        print(write_table(made.model, made.job, rows, made.notes))
+    else:
+        print(write_row(made.model, made.job, rows[0], made.notes))
+    return 0
+
+
+def make_plan(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    devices: int | None = None,
+    size: str | None = None,
+    cluster: Path | None = None,
+) -> Plan:
+    """Describe the model, the job and the strategies of a config."""
+    # What is said on the command line wins over what the size says.
+    changes = [*([] if size is None else _size_overrides(size)), *overrides]
+    loaded, source = load(config, changes), str(find(config))
+    if size is not None and not _is_shipped(loaded.model.class_path, KNOWN_MODEL, "GPT"):
+        raise ConfigError(
+            f"{source}: --size={size} is a size of the GPT that comes with boltmesh, and the model "
+            f"is {loaded.model.class_path}. Leave --size out, and set model.init_args instead."
+        )
+    check_strategy_name(loaded.strategy.get("name"), source=source)
+    widths = widths_of(loaded.trainer.precision)
+    ranks_per_node = _ranks_per_node(loaded, devices, source)
+    own = loaded.strategy.name
+    given = _as_container(loaded.strategy)
+    sharings = {name: sharing_of(name, STRATEGIES[name], {}) for name in STRATEGIES}
+    options = own_options(STRATEGIES[own], given, source)
+    if options is not None:
+        sharings[own] = sharing_of(own, STRATEGIES[own], given)
+    model, copies, notes = _describe(loaded, widths, options, source)
+    shard_size = None if options is None else options.shard_size
+    job = Job(
+        num_ranks=ranks_per_node * loaded.trainer.num_nodes,
+        widths=widths,
+        shard_size=ranks_per_node if shard_size == "node" else shard_size,  # type: ignore[arg-type]
+        num_microbatches=loaded.trainer.accumulate_grad_batches,
+        state_copies=copies,
+        is_on_host=loaded.trainer.accelerator == "cpu",
+    )
+    if job.num_ranks % job.num_shards:
+        raise ConfigError(
+            f"{source}: strategy.shard_size={job.num_shards} does not divide {job.num_ranks} "
+            f"ranks. Set strategy.shard_size={_divisor(job.num_ranks, job.num_shards)}."
+        )
+    if loaded.trainer.accelerator == "auto":
+        notes += ("accelerator=auto is planned as for GPUs; accelerator=cpu plans for the CPU",)
+    machine = Machine() if cluster is None else _read_machine(cluster)
+    if not _is_kept_in_fp32(model, widths):
+        precision = loaded.trainer.precision
+        if sharings[own].has_engine:
+            raise ConfigError(
+                f"{source}: trainer.precision={precision} keeps weights in another type than fp32, "
+                f"and offloaded state is fp32. Set trainer.precision=bf16-mixed."
+            )
+        sharings = {name: each for name, each in sharings.items() if not each.has_engine}
+        notes += (f"offload keeps state in fp32, so it cannot be had with precision={precision}",)
+    return Plan(model, job, own, sharings, machine, notes)
+
+
+def _describe(
+    config: "DictConfig", widths: Widths, options: ShardOptions | None, source: str
+) -> tuple[ModelShape, int, tuple[str, ...]]:
+    """The model, how many copies its optimizer keeps, and what was assumed."""
+    known = _known_batch(config)
+    if known is None or (options is not None and options.blocks is not None):
+        from boltmesh.dry_model import describe_model
+
+        model, made, notes = describe_model(config, widths, options, source=source)
+        name = None if made is None else type(made).__name__
+        arguments: Mapping[str, Any] = {} if made is None else made.defaults
+    else:
+        size = GPTSize.of(_as_container(config.model.init_args))
+        model, notes = describe_gpt(size, batch=known, widths=widths), ()
+        name, arguments = "AdamW", {}
+    if config.optimizer.class_path is not None:
+        name = re.split(r"[.:]", config.optimizer.class_path)[-1]
+        arguments = config.optimizer.init_args
+    copies, note = _optimizer_copies(name, arguments)
+    return model, copies, (*notes, *note)
+
+
+def _optimizer_copies(
+    name: str | None, arguments: Mapping[str, Any]
+) -> tuple[int, tuple[str, ...]]:
+    """Tensors of a parameter's size that an optimizer keeps, and what is assumed where unknown."""
+    if name not in STATE_COPIES:
+        who = (
+            "the optimizer is made beside a Trainer only" if name is None else f"{name} is unknown"
+        )
+        return 2, (f"{who}: two tensors of state for each parameter are assumed, as Adam has",)
+    copies = STATE_COPIES[name]
+    copies += bool(arguments.get("amsgrad")) + (name == "SGD" and bool(arguments.get("momentum")))
+    return copies, ()
+
+
+def _is_kept_in_fp32(model: ModelShape, widths: Widths) -> bool:
+    return all(
+        widths.store(each.element_bytes) == FP32
+        for unit in model.units
+        for each in unit.tensors
+        if each.is_trained
+    )
+
+
+def _known_batch(config: "DictConfig") -> tuple[int, int] | None:
+    """Windows and tokens of a micro-batch, where model and data are the ones that come along."""
+    if not _is_shipped(config.model.class_path, KNOWN_MODEL, "GPT"):
+        return None
+    if not _is_shipped(config.data.class_path, KNOWN_DATA, "TextData"):
+        return None
+    arguments = config.data.init_args
+    return int(arguments.get("batch_size", 32)), int(arguments.get("block_size", 128))
+
+
+def _is_shipped(class_path: str | None, file: Path, name: str) -> bool:
+    path, _, given = (class_path or "").rpartition(":")
+    return given == name and Path(path).resolve() == file
+
+
+def _size_overrides(name: str) -> list[str]:
+    size = size_named(name)
+    return [f"model.init_args.{key}={value}" for key, value in asdict(size).items()]
+
+
+def _find_strategy(name: str, made: Plan) -> str:
+    full = name if name.startswith(PREFIX) else f"{PREFIX}{name}"
+    if full in made.sharings:
+        return full
+    known = [each.removeprefix(PREFIX) for each in made.sharings]
+    guess = nearest(name, known)
+    hint = f"Did you mean '{guess}'?" if guess else f"Use {name_choices(known, at_most=20)}."
+    raise ConfigError(f"There is no strategy '{name}'. {hint}")
+
+
+def _ranks_per_node(config: "DictConfig", devices: int | None, source: str) -> int:
+    if devices is not None:
+        return devices
+    asked = config.trainer.devices
+    if not isinstance(asked, str) and OmegaConf.is_list(asked):
+        return len(asked)
+    if isinstance(asked, int) and asked > 0:
+        return asked
+    if isinstance(asked, str) and asked.isdigit():
+        return int(asked)
+    raise ConfigError(
+        f"{source}: trainer.devices={asked} depends on the machine that the plan is for. "
+        f"Add --devices 8, or as many as one node of it has."
+    )
+
+
+def _divisor(number: int, near: int) -> int:
+    return min((each for each in range(1, number + 1) if number % each == 0),
+               key=lambda each: abs(each - near))  # fmt: skip
+
+
+def _read_machine(path: Path) -> Machine:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict):
+        known = ", ".join(each.name for each in fields(Machine))
+        raise ConfigError(f"{path} is no mapping of measured numbers. Its keys are {known}.")
+    return Machine.of(content, source=str(path))
+
+
+def _as_container(section: Any) -> dict[str, Any]:
+    made = OmegaConf.to_container(section, resolve=True)
+    assert isinstance(made, dict)
+    return {str(key): value for key, value in made.items()}
+
+
+def _as_data(made: Plan, rows: Sequence[Row]) -> dict[str, Any]:
+    """The plan as JSON has it: bytes and seconds, None for what is not known."""
+    return {
+        "schema": 1,
+        "model": {
+            "name": made.model.name,
+            "parameters": made.model.numel,
+            "trained_parameters": made.model.trained_numel,
+            "activations": None
+            if made.model.activations is None
+            else asdict(made.model.activations),
+        },
+        "ranks": made.job.num_ranks,
+        "shards": made.job.num_shards,
+        "notes": list(made.notes),
+        "strategies": [row.as_data() for row in rows],
+    }

@@ -1,0 +1,185 @@
+"""Whole parameters outside of the forward pass: to look at weights, to average them, to set them.
+
+Between steps a rank holds its shards only. Here they are put together, for as long as a ``with``
+block lasts, in the type that the optimizer keeps them in (fp32 also under ``bf16-mixed``).
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.offload.shard import OffloadedShard
+from boltmesh.strategies.torch_compat import (
+    is_gathered,
+    local_tensor,
+    times_written,
+    unit_parameter_names,
+    unit_parameters,
+)
+
+_units: "WeakSet[FSDPModule]" = WeakSet()
+"""Units of every sharded model of this process, also those that hold a module's parameters without
+being part of it."""
+
+
+class _Place(NamedTuple):
+    """Where a parameter is registered."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    @property
+    def parameter(self) -> Parameter:
+        """What is there at the moment."""
+        found = getattr(self.module, self.key)
+        assert isinstance(found, Parameter)
+        return found
+
+
+def know_units(units: Iterable[FSDPModule]) -> None:
+    """Note the units of a model, for parameters that are wanted while one of them is gathered."""
+    _units.update(units)
+
+
+@contextmanager
+def gathered_parameters(
+    module: nn.Module, names: Sequence[str] | None = None, *, writes: bool = False
+) -> Iterator[dict[str, Parameter]]:
+    """Make the parameters of a module whole on every rank, for as long as the block lasts.
+
+    ::
+
+        with gathered_parameters(model.head) as whole:
+            print(whole["weight"].norm(), model.head.weight.shape)
+
+        with gathered_parameters(model, ["blocks.0.*"], writes=True):
+            nn.init.zeros_(model.blocks[0].out.weight)
+
+    Collective: every rank of the model enters and leaves together, or they wait for each other.
+    Inside, the module's own attributes and ``parameters()`` are the whole ones, plain tensors
+    without gradients; shards that are offloaded or tiled are read like any other. Each rank needs
+    memory for all that is named: name what is needed.
+
+    Args:
+        module: What holds the parameters; a part of the model, or the whole.
+        names: Dotted names within the module, or patterns as in a shell; all by default.
+        writes: Write back what the block leaves in them: every rank's shard is set from the values
+            of the first rank, wherever it is kept. After an error in the block nothing is written.
+
+    Yields:
+        The whole parameters by dotted name.
+
+    Raises:
+        ConfigError: When a name matches nothing, or when a parameter is changed in place and
+            ``writes`` is not set.
+    """
+    places = _choose(module, names)
+    gathered = _gathered_units(module, {place.parameter for place in places})
+    for unit in gathered:
+        unit.reshard()
+    shards = {place: place.parameter for place in places}
+    whole = {shard: _gather(shard) for shard in dict.fromkeys(shards.values())}
+    versions = {shard: times_written(each) for shard, each in whole.items()}
+    try:
+        for place, shard in shards.items():
+            setattr(place.module, place.key, whole[shard])
+        yield {place.name: whole[shard] for place, shard in shards.items()}
+    finally:
+        for place, shard in shards.items():
+            setattr(place.module, place.key, shard)
+    if writes:
+        for shard, each in whole.items():
+            _scatter(each.detach(), shard)
+    for unit in gathered:
+        unit.unshard()  # somebody is about to compute with it
+    for place, shard in shards.items():
+        if not writes and times_written(whole[shard]) != versions[shard]:
+            raise ConfigError(
+                f"{place.name!r} was changed inside of gathered_parameters(...), and the change is "
+                f"lost. Write gathered_parameters(..., writes=True)."
+            )
+
+
+def shard_value(parameter: Tensor) -> Tensor:
+    """This rank's shard of a parameter by value, wherever it is kept: maybe the shard itself."""
+    local = local_tensor(parameter.detach())
+    return local.read() if isinstance(local, OffloadedShard) else local
+
+
+def _choose(module: nn.Module, names: Sequence[str] | None) -> list[_Place]:
+    places = [
+        _Place(f"{path}.{key}".lstrip("."), owner, key)
+        for path, owner in module.named_modules()
+        for key, _ in owner.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    if names is None:
+        return places
+    wanted = [names] if isinstance(names, str) else list(names)
+    known = [place.name for place in places]
+    for name in wanted:
+        if not any(fnmatchcase(each, name) for each in known):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"gathered_parameters names {name!r}, which no parameter of "
+                f"{type(module).__name__} is called.{hint}"
+            )
+    return [each for each in places if any(fnmatchcase(each.name, name) for name in wanted)]
+
+
+def _gathered_units(module: nn.Module, parameters: set[Parameter]) -> list[FSDPModule]:
+    """Return the units whose gathered copies stand where some parameters' shards should."""
+    below = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    # In one order on every rank: gathering them again is collective.
+    candidates = sorted({*below, *_units}, key=unit_parameter_names)
+    return [
+        unit
+        for unit in candidates
+        if is_gathered(unit) and any(whole in parameters for _, whole in unit_parameters(unit))
+    ]
+
+
+@torch.no_grad()
+def _gather(shard: Parameter) -> Parameter:
+    """Return the whole of a sharded parameter, and any other as it is. Collective."""
+    if not isinstance(shard, DTensor):
+        return shard
+    local = shard_value(shard)
+    value = DTensor.from_local(
+        local.to(shard.device),
+        shard.device_mesh,
+        shard.placements,
+        run_check=False,
+        shape=shard.shape,
+        stride=shard.stride(),
+    ).full_tensor()
+    if value.data_ptr() == local.data_ptr():
+        value = value.clone()  # a single rank's shard is the whole
+    return Parameter(value, requires_grad=shard.requires_grad)
+
+
+@torch.no_grad()
+def _scatter(whole: Tensor, shard: Parameter) -> None:
+    """Set every rank's shard from the whole parameter of the first rank. Collective."""
+    if not isinstance(shard, DTensor):
+        if dist.is_initialized():
+            dist.broadcast(whole, src=0)
+        return
+    value = distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=0)
+    local = local_tensor(shard.detach())
+    if isinstance(local, OffloadedShard):
+        local.write(local_tensor(value))
+    else:
+        local.copy_(local_tensor(value))

@@ -1,0 +1,1 @@
+"""Building models that are larger than one rank's memory: unit by unit."""

@@ -1,0 +1,90 @@
+"""Checkpoint files that are complete or absent.
+
+Lightning writes through fsspec, whose local transaction moves a file from the system's temporary
+directory: across file systems that is a copy, and a kill in its middle leaves half a checkpoint
+under the final name. Here a local file is written beside its final name, flushed to the disk and
+renamed. Remote file systems keep Lightning's way.
+"""
+
+import contextlib
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from typing_extensions import override
+
+from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.replacing import PARTIAL, remove, replace
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes one file per checkpoint; a kill at any moment leaves the old one or the new one."""
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None or not is_local(path):
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        target = local_path(path)
+        partial = target.with_name(target.name + PARTIAL)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove(partial)  # left behind by a run that was killed
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            replace(partial, target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                remove(partial)
+            raise CheckpointError(cannot_write(target, error)) from error
+
+    @override
+    def remove_checkpoint(self, path: _PATH) -> None:
+        """Delete a checkpoint, be it a file, a directory or a link to one."""
+        if is_local(path):
+            remove(local_path(path))
+        else:
+            super().remove_checkpoint(path)
+
+
+def load_mapped(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """Read a local file whose tensors stay on the disk until somebody looks at them."""
+    checkpoint: dict[str, Any] = torch.load(
+        path,
+        map_location="cpu",
+        # As Lightning decides for a local file.
+        weights_only=weights_only,
+        # The format of old torch versions cannot be mapped.
+        mmap=zipfile.is_zipfile(path),
+    )
+    return checkpoint
+
+
+def cannot_write(target: Path, cause: BaseException | str) -> str:
+    """Say that a checkpoint could not be written, and what that means."""
+    reason = getattr(cause, "strerror", None) or cause
+    return (
+        f"{target} could not be written: {reason}. The checkpoints written before it are intact; "
+        f"free some space or choose another folder."
+    )
+
+
+def is_local(path: _PATH) -> bool:
+    """Whether a path or address is of a file system that the operating system serves."""
+    protocol = get_filesystem(path).protocol
+    names = (protocol,) if isinstance(protocol, str) else protocol
+    return "file" in names or "local" in names
+
+
+def local_path(path: _PATH) -> Path:
+    """The path of an address that is local."""
+    return Path(str(path).removeprefix("file://"))

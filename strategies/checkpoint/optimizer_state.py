@@ -1,0 +1,201 @@
+"""Optimizer state by the names of parameters, which mean the same in every layout.
+
+torch numbers the parameters of an optimizer in the order of its groups; Lightning's files hold
+these numbers. Both forms can be loaded here into any layout: every rank takes its own part of
+what is stored, and what the optimizer holds already (offloaded state, say) is filled in place.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.pieces import KeptElsewhere, own_part
+from boltmesh.strategies.checkpoint.placeholder import held
+
+PARAMS = "params"
+
+
+def parameter_names(module: Module, optimizer: Optimizer) -> list[list[str]]:
+    """Names of an optimizer's parameters by group; of what is not the module's, its place."""
+    names = {id(each): name for name, each in module.named_parameters()}
+    return [
+        [names.get(id(each), f"#{group}.{at}") for at, each in enumerate(settings[PARAMS])]
+        for group, settings in enumerate(optimizer.param_groups)
+    ]
+
+
+def named_state(module: Module, optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's state like its ``state_dict``, with names in place of numbers. No copies.
+
+    Raises:
+        CheckpointError: For a state tensor that is cut like no parameter, and that no other
+            number of ranks could take up.
+    """
+    names = parameter_names(module, optimizer)
+    state: dict[str, dict[str, Any]] = {}
+    for name, parameter in _pairs(names, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, DTensor) and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {key!r} of {name} as shards of the shape "
+                    f"{tuple(value.shape)}, and the parameter has {tuple(parameter.shape)}: they "
+                    f"cannot be stored. Use an optimizer whose state has the shape of its "
+                    f"parameters, such as AdamW."
+                )
+            state.setdefault(name, {})[key] = value
+    groups = [
+        {**settings, PARAMS: members}
+        for settings, members in zip(optimizer.param_groups, names, strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def is_named(saved: Mapping[str, Any]) -> bool:
+    """Whether a saved state goes by names, not by torch's numbers."""
+    members = [each for group in saved["param_groups"] for each in group[PARAMS]]
+    return bool(members) and isinstance(members[0], str)
+
+
+def load_states(
+    module: Module, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Put the saved states of all optimizers into them; see ``load_state``."""
+    if len(optimizers) != len(saved):
+        raise CheckpointError(
+            f"The checkpoint holds the state of {len(saved)} optimizers, and configure_optimizers "
+            f"makes {len(optimizers)}. Make the same, or load the weights alone into a new run."
+        )
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        load_state(module, optimizer, state)
+
+
+def load_state(module: Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Put a saved state into an optimizer, whatever layout wrote it.
+
+    Groups keep their identity, for schedulers and offloading hold on to them.
+
+    Raises:
+        CheckpointError: When the groups are not those of the optimizer.
+    """
+    names = parameter_names(module, optimizer)
+    _check_groups(names, saved, type(optimizer).__name__)
+    stored = _by_name(names, saved)
+    for settings, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        _update(settings, {key: value for key, value in group.items() if key != PARAMS})
+    keeps_step_on_cpu = {
+        id(each): not (settings.get("capturable") or settings.get("fused"))
+        for settings in optimizer.param_groups
+        for each in settings[PARAMS]
+    }
+    with torch.no_grad():
+        for name, parameter in _pairs(names, optimizer):
+            values = stored.get(name, {})
+            _forget(optimizer, parameter, keeps=values.keys())
+            if not values:
+                continue
+            state = optimizer.state[parameter]
+            for key, value in values.items():
+                on_cpu = key == "step" and keeps_step_on_cpu[id(parameter)]
+                state[key] = _load_value(
+                    value, parameter, state.get(key), f"{name}.{key}", stays=on_cpu
+                )
+
+
+def _forget(optimizer: Optimizer, parameter: Tensor, *, keeps: Collection[str]) -> None:
+    """Drop state that a checkpoint has nothing for. Offloaded state stays where it is, as zeros."""
+    state = optimizer.state.get(parameter)
+    if state is None:
+        return
+    tensors = [each for each in state.values() if isinstance(each, Tensor)]
+    is_offloaded = any(isinstance(own_part(each), KeptElsewhere) for each in tensors)
+    for key in [each for each in state if each not in keeps]:
+        if not is_offloaded:
+            del state[key]
+        elif isinstance(part := own_part(state[key]), KeptElsewhere):
+            part.write(torch.zeros(part.shape))
+        else:
+            part.zero_()
+    if not state:
+        del optimizer.state[parameter]
+
+
+def _load_value(value: Any, parameter: Tensor, current: Any, name: str, *, stays: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    source = held(value)
+    if isinstance(current, Tensor) and current.shape == value.shape:
+        destination = current
+    elif value.shape == parameter.shape and value.dim() > 0:
+        # As torch does, also where a checkpoint of another precision is loaded.
+        dtype = parameter.dtype if value.is_floating_point() else value.dtype
+        destination = torch.empty_like(parameter.detach(), dtype=dtype)
+    elif isinstance(parameter, DTensor) and value.numel() > 1:
+        raise CheckpointError(
+            f"The optimizer state {name} has the shape {tuple(value.shape)} and its parameter "
+            f"{tuple(parameter.shape)}: nothing says how it would be cut into shards. Resume "
+            f"with a strategy that does not shard, such as bolt_ddp."
+        )
+    else:
+        device = torch.device("cpu") if stays else parameter.device
+        destination = torch.empty(value.shape, dtype=value.dtype, device=device)
+    destination.copy_(source)
+    return destination
+
+
+def _by_name(names: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved states by the names that the parameters have now."""
+    if is_named(saved):
+        return dict(saved["state"])
+    now = [name for group in names for name in group]
+    then = [number for group in saved["param_groups"] for number in group[PARAMS]]
+    return {
+        name: saved["state"][number]
+        for name, number in zip(now, then, strict=True)
+        if number in saved["state"]
+    }
+
+
+def _check_groups(names: Sequence[Sequence[str]], saved: Mapping[str, Any], optimizer: str) -> None:
+    advice = "Make the same groups, or load the weights alone into a new run."
+    groups = saved["param_groups"]
+    if len(names) != len(groups):
+        raise CheckpointError(
+            f"The checkpoint holds {len(groups)} parameter groups for {optimizer}, and "
+            f"configure_optimizers makes {len(names)}. {advice}"
+        )
+    for number, (now, group) in enumerate(zip(names, groups, strict=True)):
+        then = group[PARAMS]
+        if len(now) != len(then):
+            raise CheckpointError(
+                f"Parameter group {number} of {optimizer} has {len(now)} parameters, and the "
+                f"checkpoint's has {len(then)}. {advice}"
+            )
+        different = sorted(set(now) - set(then)) if is_named(saved) else []
+        if different:
+            raise CheckpointError(
+                f"Parameter group {number} of {optimizer} holds {different[0]}, and the "
+                f"checkpoint's does not. {advice}"
+            )
+
+
+def _update(settings: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Take over hyper-parameters; one that is a tensor keeps its identity."""
+    for key, value in saved.items():
+        current = settings.get(key)
+        if isinstance(current, Tensor) and isinstance(value, Tensor):
+            current.copy_(value)
+        else:
+            settings[key] = value
+
+
+def _pairs(
+    names: Sequence[Sequence[str]], optimizer: Optimizer
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for group, settings in zip(names, optimizer.param_groups, strict=True):
+        yield from zip(group, settings[PARAMS], strict=True)

@@ -1,0 +1,147 @@
+"""Reads tensors of a directory of shards, whichever ranks have written which parts of them.
+
+Reading needs no other rank: each takes what its own part overlaps, one piece at a time.
+"""
+
+import io
+import pickle
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from typing_extensions import override
+
+from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.pieces import KeptElsewhere, narrow, own_chunk, own_part
+from boltmesh.strategies.checkpoint.shard_writer import CHECKSUM
+
+_TORCH_NAMES = {
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.serialization": {"_get_layout"},
+}
+_OPEN_FILES = 16
+
+
+class ShardReader:
+    """The tensors of one directory.
+
+    Args:
+        folder: A complete directory of shards.
+        metadata: The content of its ``.metadata``.
+
+    Raises:
+        CheckpointError: When the metadata is not what boltmesh writes.
+    """
+
+    def __init__(self, folder: Path, metadata: bytes) -> None:
+        self._files: OrderedDict[str, io.BufferedReader] = OrderedDict()
+        self._folder = folder
+        self._metadata = _parse(folder, metadata)
+
+    def paths(self) -> dict[str, tuple[str, ...]]:
+        """Each tensor's name in the directory, and the keys under which it was saved."""
+        return {name: tuple(map(str, keys)) for name, keys in self._metadata.planner_data.items()}
+
+    def size_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """Of the whole tensor."""
+        entry = self._entry(name)
+        return entry.size, entry.properties.dtype
+
+    def read_into(self, name: str, destination: Tensor) -> None:
+        """Fill this rank's part of ``destination``, which has the shape of the stored tensor."""
+        part, chunk = own_part(destination), own_chunk(destination)
+        if 0 in chunk.sizes:
+            return
+        if isinstance(part, KeptElsewhere):
+            value = torch.empty(chunk.sizes, dtype=part.dtype)
+            self._fill(name, value, chunk)
+            part.write(value)
+        else:
+            self._fill(name, part, chunk)
+
+    def close(self) -> None:
+        """Close the files; they are opened again when something is read."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _entry(self, name: str) -> TensorStorageMetadata:
+        entry = self._metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry
+
+    def _fill(self, name: str, part: Tensor, chunk: ChunkStorageMetadata) -> None:
+        for item in create_read_items_for_chunk_list(name, self._entry(name), [chunk]):
+            piece = narrow(self._piece(item.storage_index), item.storage_offsets, item.lengths)
+            narrow(part, item.dest_offsets, item.lengths).copy_(piece)
+
+    def _piece(self, index: MetadataIndex) -> Tensor:
+        where = self._metadata.storage_data[index]
+        file = self._open(str(where.relative_path))
+        file.seek(where.offset)
+        data = file.read(where.length)
+        end = file.read(CHECKSUM.size)
+        is_whole = len(data) == where.length and len(end) == CHECKSUM.size
+        if not is_whole or CHECKSUM.unpack(end)[0] != zlib.crc32(data):
+            raise CheckpointError(
+                f"{self._folder / where.relative_path} was damaged after it was written: the "
+                f"checksum of {index.fqn!r} is wrong. Resume from another checkpoint."
+            )
+        piece: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return piece
+
+    def _open(self, name: str) -> io.BufferedReader:
+        if name not in self._files:
+            if len(self._files) >= _OPEN_FILES:
+                self._files.popitem(last=False)[1].close()
+            self._files[name] = (self._folder / Path(name).name).open("rb")
+        self._files.move_to_end(name)
+        return self._files[name]
+
+
+def _parse(folder: Path, data: bytes) -> Metadata:
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+        is_ours = isinstance(metadata, Metadata) and isinstance(metadata.planner_data, dict)
+    except Exception as error:
+        # Whatever a foreign pickle makes the machine stumble over.
+        raise CheckpointError(f"{folder} has a .metadata that cannot be read: {error}") from error
+    if not is_ours:
+        raise CheckpointError(f"{folder} has a .metadata that boltmesh has not written.")
+    assert isinstance(metadata, Metadata)
+    return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):  # noqa: S301 - it is what makes it safe
+    """Makes what torch's metadata consists of, and nothing else: a pickle could run any code."""
+
+    @override
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if global_name in _TORCH_NAMES.get(module_name, ()):
+            return super().find_class(module_name, global_name)
+        if module_name == "torch" and (
+            global_name == "Size" or isinstance(getattr(torch, global_name, None), torch.dtype)
+        ):
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} has no place in it")

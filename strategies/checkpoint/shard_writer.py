@@ -1,0 +1,168 @@
+"""Writes this rank's shards in the format of ``torch.distributed.checkpoint``.
+
+torch's own writer keeps every tensor it has copied to the CPU until its file is closed: a whole
+rank's share of model and optimizer, where memory may be what offloading was chosen for. This one
+holds one shard at a time. It also puts a checksum behind each piece, where torch's readers do not
+look.
+"""
+
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+from typing_extensions import override
+
+from boltmesh.strategies.checkpoint.pieces import (
+    KeptElsewhere,
+    narrow,
+    own_chunk,
+    own_part,
+    relative,
+    split,
+)
+from boltmesh.strategies.torch_compat import storage_info
+
+CHECKSUM = struct.Struct("<I")
+"""The CRC-32 of a piece, directly behind it."""
+
+
+class PiecePlanner(DefaultSavePlanner):
+    """Plans a rank's shards in pieces. Ranks that hold the same shard share the work.
+
+    The state holds tensors only; what is no DTensor is alike on all ranks, or counts as it is on
+    the first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_sharded_tensors=False)
+        self._read: tuple[str, Tensor] | None = None
+        """The name and value of the shard that was read last."""
+
+    @override
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, tensor in self.state_dict.items():
+            assert isinstance(tensor, Tensor)
+            if isinstance(tensor, DTensor):
+                has_part = tensor.device_mesh.get_coordinate() is not None
+            else:
+                has_part = self.is_coordinator
+            if has_part:
+                items += _pieces(name, tensor, keeps_empty=self.is_coordinator)
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        assert write_item.tensor_data is not None
+        name, piece = write_item.index.fqn, write_item.tensor_data.chunk
+        tensor = self.state_dict[name]
+        part = own_part(tensor)
+        if isinstance(part, KeptElsewhere):
+            if self._read is None or self._read[0] != name:
+                self._read = None  # so that there are never two
+                self._read = (name, part.read())
+            part = self._read[1]
+        return narrow(part, relative(piece.offsets, own_chunk(tensor).offsets), piece.sizes)
+
+
+def _pieces(name: str, tensor: Tensor, *, keeps_empty: bool) -> list[WriteItem]:
+    chunk = own_chunk(tensor)
+    if not keeps_empty and 0 in chunk.sizes:
+        return []
+    # Not by asking the tensor: what is kept elsewhere would be read for that.
+    properties = TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    return [
+        WriteItem(
+            index=MetadataIndex(name, piece.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(piece, properties, tensor.size()),
+        )
+        for piece in split(chunk, tensor.element_size())
+    ]
+
+
+class ShardWriter(FileSystemWriter):
+    """Writes one file per rank and flushes it to its medium."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+
+    @override
+    def storage_meta(self) -> StorageMeta:
+        # torch would note the folder, which has another name once it is complete.
+        return StorageMeta()
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        if plan.items:
+            name = f"{plan.storage_data.prefix}0.distcp"
+            with (self._folder / name).open("wb") as file:
+                for item in plan.items:
+                    offset, length = _write_piece(planner, item, file)
+                    where = storage_info(name, offset, length)
+                    results.append(WriteResult(item.index, length, where))
+                file.flush()
+                os.fsync(file.fileno())
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+
+def _write_piece(planner: SavePlanner, item: WriteItem, file: BinaryIO) -> tuple[int, int]:
+    """Write one piece; nothing holds on to it when this returns."""
+    data = planner.resolve_data(item)
+    assert isinstance(data, Tensor)
+    return _write(_compact(data), file)
+
+
+def _compact(part: Tensor) -> Tensor:
+    """On the CPU, without more storage than it has elements: torch saves the whole storage."""
+    part = part.detach().cpu().contiguous()
+    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+
+
+def _write(tensor: Tensor, file: BinaryIO) -> tuple[int, int]:
+    """Append a tensor and its checksum; return where it begins and how long it is."""
+    offset = file.tell()
+    stream = _Summing(file)
+    torch.save(tensor, cast("BinaryIO", stream))
+    length = file.tell() - offset
+    file.write(CHECKSUM.pack(stream.crc32))
+    return offset, length
+
+
+class _Summing:
+    """Passes on what is written and keeps its checksum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        """As a file's."""
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """As a file's."""
+        self._file.flush()

@@ -1,0 +1,39 @@
+"""What ranks do together fails on all of them or on none, so that nobody waits for the others."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from boltmesh.errors import BoltMeshError, CheckpointError
+
+T = TypeVar("T")
+
+
+def together(action: Callable[[], T]) -> T:
+    """Run ``action``, and raise on every rank when it raises on one. Collective over all ranks.
+
+    Raises:
+        CheckpointError: With the words of the first rank that failed.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
+        failure = error
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        reports: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, None if failure is None else _describe(failure))
+        if any(reports):
+            rank, report = next((at, each) for at, each in enumerate(reports) if each)
+            raise CheckpointError(f"{report} (rank {rank})") from failure
+    elif failure is not None:
+        raise failure
+    return result  # type: ignore[return-value]
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, BoltMeshError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

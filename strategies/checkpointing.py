@@ -1,0 +1,193 @@
+"""What Lightning asks of a strategy about checkpoints: one file of replicas, or shards of all.
+
+A strategy whose ranks hold the whole model writes files as Lightning does, but atomically. One
+whose ranks hold shards writes directories. Both load either.
+"""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from boltmesh.errors import CheckpointError, ConfigError
+from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.checkpoint.directory import is_directory, load_directory, save_directory
+from boltmesh.strategies.checkpoint.file import (
+    AtomicCheckpointIO,
+    is_local,
+    load_mapped,
+    local_path,
+)
+from boltmesh.strategies.checkpoint.optimizer_state import is_named, load_states, named_state
+from boltmesh.strategies.checkpoint.placeholder import Placeholder, held
+from boltmesh.strategies.checkpoint.together import together
+from boltmesh.strategies.data.axis import DataAxis
+from boltmesh.strategies.resume import ResumeManager
+from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
+
+AFTER_SAVING = "Trainer.save_checkpoint"
+"""What the Trainer calls the barrier after a save."""
+
+
+class CheckpointingStrategy(ParallelStrategy):
+    """Saves and loads; everything else is the engine's."""
+
+    data_axis: DataAxis
+    recorder: Recorder | NullRecorder
+    _resume: ResumeManager | None
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self.data_axis.is_sharded
+
+    @property  # type: ignore[explicit-override]
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif compat.is_wrapping(self._checkpoint_io):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # type: ignore[attr-defined]
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if self.data_axis.is_sharded:
+            raise ConfigError(
+                f"{type(self).__name__} writes its checkpoints by shards and would never call "
+                f"{type(io).__name__}. Take the plugin out of Trainer(plugins=...)."
+            )
+        self._checkpoint_io = io
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self.data_axis.is_sharded:
+            return super().lightning_module_state_dict()
+        if self._is_alone:
+            return {}  # it will not be written, and what failed may be what is asked here
+        assert self.lightning_module is not None
+        self.data_axis.synchronize()
+        # The parameters themselves: tied ones are known by being one object.
+        state: dict[str, Any] = self.lightning_module.state_dict(keep_vars=True)
+        return state
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not self.data_axis.is_sharded:
+            return super().optimizer_state(optimizer)
+        if self._is_alone:
+            return {}
+        assert self.lightning_module is not None
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        return named_state(self.lightning_module, optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        with self.recorder.phase("checkpoint"):
+            trainer = compat.trainer_of(self.lightning_module)
+            if self.data_axis.is_sharded and self._is_alone:
+                warnings.warn(
+                    f"{filepath} was not written: the run is ending by an error, and a checkpoint "
+                    f"of shards needs all ranks. The one before it is intact.",
+                    stacklevel=2,
+                )
+                return
+            if self._resume is not None and trainer is not None:
+                checkpoint = self._resume.store(checkpoint, trainer)
+            if self.data_axis.is_sharded:
+                self._save_shards(checkpoint, filepath, storage_options)
+            else:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            self.recorder.event("checkpoint", str(filepath))
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank is on its way out by an error, and others may be anywhere."""
+        trainer = compat.trainer_of(self.lightning_module)
+        is_failing = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        return is_failing and self.world_size > 1
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        # The Trainer meets after each save; a callback may save what a failing rank has.
+        if not (name == AFTER_SAVING and self._is_alone):
+            self._meet()
+
+    @abstractmethod
+    def _meet(self) -> None:
+        """Return when all ranks have called this."""
+
+    def _save_shards(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
+    ) -> None:
+        if storage_options is not None or not is_local(filepath):
+            raise CheckpointError(
+                f"{filepath} cannot be written: a checkpoint of shards is a directory that all "
+                f"ranks write to, without storage_options. Choose a local or mounted folder."
+            )
+        save_directory(checkpoint, local_path(self.broadcast(filepath)))
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        path = local_path(checkpoint_path)
+        if is_local(checkpoint_path) and is_directory(path):
+            checkpoint = together(
+                partial(
+                    load_directory,
+                    path,
+                    weights_only=weights_only,
+                    checks_files=self.is_global_zero,
+                )
+            )
+        elif is_local(checkpoint_path) and self.data_axis.is_sharded:
+            checkpoint = together(partial(load_mapped, path, weights_only=weights_only))
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only, **kwargs)
+        trainer = compat.trainer_of(self.lightning_module)
+        if self._resume is not None and trainer is not None:
+            self._resume.read(checkpoint, trainer, str(checkpoint_path))
+        return checkpoint
+
+    @override
+    def load_model_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any
+    ) -> None:
+        state: dict[str, Any] = checkpoint["state_dict"]
+        is_stored_in_shards = any(isinstance(each, Placeholder) for each in state.values())
+        if not self.data_axis.is_sharded and not is_stored_in_shards:
+            super().load_model_state_dict(checkpoint, strict, **kwargs)
+            return
+        assert self.lightning_module is not None
+        state = {key: held(each) for key, each in state.items()}
+        together(partial(self.lightning_module.load_state_dict, state, strict=strict))
+        self.data_axis.parameters_loaded()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if not self.data_axis.is_sharded and not any(map(is_named, states)):
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        module = self.lightning_module
+        assert module is not None
+        for optimizer in self.optimizers:
+            self.data_axis.prepare_state(optimizer)
+        together(partial(load_states, module, self.optimizers, states))
+        for optimizer in self.optimizers:
+            self.data_axis.state_loaded(optimizer)

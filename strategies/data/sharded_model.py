@@ -1,0 +1,162 @@
+"""Puts ``fully_shard`` on a LightningModule, and keeps what is known of the result."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from lightning.pytorch import LightningModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import Module
+
+from boltmesh.strategies.access import know_units
+from boltmesh.strategies.building.materialize import prepare_unit
+from boltmesh.strategies.data.autocast import full_precision_modules, is_any_cast
+from boltmesh.strategies.data.axis import AxisContext
+from boltmesh.strategies.data.buffers import BufferSync
+from boltmesh.strategies.data.evaluation import Attendance, Gather
+from boltmesh.strategies.data.refusals import refuse_mixed_types, refuse_parameters
+from boltmesh.strategies.data.root import Root
+from boltmesh.strategies.data.scalars import Scalars, scalars_of
+from boltmesh.strategies.data.shard_mesh import ShardMesh
+from boltmesh.strategies.data.shard_options import ShardOptions
+from boltmesh.strategies.data.units import find_units
+from boltmesh.strategies.tiling.apply import apply_tiling
+from boltmesh.strategies.tiling.weight import TiledWeight
+from boltmesh.strategies.torch_compat import is_gathered
+
+
+@dataclass
+class ShardedModel:
+    """A LightningModule whose parameters are shards."""
+
+    module: LightningModule
+    root: Root
+    """What the forward pass goes through; a unit itself."""
+    units: dict[str, FSDPModule]
+    """What is gathered as one, by name within the LightningModule; the root's is empty."""
+    cast: set[str]
+    """Names of the units that are gathered in what autocast computes in."""
+    mesh: ShardMesh
+    attendance: Attendance
+    buffers: BufferSync
+    tiled: list[TiledWeight]
+    """Weights that no unit gathers: their layers do, tile by tile."""
+    scalars: Scalars
+    """Parameters that cannot be sharded."""
+
+    @property
+    def root_unit(self) -> FSDPModule:
+        """The root as FSDP2 sees it."""
+        return self.units[""]
+
+    def reshard(self) -> None:
+        """Free every gathered copy, so that the next use gathers what the shards are now."""
+        for unit in self.units.values():
+            unit.reshard()
+        self.scalars.put_back()
+
+
+def shard_model(
+    module: LightningModule, options: ShardOptions, context: AxisContext
+) -> ShardedModel:
+    """Shard a module in place.
+
+    Collective over the data axis: every rank gets its share of the first rank's parameters.
+    """
+    refuse_parameters(module, has_offload=options.has_offload)
+    mesh = ShardMesh.build(
+        context.group,
+        context.device,
+        shard_size=options.shard_size,
+        ranks_per_node=context.ranks_per_node,
+    )
+    is_freed = options.stage == 3
+    units = find_units(module, options.blocks)
+    cast: set[str] = set()
+    adopted: list[Module] = []
+    tiled: list[TiledWeight] = []
+    for name, unit in reversed(units.items()):  # from the inside out
+        refuse_mixed_types(name, unit)
+        prepare_unit(unit, device=context.device, group=context.group, name=name)
+        tiled += _tile(unit, name, options, mesh)
+        left_out: list[Module] = []
+        if context.compute_dtype is not None and is_any_cast(unit):
+            cast.add(name)
+            left_out = full_precision_modules(unit)
+            adopted += left_out
+        fully_shard(
+            unit,
+            mesh=mesh.mesh,
+            reshard_after_forward=is_freed,
+            mp_policy=precision_policy(context.compute_dtype, is_cast=name in cast),
+            ignored_params={
+                *(p for each in left_out for p in each.parameters(recurse=False)),
+                *(each.parameter for each in tiled),
+                *scalars_of(unit),
+            },
+        )
+    refuse_mixed_types("", module)
+    prepare_unit(module, device=context.device, group=context.group)
+    tiled += _tile(module, "", options, mesh)
+    root = Root(module, adopted)
+    fully_shard(
+        root,
+        mesh=mesh.mesh,
+        # None: the root stays gathered from its forward on, as it is needed again at once.
+        reshard_after_forward=None if is_freed else False,
+        mp_policy=precision_policy(context.compute_dtype, is_cast=False),
+        ignored_params={*(each.parameter for each in tiled), *scalars_of(module)},
+    )
+    sharded: dict[str, FSDPModule] = {}
+    for name, each in (*units.items(), ("", root)):
+        assert isinstance(each, FSDPModule)
+        sharded[name] = each
+    gathers: dict[Module, Gather] = {}
+    for name, each in (*units.items(), ("", root)):
+        gathers[each] = _gather_of(sharded[name], is_freed=is_freed and each is not root)
+    for weight in tiled:
+        for layer in weight.layers:
+            dtype = weight.gathered_dtype(layer, context.compute_dtype)
+            gathers[layer] = Gather(lambda: True, partial(weight.attend, dtype))
+    know_units(sharded.values())
+    return ShardedModel(
+        module,
+        root,
+        sharded,
+        cast,
+        mesh,
+        Attendance(gathers, context.group, context.device),
+        BufferSync(module, context.group),
+        tiled,
+        Scalars(module, mesh.mesh, context.group),
+    )
+
+
+def _tile(unit: Module, name: str, options: ShardOptions, mesh: ShardMesh) -> list[TiledWeight]:
+    if options.tile_linear_bytes is None:
+        return []
+    return apply_tiling(unit, options.tile_linear_bytes, mesh.mesh, name=name)
+
+
+def precision_policy(compute_dtype: torch.dtype | None, *, is_cast: bool) -> MixedPrecisionPolicy:
+    """Return in which types a unit is gathered and reduced; ``compute_dtype`` is autocast's.
+
+    Blocks are gathered in that type, for half the traffic and memory, the root as it is. Gradients
+    are reduced in fp32. Inputs stay as they are: autocast decides about those.
+    """
+    if compute_dtype is None:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=compute_dtype if is_cast else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+
+
+def _gather_of(unit: FSDPModule, *, is_freed: bool) -> Gather:
+    def take_part() -> None:
+        unit.unshard()
+        if is_freed:
+            unit.reshard()
+
+    return Gather(lambda: not is_gathered(unit), take_part)

@@ -1,0 +1,1 @@
+"""Optimizer state and parameters outside of the compute device: in host memory or on a disk."""

@@ -1,0 +1,277 @@
+"""Adam and AdamW on flat fp32 state: torch's fused kernel, a correction of it, and its reverse.
+
+The kernel reads and writes each element once and reaches the limit of the memory; torch's default
+for CPU tensors takes 2.4 to 28 times as long. The numbers are those of ``AdamW(fused=True)``.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.offload.buckets import Piece, Slot
+from boltmesh.strategies.offload.rule import PieceGradient, Update, UpdateRule
+from boltmesh.strategies.torch_compat import fused_adam
+
+BLOCK_NUMEL = 1 << 20
+"""Corrections take several passes: over blocks that stay in the cache meanwhile."""
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """The hyper-parameters of one group of parameters at one step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    is_decoupled: bool
+    has_amsgrad: bool
+    is_maximizing: bool
+
+    @property
+    def is_reversible(self) -> bool:
+        """Whether a step can be corrected from its result and the gradient alone."""
+        return not self.has_amsgrad and (self.is_decoupled or not self.weight_decay)
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], *, is_adamw: bool) -> "AdamSettings":
+        """Read a group of a user's optimizer.
+
+        Raises:
+            ConfigError: When it asks for what only a step on the device can do.
+        """
+        if group.get("differentiable"):
+            raise ConfigError(
+                "The optimizer has differentiable=True, and an offloaded step runs outside of "
+                "autograd. Leave differentiable out, or set strategy.offload_optimizer=null."
+            )
+        beta1, beta2 = group["betas"]
+        return cls(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            is_decoupled=bool(group.get("decoupled_weight_decay", is_adamw)),
+            has_amsgrad=bool(group["amsgrad"]),
+            is_maximizing=bool(group["maximize"]),
+        )
+
+
+@dataclass(frozen=True)
+class AdamRun:
+    """Stretches of state with the same settings, and the step each of them is at."""
+
+    settings: AdamSettings
+    states: tuple[tuple[Tensor, ...], ...]
+    """Parameter, first and second moment, and for amsgrad the maximum: flat, fp32."""
+    gradients: tuple[Tensor, ...]
+    steps: tuple[int, ...]
+    """1 at the first step."""
+
+    def apply(self, coefficient: float = 1.0) -> None:
+        """Step once with ``coefficient`` times the gradients.
+
+        A coefficient other than 1 scales the gradients in place: nobody may read them afterwards.
+        """
+        settings = self.settings
+        columns = [list(column) for column in zip(*self.states, strict=True)]
+        parameters, first, second = columns[:3]
+        device = parameters[0].device
+        scale: dict[str, Tensor] = {}
+        if coefficient != 1.0:
+            # The kernel divides by it. A coefficient of 0, of an infinite norm, leaves 0 or NaN,
+            # as the multiplication does.
+            inverse = 1.0 / coefficient if coefficient else math.inf
+            scale = {
+                "grad_scale": torch.tensor(inverse, device=device),
+                "found_inf": torch.tensor(0.0, device=device),
+            }
+        fused_adam(is_decoupled=settings.is_decoupled)(
+            parameters,
+            list(self.gradients),
+            first,
+            second,
+            columns[3] if settings.has_amsgrad else [],
+            [torch.tensor(float(step), device=device) for step in self.steps],
+            lr=settings.lr,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            weight_decay=settings.weight_decay,
+            eps=settings.eps,
+            amsgrad=settings.has_amsgrad,
+            maximize=settings.is_maximizing,
+            **scale,
+        )
+
+    def correct(self, coefficient: float) -> None:
+        """Make of a step with the gradients one with ``coefficient`` times them.
+
+        Exact in algebra and without saved state: the step is taken back, the moments are moved by
+        the difference of the gradients, and the step is done again. Decoupled decay does not
+        depend on the gradient and stays. In floating point the second moment loses digits by
+        cancellation when the squared gradient dominates it, as in the first steps of a run.
+        """
+        settings = self.settings
+        sign = -1.0 if settings.is_maximizing else 1.0
+        less = (1 - settings.beta1) * (1 - coefficient) * sign
+        less_square = (1 - settings.beta2) * (1 - coefficient * coefficient)
+        for (p, m, v), g, rate, root in self._blocks():
+            _move(p, m, v, rate, root, settings.eps)
+            m.add_(g, alpha=-less)
+            # Not clamp_min_, which would hide a NaN.
+            v.addcmul_(g, g, value=-less_square).relu_()
+            _move(p, m, v, -rate, root, settings.eps)
+
+    def undo(self) -> None:
+        """Take a step with the gradients back: right to rounding, not to the bit."""
+        settings = self.settings
+        sign = -1.0 if settings.is_maximizing else 1.0
+        shrink = 1 - settings.lr * settings.weight_decay if settings.is_decoupled else 1.0
+        for (p, m, v), g, rate, root in self._blocks():
+            _move(p, m, v, rate, root, settings.eps)
+            p.div_(shrink)
+            m.add_(g, alpha=-(1 - settings.beta1) * sign).div_(settings.beta1 or 1.0)
+            v.addcmul_(g, g, value=-(1 - settings.beta2)).relu_().div_(settings.beta2 or 1.0)
+
+    def _blocks(self) -> Iterator[tuple[tuple[Tensor, ...], Tensor, float, float]]:
+        settings = self.settings
+        for state, gradient, step in zip(self.states, self.gradients, self.steps, strict=True):
+            rate = settings.lr / (1 - settings.beta1**step)
+            root = math.sqrt(1 - settings.beta2**step)
+            for start in range(0, gradient.numel(), BLOCK_NUMEL):
+                block = slice(start, start + BLOCK_NUMEL)
+                yield tuple(each[block] for each in state[:3]), gradient[block], rate, root
+
+
+def _move(p: Tensor, m: Tensor, v: Tensor, rate: float, root: float, eps: float) -> None:
+    p.addcdiv_(m, v.sqrt().div_(root).add_(eps), value=rate)
+
+
+class AdamRule(UpdateRule):
+    """Adam or AdamW of torch."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._is_adamw = isinstance(optimizer, AdamW)
+        self.state_names = ("exp_avg", "exp_avg_sq")
+        if any(group["amsgrad"] for group in optimizer.param_groups):
+            self.state_names += ("max_exp_avg_sq",)
+
+    @staticmethod
+    def fits(optimizer: Optimizer) -> bool:
+        """Whether this is torch's own Adam or AdamW: a class derived from them may do otherwise."""
+        return type(optimizer) in {Adam, AdamW}
+
+    @override
+    def settings(self, group: Mapping[str, Any]) -> AdamSettings:
+        settings = AdamSettings.of(group, is_adamw=self._is_adamw)
+        if settings.has_amsgrad and len(self.state_names) == 2:
+            raise ConfigError(
+                "A parameter group turned amsgrad on after the first step was prepared, and its "
+                "state has no maximum. Set amsgrad when the optimizer is made."
+            )
+        return settings
+
+    @override
+    def is_reversible(self, settings: AdamSettings) -> bool:
+        return settings.is_reversible
+
+    @override
+    def apply(
+        self,
+        state: tuple[Tensor, ...],
+        offset: int,
+        pieces: Sequence[PieceGradient],
+        updates: Mapping[Slot, Update],
+        coefficient: float,
+    ) -> None:
+        for run in _runs(state, offset, pieces, updates):
+            run.apply(coefficient)
+
+    @override
+    def correct(
+        self,
+        state: tuple[Tensor, ...],
+        offset: int,
+        pieces: Sequence[PieceGradient],
+        updates: Mapping[Slot, Update],
+        coefficient: float,
+    ) -> None:
+        for run in _runs(state, offset, pieces, updates):
+            run.correct(coefficient)
+
+    @override
+    def undo(
+        self,
+        state: tuple[Tensor, ...],
+        offset: int,
+        pieces: Sequence[PieceGradient],
+        updates: Mapping[Slot, Update],
+    ) -> None:
+        for run in _runs(state, offset, pieces, updates):
+            run.undo()
+
+
+def _runs(
+    state: tuple[Tensor, ...],
+    offset: int,
+    pieces: Sequence[PieceGradient],
+    updates: Mapping[Slot, Update],
+) -> list[AdamRun]:
+    """Pieces with the same settings; those that follow one another at the same step, as one."""
+    stretches: dict[AdamSettings, list[_Stretch]] = {}
+    for each in pieces:
+        update = updates[each.piece.slot]
+        stretch = _Stretch(each.piece, each.piece.start, update.step, each.gradient)
+        of_settings = stretches.setdefault(update.settings, [])
+        if not (of_settings and of_settings[-1].extend(stretch)):
+            of_settings.append(stretch)
+    return [
+        AdamRun(
+            settings,
+            tuple(
+                tuple(t[one.start - offset :][: one.gradient.numel()] for t in state)
+                for one in each
+            ),
+            tuple(one.gradient for one in each),
+            tuple(one.step for one in each),
+        )
+        for settings, each in stretches.items()
+    ]
+
+
+@dataclass
+class _Stretch:
+    piece: Piece
+    """The last of those that it covers."""
+    start: int
+    step: int
+    gradient: Tensor
+
+    def extend(self, other: "_Stretch") -> bool:
+        """Take in a stretch that follows, with nothing between but padding, which is zero.
+
+        False where another parameter is between, or the gradients do not lie as the state does.
+        """
+        slot = self.piece.slot
+        is_next = other.piece.slot is slot or other.start == slot.offset + slot.padded_numel
+        if self.step != other.step or not is_next:
+            return False
+        before, after = self.gradient, other.gradient
+        distance = other.start - self.start
+        if before.untyped_storage().data_ptr() != after.untyped_storage().data_ptr():
+            return False
+        if after.storage_offset() - before.storage_offset() != distance:
+            return False
+        numel = distance + after.numel()
+        self.gradient = before.as_strided((numel,), (1,), before.storage_offset())
+        self.piece = other.piece
+        return True

@@ -1,0 +1,117 @@
+"""How the parameters of a unit lie in flat state: slots in a bucket, a bucket cut into chunks.
+
+The layout is that of the reduce-scatter output of ``fully_shard``: the shards of a unit's
+parameters one after the other, each padded to ``ceil(rows / ranks)`` rows. A gradient then lies as
+its state does, and one kernel call steps many parameters. Padding has zero gradient, so it changes
+neither norm nor state.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn import Parameter
+
+from boltmesh.strategies.offload.tiers import StateStore
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter's place in its bucket."""
+
+    index: int
+    """Among all parameters that the engine keeps; what the stores of parameters know it by."""
+    name: str
+    parameter: Parameter
+    shape: tuple[int, ...]
+    """Of this rank's shard."""
+    padded_shape: tuple[int, ...]
+    """Of the largest rank's: what all-gathers take from every rank."""
+    dtype: torch.dtype
+    """What it is computed in."""
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's shard."""
+        return math.prod(self.shape)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements that it takes in the bucket."""
+        return math.prod(self.padded_shape)
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A stretch of a bucket that is read, stepped and written as one."""
+
+    number: int
+    bucket: "Bucket"
+    start: int
+    stop: int
+    place: str = ""
+    store: StateStore | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of each of its tensors."""
+        return self.stop - self.start
+
+    def pieces(self) -> Iterator["Piece"]:
+        """What of which parameters it holds, padding left out."""
+        for slot in self.bucket.slots:
+            start = max(slot.offset, self.start)
+            stop = min(slot.offset + slot.numel, self.stop)
+            if start < stop:
+                yield Piece(slot, start, stop)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one parameter, in elements of its bucket."""
+
+    slot: Slot
+    start: int
+    stop: int
+
+
+@dataclass(eq=False)
+class Bucket:
+    """The parameters of one unit that one optimizer updates."""
+
+    name: str
+    slots: list[Slot]
+    chunks: list[Chunk] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        offset = 0
+        for slot in self.slots:
+            slot.offset = offset
+            offset += slot.padded_numel
+        self.numel = offset
+
+    def cut(self, first_number: int, chunk_numel: int) -> None:
+        """Cut it into chunks: between parameters where possible, within those that are larger."""
+        starts = [0]
+        for slot in self.slots:
+            end = slot.offset + slot.padded_numel
+            if end - starts[-1] <= chunk_numel:
+                continue
+            if slot.offset > starts[-1]:
+                starts.append(slot.offset)
+            while end - starts[-1] > chunk_numel:
+                starts.append(starts[-1] + chunk_numel)
+        bounds = [*starts, self.numel]
+        self.chunks = [
+            Chunk(first_number + i, self, start, stop)
+            for i, (start, stop) in enumerate(itertools.pairwise(bounds))
+            if stop > start
+        ]
+
+    def chunks_of(self, slot: Slot) -> list[Chunk]:
+        """The chunks that hold something of a parameter."""
+        end = slot.offset + slot.numel
+        return [each for each in self.chunks if each.start < end and each.stop > slot.offset]

@@ -1,0 +1,150 @@
+"""A swap file with threads to each direction and a checksum to each block."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from boltmesh.strategies.offload.disk.cause import DamagedBlockError
+from boltmesh.strategies.offload.disk.checksum import block_sum
+from boltmesh.strategies.offload.disk.file import Extent, SwapFile
+from boltmesh.strategies.offload.disk.system import FileCalls
+from boltmesh.strategies.offload.disk.transfer import BLOCK_BYTES, Block, Ticket, TransferPool
+from boltmesh.strategies.offload.memory import as_bytes
+from boltmesh.telemetry.recording.null_recorder import NullRecorder
+from boltmesh.telemetry.recording.recorder import Recorder
+
+NUM_THREADS = 4
+"""For each direction; 8 are equal on the disks that were tried."""
+
+
+class Swap:
+    """What the stores of one rank read from and write to. The last store to close closes it.
+
+    Args:
+        folder: Where to make the file.
+        num_bytes: Space to take at once: a full disk is then known before the first step.
+        rank: Whose file it is, for messages.
+        calls: The system's calls; a test brings its own.
+        recorder: Is told of each transfer.
+        num_threads: For each direction.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        num_bytes: int = 0,
+        *,
+        rank: int = 0,
+        calls: FileCalls | None = None,
+        recorder: Recorder | NullRecorder | None = None,
+        num_threads: int = NUM_THREADS,
+    ) -> None:
+        self.folder = Path(folder)
+        self.recorder = recorder or NullRecorder()
+        self.file = SwapFile(self.folder, num_bytes, rank=rank, calls=calls or FileCalls())
+        self._reads = TransferPool(num_threads, "boltmesh disk read")
+        self._writes = TransferPool(num_threads, "boltmesh disk write")
+        self._num_users = 0
+
+    def allocate(self, name: str, num_bytes: int) -> Extent:
+        """Take a range of the file, in whole pages."""
+        return self.file.allocate(name, num_bytes)
+
+    def read(
+        self,
+        extent: Extent,
+        into: Tensor,
+        *,
+        is_urgent: bool = False,
+        on_done: Callable[[Ticket], None] = lambda _: None,
+    ) -> Ticket:
+        """Begin to read a range and to compare it with what was written.
+
+        Args:
+            extent: The range.
+            into: ``uint8``, as long as the range, page-aligned.
+            is_urgent: Goes before what is not.
+            on_done: Called by the thread that moved the last block, also after an error.
+        """
+        return self._submit("read", extent, into, on_done, is_urgent=is_urgent)
+
+    def write(
+        self,
+        extent: Extent,
+        data: Tensor,
+        *,
+        on_done: Callable[[Ticket], None] = lambda _: None,
+    ) -> Ticket:
+        """Begin to write a range; ``data`` may not change until the ticket is done."""
+        return self._submit("write", extent, data, on_done, is_urgent=False)
+
+    def sync(self) -> None:
+        """Find out about writes that have only reached the page cache."""
+        self.file.sync()
+
+    def share(self) -> None:
+        """One store more uses this."""
+        self._num_users += 1
+
+    def unshare(self) -> None:
+        """One store less; the last one closes."""
+        self._num_users -= 1
+        if self._num_users == 0:
+            self.close()
+
+    def close(self) -> None:
+        """End the threads and give the space back."""
+        self._reads.close()
+        self._writes.close()
+        self.file.close()
+
+    def _submit(
+        self,
+        direction: Literal["read", "write"],
+        extent: Extent,
+        memory: Tensor,
+        on_done: Callable[[Ticket], None],
+        *,
+        is_urgent: bool,
+    ) -> Ticket:
+        assert memory.numel() == extent.num_bytes
+
+        def finish(ticket: Ticket) -> None:
+            if ticket.error is not None:
+                preposition = "from" if direction == "read" else "to"
+                doing = f"{direction} {extent.name} {preposition}"
+                cause = ticket.error
+                ticket.error = self.file.explain(cause, doing)
+                ticket.error.__cause__ = cause
+            else:
+                self.recorder.offload("disk", direction, extent.num_bytes, ticket.seconds)
+            on_done(ticket)
+
+        move = self._read_block if direction == "read" else self._write_block
+        ticket = Ticket(memory, len(extent.sums), finish)
+        blocks: list[Block] = [partial(move, extent, memory, n) for n in range(len(extent.sums))]
+        pool = self._reads if direction == "read" else self._writes
+        pool.submit(ticket, blocks, is_urgent=is_urgent)
+        return ticket
+
+    def _read_block(self, extent: Extent, memory: Tensor, number: int) -> None:
+        block, offset = _cut(extent, memory, number)
+        self.file.read(as_bytes(block), offset)
+        if block_sum(block) != extent.sums[number]:
+            raise DamagedBlockError(offset, block.numel())
+
+    def _write_block(self, extent: Extent, memory: Tensor, number: int) -> None:
+        block, offset = _cut(extent, memory, number)
+        extent.sums[number] = None  # half of a block is no block
+        total = block_sum(block)
+        self.file.write(as_bytes(block), offset)
+        extent.sums[number] = total
+
+
+def _cut(extent: Extent, memory: Tensor, number: int) -> tuple[Tensor, int]:
+    """One block of the memory, and where it lies in the file."""
+    start = number * BLOCK_BYTES
+    return memory[start : start + BLOCK_BYTES], extent.offset + start

@@ -1,0 +1,124 @@
+"""Threads that move blocks between memory and a file, and the tickets of those who wait for them.
+
+``preadv`` and ``pwritev`` release the interpreter's lock, so a few threads keep a disk busy at 7 to
+8 ms of CPU time per GB. One pool for each direction: with a common one, writes stand in line
+behind reads and the pipelined step is 10 % slower.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import PriorityQueue
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 4 << 20
+"""What one thread moves at a time; 16 MiB is equal, 1 MiB costs 5 %."""
+
+
+class Ticket:
+    """One transfer of several blocks. It holds the memory until the last block is through."""
+
+    def __init__(
+        self, memory: Tensor, num_blocks: int, on_done: Callable[["Ticket"], None]
+    ) -> None:
+        self.memory = memory
+        self.error: BaseException | None = None
+        self.seconds = 0.0
+        self._on_done = on_done
+        self._blocks_left = num_blocks
+        self._began_s: float | None = None
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no block is under way any more, for better or worse."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Return once all blocks are through.
+
+        Raises:
+            OffloadError: The first error of any block.
+        """
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+
+    def begin_block(self) -> None:
+        """A thread takes up a block."""
+        with self._lock:
+            if self._began_s is None:
+                self._began_s = time.monotonic()
+
+    def end_block(self, error: BaseException | None = None) -> None:
+        """A thread is through with a block."""
+        with self._lock:
+            self._blocks_left -= 1
+            self.error = self.error or error
+            is_last = self._blocks_left == 0
+        if is_last:
+            if self._began_s is not None:
+                self.seconds = time.monotonic() - self._began_s
+            try:
+                # Before the waiters wake, so that they find what the callback has entered.
+                self._on_done(self)
+            except BaseException as caught:  # noqa: BLE001 - likewise for the waiter
+                self.error = self.error or caught
+            finally:
+                self._done.set()
+
+
+Block = Callable[[], None]
+"""Moves one block, or raises."""
+
+
+class TransferPool:
+    """Some threads that take blocks in order, urgent ones first."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._queue: PriorityQueue[tuple[int, int, Ticket | None, Block | None]] = PriorityQueue()
+        self._numbers = itertools.count()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name} {n}", daemon=True)
+            for n in range(num_threads)
+        ]
+        self._started = threading.Barrier(num_threads + 1)
+        for thread in self._threads:
+            thread.start()
+        self._started.wait()
+        # A thread's own number is also what torch gives to threads that begin later: put it back.
+        torch.set_num_threads(torch.get_num_threads())
+
+    def submit(self, ticket: Ticket, blocks: Sequence[Block], *, is_urgent: bool = False) -> None:
+        """Queue the blocks of one ticket. Urgent is what the training thread stands still for."""
+        for block in blocks:
+            self._queue.put((0 if is_urgent else 1, next(self._numbers), ticket, block))
+
+    def close(self) -> None:
+        """Finish what is queued and end the threads."""
+        for _ in self._threads:
+            self._queue.put((2, next(self._numbers), None, None))
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _run(self) -> None:
+        # Checksums are small work on many threads already; more would only get in training's way.
+        torch.set_num_threads(1)
+        self._started.wait()
+        while True:
+            _, _, ticket, block = self._queue.get()
+            if ticket is None or block is None:
+                return
+            ticket.begin_block()
+            error = None
+            try:
+                block()
+            except BaseException as caught:  # noqa: BLE001 - whoever waits gets it, whatever it is
+                error = caught
+            ticket.end_block(error)
+            del ticket, block, error  # a thread that waits for work holds no memory

@@ -1,0 +1,163 @@
+"""Decides what is kept as one: the parameters of each unit, by the optimizer that updates them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.offload.buckets import Bucket, Slot
+from boltmesh.strategies.torch_compat import (
+    UnitShard,
+    local_tensor,
+    set_local_tensor,
+    unit_shards,
+)
+
+
+@dataclass(eq=False)
+class Held:
+    """A sharded parameter before the engine takes it over."""
+
+    name: str
+    parameter: Parameter
+    compute_dtype: torch.dtype
+    padded_shape: tuple[int, ...]
+    shard: UnitShard | None
+    """None where no unit of FSDP2 gathers it."""
+
+    def replace(self, local: Tensor, flat: Tensor) -> None:
+        """Put another local tensor under the parameter; see ``UnitShard.replace``."""
+        if self.shard is not None:
+            self.shard.replace(local, flat)
+        else:
+            set_local_tensor(self.parameter, local)
+
+    def padded(self) -> Tensor:
+        """This rank's shard, flat, padded with zeros."""
+        local = local_tensor(self.parameter).detach().reshape(-1)
+        whole = local.new_zeros(math.prod(self.padded_shape))
+        whole[: local.numel()].copy_(local)
+        return whole
+
+
+def held_units(
+    module: Module, units: Mapping[str, FSDPModule], compute_dtype: torch.dtype | None
+) -> dict[str, list[Held]]:
+    """Return the sharded parameters by unit, those of no unit by themselves.
+
+    Args:
+        module: The user's module: its parameters' names are the names in messages.
+        units: FSDP2's modules by name, in the order of the forward pass.
+        compute_dtype: What a sharded parameter of no unit is gathered in; None for its own.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found: dict[str, list[Held]] = {}
+    seen: set[Parameter] = set()
+    for unit_name, unit in units.items():
+        shards = unit_shards(unit)
+        found[unit_name] = [
+            Held(names[s.parameter], s.parameter, s.compute_dtype, s.padded_shape, s)
+            for s in shards
+        ]
+        seen.update(shard.parameter for shard in shards)
+    for parameter, name in names.items():
+        if parameter not in seen and isinstance(parameter, DTensor):
+            dtype = compute_dtype or parameter.dtype
+            found[name] = [Held(name, parameter, dtype, _padded_shape(parameter), None)]
+    return found
+
+
+def _padded_shape(parameter: DTensor) -> tuple[int, ...]:
+    rows = parameter.shape[0]
+    for dim, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            rows = -(-rows // parameter.device_mesh.size(dim))
+    return (rows, *parameter.shape[1:])
+
+
+def build_buckets(
+    units: Mapping[str, Sequence[Held]],
+    optimizers: Sequence[Optimizer],
+    *,
+    first_index: int = 0,
+    takes_frozen: bool,
+) -> list[tuple[Bucket, Optimizer | None, list[Held]]]:
+    """One bucket for each unit and each optimizer that updates something in it.
+
+    Args:
+        units: As ``held_units`` gives them.
+        optimizers: The user's.
+        first_index: For the slots.
+        takes_frozen: Whether parameters that no optimizer updates are kept as well.
+
+    Raises:
+        ConfigError: When state of a parameter cannot be kept in fp32.
+    """
+    owners = {p: o for o in optimizers for p in _parameters(o) if p.requires_grad}
+    made: list[tuple[Bucket, Optimizer | None, list[Held]]] = []
+    for unit_name, held in units.items():
+        for owner in (*optimizers, None):
+            if owner is None and not takes_frozen:
+                continue
+            own = [each for each in held if owners.get(each.parameter) is owner]
+            own = [each for each in own if math.prod(each.padded_shape)]
+            if not own:
+                continue
+            slots = []
+            for each in own:
+                _check_dtype(each)
+                slots.append(
+                    Slot(
+                        first_index,
+                        each.name,
+                        each.parameter,
+                        tuple(local_tensor(each.parameter).shape),
+                        each.padded_shape,
+                        each.compute_dtype,
+                    )
+                )
+                first_index += 1
+            made.append((Bucket(unit_name, slots), owner, own))
+    return made
+
+
+def unknown_parameters(
+    units: Mapping[str, Sequence[Held]], optimizers: Sequence[Optimizer]
+) -> list[Parameter]:
+    """Parameters that an optimizer updates and no unit holds."""
+    known = {each.parameter for held in units.values() for each in held}
+    return [p for o in optimizers for p in _parameters(o) if p.requires_grad and p not in known]
+
+
+def shard_groups(parameter: Tensor) -> list[ProcessGroup]:
+    """The groups of ranks over which a parameter is cut."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh = parameter.device_mesh
+    return [
+        mesh.get_group(dim)
+        for dim, placement in enumerate(parameter.placements)
+        if isinstance(placement, Shard) and mesh.size(dim) > 1
+    ]
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _check_dtype(held: Held) -> None:
+    if held.parameter.dtype != torch.float32:
+        kind = str(held.parameter.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{held.name} is {kind}, and offloaded state is kept in fp32. Set trainer.precision "
+            f"to '32-true', or to 'bf16-mixed', which computes in bf16 and keeps fp32 masters."
+        )

@@ -1,0 +1,118 @@
+"""What the offload engine asks of a place that holds state, whichever place it is.
+
+Optimizer state is cut into chunks of at most ``CHUNK_NUMEL`` elements: large enough that a disk
+moves one at full speed, small enough that a few of them in flight are little memory. A chunk is
+the master parameter followed by the optimizer's moments, flat, fp32, each of the same length.
+
+Parameters are kept a second time, in the dtype that they are computed in, for all-gathers.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+CHUNK_NUMEL = 8 << 20
+"""100 MB of parameter and two moments; half of it costs a disk 15 to 20 % of its speed."""
+
+
+class StateStore(ABC):
+    """Flat fp32 optimizer state by chunk: the master parameter first, then the moments.
+
+    One thread at a time creates, acquires and releases. A chunk is acquired once, then released,
+    before it is acquired again.
+    """
+
+    @abstractmethod
+    def create(self, chunk: int, tensors: Sequence[Tensor]) -> None:
+        """Store the initial values of a new chunk: flat, fp32, of equal length."""
+
+    @abstractmethod
+    def prefetch(self, chunk: int) -> None:
+        """Say that the chunk will be acquired soon. A hint: it never blocks."""
+
+    @abstractmethod
+    def acquire(self, chunk: int) -> tuple[Tensor, ...]:
+        """The chunk's tensors, flat, fp32 and writable until ``release``; blocks until read.
+
+        Raises:
+            OffloadError: When the chunk could not be read, or is not what was written.
+        """
+
+    @abstractmethod
+    def release(self, chunk: int, *, is_dirty: bool) -> None:
+        """Give the tensors back. With ``is_dirty`` the write back is scheduled."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Return once everything written is on its medium.
+
+        Raises:
+            OffloadError: The first error of a transfer that nobody has been told yet.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free memory and files. Nothing else may be called afterwards, but ``close`` again."""
+
+    @abstractmethod
+    def bytes_by_place(self) -> dict[str, int]:
+        """What the store takes now, by ``"device"``, ``"host"`` and ``"disk"``."""
+
+
+class ParameterStore(ABC):
+    """Shards of parameters in the dtype they are computed in, by index, for all-gathers."""
+
+    @abstractmethod
+    def create(self, index: int, value: Tensor) -> None:
+        """Store a new shard: flat, padded to the size that all-gathers take, in its dtype."""
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """All shards are as new as the last optimizer step: reading ahead may start again.
+
+        Nothing is read ahead past the last ``get`` of a step, for it would be older than the
+        optimizer step that is still to come.
+        """
+
+    @abstractmethod
+    def get(self, index: int) -> Tensor:
+        """The shard on the compute device, flat, valid until ``release``; blocks until read.
+
+        Raises:
+            OffloadError: When the shard could not be read, or is not what was written.
+        """
+
+    @abstractmethod
+    def release(self, index: int) -> None:
+        """Give the shard back, once the work submitted so far on the current stream is done."""
+
+    def get_part(self, index: int, start: int, stop: int) -> Tensor:
+        """A stretch of a shard on the compute device, flat, to keep.
+
+        For layers that are gathered in tiles. A store that can, takes no more of the device's
+        memory than the stretch.
+        """
+        part = self.get(index)[start:stop].clone()
+        self.release(index)
+        return part
+
+    @abstractmethod
+    def put(self, index: int, value: Tensor) -> None:
+        """Replace a shard after a step. ``value`` is flat, of any float dtype, and copied."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Return once everything written is on its medium.
+
+        Raises:
+            OffloadError: The first error of a transfer that nobody has been told yet.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free memory and files. Nothing else may be called afterwards, but ``close`` again."""
+
+    @abstractmethod
+    def bytes_by_place(self) -> dict[str, int]:
+        """What the store takes now, by ``"device"``, ``"host"`` and ``"disk"``."""

@@ -1,0 +1,1 @@
+"""What a layout needs of memory, and what it moves, computed before anything is built. No torch."""

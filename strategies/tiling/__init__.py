@@ -1,0 +1,1 @@
+"""Layers that are too large to be gathered whole, run in tiles."""

@@ -1,0 +1,158 @@
+"""The optimizer step on disk, beside what the disk and the arithmetic take by themselves.
+
+    OMP_NUM_THREADS=2 python tests/benchmarks/nvme_step.py FOLDER [--numel 200e6] [--rounds 9]
+
+The step is AdamW over state in a ``DiskStore``: chunk by chunk it is read, stepped by torch's fused
+kernel, copied out in bf16 and written back, with checksums. Each round runs, in random order,
+
+* the step,
+* the same reads and writes, both at once and without sums, and nothing else (``raw``),
+* the same arithmetic on state in host memory (``memory``),
+* the step with a ring of two buffers and of three.
+
+A step cannot be faster than the slower of raw and memory; printed is the median over the rounds of
+how much of that limit it reaches. The state is compared with the one in memory at the end, to the
+bit. A virtual disk that its host caches flatters reading and writing alike: trust ratios.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from torch import Tensor
+
+from boltmesh.strategies.offload.disk.store import DiskStore
+from boltmesh.strategies.offload.disk.swap import NUM_THREADS, Swap
+from boltmesh.strategies.offload.disk.transfer import BLOCK_BYTES, Block, Ticket, TransferPool
+from boltmesh.strategies.offload.host import HostStore
+from boltmesh.strategies.offload.memory import allocate_host, as_bytes
+from boltmesh.strategies.offload.tiers import CHUNK_NUMEL, StateStore
+from boltmesh.strategies.torch_compat import fused_adam
+
+CPU = torch.device("cpu")
+AHEAD = 3
+ADAMW = {
+    "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8,
+    "amsgrad": False, "maximize": False,
+}  # fmt: skip
+
+
+class Stepper:
+    """AdamW over the chunks of one store."""
+
+    def __init__(self, store: StateStore, numel: int) -> None:
+        self.store = store
+        self.sizes = [min(CHUNK_NUMEL, numel - at) for at in range(0, numel, CHUNK_NUMEL)]
+        self.number = 0
+        for chunk, size in enumerate(self.sizes):
+            generator = torch.Generator().manual_seed(chunk)
+            master = torch.randn(size, generator=generator)
+            store.create(chunk, [master, torch.zeros(size), torch.zeros(size)])
+        store.flush()
+
+    def step(self, gradient: Tensor, copy: Tensor) -> None:
+        """One optimizer step; returns when everything is written."""
+        self.number += 1
+        count = torch.tensor(float(self.number))
+        for chunk, size in enumerate(self.sizes):
+            for ahead in range(chunk, min(len(self.sizes), chunk + AHEAD + 1)):
+                self.store.prefetch(ahead)
+            master, first, second = self.store.acquire(chunk)
+            here = slice(chunk * CHUNK_NUMEL, chunk * CHUNK_NUMEL + size)
+            fused_adam(is_decoupled=True)(
+                [master], [gradient[here]], [first], [second], [], [count], **ADAMW
+            )
+            copy[here].copy_(master)
+            self.store.release(chunk, is_dirty=True)
+        self.store.flush()
+
+
+class RawDisk:
+    """The transfers of a step without the step."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self.swap = Swap(folder, num_bytes)
+        self.num_bytes = num_bytes
+        self.buffers = [allocate_host(12 * CHUNK_NUMEL, device=CPU) for _ in range(2)]
+        self.reads, self.writes = (TransferPool(NUM_THREADS, name) for name in ("read", "write"))
+        self.move(self.writes, self.swap.file.write, self.buffers[0]).wait()
+
+    def move(
+        self, pool: TransferPool, call: Callable[[memoryview, int], None], buffer: Tensor
+    ) -> Ticket:
+        blocks: list[Block] = []
+        for offset in range(0, self.num_bytes, BLOCK_BYTES):
+            start = offset % (buffer.numel() // BLOCK_BYTES * BLOCK_BYTES)
+            size = min(BLOCK_BYTES, self.num_bytes - offset)
+            blocks.append(partial(call, as_bytes(buffer[start : start + size]), offset))
+        ticket = Ticket(buffer, len(blocks), lambda _: None)
+        pool.submit(ticket, blocks)
+        return ticket
+
+    def step(self) -> None:
+        """All reads and all writes of a step, at once."""
+        file = self.swap.file
+        tickets = [
+            self.move(self.reads, file.read, self.buffers[0]),
+            self.move(self.writes, file.write, self.buffers[1]),
+        ]
+        for ticket in tickets:
+            ticket.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--numel", type=float, default=200e6)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    numel = int(options.numel)
+    gradient, copy = torch.randn(numel) * 1e-2, torch.empty(numel, dtype=torch.bfloat16)
+    num_bytes = sum(
+        DiskStore.bytes_of(min(CHUNK_NUMEL, numel - at), 3) for at in range(0, numel, CHUNK_NUMEL)
+    )
+    rings = {
+        count: Stepper(
+            DiskStore(Swap(options.folder, num_bytes), device=CPU, num_buffers=count), numel
+        )
+        for count in (4, 3, 2)
+    }
+    memory = Stepper(HostStore(CPU), numel)
+    raw = RawDisk(options.folder, num_bytes)
+    variants: dict[str, Callable[[], None]] = {
+        "step": partial(rings[4].step, gradient, copy),
+        "ring of 3": partial(rings[3].step, gradient, copy),
+        "ring of 2": partial(rings[2].step, gradient, copy),
+        "raw": raw.step,
+        "memory": partial(memory.step, gradient, torch.empty_like(copy)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(options.rounds + 1):
+        for name in random.sample(list(variants), len(variants)):
+            start = time.perf_counter()
+            variants[name]()
+            if number:  # the first round warms up
+                times[name].append(time.perf_counter() - start)
+    limits = [max(pair) for pair in zip(times["raw"], times["memory"], strict=True)]
+    print(f"{numel / 1e6:.0f}M parameters, {num_bytes / 1e9:.2f} GB read and written, "
+          f"{options.rounds} rounds, direct I/O: {raw.swap.file.is_direct}")  # fmt: skip
+    for name, each in times.items():
+        reached = statistics.median(a / b for a, b in zip(limits, each, strict=True))
+        print(f"  {name:<10}{statistics.median(each):8.3f} s   {reached:.3f} of the limit")
+    for chunk in range(len(memory.sizes)):
+        here, there = rings[4].store.acquire(chunk), memory.store.acquire(chunk)
+        assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True)), chunk
+        rings[4].store.release(chunk, is_dirty=False)
+    print("  equal to memory, to the bit")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""ZeRO with its state on the host or on a disk computes what one process computes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boltmesh.differences import Trace, find_differences
+from boltmesh.parity import trace_layout
+from boltmesh.strategies import ZeROStrategy
+from boltmesh.strategies.offload import opening
+from tests.parity.test_zero import BF16, CLIP, SGD, Case, one_process
+from tests.support.models import Regression, TwoOptimizers
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+CPU = {"offload_optimizer": "cpu"}
+NVME = {"offload_optimizer": "nvme"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "stage 1, cpu": {"stage": 1, **CPU},
+    "stage 1, nvme": {"stage": 1, **NVME},
+    "stage 2, cpu": {"stage": 2, **CPU},
+    "stage 2, nvme": {"stage": 2, **NVME},
+    "stage 3, cpu": {"stage": 3, **CPU},
+    "stage 3, half of it, cpu": {"stage": 3, **CPU, "offload_fraction": 0.5},
+    "stage 3, cpu, parameters too": {"stage": 3, **CPU, "offload_parameters": "cpu"},
+    "stage 3, three tiers": {"stage": 3, **NVME, "offload_fraction": {"host": 0.3, "disk": 0.4}},
+    "stage 3, nvme, parameters too": {"stage": 3, **NVME, "offload_parameters": "nvme"},
+}
+SHORT = ("stage 2, cpu", "stage 3, three tiers", "stage 3, nvme, parameters too")
+CHUNK_NUMEL = 50
+"""So that small models have parameters in several chunks, and chunks of several parameters."""
+
+CASES = [
+    Case("clipping", trainer=CLIP),
+    Case("accumulation of 3, clipping, 4 ranks", ranks=4, accumulate=3, trainer=CLIP, count=52),
+    Case("bf16-mixed, accumulation of 3, clipping", accumulate=3, trainer={**BF16, **CLIP}),
+    Case("two parameter groups, 4 ranks", ranks=4, model={"groups": True}, trainer=CLIP),
+    Case("frozen layers", model={"freezes": True}, accumulate=2),
+    Case("tied weights, 4 ranks", ranks=4, model={"ties": True}, trainer=CLIP),
+]  # fmt: skip
+SHORT_CASES = [
+    Case("steps enough to guess, never clipped", steps=14, count=24),
+    Case("steps enough to guess, clipped late, 4 ranks", ranks=4, steps=14, count=24,
+         trainer={"gradient_clip_val": 1.2}),
+    Case("a block that odd steps leave out", model={"skips": True}, steps=13),
+    Case("sgd with momentum", model=SGD, trainer=CLIP),
+    Case("clipping by value", model=SGD,
+         trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    Case("a sequence of layers", module=Regression, accumulate=2),
+    Case("several optimizers", module=TwoOptimizers),
+    Case("copies of shards", ranks=4, accumulate=2, strategy={"shard_size": 2}, trainer=CLIP),
+]  # fmt: skip
+
+
+def layouts(rank: int, world_size: int, case: Case, folder: str, names: list[str]) -> list[Trace]:
+    opening.SMALL_NUMEL = 0
+    vars(opening)["CHUNK_NUMEL"] = CHUNK_NUMEL
+    traces = []
+    for name in names:
+        options = dict(LAYOUTS[name])
+        if options["offload_optimizer"] == "nvme":
+            options["offload_path"] = folder
+        strategy = ZeROStrategy(telemetry=False, **options, **case.strategy)
+        traces.append(trace_layout(case.problem(), strategy, devices=world_size))
+    return traces
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_layout_equals_one_process(case: Case, tmp_path: Path) -> None:
+    check(case, list(LAYOUTS), tmp_path)
+
+
+@pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.name)
+def test_some_layouts_equal_one_process(case: Case, tmp_path: Path) -> None:
+    check(case, list(SHORT), tmp_path)
+
+
+def check(case: Case, names: list[str], folder: Path) -> None:
+    reference = run_ranks(one_process, 1, case)[0]
+    ranks = run_ranks(layouts, case.ranks, case, str(folder), names, timeout_s=120)
+    assert len(reference.losses) == case.steps
+    assert list(folder.iterdir()) == []  # nothing is left of the swap files
+    for traces in ranks:
+        for name, trace in zip(names, traces, strict=True):
+            found = [
+                f"{name}: {each}" for each in find_differences(reference, trace, case.tolerance)
+            ]
+            assert found == []

@@ -1,0 +1,64 @@
+"""One name for the old and the new, and never half of either."""
+
+from pathlib import Path
+
+import pytest
+
+from boltmesh.strategies.checkpoint import replacing
+from boltmesh.strategies.checkpoint.replacing import remove, replace
+
+
+def make(path: Path, kind: str, content: str) -> Path:
+    if kind == "directory":
+        path.mkdir()
+        (path / "inside").write_text(content)
+    elif kind == "link":
+        make(path.with_name(f"{path.name}-target"), "directory", content)
+        path.symlink_to(f"{path.name}-target")
+    elif kind == "file":
+        path.write_text(content)
+    return path
+
+
+def read(path: Path) -> str:
+    return (path / "inside" if path.is_dir() else path).read_text()
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("new", ["file", "directory"])
+@pytest.mark.parametrize("old", ["nothing", "file", "directory", "link"])
+def test_anything_takes_the_place_of_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, *, can_exchange: bool
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(replacing, "_exchange", lambda one, other: False)
+    target = make(tmp_path / "a.ckpt", old, "old")
+    replace(make(tmp_path / "a.ckpt.partial", new, "new"), target)
+    assert read(target) == "new"
+    assert not target.is_symlink()
+    left = {each.name for each in tmp_path.iterdir()} - {"a.ckpt-target"}
+    assert left == {"a.ckpt"}
+    if old == "link":
+        assert read(tmp_path / "a.ckpt-target") == "old"
+
+
+def test_this_file_system_exchanges_names_in_one_step(tmp_path: Path) -> None:
+    one, other = make(tmp_path / "a", "file", "a"), make(tmp_path / "b", "directory", "b")
+    assert replacing._exchange(one, other)
+    assert (read(one), read(other)) == ("b", "a")
+    with pytest.raises(FileNotFoundError):
+        replacing._exchange(one, tmp_path / "missing")
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link", "nothing"])
+def test_what_is_removed_is_gone_and_what_it_links_to_is_not(tmp_path: Path, kind: str) -> None:
+    make(tmp_path / "a.ckpt", kind, "old")
+    remove(tmp_path / "a.ckpt")
+    assert {each.name for each in tmp_path.iterdir()} <= {"a.ckpt-target"}
+    assert (tmp_path / "a.ckpt-target").exists() == (kind == "link")
+
+
+def test_a_removal_that_was_cut_short_is_finished_by_the_next(tmp_path: Path) -> None:
+    make(tmp_path / "a.ckpt.removed", "directory", "half of it")
+    remove(make(tmp_path / "a.ckpt", "directory", "old"))
+    assert list(tmp_path.iterdir()) == []
