@@ -1,15 +1,14 @@
 """What ranks move between their device, their host and their disk: a line for each way."""
 
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import median
 
 import msgspec
 
 from boltmesh.telemetry.snapshot import OffloadTotal, RankSnapshot
 from boltmesh.tui.figures.memo import remember_last
+from boltmesh.tui.figures.step_time import step_seconds
 from boltmesh.tui.state import State
-
-RECENT_STEPS = 50
 
 
 class OffloadRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +62,7 @@ def _row(
     shares = [
         each.seconds_per_step / step
         for rank, each in entries
-        if each.seconds_per_step is not None and (step := _step_seconds(rank))
+        if each.seconds_per_step is not None and (step := step_seconds(rank))
     ]
     return OffloadRow(
         place=place,
@@ -81,15 +80,3 @@ def _row(
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
-
-
-def _step_seconds(rank: RankSnapshot) -> float | None:
-    """Return the recent time of an optimizer step, batches of an accumulation together."""
-    recent = rank.steps[-RECENT_STEPS:]
-    if not recent:
-        return None
-    num_steps = recent[-1].global_step - recent[0].global_step
-    if num_steps < 1:
-        return None
-    # The first batch only says where the others begin.
-    return fmean(step.seconds for step in recent[1:]) * (len(recent) - 1) / num_steps

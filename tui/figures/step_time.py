@@ -13,9 +13,7 @@ STEP_SAMPLES = 8
 def optimizer_step_seconds(job: JobSnapshot) -> float | None:
     """Return the time of a recent optimizer step, all of its accumulated batches together."""
     stride = max(1, len(job.ranks) // STEP_SAMPLES)
-    found = [
-        seconds for rank in job.ranks[::stride] if (seconds := _step_seconds(rank)) is not None
-    ]
+    found = [seconds for rank in job.ranks[::stride] if (seconds := step_seconds(rank)) is not None]
     return median(found) if found else None
 
 
@@ -28,7 +26,8 @@ def batches_per_step(job: JobSnapshot) -> int:
     return 1
 
 
-def _step_seconds(rank: RankSnapshot) -> float | None:
+def step_seconds(rank: RankSnapshot) -> float | None:
+    """Return the recent time of an optimizer step of one rank."""
     ends = _step_ends(rank)[-RECENT_STEPS - 1 :]
     if len(ends) < 2:
         return None
