@@ -93,17 +93,19 @@ def gathered_parameters(
     whole = {shard: _gather(shard) for shard in dict.fromkeys(shards.values())}
     versions = {shard: times_written(each) for shard, each in whole.items()}
     try:
-        for place, shard in shards.items():
-            setattr(place.module, place.key, whole[shard])
-        yield {place.name: whole[shard] for place, shard in shards.items()}
+        try:
+            for place, shard in shards.items():
+                setattr(place.module, place.key, whole[shard])
+            yield {place.name: whole[shard] for place, shard in shards.items()}
+        finally:
+            for place, shard in shards.items():
+                setattr(place.module, place.key, shard)
+        if writes:
+            for shard, each in whole.items():
+                _scatter(each.detach(), shard)
     finally:
-        for place, shard in shards.items():
-            setattr(place.module, place.key, shard)
-    if writes:
-        for shard, each in whole.items():
-            _scatter(each.detach(), shard)
-    for unit in gathered:
-        unit.unshard()  # somebody is about to compute with it
+        for unit in gathered:
+            unit.unshard()  # somebody is about to compute with it
     for place, shard in shards.items():
         if not writes and times_written(whole[shard]) != versions[shard]:
             raise ConfigError(

@@ -268,6 +268,8 @@ class MeshStrategy(CheckpointingStrategy):
             ranks_per_node=self.num_processes,
             num_microbatches=trainer.accumulate_grad_batches,
             has_norm_clipping=compat.has_norm_clipping(trainer),
+            timeout=timedelta(seconds=self.timeout_s),
+            scaler=getattr(self.precision_plugin, "scaler", None),
             recorder=self.recorder,
         )
 

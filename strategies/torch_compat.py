@@ -185,6 +185,36 @@ def _intercept_group(
     group.unshard, group.post_backward = gather, reduce
 
 
+def watch_dropped_gathers(unit: FSDPModule, dropped: Callable[[Tensor], None]) -> None:
+    """Be told of shards that were gathered early for nothing, once nobody reads them any more.
+
+    FSDP2 gathers in the order of the last forward pass, and drops what the backward pass did not
+    come to without a word to the shards' ``fsdp_post_all_gather``.
+
+    Args:
+        unit: Of ``fully_shard``.
+        dropped: Given the local tensor of each parameter of the gather.
+    """
+    for group in _parameter_groups(unit):
+        for name in ("finalize_backward", "_reset_iter_state"):
+            if hasattr(group, name):  # the second is new in torch 2.13
+                setattr(group, name, _telling_of_drops(group, getattr(group, name), dropped))
+
+
+def _telling_of_drops(
+    group: Any, drop: Callable[..., Any], dropped: Callable[[Tensor], None]
+) -> Callable[..., Any]:
+    def drop_and_tell(*args: Any, **kwargs: Any) -> Any:
+        is_pending = group._all_gather_result is not None
+        result = drop(*args, **kwargs)
+        if is_pending:
+            for each in group.fsdp_params:
+                dropped(local_tensor(each.sharded_param))
+        return result
+
+    return drop_and_tell
+
+
 def _split_by_gradient(group: Any) -> tuple[list[str], list[str]]:
     reduced: list[str] = []
     missing: list[str] = []
@@ -344,6 +374,31 @@ def stop_scaling_in_step(optimizer: Optimizer) -> Callable[[], None]:
     def restore() -> None:
         if marked is not None:
             optimizer._step_supports_amp_scaling = marked  # type: ignore[attr-defined]
+
+    return restore
+
+
+def agree_on_overflow(scaler: torch.amp.GradScaler, group: dist.ProcessGroup) -> Callable[[], None]:
+    """Make a gradient scaler skip a step on all ranks of a group when one of them has to.
+
+    DTensor decides by the first gradient alone whether ranks have to agree; where that is of a
+    replicated parameter, they would not.
+
+    Returns:
+        A function that puts things back.
+    """
+    unscale: Any = scaler._unscale_grads_
+
+    def unscale_and_agree(*args: Any, **kwargs: Any) -> Any:
+        found: dict[torch.device, Tensor] = unscale(*args, **kwargs)
+        for each in found.values():
+            dist.all_reduce(each, dist.ReduceOp.MAX, group=group)
+        return found
+
+    vars(scaler)["_unscale_grads_"] = unscale_and_agree
+
+    def restore() -> None:
+        vars(scaler).pop("_unscale_grads_", None)
 
     return restore
 

@@ -34,6 +34,7 @@ from boltmesh.strategies.checkpoint.replacing import (
     replace,
     restore_aside,
 )
+from boltmesh.strategies.checkpoint.saving import save_into
 from boltmesh.strategies.checkpoint.shard_reader import ShardReader
 from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWriter
 from boltmesh.strategies.checkpoint.together import together
@@ -190,7 +191,7 @@ def _write_shards(tensors: dict[str, Any], partial: Path) -> list[str]:
 
 def _finish(rest: Mapping[str, Any], partial: Path, target: Path, shard_files: list[str]) -> None:
     with (partial / REST).open("wb") as file:
-        torch.save(dict(rest), file)
+        save_into(dict(rest), file)
         file.flush()
         os.fsync(file.fileno())
     write_manifest(partial, world_size=dist.get_world_size(), shard_files=shard_files)

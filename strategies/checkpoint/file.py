@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.replacing import PARTIAL, remove, replace
+from boltmesh.strategies.checkpoint.saving import save_into
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -38,13 +39,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             target.parent.mkdir(parents=True, exist_ok=True)
             remove(partial)  # left behind by a run that was killed
             with partial.open("wb") as file:
-                torch.save(checkpoint, file)
+                save_into(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
             replace(partial, target)
-        except OSError as error:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 remove(partial)
+            if not isinstance(error, OSError):
+                raise
             raise CheckpointError(cannot_write(target, error)) from error
 
     @override

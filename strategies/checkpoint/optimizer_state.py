@@ -101,9 +101,14 @@ def load_state(module: Module, optimizer: Optimizer, saved: Mapping[str, Any]) -
                 continue
             state = optimizer.state[parameter]
             for key, value in values.items():
-                on_cpu = key == "step" and keeps_step_on_cpu[id(parameter)]
+                is_step = key == "step"
                 state[key] = _load_value(
-                    value, parameter, state.get(key), f"{name}.{key}", stays=on_cpu
+                    value,
+                    parameter,
+                    state.get(key),
+                    f"{name}.{key}",
+                    is_step=is_step,
+                    stays=is_step and keeps_step_on_cpu[id(parameter)],
                 )
 
 
@@ -125,13 +130,17 @@ def _forget(optimizer: Optimizer, parameter: Tensor, *, keeps: Collection[str]) 
         del optimizer.state[parameter]
 
 
-def _load_value(value: Any, parameter: Tensor, current: Any, name: str, *, stays: bool) -> Any:
+def _load_value(
+    value: Any, parameter: Tensor, current: Any, name: str, *, is_step: bool, stays: bool
+) -> Any:
     if not isinstance(value, Tensor):
         return value
     source = held(value)
     if isinstance(current, Tensor) and current.shape == value.shape:
         destination = current
-    elif value.shape == parameter.shape and value.dim() > 0:
+    elif value.shape == parameter.shape and (
+        value.dim() > 0 or (isinstance(parameter, DTensor) and not is_step)
+    ):
         # As torch does, also where a checkpoint of another precision is loaded.
         dtype = parameter.dtype if value.is_floating_point() else value.dtype
         destination = torch.empty_like(parameter.detach(), dtype=dtype)

@@ -30,6 +30,15 @@ class KeptElsewhere(Protocol):
         """Replace the value."""
 
 
+@runtime_checkable
+class KeptInOrder(KeptElsewhere, Protocol):
+    """One of many that are stored next to each other."""
+
+    @property
+    def position(self) -> int:
+        """What is read in this order is read from each place once."""
+
+
 def own_chunk(tensor: Tensor) -> ChunkStorageMetadata:
     """Which part of the whole tensor this rank holds; of no elements where it holds nothing."""
     if isinstance(tensor, DTensor):

@@ -33,14 +33,14 @@ def replace(partial: Path, target: Path) -> None:
     if _is_there(target) and (partial.is_dir() or _is_directory(target)):
         if _exchange(partial, target):
             flush_folder(target.parent)
-            remove(partial)
+            _try_to_remove(partial)
         else:
             aside = target.with_name(target.name + ASIDE)
             remove(aside)
             target.rename(aside)
             partial.rename(target)
             flush_folder(target.parent)
-            remove(aside)
+            _try_to_remove(aside)
     else:
         partial.replace(target)
     flush_folder(target.parent)
@@ -62,6 +62,12 @@ def remove(path: Path) -> None:
         shutil.rmtree(going)
     else:
         path.unlink(missing_ok=True)
+
+
+def _try_to_remove(path: Path) -> None:
+    """Delete what has been replaced; the next one of its name removes what is left here."""
+    with contextlib.suppress(OSError):
+        remove(path)
 
 
 def flush_folder(folder: Path) -> None:

@@ -6,7 +6,6 @@ Reading needs no other rank: each takes what its own part overlaps, one piece at
 import io
 import pickle
 import zlib
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ _TORCH_NAMES = {
     },
     "torch.serialization": {"_get_layout"},
 }
-_OPEN_FILES = 16
 
 
 class ShardReader:
@@ -53,7 +51,6 @@ class ShardReader:
     """
 
     def __init__(self, folder: Path, metadata: bytes) -> None:
-        self._files: OrderedDict[str, io.BufferedReader] = OrderedDict()
         self._folder = folder
         self._metadata = _parse(folder, metadata)
 
@@ -78,14 +75,6 @@ class ShardReader:
         else:
             self._fill(name, part, chunk)
 
-    def close(self) -> None:
-        """Close the files; they are opened again when something is read."""
-        while self._files:
-            self._files.popitem()[1].close()
-
-    def __del__(self) -> None:
-        self.close()
-
     def _entry(self, name: str) -> TensorStorageMetadata:
         entry = self._metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
@@ -98,10 +87,10 @@ class ShardReader:
 
     def _piece(self, index: MetadataIndex) -> Tensor:
         where = self._metadata.storage_data[index]
-        file = self._open(str(where.relative_path))
-        file.seek(where.offset)
-        data = file.read(where.length)
-        end = file.read(CHECKSUM.size)
+        with (self._folder / Path(where.relative_path).name).open("rb") as file:
+            file.seek(where.offset)
+            data = file.read(where.length)
+            end = file.read(CHECKSUM.size)
         is_whole = len(data) == where.length and len(end) == CHECKSUM.size
         if not is_whole or CHECKSUM.unpack(end)[0] != zlib.crc32(data):
             raise CheckpointError(
@@ -110,14 +99,6 @@ class ShardReader:
             )
         piece: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         return piece
-
-    def _open(self, name: str) -> io.BufferedReader:
-        if name not in self._files:
-            if len(self._files) >= _OPEN_FILES:
-                self._files.popitem(last=False)[1].close()
-            self._files[name] = (self._folder / Path(name).name).open("rb")
-        self._files.move_to_end(name)
-        return self._files[name]
 
 
 def _parse(folder: Path, data: bytes) -> Metadata:

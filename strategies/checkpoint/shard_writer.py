@@ -12,7 +12,6 @@ import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -31,12 +30,14 @@ from typing_extensions import override
 
 from boltmesh.strategies.checkpoint.pieces import (
     KeptElsewhere,
+    KeptInOrder,
     narrow,
     own_chunk,
     own_part,
     relative,
     split,
 )
+from boltmesh.strategies.checkpoint.saving import save_into
 from boltmesh.strategies.torch_compat import storage_info
 
 CHECKSUM = struct.Struct("<I")
@@ -58,7 +59,7 @@ class PiecePlanner(DefaultSavePlanner):
     @override
     def create_local_plan(self) -> SavePlan:
         items = []
-        for name, tensor in self.state_dict.items():
+        for name, tensor in sorted(self.state_dict.items(), key=_position):
             assert isinstance(tensor, Tensor)
             if isinstance(tensor, DTensor):
                 has_part = tensor.device_mesh.get_coordinate() is not None
@@ -81,6 +82,12 @@ class PiecePlanner(DefaultSavePlanner):
                 self._read = (name, part.read())
             part = self._read[1]
         return narrow(part, relative(piece.offsets, own_chunk(tensor).offsets), piece.sizes)
+
+
+def _position(item: tuple[str, Any]) -> int:
+    """By parameter as offloading stores them: a parameter lies in one chunk with its moments."""
+    part = own_part(item[1])
+    return part.position if isinstance(part, KeptInOrder) else -1
 
 
 def _pieces(name: str, tensor: Tensor, *, keeps_empty: bool) -> list[WriteItem]:
@@ -145,7 +152,7 @@ def _write(tensor: Tensor, file: BinaryIO) -> tuple[int, int]:
     """Append a tensor and its checksum; return where it begins and how long it is."""
     offset = file.tell()
     stream = _Summing(file)
-    torch.save(tensor, cast("BinaryIO", stream))
+    save_into(tensor, cast("BinaryIO", stream))
     length = file.tell() - offset
     file.write(CHECKSUM.pack(stream.crc32))
     return offset, length

@@ -4,9 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -33,6 +35,10 @@ class AxisContext:
     """How many batches of a rank make an optimizer step, when the run begins."""
     has_norm_clipping: bool = False
     """Whether the Trainer clips gradients by their norm."""
+    timeout: timedelta | None = None
+    """How long a collective of a further group may take; None: torch's default."""
+    scaler: GradScaler | None = None
+    """What scales losses and skips steps under ``16-mixed``."""
     recorder: Recorder | NullRecorder = field(default_factory=NullRecorder)
 
 

@@ -59,6 +59,7 @@ class DivergenceGuard:
         is_settled: Whether somebody else sees to it just now that all ranks gather alike, so that
             nothing is compared. Has to be the same on all ranks.
         patience_s: Instead of PATIENCE_S.
+        timeout: How long a rank may wait for an agreement at most; None: torch's default.
         on_stuck: Told, from another thread, when this rank cannot be reached: the others have
             parted from it and its training hangs. The process ends after it returns.
     """
@@ -69,6 +70,7 @@ class DivergenceGuard:
         *,
         is_settled: Callable[[], bool] = lambda: False,
         patience_s: float | None = None,
+        timeout: timedelta | None = None,
         on_stuck: Callable[[DivergenceError], None] = lambda _: None,
     ) -> None:
         self._ranks = dist.get_process_group_ranks(group)
@@ -77,7 +79,11 @@ class DivergenceGuard:
         # Of its own, so that a question is never taken for a gather, and on the CPU, so that it
         # waits for no kernel.
         self._group = dist.new_group(
-            self._ranks, backend="gloo", use_local_synchronization=True, group_desc="divergence"
+            self._ranks,
+            timeout,
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc="divergence",
         )
         self._route = Route()
         self._events: dict[tuple[str, ...], Event] = {}
@@ -118,8 +124,11 @@ class DivergenceGuard:
 
     def start(self) -> None:
         """Begin to compare, at the start of a run."""
-        self._is_on, self._has_failed = True, False
+        self._is_on, self._has_failed, self._is_evaluating = True, False, False
         self._route.restart(START)
+        with self._lock:  # a run that failed may have left ranks at different places
+            self._history.clear()
+            self._count = 0
         self._standstill.start()
 
     def note(self, text: str) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from torch.optim import Optimizer
 
 from boltmesh.strategies.data.axis import AxisContext
-from boltmesh.strategies.data.buffers import statistics_bytes
 from boltmesh.strategies.data.replica_memory import count_state_copies, expected_held_memory
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.shard_shape import describe_job, describe_units
@@ -79,7 +78,6 @@ class Expectations:
             self.sharing,
             self.job,
             num_norms=int(context.has_norm_clipping),
-            statistics_bytes=statistics_bytes(self._model.module),
             more=[
                 *expected_tile_traffic(
                     self._model.tiled,

@@ -1,6 +1,7 @@
 """Which ranks of the data axis share one copy of the model, and which hold copies."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -41,10 +42,12 @@ class ShardMesh:
         *,
         shard_size: int | str | None,
         ranks_per_node: int,
+        timeout: timedelta | None = None,
     ) -> "ShardMesh":
         """Cut the data axis into groups that shard, and groups that replicate across them.
 
         Collective over ``group``. Neighbours share a copy, so that gathers stay inside a node.
+        ``timeout`` is that of collectives in the new groups.
 
         Raises:
             LayoutError: When ``shard_size`` does not divide the axis, or a node's share of it.
@@ -55,7 +58,8 @@ class ShardMesh:
             return cls(DeviceMesh.from_group(group, device.type), group, None)
         rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
         columns = [list(column) for column in zip(*rows, strict=True)]
-        shards, replicas = _own_group(rows, "shard"), _own_group(columns, "replicate")
+        shards = _own_group(rows, "shard", timeout)
+        replicas = _own_group(columns, "replicate", timeout)
         mesh = DeviceMesh.from_group(
             [replicas, shards],
             device.type,
@@ -93,9 +97,9 @@ def choose_shard_size(ranks: list[int], asked: int | str | None, ranks_per_node:
     return nodes[ranks[0] // ranks_per_node]
 
 
-def _own_group(cut: list[list[int]], name: str) -> ProcessGroup:
+def _own_group(cut: list[list[int]], name: str, timeout: timedelta | None) -> ProcessGroup:
     """Make the group of ``cut`` that this rank is in. Its members call this, and nobody else."""
     mine = next(ranks for ranks in cut if dist.get_rank() in ranks)
-    group = dist.new_group(mine, use_local_synchronization=True, group_desc=f"data_{name}")
+    group = dist.new_group(mine, timeout, use_local_synchronization=True, group_desc=f"data_{name}")
     assert isinstance(group, ProcessGroup)
     return group

@@ -154,4 +154,4 @@ class ShardOptions:
                 f"for the ranks of one host."
             )
         if isinstance(self.shard_size, int) and self.shard_size < 1:
-            raise ConfigError(f"shard_size={self.shard_size} holds no rank. Use 2 or more.")
+            raise ConfigError(f"shard_size={self.shard_size} holds no rank. Use 1 or more.")

@@ -35,7 +35,6 @@ def expected_shard_traffic(
     job: Job,
     *,
     num_norms: int = 0,
-    statistics_bytes: int = 0,
     more: Iterable[ExpectedTraffic] = (),
 ) -> list[ExpectedTraffic]:
     """Return the traffic of one step on the data axis, one entry per operator.
@@ -45,13 +44,12 @@ def expected_shard_traffic(
         sharing: Which stage.
         job: Ranks, types and batches.
         num_norms: How many optimizers' gradients are clipped by their norm.
-        statistics_bytes: Buffers that the forward pass writes, running statistics for example.
         more: What is moved beside that on the data axis.
     """
     reasons = {
         "all-gather": _GATHERS[sharing.stage],
         "reduce-scatter": _REDUCTIONS[sharing.stage],
-        "all-reduce": "gradients averaged over the copies of the model",
+        "all-reduce": "shards of gradients averaged over the copies of the model",
     }
     expected = [
         ExpectedTraffic(
@@ -67,9 +65,9 @@ def expected_shard_traffic(
             "data", "allreduce", NORM_BYTES * num_norms, num_norms, "the norm to clip by"
         )
         expected = list(_added(expected, norm))
-    if statistics_bytes and job.num_ranks > 1:
-        why = "buffers that the last forward pass has written, of the first data rank"
-        expected.append(ExpectedTraffic("data", "broadcast", statistics_bytes, None, why))
+    if model.buffer_bytes and job.num_ranks > 1:
+        why = "buffers of the first data rank, before a synchronised forward pass"
+        expected.append(ExpectedTraffic("data", "broadcast", model.buffer_bytes, None, why))
     return expected
 
 

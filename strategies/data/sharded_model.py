@@ -69,6 +69,7 @@ def shard_model(
         context.device,
         shard_size=options.shard_size,
         ranks_per_node=context.ranks_per_node,
+        timeout=context.timeout,
     )
     is_freed = options.stage == 3
     units = find_units(module, options.blocks)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,6 +30,7 @@ from boltmesh.strategies.data.sharded_model import ShardedModel, shard_model
 from boltmesh.strategies.offload.disk.preflight import announce_disks
 from boltmesh.strategies.planner.layout import Job
 from boltmesh.strategies.planner.model import ModelShape
+from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.recording.memory_walk import StoredBytes
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -51,6 +51,7 @@ class Shards(DataAxis):
         self._context: AxisContext | None = None
         self._guard: DivergenceGuard | None = None
         self._offload: OffloadEngine | None = None
+        self._forget_scaler: Callable[[], None] = _nothing
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
@@ -59,23 +60,34 @@ class Shards(DataAxis):
         if self.sharded is None or self.sharded.module is not module:
             self.sharded = shard_model(module, self.options, context)
             self.sharded.root.register_forward_pre_hook(self._before_forward, prepend=True)
-            self._guard = self._build_guard(context.group)
+            self._guard = self._build_guard(context)
         sharded = self.sharded  # kept in a second fit, and in an evaluation after one
         sharded.mesh.name_groups(context.recorder)
-        if not module.automatic_optimization:
-            # Backward passes and steps happen within the root's forward, which gathers but once.
-            sharded.root_unit.set_reshard_after_backward(False, recurse=False)
+        is_automatic = module.automatic_optimization
+        # Under manual optimisation backward passes and steps happen within the root's forward,
+        # which gathers but once.
+        sharded.root_unit.set_reshard_after_backward(is_automatic, recurse=False)
+        if not is_automatic:
             follow_toggles(module, self._follow_shards)
         if self._guard is not None:
             self._guard.start()
+        self._follow_scaler(context)
         return sharded.root
 
-    def _build_guard(self, group: ProcessGroup) -> DivergenceGuard | None:
-        if group.size() == 1:
+    def _follow_scaler(self, context: AxisContext) -> None:
+        if context.scaler is not None and context.group.size() > 1:
+            self._forget_scaler()
+            self._forget_scaler = agree_on_overflow(context.scaler, context.group)
+
+    def _build_guard(self, context: AxisContext) -> DivergenceGuard | None:
+        if context.group.size() == 1:
             return None
         model = self._model
         guard = DivergenceGuard(
-            group, is_settled=lambda: model.attendance.is_settling, on_stuck=self._fail
+            context.group,
+            is_settled=lambda: model.attendance.is_settling,
+            timeout=context.timeout,
+            on_stuck=self._fail,
         )
         guard.watch(model.units, model.root)
         for weight in model.tiled:
@@ -152,14 +164,16 @@ class Shards(DataAxis):
                 yield
         finally:
             self._set_last(is_last=True)
+            if not self._model.root.is_running:  # the backward pass of this batch is over
+                self._model.scalars.put_back()
 
     def _set_last(self, *, is_last: bool) -> None:
         self._is_synchronised = is_last
-        root = self._model.root_unit
-        # Copies of the model average what their shards have summed up, once.
-        root.set_requires_all_reduce(is_last)
+        # Copies of the model average each reduction. A sum that FSDP2 keeps would be averaged only
+        # when its unit runs in the last batch again, which a unit need not do.
         if self.options.stage == 3:
             return
+        root = self._model.root_unit
         # Parameters do not change within an accumulation window, so both stages keep them
         # gathered; stage 1 also keeps the gradients whole, and reduces them once.
         root.set_reshard_after_backward(is_last)
@@ -189,7 +203,6 @@ class Shards(DataAxis):
     @override
     def parameters_loaded(self) -> None:
         self._model.reshard()
-        self._model.buffers.mark()
 
     @override
     def synchronize(self) -> None:
@@ -252,6 +265,8 @@ class Shards(DataAxis):
 
     @override
     def release(self) -> None:
+        self._forget_scaler()
+        self._forget_scaler = _nothing
         if self._guard is not None:
             self._guard.stop()
         if self.sharded is not None:
@@ -290,3 +305,7 @@ class Shards(DataAxis):
         if self.sharded is None:
             return None
         return with_stored(held_tensors(self.sharded, optimizers), self._offload)
+
+
+def _nothing() -> None:
+    """What there is to undo where nothing was done."""

@@ -1,6 +1,7 @@
 """Carries stepped parameters from their chunks to the stores that all-gathers read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -8,7 +9,9 @@ from torch import Tensor
 from boltmesh.strategies.offload.buckets import Bucket, Chunk, Slot
 from boltmesh.strategies.offload.parameters import MemoryParameterStore
 from boltmesh.strategies.offload.rule import PieceGradient
-from boltmesh.strategies.offload.tiers import ParameterStore
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.offload.tiers import ParameterStore
 
 
 class ParameterCopies:
@@ -50,12 +53,10 @@ class ParameterCopies:
         for store in used:
             store.settle()
 
-    def bytes_by_store(self) -> Mapping[ParameterStore, dict[str, int]]:
-        """What each store takes."""
-        return {store: store.bytes_by_place() for store in set(self.stores.values())}
-
     def _is_staged(self, bucket: Bucket, slot: Slot) -> bool:
-        is_whole = len(bucket.chunks_of(slot)) == 1
+        # With its padding, which may reach into a chunk that holds nothing else of it.
+        first = bucket.chunks_of(slot)[:1]
+        is_whole = all(slot.offset + slot.padded_numel <= chunk.stop for chunk in first)
         return not is_whole and not isinstance(self.stores[slot], MemoryParameterStore)
 
     def _stage(self, chunk: Chunk, slot: Slot, start: int, part: Tensor) -> None:

@@ -57,3 +57,9 @@ class DeviceCopy:
 def copy_stream(device: torch.device) -> torch.Stream | None:
     """A stream for ``DeviceCopy``; None where the compute device is the host."""
     return None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+
+
+def use_device(device: torch.device) -> None:
+    """Make a thread work with this process's device: each begins with the first of the machine."""
+    if device.type != "cpu" and device.index is not None:
+        torch.get_device_module(device).set_device(device)

@@ -22,6 +22,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from boltmesh.errors import ConfigError, OffloadError
 from boltmesh.strategies.offload.adam import AdamRule
 from boltmesh.strategies.offload.arena import HostArena
 from boltmesh.strategies.offload.buckets import Bucket, Slot
@@ -29,16 +30,27 @@ from boltmesh.strategies.offload.disk.preflight import DiskReport
 from boltmesh.strategies.offload.gradients import BucketGradients
 from boltmesh.strategies.offload.kept import KeptState
 from boltmesh.strategies.offload.lanes import CopyLane
-from boltmesh.strategies.offload.layout import Held, held_units, shard_groups
+from boltmesh.strategies.offload.layout import (
+    Held,
+    has_copies,
+    held_units,
+    shard_groups,
+    unknown_parameters,
+)
 from boltmesh.strategies.offload.norms import joint_norm
 from boltmesh.strategies.offload.opening import OffloadPlan
 from boltmesh.strategies.offload.rule import Update
-from boltmesh.strategies.offload.sources import Settling
+from boltmesh.strategies.offload.shard import OffloadedShard
+from boltmesh.strategies.offload.sources import ParameterSource, Settling
 from boltmesh.strategies.offload.speculation import Forecast
 from boltmesh.strategies.offload.stepper import BucketStep, Stepper
 from boltmesh.strategies.offload.taking import take_over
 from boltmesh.strategies.offload.worker import Job
-from boltmesh.strategies.torch_compat import after_gradient, local_tensor
+from boltmesh.strategies.torch_compat import (
+    after_gradient,
+    local_tensor,
+    watch_dropped_gathers,
+)
 from boltmesh.telemetry.recording.memory_walk import StoredBytes
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 
@@ -75,6 +87,7 @@ class OffloadEngine(Settling):
         self._num_threads = _worker_threads(device, ranks_per_node)
         self.kept = KeptState(self, device=device, rank=rank, recorder=self._recorder, plan=plan)
         self._stepper: Stepper | None = None
+        self._failure: Exception | None = None
         self._units: dict[str, list[Held]] = {}
         self._optimizers: list[Optimizer] = []
         self._restores: list[Callable[[], None]] = []
@@ -104,6 +117,8 @@ class OffloadEngine(Settling):
             units: All modules of ``fully_shard`` by name, in the order of the forward pass.
         """
         self._units = held_units(module, units, self._compute_dtype)
+        for unit in units.values():
+            watch_dropped_gathers(unit, _abandon)
 
     def adopt(self, optimizers: Sequence[Optimizer], *, exposes_gradients: bool) -> None:
         """Take the state of the optimizers and their parameters over.
@@ -112,13 +127,17 @@ class OffloadEngine(Settling):
             optimizers: As the user made them, before the first step. None of them, to evaluate.
             exposes_gradients: Leave gradients in ``.grad`` until the step, because somebody may
                 look at them there. Nothing is stepped during the backward pass then.
+
+        Raises:
+            ConfigError: When an optimizer updates what cannot be kept.
         """
         assert not self._optimizers, "adopted already"
         self._exposes_gradients = exposes_gradients or len(optimizers) != 1
         for optimizer in optimizers:
+            self._check_known(optimizer)
             if not AdamRule.fits(optimizer):
                 self._say_slow(optimizer)
-        self._stepper = Stepper(self.kept.copies, num_threads=self._num_threads)
+        self._stepper = Stepper(self.kept.copies, num_threads=self._num_threads, device=self.device)
         self._take(optimizers)
         self._optimizers = list(optimizers)
         for optimizer in optimizers:
@@ -126,6 +145,19 @@ class OffloadEngine(Settling):
                 optimizer, step=self.step, discard=self._discard, absorb=self.absorb_state
             )
             self._restores.append(restore)
+
+    def _check_known(self, optimizer: Optimizer) -> None:
+        """The engine's step is the only one: what it does not know would stay as it is."""
+        if unknown := unknown_parameters(self._units, [optimizer]):
+            names = [each.name for held in self._units.values() for each in held]
+            shapes = ", ".join(str(tuple(each.shape)) for each in unknown[:3])
+            raise ConfigError(
+                f"{type(optimizer).__name__} updates {len(unknown)} parameters, of the shapes "
+                f"{shapes}{', ...' if len(unknown) > 3 else ''}, which are no sharded parameters "
+                f"of the model; those are {len(names)}, {', '.join(names[:3])} and so on. Give "
+                f"the optimizer parameters of the LightningModule, or set "
+                f"strategy.offload_optimizer=null."
+            )
 
     def _say_slow(self, optimizer: Optimizer) -> None:
         line = (
@@ -138,9 +170,11 @@ class OffloadEngine(Settling):
 
     def _take(self, optimizers: Sequence[Optimizer]) -> None:
         for bucket in self.kept.take(self._units, optimizers, is_current=self._is_current):
-            if self.device.type != "cpu" and any(c.place != "device" for c in bucket.chunks):
+            is_stepped_away = any(chunk.place != "device" for chunk in bucket.chunks)
+            is_trained = self.kept.owner[bucket] is not None
+            if self.device.type != "cpu" and is_stepped_away and is_trained:
                 self._host_gradients[bucket] = self._arena.take(bucket.numel, torch.float32)
-            if self.kept.owner[bucket] is not None and not self._exposes_gradients:
+            if is_trained and not self._exposes_gradients:
                 for slot in bucket.slots:
                     hook = partial(self._arrive, bucket, slot)
                     self._hooks.append(after_gradient(slot.parameter, hook))
@@ -149,15 +183,23 @@ class OffloadEngine(Settling):
         """End the thread and give the optimizers back.
 
         Parameters and state stay where they are and can be read, gathered and written: a run that
-        has ended may be evaluated, and saved.
+        has ended may be evaluated, and saved. Unless a step has failed: what is half stepped is
+        not given out.
         """
         stepper = self._stepper
         if stepper is None:
             return
-        for bucket in self.kept.buckets:
-            self._drop_gradients(bucket)
         try:
+            for bucket in self.kept.buckets:
+                self._drop_gradients(bucket)
             self.synchronize()
+        except BaseException as error:
+            self._failure = (
+                error
+                if isinstance(error, Exception)
+                else OffloadError(f"The last step was not finished: {type(error).__name__}.")
+            )
+            raise
         finally:
             stepper.worker.close()
             self._stepper = None
@@ -178,6 +220,7 @@ class OffloadEngine(Settling):
 
     @override
     def settle(self, bucket: Bucket) -> None:
+        self._raise_failure()
         if self._stepper is None:
             return
         self._unguess(bucket)
@@ -185,9 +228,14 @@ class OffloadEngine(Settling):
 
     @override
     def rest(self, bucket: Bucket) -> None:
+        self._raise_failure()
         if self._stepper is not None:
             self._unguess(bucket)
             self._stepper.drain()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     @override
     def begin_gathering(self) -> None:
@@ -210,6 +258,7 @@ class OffloadEngine(Settling):
         if self._stepper.is_guessed(bucket):
             self._never_guessed.add(bucket)
             self._stepper.undo(bucket)
+            self._stepper.wait(bucket)  # the undo reads gradients that are about to change
 
     # Gradients.
 
@@ -254,11 +303,23 @@ class OffloadEngine(Settling):
         optimizer = self.kept.owner[bucket]
         assert optimizer is not None
         assert self._stepper is not None
+        if not self._may_differ_by_timing(bucket, is_clipped=optimizer in self._max_norms):
+            return
         step = self._plan_step(optimizer, bucket, gradients)
         rule = step.rule
         is_reversible = all(rule.is_reversible(each.settings) for each in step.updates.values())
         if is_reversible and not self.kept.copies.is_written_once(bucket):
             self._stepper.guess(bucket, step)
+
+    def _may_differ_by_timing(self, bucket: Bucket, *, is_clipped: bool) -> bool:
+        """Whether it does no harm that rounding depends on how far a guess has come.
+
+        A chunk that is clipped is stepped once or stepped and corrected. Copies of a shard on
+        several ranks would drift apart: nothing makes them equal again.
+        """
+        if torch.are_deterministic_algorithms_enabled():
+            return False
+        return not (is_clipped and has_copies(bucket.slots[0].parameter))
 
     def _collect(self, bucket: Bucket) -> None:
         """Take what is left in ``.grad``, of earlier micro-batches or because it is exposed."""
@@ -388,6 +449,8 @@ class OffloadEngine(Settling):
         )
         self._forget_norm(optimizer)
         self._is_step_new = True
+        if self._exposes_gradients:
+            self._stepper.drain()  # who set them free to be looked at may also write to them now
 
     def _plan_step(
         self, optimizer: Optimizer, bucket: Bucket, gradients: BucketGradients
@@ -415,6 +478,7 @@ class OffloadEngine(Settling):
                 self.settle(bucket)
                 self.kept.give_back(bucket)
         if any(parameter not in self.kept.place for parameter in trained):
+            self._check_known(optimizer)
             self._take([optimizer])
 
     @property
@@ -470,6 +534,11 @@ class OffloadEngine(Settling):
         """Take over what somebody has put into ``optimizer.state``."""
         self.synchronize()
         self.kept.absorb(optimizer)
+
+
+def _abandon(shard: Tensor) -> None:
+    if isinstance(shard, OffloadedShard) and isinstance(shard.source, ParameterSource):
+        shard.source.abandon()
 
 
 def _worker_threads(device: torch.device, ranks_per_node: int) -> int:

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from boltmesh.strategies.clipping import tensor_norm
-from boltmesh.strategies.offload.arena import HostArena
 from boltmesh.strategies.offload.buckets import Bucket, Chunk, Slot
 from boltmesh.strategies.offload.lanes import CopyLane, event_on_stream
 from boltmesh.strategies.offload.rule import PieceGradient
@@ -34,6 +33,8 @@ class BucketGradients:
         self._copied: torch.Event | None = None
         self._norms: Tensor | None = None
         self._square: float | None = None
+        self._is_sent = False
+        self._is_on_host = False
         self.num_arrivals = 0
 
     @property
@@ -41,23 +42,25 @@ class BucketGradients:
         """The parameters that have a gradient."""
         return tuple(slot for slot in self.bucket.slots if slot in self._held)
 
-    @property
-    def has_all(self) -> bool:
-        """Whether every parameter of the bucket has a gradient."""
-        return len(self._held) == len(self.bucket.slots)
-
     def add(self, slot: Slot, gradient: Tensor) -> None:
         """Take this rank's shard of a gradient; a second one of the same parameter is added."""
         self.num_arrivals += 1
         self._square = self._norms = None
+        self._is_sent = False
         gradient = gradient.detach().reshape(-1)
+        if self._is_on_host:
+            gradient = gradient.cpu()  # as those that it joins
         before = self._held.get(slot)
         self._held[slot] = gradient if before is None else before.add_(gradient)
 
     def send(self) -> None:
-        """Begin what has to happen on the device: the norm, and the copy to the host."""
-        if self._device.type == "cpu" or not self._held:
+        """Begin what has to happen on the device: the norm, and the copy to the host.
+
+        Once for what has arrived: the worker may be reading what the first call has begun.
+        """
+        if self._device.type == "cpu" or not self._held or self._is_sent:
             return
+        self._is_sent = True
         submitted = event_on_stream(self._device)
         with self._lane.after(submitted):
             norms = torch.stack([tensor_norm(each) for each in self._merged()])
@@ -78,6 +81,7 @@ class BucketGradients:
             self._copied = None
             if all(chunk.place != "device" for chunk in self.bucket.chunks):
                 self._held = {slot: self._on_host(slot) for slot in self._held}
+                self._is_on_host = True
 
     def square(self) -> float:
         """The sum of squares of this rank's part. It is computed where the gradients are."""
@@ -135,8 +139,3 @@ class BucketGradients:
 
 def _is_same_storage(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def host_gradients(bucket: Bucket, arena: HostArena) -> Tensor:
-    """Memory for the gradients of a bucket. Padding in it is zero and stays so."""
-    return arena.take(bucket.numel, torch.float32)

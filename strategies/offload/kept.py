@@ -1,6 +1,6 @@
 """The state that the engine keeps: made from parameters and optimizers, shown as DTensors."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -76,7 +76,7 @@ class KeptState:
         units: Mapping[str, Sequence[Held]],
         optimizers: Sequence[Optimizer],
         *,
-        is_current: "Any",
+        is_current: Callable[[int], bool],
     ) -> list[Bucket]:
         """Move parameters, and what state they have, into stores.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -135,6 +135,14 @@ def unknown_parameters(
     """Parameters that an optimizer updates and no unit holds."""
     known = {each.parameter for held in units.values() for each in held}
     return [p for o in optimizers for p in _parameters(o) if p.requires_grad and p not in known]
+
+
+def has_copies(parameter: Tensor) -> bool:
+    """Whether other ranks keep, and step, the same shard."""
+    return isinstance(parameter, DTensor) and any(
+        isinstance(placement, Replicate) and parameter.device_mesh.size(dim) > 1
+        for dim, placement in enumerate(parameter.placements)
+    )
 
 
 def shard_groups(parameter: Tensor) -> list[ProcessGroup]:

@@ -51,16 +51,10 @@ class OpenStores:
 
     def close(self) -> None:
         """Close all of them."""
-        for store in self._all():
-            store.close()
-
-    def flush(self) -> None:
-        """Return once everything written is on its medium."""
-        for store in self._all():
-            store.flush()
-
-    def _all(self) -> list[StateStore | ParameterStore]:
-        return [*self.states.values(), *self.parameters]
+        for state in self.states.values():
+            state.close()
+        for parameters in self.parameters:
+            parameters.close()
 
 
 def place_chunks(
@@ -125,7 +119,11 @@ def open_stores(
             gather_bytes=copy_bytes,
         )
         stores.swap = Swap(
-            os.fspath(plan.path), state_bytes + copy_bytes, rank=rank, recorder=recorder
+            os.fspath(plan.path),
+            state_bytes + copy_bytes,
+            rank=rank,
+            recorder=recorder,
+            device=device,
         )
         stores.disk = measure_disk(stores.swap, load)
     if sizes["host"]:

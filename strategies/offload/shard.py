@@ -54,6 +54,8 @@ class ShardSource(ABC):
 
     name: str
     """What messages call it: the parameter's name, and for optimizer state the state's."""
+    position: int = 0
+    """Shards of one position are stored together, and those of neighbouring ones close by."""
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -106,6 +108,11 @@ class OffloadedShard(Tensor):
     def shell(self, numel: int) -> Tensor:
         """A plain flat tensor over the same storage, of as many elements."""
         return self.element.as_strided((numel,), (0,), 0)
+
+    @property
+    def position(self) -> int:
+        """Where it is stored: who reads many shards in this order reads each chunk once."""
+        return self.source.position
 
     def read(self) -> Tensor:
         """The value on the CPU, in the shard's shape, with all pending steps done.

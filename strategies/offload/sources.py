@@ -45,6 +45,7 @@ class StateSource(ShardSource):
         self._slot = slot
         self._number = number
         self.name = name
+        self.position = slot.index
 
     @override
     def read(self) -> Tensor:
@@ -82,6 +83,7 @@ class ParameterSource(StateSource, GatheredSource):
     def __init__(self, engine: Settling, bucket: Bucket, slot: Slot, store: ParameterStore) -> None:
         super().__init__(engine, bucket, slot, 0, slot.name)
         self._store = store
+        self._num_fetched = 0
 
     @override
     def write(self, value: Tensor) -> None:
@@ -94,11 +96,19 @@ class ParameterSource(StateSource, GatheredSource):
     def fetch(self) -> Tensor:
         self._engine.begin_gathering()
         self._engine.settle(self._bucket)
-        return self._store.get(self._slot.index).view(self._slot.padded_shape)
+        shard = self._store.get(self._slot.index)
+        self._num_fetched += 1
+        return shard.view(self._slot.padded_shape)
 
     @override
     def release(self) -> None:
+        self._num_fetched -= 1
         self._store.release(self._slot.index)
+
+    def abandon(self) -> None:
+        """Release what was fetched for a gather that nobody waited for."""
+        while self._num_fetched:
+            self.release()
 
     @override
     def fetch_part(self, start: int, stop: int) -> Tensor:

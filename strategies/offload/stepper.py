@@ -1,10 +1,12 @@
 """Runs the steps of chunks on the worker: guessed, committed, corrected, taken back."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from boltmesh.strategies.offload.buckets import Bucket, Chunk, Slot
@@ -41,12 +43,15 @@ class Stepper:
     Args:
         copies: Where stepped parameters go.
         num_threads: What torch may use inside of one operator there.
+        device: What the thread works with.
     """
 
-    def __init__(self, copies: ParameterCopies, *, num_threads: int) -> None:
+    def __init__(self, copies: ParameterCopies, *, num_threads: int, device: torch.device) -> None:
         self.counts: Counter[str] = Counter()
         """How chunks were stepped: ``plain``, ``committed``, ``corrected`` or ``undone``."""
-        self.worker = Worker(num_threads=num_threads, look_ahead=_prefetch)
+        self.worker = Worker(num_threads=num_threads, look_ahead=_prefetch, device=device)
+        # Who forgets the engine does not keep a thread. At exit nobody waits for it.
+        weakref.finalize(self, self.worker.close).atexit = False
         self._copies = copies
         self._guesses: dict[Bucket, _Guess] = {}
         self._pending: dict[Bucket, list[Job]] = {}

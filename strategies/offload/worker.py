@@ -10,6 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from boltmesh.strategies.offload.device_copy import use_device
+
+CPU = torch.device("cpu")
+
 
 class Job:
     """Something for the worker to do, once."""
@@ -39,6 +43,7 @@ class Job:
     def drop(self) -> None:
         """It will never run."""
         self._run = _nothing
+        self.chunk = None  # holds its store, and the thread its last job
         self._is_done.set()
 
 
@@ -50,6 +55,7 @@ class Worker:
         *,
         num_threads: int,
         look_ahead: Callable[[Sequence[Job]], None] | None = None,
+        device: torch.device = CPU,
         name: str = "boltmesh-offload",
     ) -> None:
         """Start the thread.
@@ -57,10 +63,12 @@ class Worker:
         Args:
             num_threads: What torch may use inside of one operator there.
             look_ahead: Called on the worker before each job with those that follow.
+            device: What jobs work with.
             name: Of the thread.
         """
         self._num_threads = num_threads
         self._look_ahead = look_ahead
+        self._device = device
         self._jobs: deque[Job] = deque()
         self._urgent: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -132,6 +140,7 @@ class Worker:
             return list(self._jobs)
 
     def _work(self) -> None:
+        use_device(self._device)
         torch.set_num_threads(self._num_threads)  # holds for the calling thread
         with torch.no_grad():
             while (job := self._next()) is not None:

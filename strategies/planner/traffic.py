@@ -50,9 +50,9 @@ def estimate_traffic(model: ModelShape, sharing: Sharing, job: Job) -> list[Move
             rounds = 1 if sharing.stage == 1 else batches
             reductions += rounds
             reduced += rounds * flight.reduced(unit)
-            # Copies of the model average what their shards have summed up, once.
-            averages += 1
-            averaged += flight.reduced(unit) // num_shards
+            # Copies of the model average each shard as it is reduced.
+            averages += rounds
+            averaged += rounds * (flight.reduced(unit) // num_shards)
     for tiles in flight.tiles:
         calls, size = tiles.gathers()
         gathers, gathered = gathers + batches * calls, gathered + batches * size

@@ -1,17 +1,19 @@
 """A swap file with threads to each direction and a checksum to each block."""
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from boltmesh.strategies.offload.disk.cause import DamagedBlockError
 from boltmesh.strategies.offload.disk.checksum import block_sum
 from boltmesh.strategies.offload.disk.file import Extent, SwapFile
 from boltmesh.strategies.offload.disk.system import FileCalls
-from boltmesh.strategies.offload.disk.transfer import BLOCK_BYTES, Block, Ticket, TransferPool
+from boltmesh.strategies.offload.disk.transfer import BLOCK_BYTES, CPU, Block, Ticket, TransferPool
 from boltmesh.strategies.offload.memory import as_bytes
 from boltmesh.telemetry.recording.null_recorder import NullRecorder
 from boltmesh.telemetry.recording.recorder import Recorder
@@ -23,6 +25,9 @@ NUM_THREADS = 4
 class Swap:
     """What the stores of one rank read from and write to. The last store to close closes it.
 
+    So does whoever drops the last reference to it, for a run that has ended need not end the
+    process: its threads do not hold it while they wait.
+
     Args:
         folder: Where to make the file.
         num_bytes: Space to take at once: a full disk is then known before the first step.
@@ -30,6 +35,7 @@ class Swap:
         calls: The system's calls; a test brings its own.
         recorder: Is told of each transfer.
         num_threads: For each direction.
+        device: What the stores copy to.
     """
 
     def __init__(
@@ -41,13 +47,16 @@ class Swap:
         calls: FileCalls | None = None,
         recorder: Recorder | NullRecorder | None = None,
         num_threads: int = NUM_THREADS,
+        device: torch.device = CPU,
     ) -> None:
         self.folder = Path(folder)
         self.recorder = recorder or NullRecorder()
         self.file = SwapFile(self.folder, num_bytes, rank=rank, calls=calls or FileCalls())
-        self._reads = TransferPool(num_threads, "boltmesh disk read")
-        self._writes = TransferPool(num_threads, "boltmesh disk write")
+        self._reads = TransferPool(num_threads, "boltmesh disk read", device)
+        self._writes = TransferPool(num_threads, "boltmesh disk write", device)
         self._num_users = 0
+        self._finalizer = weakref.finalize(self, _close, self._reads, self._writes, self.file)
+        self._finalizer.atexit = False  # the end of the process frees all of it
 
     def allocate(self, name: str, num_bytes: int) -> Extent:
         """Take a range of the file, in whole pages."""
@@ -97,9 +106,7 @@ class Swap:
 
     def close(self) -> None:
         """End the threads and give the space back."""
-        self._reads.close()
-        self._writes.close()
-        self.file.close()
+        self._finalizer()
 
     def _submit(
         self,
@@ -142,6 +149,12 @@ class Swap:
         total = block_sum(block)
         self.file.write(as_bytes(block), offset)
         extent.sums[number] = total
+
+
+def _close(reads: TransferPool, writes: TransferPool, file: SwapFile) -> None:
+    reads.close()
+    writes.close()
+    file.close()
 
 
 def _cut(extent: Extent, memory: Tensor, number: int) -> tuple[Tensor, int]:

@@ -14,6 +14,10 @@ from queue import PriorityQueue
 import torch
 from torch import Tensor
 
+from boltmesh.strategies.offload.device_copy import use_device
+
+CPU = torch.device("cpu")
+
 BLOCK_BYTES = 4 << 20
 """What one thread moves at a time; 16 MiB is equal, 1 MiB costs 5 %."""
 
@@ -79,7 +83,8 @@ Block = Callable[[], None]
 class TransferPool:
     """Some threads that take blocks in order, urgent ones first."""
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, device: torch.device = CPU) -> None:
+        self._device = device
         self._queue: PriorityQueue[tuple[int, int, Ticket | None, Block | None]] = PriorityQueue()
         self._numbers = itertools.count()
         self._threads = [
@@ -103,12 +108,14 @@ class TransferPool:
         for _ in self._threads:
             self._queue.put((2, next(self._numbers), None, None))
         for thread in self._threads:
-            thread.join()
+            if thread is not threading.current_thread():
+                thread.join()
         self._threads = []
 
     def _run(self) -> None:
         # Checksums are small work on many threads already; more would only get in training's way.
         torch.set_num_threads(1)
+        use_device(self._device)  # what is read is copied to it by the thread that has read it
         self._started.wait()
         while True:
             _, _, ticket, block = self._queue.get()

@@ -10,6 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from boltmesh.errors import CheckpointError
 from boltmesh.run_folder import newest_checkpoint
@@ -115,6 +117,28 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all_ranks(tmp_path: Path) -> 
         assert "The checkpoints written before it are intact" in each
     assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
     assert load_directory(tmp_path / "last.ckpt")["global_step"] == 1
+
+
+def save_large_with_limit(rank: int, world_size: int, folder: Path) -> str:
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    mesh = init_device_mesh("cpu", (world_size,))
+    weight = distribute_tensor(torch.ones(1 << 17), mesh, [Shard(0)])
+    with pytest.raises(CheckpointError) as caught:
+        save_directory({"state_dict": {"weight": weight}}, folder / "last.ckpt")
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    torch.distributed.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_a_disk_that_fills_within_a_tensor_is_named(tmp_path: Path) -> None:
+    for each in run_ranks(save_large_with_limit, 2, tmp_path):
+        assert "last.ckpt could not be written: File too large (rank 1)" in each
+    assert not list(tmp_path.iterdir())
 
 
 def save_on_full_disk(rank: int, world_size: int, folder: Path) -> str:

@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,36 @@ def test_a_full_disk_is_named_and_leaves_the_old_checkpoint(
     monkeypatch.undo()
     assert AtomicCheckpointIO().load_checkpoint(path) == {"step": 1}
     assert not path.with_name(path.name + PARTIAL).exists()
+
+
+def test_a_disk_that_fills_within_a_save_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"a\.ckpt could not be written: File too large\."
+        ):
+            AtomicCheckpointIO().save_checkpoint({"step": torch.zeros(1 << 20)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, heard)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.ckpt"]
+    assert AtomicCheckpointIO().load_checkpoint(path) == {"step": 1}
+
+
+def test_a_save_that_is_interrupted_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(checkpoint: object, file: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        AtomicCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "a.ckpt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_takes_the_place_of_a_directory_of_shards(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """One name for the old and the new, and never half of either."""
 
+import errno
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,27 @@ def test_anything_takes_the_place_of_anything(
     assert left == {"a.ckpt"}
     if old == "link":
         assert read(tmp_path / "a.ckpt-target") == "old"
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_an_old_one_that_cannot_be_removed_does_not_fail_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, can_exchange: bool
+) -> None:
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    if not can_exchange:
+        monkeypatch.setattr(replacing, "_exchange", lambda one, other: False)
+    target = make(tmp_path / "a.ckpt", "directory", "old")
+    partial = make(tmp_path / "a.ckpt.partial", "directory", "new")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", busy)
+        replace(partial, target)
+    assert read(target) == "new"
+    remove(partial)
+    replace(make(partial, "directory", "newer"), target)
+    assert read(target) == "newer"
+    assert [each.name for each in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 def test_this_file_system_exchanges_names_in_one_step(tmp_path: Path) -> None:

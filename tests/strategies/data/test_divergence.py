@@ -290,6 +290,21 @@ def healthy_worker(rank, world_size):
     return counts
 
 
+def restarted_worker(rank, world_size):
+    job = Job()
+    job.step((0, 1, 2))
+    job.is_settled = rank == 1  # so that a failed run leaves the ranks at different places
+    job.guard.note("begins a training batch")
+    job.is_settled = False
+    job.guard.start()
+    job.step((2, 0))
+    job.guard.stop()
+
+
+def test_a_run_after_one_that_failed_begins_at_one_place():
+    run_ranks(restarted_worker, 2)
+
+
 def test_what_all_ranks_do_is_free_once_it_repeats():
     for counts in run_ranks(healthy_worker, 2):
         # A batch begins; root and three layers are gathered, and two of those for the backward

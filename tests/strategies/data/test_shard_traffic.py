@@ -34,7 +34,7 @@ class Silent(Stack):
 
 
 class WithStatistics(Silent):
-    """Has running statistics, which the first rank shares, and a mask, which never changes."""
+    """Has running statistics and a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_bf16_halves_what_blocks_gather_and_clipping_adds_a_norm() -> None:
     assert measured == [formula, formula]
 
 
-def test_copies_of_shards_average_once_per_step() -> None:
+def test_copies_of_shards_average_what_each_batch_reduces() -> None:
     trainer = {"accumulate_grad_batches": 2}
     ((expected, measured),) = counted(4, [{"stage": 2, "shard_size": 2}], trainer)
     model = Stack()
@@ -131,13 +131,14 @@ def test_copies_of_shards_average_once_per_step() -> None:
     formula = {
         "_allgather_base": (whole, 4),
         "_reduce_scatter_base": (2 * whole, 8),
-        "allreduce": (whole // 2, 4),
+        "allreduce": (2 * whole // 2, 8),
     }
     assert expected == formula
     assert measured == [formula] * 4
 
 
-def test_only_buffers_that_are_written_are_sent() -> None:
+def test_all_buffers_are_sent_once_per_step() -> None:
     ((expected, measured),) = counted(2, [{"stage": 3}], {}, WithStatistics)
-    assert expected["broadcast"][0] == 5 * 4 * 2 + 8
-    assert [each["broadcast"][0] for each in measured] == [5 * 4 * 2 + 8] * 2
+    size = 5 * 4 * 2 + 8 + 9 * 4
+    assert expected["broadcast"][0] == size
+    assert [each["broadcast"][0] for each in measured] == [size] * 2

@@ -1,7 +1,8 @@
 """What Lightning's features and users' habits do to shards."""
 
 import itertools
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from boltmesh.strategies import ZeROStrategy
 from tests.support.ranks import run_ranks
@@ -176,6 +178,41 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
         assert stages == [([False, True, True], True, 64.0)] * 3
 
 
+class ScalarFirst(Stack):
+    """Its optimizer looks first, or last, at a parameter that all ranks hold whole."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__(has_scalar=True)
+        self.is_first = is_first
+
+    def configure_optimizers(self) -> Any:
+        ordered = sorted(self.parameters(), key=lambda each: (each.dim() == 0) != self.is_first)
+        return torch.optim.SGD(ordered, lr=0.1)
+
+
+def fit_scalar_in_fp16(rank: int, world_size: int, *, is_first: bool) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    seed_everything(1)
+    module = ScalarFirst(is_first=is_first)
+    callbacks = [Overflows()]
+    run = trainer(world_size, 3, max_steps=4, plugins=[plugin], callbacks=callbacks)
+    run.fit(module, token_data(32, 8 // world_size))
+    assert "_unscale_grads_" not in vars(scaler)
+    return whole(module), scaler.get_scale()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_overflow_is_agreed_on_wherever_a_whole_parameter_stands(is_first: bool) -> None:
+    ranks = run_ranks(partial(fit_scalar_in_fp16, is_first=is_first), 2)
+    ((alone, alone_scale),) = run_ranks(partial(fit_scalar_in_fp16, is_first=is_first), 1)
+    for values, scale in ranks:
+        assert scale == alone_scale == 64.0
+        for name, value in values.items():
+            # Halves of a batch are rounded to fp16 apart from each other.
+            torch.testing.assert_close(value, alone[name], rtol=2e-3, atol=2e-3)
+
+
 class Unfreezes(BaseFinetuning):
     """Trains a block from the second epoch on."""
 
@@ -296,6 +333,38 @@ def fit_scalars(rank: int, world_size: int, folder: Any) -> Any:
     return found
 
 
+def resume_with_scalar(rank: int, world_size: int, folder: Any) -> Any:
+    """Save in the middle of a run, and go on from there in another stage."""
+    found = []
+
+    class Saves(Callback):
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, out: Any, batch: Any, at: int
+        ) -> None:
+            if at == 1:
+                trainer.save_checkpoint(folder / "saved")
+
+    for stage, path, callbacks in ((3, None, [Saves()]), (2, folder / "saved", [])):
+        seed_everything(1)
+        module = Unfused(has_scalar=True)
+        run = trainer(world_size, stage, max_steps=4, callbacks=callbacks)
+        run.fit(module, token_data(16, 2), ckpt_path=path)
+        found.append(whole(module))
+    return found
+
+
+class Unfused(Stack):
+    """Steps by the implementation that looks at one parameter after the other."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=False, fused=False)
+
+
+def test_a_run_with_a_scalar_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
+    for at_once, resumed in run_ranks(resume_with_scalar, 2, tmp_path):
+        torch.testing.assert_close(resumed, at_once, rtol=1e-5, atol=1e-6)
+
+
 def test_a_scalar_is_saved_in_the_middle_of_a_window_and_loaded(tmp_path: Any) -> None:
     for saved, loaded in run_ranks(fit_scalars, 2, tmp_path):
         assert saved == loaded != 1.5
@@ -360,6 +429,110 @@ class Normalised(Stack):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert self.statistics.running_mean is not None
         self.seen.append(self.statistics.running_mean.clone())
+
+
+class Codebook(Stack):
+    """Writes buffers past autograd's counter, and on each rank other ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(3))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        codes, scratch = self.get_buffer("codes"), self.get_buffer("scratch")
+        self.seen.append(torch.cat([codes, scratch]))
+        codes.data += batch[0].sum()
+        if self.global_rank == 1:
+            scratch.add_(1.0)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_codebook(rank: int, world_size: int, stage: int) -> list[Tensor]:
+    module = Codebook()
+    trainer(world_size, stage, max_steps=3).fit(module, token_data(16, 2))
+    return module.seen
+
+
+def test_buffers_are_the_first_ranks_however_they_were_written() -> None:
+    first, second = run_ranks(fit_codebook, 2, 3)
+    assert len(first) == 3
+    assert first[-1][:3].min() > 0
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+def timeouts_of_groups(rank: int, world_size: int) -> list[float]:
+    strategy = ZeROStrategy(telemetry=False, shard_size=1, timeout_s=77.0)
+    found: list[float] = []
+
+    class Looks(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            axis = cast("Any", strategy.data_axis)
+            mesh = axis.sharded.mesh
+            for group in (mesh.shard_group, mesh.replica_group, axis._guard._group):
+                options = group._get_backend(torch.device("cpu")).options
+                found.append(options._timeout.total_seconds())
+
+    run = Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=1, callbacks=[Looks()],
+        **QUIET,
+    )  # fmt: skip
+    run.fit(Stack(), token_data(4, 2))
+    return found
+
+
+def test_groups_that_are_made_later_have_the_timeout_that_was_asked() -> None:
+    assert run_ranks(timeouts_of_groups, 2) == [[77.0] * 3] * 2
+
+
+class Alternates(LightningModule):
+    """Runs one head in the first batch of a step and the other one in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.gradients: list[Tensor] = []
+        self.kinds: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = (self.heads[batch_idx % 2](batch) * self.scale).sum() * (
+            self.global_rank + 1
+        )
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.kinds.append(isinstance(self.scale, DTensor))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [each.grad for each in self.heads.parameters()]
+        for each in grads:
+            assert isinstance(each, DTensor)
+            self.gradients.append(each.full_tensor())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def fit_alternating(rank: int, world_size: int, stage: int) -> Any:
+    strategy = ZeROStrategy(telemetry=False, stage=stage, shard_size=1, blocks=["heads.*"])
+    module = Alternates()
+    run = Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=1,
+        accumulate_grad_batches=2, **QUIET,
+    )  # fmt: skip
+    run.fit(module, DataLoader(cast("Any", torch.ones(4, 2)), batch_size=1))
+    return module.gradients, module.kinds
+
+
+def test_a_unit_that_rests_in_the_last_batch_keeps_its_gradient_in_every_copy() -> None:
+    for stages in run_ranks(in_turn, 2, fit_alternating, STAGES):
+        for gradients, kinds in stages:
+            # 2 per element, by the mean of the ranks' factors 1 and 2, by half of the batches.
+            assert [each.tolist() for each in gradients] == [[[1.5, 1.5]] * 2] * 2
+            assert kinds == [True, True]  # between batches too, a scalar is no plain tensor
 
 
 def fit_with_statistics(rank: int, world_size: int, stage: int) -> list[Tensor]:

@@ -1,22 +1,25 @@
 """The engine computes what torch computes on the device, whatever it guesses meanwhile."""
 
 import copy
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LinearLR
 
-from boltmesh.errors import ConfigError
+from boltmesh.errors import ConfigError, OffloadError
 from boltmesh.strategies.offload import opening
 from boltmesh.strategies.offload.engine import OffloadEngine
 from boltmesh.strategies.offload.opening import OffloadPlan
 from boltmesh.strategies.offload.shard import OffloadedShard
 from boltmesh.strategies.offload.speculation import WARMUP_STEPS
 from boltmesh.strategies.torch_compat import local_tensor
+from tests.support import offloaded
 from tests.support.offloaded import Twin, full, sharded_net
 from tests.support.ranks import RankFailure, run_ranks
 
@@ -352,6 +355,117 @@ def _after_closing() -> None:
 
 def test_what_a_run_has_left_can_be_read_and_evaluated() -> None:
     on_ranks(_after_closing, 2)
+
+
+def _step_and_wait(twin: Twin) -> None:
+    twin.step()
+    twin.engine.synchronize()
+
+
+def _failed_step() -> None:
+    twin = Twin()
+    twin.train(2)
+    twin.engine.synchronize()
+
+    def fail(*_: object) -> None:
+        raise OffloadError("a disk that is full")
+
+    twin.engine.kept.copies.update = fail  # type: ignore[assignment]
+    twin.backward()
+    with pytest.raises(OffloadError, match="full"):
+        _step_and_wait(twin)
+    with pytest.raises(OffloadError, match="full"):
+        twin.engine.close()
+    parameter = next(iter(twin.ours.parameters()))
+    for shard in (parameter, twin.optimizer.state[parameter]["exp_avg"]):
+        with pytest.raises(OffloadError, match="full"):
+            local_tensor(shard).read()  # type: ignore[attr-defined]
+    with pytest.raises(OffloadError, match="full"):
+        twin.ours(torch.randn(4, 64))
+
+
+def test_what_a_failed_step_has_left_cannot_be_read_nor_saved() -> None:
+    on_ranks(_failed_step)
+
+
+def _deterministic() -> Counter[str]:
+    torch.use_deterministic_algorithms(True)
+    twin = Twin()
+    twin.drains = True
+    twin.train(WARMUP_STEPS + 4)
+    assert twin.difference() == 0
+    return twin.engine.counts
+
+
+def test_nothing_is_guessed_where_steps_have_to_repeat_to_the_bit() -> None:
+    (counts,) = on_ranks(_deterministic)
+    assert counts == {"plain": (WARMUP_STEPS + 4) * 4}
+
+
+def _copied_shards(max_norm: float | None) -> Counter[str]:
+    offloaded.init_device_mesh = lambda kind, shape: init_device_mesh(  # type: ignore[assignment,misc,attr-defined]
+        kind, (*shape, 1), mesh_dim_names=("copies", "shards")
+    )
+    twin = Twin()
+    twin.drains = True
+    twin.train(WARMUP_STEPS + 4, max_norm)
+    return twin.engine.counts
+
+
+def _clipped_copies() -> Counter[str]:
+    return _copied_shards(1e3)
+
+
+def _unclipped_copies() -> Counter[str]:
+    return _copied_shards(None)
+
+
+def test_copies_of_shards_that_are_clipped_are_not_guessed() -> None:
+    for counts in on_ranks(_clipped_copies, 2):
+        assert counts == {"plain": (WARMUP_STEPS + 4) * 4}
+    for counts in on_ranks(_unclipped_copies, 2):
+        assert counts["committed"] == 4 * 4
+
+
+def _foreign_parameter() -> None:
+    net, units = sharded_net()
+    engine = OffloadEngine(OffloadPlan({"host": 1.0}), device=torch.device("cpu"))
+    engine.attach(net, units)
+    other = torch.nn.Parameter(torch.zeros(3, 5))
+    engine.adopt([Adam([*net.parameters(), other])], exposes_gradients=False)
+
+
+def test_a_parameter_that_would_never_be_stepped_is_refused() -> None:
+    with pytest.raises(
+        RankFailure, match=r"Adam updates 1 parameters, of the shapes \(3, 5\), .*head\.weight"
+    ):
+        on_ranks(_foreign_parameter)
+
+
+def _exposed_and_kept() -> None:
+    twin = Twin(exposes_gradients=True)
+    update = twin.engine.kept.copies.update
+
+    def update_slowly(*arguments: Any) -> None:
+        time.sleep(0.02)  # the buckets behind this one are still to read their gradients
+        update(*arguments)
+
+    twin.engine.kept.copies.update = update_slowly  # type: ignore[assignment]
+    for _ in range(3):
+        twin.backward()
+        for optimizer in (twin.reference_optimizer, twin.optimizer):
+            optimizer.step()
+        for model in (twin.reference, twin.ours):
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                local_tensor(parameter.grad).zero_()  # no zero_grad is there to wait
+        for unit in twin.units.values():
+            unit.reshard()
+    assert twin.difference() < CLOSE
+
+
+def test_exposed_gradients_may_be_written_to_once_the_step_returns() -> None:
+    on_ranks(_exposed_and_kept)
 
 
 def _half_precision() -> None:

@@ -58,11 +58,12 @@ def test_what_is_frozen_is_gathered_and_not_reduced():
     assert found["reduce-scatter"] == (NUM_BATCHES, NUM_BATCHES * 4 * ROOT)
 
 
-def test_copies_of_the_model_average_their_shards_once():
+@pytest.mark.parametrize(("stage", "rounds"), [(1, 1), (2, NUM_BATCHES), (3, NUM_BATCHES)])
+def test_copies_of_the_model_average_their_shards_as_often_as_they_reduce(stage, rounds):
     job = Job(8, widths_of("32-true"), shard_size=4, num_microbatches=NUM_BATCHES)
-    *_, average = estimate_traffic(model(), Sharing("zero", 3), job)
-    whole = 4 * (BLOCKS * BLOCK + ROOT) // 4
-    assert average == Moved("all-reduce", BLOCKS + 1, whole, whole)
+    *_, average = estimate_traffic(model(), Sharing("zero", stage), job)
+    whole = rounds * 4 * (BLOCKS * BLOCK + ROOT) // 4
+    assert average == Moved("all-reduce", rounds * (BLOCKS + 1), whole, whole)
 
 
 def test_rows_that_do_not_divide_are_moved_with_their_padding():
