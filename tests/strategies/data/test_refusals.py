@@ -25,7 +25,7 @@ from tests.support.stack import Block, Stack, token_data
     [
         ({"stage": 0}, "without sharding use bolt_ddp"),
         ({"stage": 4}, "stage=4 is no ZeRO stage"),
-        ({"shard_size": 0}, "shard_size=0 holds no rank. Use 2 or more."),
+        ({"shard_size": 0}, "shard_size=0 holds no rank. Use 1 or more."),
         ({"shard_size": "host"}, "Use a number, or 'node'"),
         ({"offload_optimizer": "npu"}, "offload_optimizer='npu' does not exist."),
         ({"offload_optimizer": "nvm", "offload_path": "x"}, "Did you mean 'nvme'?"),

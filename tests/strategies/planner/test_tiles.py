@@ -78,10 +78,10 @@ def test_a_product_is_gathered_twice_and_a_lookup_once():
     }
 
 
-def test_copies_of_the_model_average_a_tiled_gradient_in_every_backward_pass():
+def test_copies_of_the_model_average_every_gradient_in_every_backward_pass():
     made = job(4, shard_size=2, num_microbatches=3)
     sharing = Sharing("zero3", 3, tile_bytes=TILE_BYTES)
     average = estimate_traffic(model(), sharing, made)[-1]
     assert average.operator == "all-reduce"
-    assert average.calls == 2 + 3 * 2
-    assert average.whole_bytes == 4 * (32 + 800) // 2 + 3 * 4 * (160 + 240) // 2
+    assert average.calls == 3 * (2 + 2)
+    assert average.whole_bytes == 3 * 4 * (32 + 800 + 160 + 240) // 2
