@@ -50,8 +50,9 @@ class Stepper:
         self.counts: Counter[str] = Counter()
         """How chunks were stepped: ``plain``, ``committed``, ``corrected`` or ``undone``."""
         self.worker = Worker(num_threads=num_threads, look_ahead=_prefetch, device=device)
-        # Who forgets the engine does not keep a thread. At exit nobody waits for it.
-        weakref.finalize(self, self.worker.close).atexit = False
+        # Who forgets the engine does not keep a thread, and none may be within torch when the
+        # interpreter ends: that aborts the process.
+        weakref.finalize(self, self.worker.close)
         self._copies = copies
         self._guesses: dict[Bucket, _Guess] = {}
         self._pending: dict[Bucket, list[Job]] = {}

@@ -56,7 +56,6 @@ class Swap:
         self._writes = TransferPool(num_threads, "boltmesh disk write", device)
         self._num_users = 0
         self._finalizer = weakref.finalize(self, _close, self._reads, self._writes, self.file)
-        self._finalizer.atexit = False  # the end of the process frees all of it
 
     def allocate(self, name: str, num_bytes: int) -> Extent:
         """Take a range of the file, in whole pages."""
