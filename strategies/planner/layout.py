@@ -29,11 +29,6 @@ class Sharing:
         """Whether the optimizer steps outside of the device, with fp32 masters of its own."""
         return bool(self.state_shares)
 
-    @property
-    def device_share(self) -> float:
-        """Share of the optimizer state that stays on the device."""
-        return max(0.0, 1.0 - sum(self.state_shares.values()))
-
 
 @dataclass(frozen=True)
 class Job:
