@@ -270,6 +270,7 @@ class MeshStrategy(CheckpointingStrategy):
             has_norm_clipping=compat.has_norm_clipping(trainer),
             timeout=timedelta(seconds=self.timeout_s),
             scaler=getattr(self.precision_plugin, "scaler", None),
+            zeroes_gradients=partial(compat.zeroes_gradients, trainer),
             recorder=self.recorder,
         )
 

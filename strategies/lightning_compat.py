@@ -339,10 +339,36 @@ def reads_gradients(trainer: Trainer, module: LightningModule) -> bool:
         return True
     return any(
         is_overridden(name, callback, Callback)
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if getattr(callback, "reads_gradients", True)
+        for callback in _readers(trainer)
         for name in _GRADIENT_HOOKS[:3]
     )
+
+
+def zeroes_gradients(trainer: Trainer) -> bool:
+    """Whether the batch in work begins a step whose gradients Lightning's own code zeroes.
+
+    It does so between forward and backward pass. False where a hook of the user's does it, or may
+    look at what is there.
+    """
+    module = trainer.lightning_module
+    if not (trainer.training and module.automatic_optimization):
+        return False
+    if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+        return False  # whose steps say nothing dependable of a batch's number
+    if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
+        return False
+    if is_overridden("optimizer_zero_grad", module, LightningModule):
+        return False
+    return not any(
+        is_overridden("on_before_zero_grad", each, kind)
+        for each, kind in [(module, LightningModule), *((c, Callback) for c in _readers(trainer))]
+    )
+
+
+def _readers(trainer: Trainer) -> list[Callback]:
+    """The callbacks that do not say of themselves that they look at no gradients."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [each for each in callbacks if getattr(each, "reads_gradients", True)]
 
 
 def forbid_inference_mode(trainer: Trainer) -> None:

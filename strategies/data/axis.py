@@ -39,6 +39,9 @@ class AxisContext:
     """How long a collective of a further group may take; None: torch's default."""
     scaler: GradScaler | None = None
     """What scales losses and skips steps under ``16-mixed``."""
+    zeroes_gradients: Callable[[], bool] = field(default=lambda: False)
+    """Whether the Trainer zeroes gradients after the forward pass that is about to begin, and
+    nobody looks at them before."""
     recorder: Recorder | NullRecorder = field(default_factory=NullRecorder)
 
 

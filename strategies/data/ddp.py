@@ -41,6 +41,7 @@ class ReplicaOptions:
     bucket_cap_mb: float = 25.0
     static_graph: bool = False
     find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
     gradient_compression: str | None = None
     powersgd_rank: int = 1
     powersgd_start_step: int = 1000
@@ -72,6 +73,7 @@ class Replicas(DataAxis):
                 bucket_cap_mb=options.bucket_cap_mb,
                 static_graph=options.static_graph,
                 find_unused_parameters=options.find_unused_parameters,
+                gradient_as_bucket_view=options.gradient_as_bucket_view,
             )
         self._is_static_graph_flushed = False
         self._is_graph_known = False

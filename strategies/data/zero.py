@@ -27,6 +27,7 @@ from boltmesh.strategies.data.shard_memory import held_tensors
 from boltmesh.strategies.data.shard_offload import open_engine, with_stored
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.sharded_model import ShardedModel, shard_model
+from boltmesh.strategies.data.stale_gradients import StaleGradients
 from boltmesh.strategies.offload.disk.preflight import announce_disks
 from boltmesh.strategies.planner.layout import Job
 from boltmesh.strategies.planner.model import ModelShape
@@ -50,6 +51,7 @@ class Shards(DataAxis):
         """None before a module was wrapped."""
         self._context: AxisContext | None = None
         self._guard: DivergenceGuard | None = None
+        self._stale: StaleGradients | None = None
         self._offload: OffloadEngine | None = None
         self._forget_scaler: Callable[[], None] = _nothing
 
@@ -61,6 +63,8 @@ class Shards(DataAxis):
             self.sharded = shard_model(module, self.options, context)
             self.sharded.root.register_forward_pre_hook(self._before_forward, prepend=True)
             self._guard = self._build_guard(context)
+            if self.options.stage < 3:  # stage 3 gathers little at a time
+                self._stale = StaleGradients(self.sharded.root, self.sharded.units)
         sharded = self.sharded  # kept in a second fit, and in an evaluation after one
         sharded.mesh.name_groups(context.recorder)
         is_automatic = module.automatic_optimization
@@ -120,6 +124,11 @@ class Shards(DataAxis):
 
     def _before_forward(self, root: Module, *_: object) -> None:
         self._follow_shards()
+        if self._stale is not None:
+            assert self._context is not None
+            self._stale.end()
+            if torch.is_grad_enabled() and self._context.zeroes_gradients():
+                self._stale.begin()
         if root.training and torch.is_grad_enabled() and self._is_synchronised:
             self._model.buffers.send()
 
@@ -136,6 +145,8 @@ class Shards(DataAxis):
     def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
         refuse_optimizers(optimizers)
         assert self._context is not None
+        if self._stale is not None:
+            self._stale.optimizers = optimizers
         if self._offload is not None:
             if not optimizers:
                 return  # an evaluation of what a run has left

@@ -66,19 +66,20 @@ def _replicas(model: ModelShape, job: Job) -> tuple[dict[str, Bytes], dict[str, 
     parameters, gradients = _stored(model, job, 1), _stored(model, job, 1, trained=True)
     state = job.state_copies * gradients
     activations = model.activations or NO_ACTIVATIONS
-    buckets = gradients  # DDP reduces copies of the gradients, which it keeps
-    base = parameters + state + buckets + model.buffer_bytes
+    base = parameters + state + model.buffer_bytes
     saved = activations.saved_bytes + _casts(model, job, is_sharded=False)
     kept = {
         "parameters": Bytes(parameters),
         "gradients": Bytes(gradients),
         "optimizer": Bytes(state),
         "buffers": Bytes(model.buffer_bytes),
-        "other": Bytes(buckets),
     }
+    # DDP keeps gradients in the buckets that it reduces; those of the batches before the last one
+    # are added up beside them.
+    held = gradients if job.num_microbatches == 1 else 2 * gradients
     moments = {
-        "forward pass": base + gradients + saved,
-        "backward pass": base + max(saved + activations.transient_bytes, gradients),
+        "forward pass": base + held + saved,
+        "backward pass": base + held + saved + activations.transient_bytes,
         "optimizer step": base + gradients,
     }
     return kept, moments
@@ -119,13 +120,16 @@ def _shards(
         is_accumulated=is_accumulated,
         gradients=shares,
     )
-    first = gradients.device + flight.forward(is_freed=sharing.stage == 3)
+    first = flight.forward(is_freed=sharing.stage == 3)
+    if sharing.stage == 3 or sharing.has_engine:
+        first += gradients.device  # of the step before: zeroed after the forward pass
+    else:
+        first = max(first, gradients.device)  # freed as units are gathered
     if sharing.stage < 3 and is_accumulated:
         # Units stay gathered for the batches that follow, with their gradients in stage 1.
         later = flight.all_gathered() + (whole or gradients.device)
         first = max(first, later)
     moments = {
-        # Gradients of the step before are zeroed after the first forward pass.
         "forward pass": base + first + saved,
         "backward pass": base + backward.most(),
         "optimizer step": base + gradients.device,

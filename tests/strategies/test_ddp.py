@@ -116,6 +116,39 @@ def test_sigterm_ends_every_rank_at_the_same_step() -> None:
     assert ends[0] is not None
 
 
+def fit_with_gradients(rank: int, world_size: int, accumulate: int, is_view: bool) -> Any:
+    """Return parameters, and how many memories hold the gradients after each step."""
+    seed_everything(1)
+    counts = []
+
+    class Counts(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+            gradients = [each.grad for each in pl_module.parameters()]
+            counts.append(len({each.untyped_storage().data_ptr() for each in gradients}))
+
+    strategy = DDPStrategy(telemetry=False, gradient_as_bucket_view=is_view)
+    module = Regression()
+    run = trainer(
+        world_size, strategy=strategy, max_steps=3, accumulate_grad_batches=accumulate,
+        callbacks=[Counts()],
+    )  # fmt: skip
+    run.fit(module, regression_data(48, 4))
+    return counts, [each.detach().clone() for each in module.parameters()]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_are_kept_in_their_buckets_unless_that_is_turned_off(accumulate: int) -> None:
+    viewed = run_ranks(fit_with_gradients, 2, accumulate, True)
+    apart = run_ranks(fit_with_gradients, 2, accumulate, False)
+    number = len(list(Regression().parameters()))
+    for (counts, parameters), (all_counts, others) in zip(viewed, apart, strict=True):
+        assert all_counts == [number] * 3
+        assert max(counts) <= 2  # torch's first bucket is small
+        for one, other in zip(parameters, others, strict=True):
+            assert torch.equal(one, other)
+
+
 class Silent(Regression):
     """Logs nothing: with torch 2.13 dynamo fails in ``self.log``, under any strategy."""
 

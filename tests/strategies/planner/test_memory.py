@@ -54,11 +54,23 @@ def test_the_peak_is_the_papers_when_batches_are_accumulated(
     assert expected <= peak <= expected + 5 * 4 * BLOCK
 
 
-def test_replicas_hold_everything_and_the_buckets_of_their_reduction():
+def test_replicas_hold_everything_once_and_accumulated_gradients_beside_their_buckets():
+    whole = NUM_BLOCKS * BLOCK
     memory = estimate_memory(many_blocks(), Sharing("ddp", 0), job(4))
-    assert memory.kept["parameters"].device == 4 * NUM_BLOCKS * BLOCK
-    assert memory.between_steps.device == 20 * NUM_BLOCKS * BLOCK
-    assert memory.peak.device == memory.between_steps.device
+    assert memory.kept["parameters"].device == 4 * whole
+    assert memory.between_steps.device == memory.peak.device == 16 * whole
+    accumulated = estimate_memory(many_blocks(), Sharing("ddp", 0), job(4, num_microbatches=2))
+    assert accumulated.between_steps.device == 16 * whole
+    assert accumulated.peak.device == 20 * whole
+
+
+@pytest.mark.parametrize(("stage", "shares"), [(1, 8 + 8 / 1), (2, 4 + 12 / 1)])
+def test_gradients_of_the_last_step_are_not_there_beside_what_is_gathered(stage, shares):
+    memory = estimate_memory(many_blocks(), Sharing("zero", stage), job(1))
+    assert memory.peak.device == pytest.approx(shares * NUM_BLOCKS * BLOCK, rel=0.01)
+    offloaded = Sharing("zero_cpu", stage, {"host": 0.5})
+    moments = estimate_memory(many_blocks(), offloaded, job(1)).moments
+    assert moments["forward pass"] > moments["optimizer step"], "there the engine has them"
 
 
 def test_shards_of_rows_that_do_not_divide_are_padded():
