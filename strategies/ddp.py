@@ -28,9 +28,9 @@ class DDPStrategy(MeshStrategy):
             reentrant activation checkpointing and finds unused parameters by itself.
         find_unused_parameters: Search each step's graph for parameters that it does not use.
             Needed when a step leaves some out; costs a walk over the graph.
-        gradient_as_bucket_view: Keep gradients where they are reduced, instead of beside it. Saves 4
-            bytes per fp32 parameter, unless batches are accumulated, and copying back. ``.grad`` is
-            then memory that the next backward pass writes again: code that keeps a gradient for
+        gradient_as_bucket_view: Keep gradients where they are reduced, instead of beside it. Saves
+            copying back and, unless batches are accumulated, 4 bytes per fp32 parameter. Then the
+            next backward pass writes into the memory of ``.grad``: code that keeps a gradient for
             longer than its step has to clone it, or to set this to False.
         gradient_compression: None sends gradients as they are; ``"bf16"`` sends them in bf16, half
             the bytes of fp32 and 8 bits of mantissa; ``"powersgd"`` sends low-rank factors with

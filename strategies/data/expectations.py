@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import nn
 from torch.optim import Optimizer
 
 from boltmesh.strategies.data.axis import AxisContext
@@ -41,6 +42,10 @@ class Expectations:
                 tuple(each.parameter.shape),
                 is_trained=each.parameter.requires_grad,
                 element_bytes=each.parameter.element_size(),
+                layers=tuple(
+                    "lookup" if isinstance(layer, nn.Embedding) else "product"
+                    for layer in each.layers
+                ),
             )
             for each in self._model.tiled
         )

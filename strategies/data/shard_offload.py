@@ -26,7 +26,9 @@ def open_engine(
         device=context.device,
         rank=dist.get_rank(),
         ranks_per_node=context.ranks_per_node,
-        compute_dtype=context.compute_dtype,
+        compute_dtypes={
+            each.parameter: each.kept_dtype(context.compute_dtype) for each in model.tiled
+        },
         recorder=context.recorder,
     )
     # The root is gathered first: it holds what the blocks leave, embeddings among it.

@@ -65,7 +65,8 @@ class OffloadEngine(Settling):
         device: Where the model is computed.
         rank: This rank's number in the job, for messages.
         ranks_per_node: How many ranks share the host's cores.
-        compute_dtype: What sharded parameters of no FSDP2 unit are gathered in; None for theirs.
+        compute_dtypes: What sharded parameters of no FSDP2 unit are gathered in; others in their
+            own.
         recorder: Is told of transfers.
     """
 
@@ -76,14 +77,14 @@ class OffloadEngine(Settling):
         device: torch.device,
         rank: int = 0,
         ranks_per_node: int = 1,
-        compute_dtype: torch.dtype | None = None,
+        compute_dtypes: Mapping[Parameter, torch.dtype] | None = None,
         recorder: Recorder | NullRecorder | None = None,
     ) -> None:
         self.plan = plan
         self.device = device
         self._rank = rank
         self._recorder = recorder or NullRecorder()
-        self._compute_dtype = compute_dtype
+        self._compute_dtypes = dict(compute_dtypes or {})
         self._num_threads = _worker_threads(device, ranks_per_node)
         self.kept = KeptState(self, device=device, rank=rank, recorder=self._recorder, plan=plan)
         self._stepper: Stepper | None = None
@@ -116,7 +117,7 @@ class OffloadEngine(Settling):
             module: The user's module.
             units: All modules of ``fully_shard`` by name, in the order of the forward pass.
         """
-        self._units = held_units(module, units, self._compute_dtype)
+        self._units = held_units(module, units, self._compute_dtypes)
         for unit in units.values():
             watch_dropped_gathers(unit, _abandon)
 

@@ -49,14 +49,16 @@ class Held:
 
 
 def held_units(
-    module: Module, units: Mapping[str, FSDPModule], compute_dtype: torch.dtype | None
+    module: Module,
+    units: Mapping[str, FSDPModule],
+    compute_dtypes: Mapping[Parameter, torch.dtype],
 ) -> dict[str, list[Held]]:
     """Return the sharded parameters by unit, those of no unit by themselves.
 
     Args:
         module: The user's module: its parameters' names are the names in messages.
         units: FSDP2's modules by name, in the order of the forward pass.
-        compute_dtype: What a sharded parameter of no unit is gathered in; None for its own.
+        compute_dtypes: What sharded parameters of no unit are gathered in; others in their own.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     found: dict[str, list[Held]] = {}
@@ -70,7 +72,7 @@ def held_units(
         seen.update(shard.parameter for shard in shards)
     for parameter, name in names.items():
         if parameter not in seen and isinstance(parameter, DTensor):
-            dtype = compute_dtype or parameter.dtype
+            dtype = compute_dtypes.get(parameter, parameter.dtype)
             found[name] = [Held(name, parameter, dtype, _padded_shape(parameter), None)]
     return found
 

@@ -184,7 +184,10 @@ def _window(largest_bytes: int) -> int:
 
 
 def _copy_bytes(tensor: TensorShape, unit: UnitShape, job: Job) -> int:
-    width = job.widths.compute(tensor.element_bytes, is_autocast=unit.is_autocast)
+    is_autocast = unit.is_autocast
+    if unit.tile_bytes is not None:
+        is_autocast = "lookup" not in tensor.layers  # what one layer reads uncast, is kept so
+    width = job.widths.compute(tensor.element_bytes, is_autocast=is_autocast)
     return tensor.padded_numel(job.num_shards) * width
 
 

@@ -72,6 +72,11 @@ class TiledWeight:
             return dtype
         return autocast_dtype
 
+    def kept_dtype(self, autocast_dtype: torch.dtype | None) -> torch.dtype:
+        """What a copy of the shard has to be in for every layer to gather from it."""
+        dtypes = {self.gathered_dtype(each, autocast_dtype) for each in self.layers}
+        return dtypes.pop() if len(dtypes) == 1 else self.parameter.dtype
+
     def attend(self, dtype: torch.dtype) -> None:
         """Take part in one pass over the tiles without using them. Collective."""
         for _ in self.tiles(dtype):

@@ -195,6 +195,7 @@ def by_kind_and_place(memory) -> dict[str, int]:
         ("bolt_zero3_cpu", None),
         ("bolt_zero3_nvme", None),
         ("bolt_zero3_cpu", 500_000),
+        ("bolt_zero3_cpu", 90_000),  # the embedding too, which stays in fp32
     ],
 )
 def test_what_is_offloaded_is_predicted_to_the_byte(name, tile_bytes, tmp_path):
