@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.data.whole_matrices import multiplies_matrices
 
 _CALLBACKS: dict[type[Callback], tuple[str, str]] = {
     StochasticWeightAveraging: (
@@ -41,6 +42,8 @@ _OPTIMIZERS: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "squares norms of rows in place",
     torch.optim.LBFGS: "takes products of whole gradients",
 }
+if hasattr(torch.optim, "Muon"):  # new in torch 2.9
+    _OPTIMIZERS[torch.optim.Muon] = "makes whole matrices orthogonal"
 
 
 def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
@@ -83,11 +86,16 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     for optimizer in optimizers:
         for kind, why in _OPTIMIZERS.items():
             if isinstance(optimizer, kind):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} {why}, and with ZeROStrategy a rank has its "
-                    f"shards alone. Use bolt_ddp, or an optimizer that works on each element by "
-                    f"itself, such as AdamW."
-                )
+                raise _refused(optimizer, why)
+        if multiplies_matrices(optimizer):
+            raise _refused(optimizer, "multiplies or factors whole matrices")
+
+
+def _refused(optimizer: Optimizer, why: str) -> ConfigError:
+    return ConfigError(
+        f"{type(optimizer).__name__} {why}, and with ZeROStrategy a rank has its shards alone. Use "
+        f"bolt_ddp, or an optimizer that works on each element by itself, such as AdamW."
+    )
 
 
 def refuse_empty_share(dataloader: object, group: ProcessGroup, device: torch.device) -> None:

@@ -37,6 +37,8 @@ from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from boltmesh.strategies.offload.engine import OffloadEngine
 
 
@@ -54,6 +56,8 @@ class Shards(DataAxis):
         self._stale: StaleGradients | None = None
         self._offload: OffloadEngine | None = None
         self._forget_scaler: Callable[[], None] = _nothing
+        self._step_hooks: list[RemovableHandle] = []
+        self._has_ended_step = False
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
@@ -145,6 +149,8 @@ class Shards(DataAxis):
     def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
         refuse_optimizers(optimizers)
         assert self._context is not None
+        self._forget_steps()
+        self._step_hooks = [each.register_step_post_hook(self._after_step) for each in optimizers]
         if self._stale is not None:
             self._stale.optimizers = optimizers
         if self._offload is not None:
@@ -161,6 +167,11 @@ class Shards(DataAxis):
                     recorder=self._context.recorder,
                 )
             self._model.reshard()
+
+    def _forget_steps(self) -> None:
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks.clear()
 
     # Within a step.
 
@@ -202,6 +213,17 @@ class Shards(DataAxis):
 
     @override
     def after_optimizer_step(self, module: Module, optimizer: Optimizer) -> None:
+        # Not where the optimizer's own hook has been here: a scaler may leave a step out.
+        if not self._has_ended_step:
+            self._end_step()
+        self._has_ended_step = False
+
+    def _after_step(self, *_: object) -> None:
+        """Called by an optimizer itself: under manual optimisation nobody else need tell."""
+        self._end_step()
+        self._has_ended_step = True
+
+    def _end_step(self) -> None:
         if self._guard is not None:
             self._guard.end_step()
         # A forward pass without a backward pass leaves gathered copies behind, and the step has
@@ -278,6 +300,7 @@ class Shards(DataAxis):
     def release(self) -> None:
         self._forget_scaler()
         self._forget_scaler = _nothing
+        self._forget_steps()
         if self._guard is not None:
             self._guard.stop()
         if self.sharded is not None:

@@ -13,7 +13,8 @@ from tests.parity.test_zero import BF16, CLIP, SGD, Case, one_process
 from tests.support.models import Regression, TwoOptimizers
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+"""Several layouts in turn in the same ranks, four of them on as few cores as there are."""
 
 CPU = {"offload_optimizer": "cpu"}
 NVME = {"offload_optimizer": "nvme"}
@@ -79,8 +80,8 @@ def test_some_layouts_equal_one_process(case: Case, tmp_path: Path) -> None:
 
 
 def check(case: Case, names: list[str], folder: Path) -> None:
-    reference = run_ranks(one_process, 1, case)[0]
-    ranks = run_ranks(layouts, case.ranks, case, str(folder), names, timeout_s=120)
+    reference = run_ranks(one_process, 1, case, timeout_s=120)[0]
+    ranks = run_ranks(layouts, case.ranks, case, str(folder), names, timeout_s=400)
     assert len(reference.losses) == case.steps
     assert list(folder.iterdir()) == []  # nothing is left of the swap files
     for traces in ranks:

@@ -64,9 +64,16 @@ class _Rank:
 
 
 def run_ranks(
-    worker: Callable[..., Any], world_size: int, *args: object, timeout_s: float = 60.0
+    worker: Callable[..., Any],
+    world_size: int,
+    *args: object,
+    timeout_s: float = 60.0,
+    grace_s: float = GRACE_S,
 ) -> list[Any]:
-    """Run ``worker(rank, world_size, *args)`` on every rank and return the results by rank."""
+    """Run ``worker(rank, world_size, *args)`` on every rank and return the results by rank.
+
+    ``grace_s`` is for tests that look at what the others say when one has failed.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -81,7 +88,7 @@ def run_ranks(
             there.close()
             ranks.append(_Rank(rank, process, here))
         try:
-            _wait(ranks, timeout_s)
+            _wait(ranks, timeout_s, grace_s)
         finally:
             for each in ranks:
                 if each.process.is_alive():
@@ -92,14 +99,14 @@ def run_ranks(
     return [each.result for each in ranks]
 
 
-def _wait(ranks: list[_Rank], timeout_s: float) -> None:
+def _wait(ranks: list[_Rank], timeout_s: float, grace_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while pending := {each.connection: each for each in ranks if not each.is_done}:
         ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         for connection in ready:
             pending[connection].collect()  # type: ignore[index]
         if any(each.error for each in ranks):
-            deadline = min(deadline, time.monotonic() + GRACE_S)
+            deadline = min(deadline, time.monotonic() + grace_s)
         if not ready and time.monotonic() >= deadline:
             reason = "did not finish" if not any(each.error for each in ranks) else "was waiting"
             for each in pending.values():

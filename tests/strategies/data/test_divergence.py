@@ -5,6 +5,7 @@ import itertools
 import os
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,13 @@ from torch.distributed.fsdp import fully_shard
 
 from boltmesh.errors import DivergenceError
 from boltmesh.strategies.data.divergence import DivergenceGuard
-from tests.support.ranks import RankFailure, run_ranks
+from tests.support.ranks import RankFailure
+from tests.support.ranks import run_ranks as run_ranks_within
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+run_ranks = partial(run_ranks_within, timeout_s=240.0, grace_s=60.0)
+"""With time for a machine that does much else: each rank has to come to what it says."""
 
 PATIENCE_S = 0.4
 TIMEOUT_S = 3
@@ -141,7 +146,7 @@ def test_in_a_later_step_who_leaves_the_common_route_names_both(case):
     assert left.startswith("DivergenceError: The ranks have parted: ")
     for word in words:
         assert word in left
-    assert time.monotonic() - begin < 40
+    assert time.monotonic() - begin < 200  # torch's own timeout is half an hour
 
 
 def leaving_worker(rank, world_size, folder, leaves):
@@ -171,7 +176,7 @@ PARTED = "rank 1 gathers 'layers.2' where rank 0 gathers 'layers.1'"
 
 def test_who_stays_says_the_same_when_its_peer_is_gone(tmp_path):
     with pytest.raises(RankFailure, match="rank 0: died with exit code 3"):
-        run_ranks(leaving_worker, 2, str(tmp_path), True, timeout_s=100)
+        run_ranks(leaving_worker, 2, str(tmp_path), True)
     for rank in range(2):
         assert PARTED in (tmp_path / str(rank)).read_text()
 
@@ -179,7 +184,7 @@ def test_who_stays_says_the_same_when_its_peer_is_gone(tmp_path):
 def test_a_rank_that_cannot_be_reached_is_ended_with_the_reason(tmp_path):
     # The one that left keeps its connections, so nothing tears the other out of its gather.
     with pytest.raises(RankFailure, match="rank 0: died with exit code 1"):
-        run_ranks(leaving_worker, 2, str(tmp_path), False, timeout_s=100)
+        run_ranks(leaving_worker, 2, str(tmp_path), False)
     assert PARTED in (tmp_path / "stuck").read_text()
     assert not (tmp_path / "0").exists()
 

@@ -99,10 +99,59 @@ class Factored(Stack):
         return torch.optim.Adafactor(self.parameters())
 
 
+class Orthogonal(Stack):
+    def configure_optimizers(self) -> Any:
+        matrices = [each for each in self.parameters() if each.dim() == 2]
+        if not hasattr(torch.optim, "Muon"):
+            return Preconditioner(matrices, {})
+        return torch.optim.Muon(matrices)
+
+
+class Preconditioner(torch.optim.Optimizer):
+    """Scales a gradient by the inverse root of its rows' products, as Shampoo does."""
+
+    def __init__(self, parameters: Any, defaults: dict[str, Any]) -> None:
+        self.shift = 0.1
+        super().__init__(parameters, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for each in self.param_groups[0]["params"]:
+            gradient = each.grad
+            values, vectors = torch.linalg.eigh(gradient @ gradient.T)
+            root = vectors @ torch.diag((values + self.shift).rsqrt()) @ vectors.T
+            each.sub_(root @ gradient, alpha=0.1)
+
+
+class Preconditioned(Stack):
+    def configure_optimizers(self) -> Any:
+        return Preconditioner([each for each in self.parameters() if each.dim() == 2], {})
+
+
+class Signs(torch.optim.Optimizer):
+    """An elementwise optimizer of somebody's own, with a norm, which shards have too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:
+        with torch.enable_grad():
+            closure()
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(each.grad.sign() * each.norm(), alpha=0.001)
+
+
+class Elementwise(Stack):
+    def configure_optimizers(self) -> Any:
+        return Signs([{"params": list(self.parameters())}], {})
+
+
 def fit(rank: int, world_size: int) -> list[str]:
     """Return what each model is refused with, in one process."""
     said = []
-    models = [Lazy(), Sparse(), Quasi(), Stack(), Factored(), Stack(has_scalar=True)]
+    models = [
+        Lazy(), Sparse(), Quasi(), Stack(), Factored(), Stack(has_scalar=True), Orthogonal(),
+        Preconditioned(), Elementwise(),
+    ]  # fmt: skip
     for number, model in enumerate(models):
         blocks = ["layers.*"] if number == 3 else None
         offload: Any = "cpu" if number == 5 else None
@@ -132,14 +181,18 @@ def fit(rank: int, world_size: int) -> list[str]:
 @pytest.mark.ranks
 def test_models_and_optimizers_that_cannot_be_sharded_are_refused_by_name() -> None:
     (said,) = run_ranks(fit, 1)
-    assert len(said) == 7
+    assert len(said) == 9
     assert "'head.weight' of Lazy has no shape yet" in said[0]
     assert "'embedding' of Sparse makes sparse gradients" in said[1]
     assert "LBFGS takes products of whole gradients" in said[2]
     assert "blocks='layers.*' matches no module of Stack. Did you mean 'blocks.*'?" in said[3]
     assert "Adafactor squares norms of rows in place" in said[4]
     assert "'temperature' of Stack is a scalar, and offloaded state is kept by rows." in said[5]
-    assert "'embedding.weight' of Stack is sharded already, by another strategy." in said[6]
+    if hasattr(torch.optim, "Muon"):
+        assert "Muon makes whole matrices orthogonal, and with ZeROStrategy a rank has" in said[6]
+    assert "Preconditioner multiplies or factors whole matrices" in said[7]
+    assert "Use bolt_ddp, or an optimizer that works on each element by itself" in said[7]
+    assert "'embedding.weight' of Stack is sharded already, by another strategy." in said[8]
 
 
 class Bypassed(Stack):

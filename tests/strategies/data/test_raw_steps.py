@@ -1,0 +1,64 @@
+"""Optimizers that a step calls by themselves, past Lightning, are seen by the next forward pass."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+from boltmesh.strategies import ZeROStrategy
+from tests.support.ranks import run_ranks
+from tests.support.sharded import whole
+from tests.support.stack import Stack, token_data
+from tests.support.turns import in_turn
+
+pytestmark = pytest.mark.ranks
+
+
+class Raw(Stack):
+    """Two steps in a batch with looks at the model between, by the optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.automatic_optimization = False
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        for _ in range(2):
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            with torch.no_grad():  # gathers once more, and nothing frees that
+                before = self.loss(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                after = self.loss(batch)
+            self.losses += [before.item(), after.item()]
+
+
+def fit(rank: int, world_size: int, stage: int, offload: str | None) -> Any:
+    seed_everything(1)
+    module = Raw()
+    strategy: Any = "auto"
+    if stage:
+        strategy = ZeROStrategy(stage=stage, telemetry=False, offload_optimizer=offload)
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(module, token_data(12, 4))
+    return module.losses, {name: whole(each) for name, each in module.named_parameters()}
+
+
+def test_a_raw_step_is_seen_by_the_forward_pass_that_follows_it() -> None:
+    ((losses, expected),) = run_ranks(fit, 1, 0, None)
+    assert len(losses) == 12
+    assert len(set(losses)) > 6, "a step changes something"
+    calls = [(1, None), (2, None), (3, None), (3, "cpu")]
+    for runs in run_ranks(in_turn, 2, fit, calls):
+        for seen, found in runs:
+            assert seen == pytest.approx(losses, rel=1e-5)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,72 @@
+"""Parameters that have no rows to be shared out."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+
+from tests.support.ranks import run_ranks
+from tests.support.shard_runs import trainer, whole_parameters
+from tests.support.stack import Stack, token_data
+
+pytestmark = pytest.mark.ranks
+
+
+def fit_scalars(rank: int, world_size: int, folder: Any) -> Any:
+    """Train, save in the middle of an accumulation window, load into another stage."""
+    seed_everything(1)
+    path = folder / "saved"
+    found = []
+
+    class Saves(Callback):
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, out: Any, batch: Any, at: int
+        ) -> None:
+            if at == 2:
+                trainer.save_checkpoint(path)
+                found.append(float(whole_parameters(module)["temperature"]))
+
+    run = trainer(world_size, 1, max_steps=2, accumulate_grad_batches=2, callbacks=[Saves()])
+    run.fit(Stack(has_scalar=True), token_data(16, 2))
+    module = Stack(has_scalar=True)
+    trainer(world_size, 3).validate(module, token_data(8, 2), ckpt_path=path, verbose=False)
+    found.append(float(whole_parameters(module)["temperature"]))
+    return found
+
+
+def resume_with_scalar(rank: int, world_size: int, folder: Any) -> Any:
+    """Save in the middle of a run, and go on from there in another stage."""
+    found = []
+
+    class Saves(Callback):
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, out: Any, batch: Any, at: int
+        ) -> None:
+            if at == 1:
+                trainer.save_checkpoint(folder / "saved")
+
+    for stage, path, callbacks in ((3, None, [Saves()]), (2, folder / "saved", [])):
+        seed_everything(1)
+        module = Unfused(has_scalar=True)
+        run = trainer(world_size, stage, max_steps=4, callbacks=callbacks)
+        run.fit(module, token_data(16, 2), ckpt_path=path)
+        found.append(whole_parameters(module))
+    return found
+
+
+class Unfused(Stack):
+    """Steps by the implementation that looks at one parameter after the other."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=False, fused=False)
+
+
+def test_a_run_with_a_scalar_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
+    for at_once, resumed in run_ranks(resume_with_scalar, 2, tmp_path):
+        torch.testing.assert_close(resumed, at_once, rtol=1e-5, atol=1e-6)
+
+
+def test_a_scalar_is_saved_in_the_middle_of_a_window_and_loaded(tmp_path: Any) -> None:
+    for saved, loaded in run_ranks(fit_scalars, 2, tmp_path):
+        assert saved == loaded != 1.5

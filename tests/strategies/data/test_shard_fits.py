@@ -1,0 +1,114 @@
+"""What runs and callbacks of Lightning do to shards: unfreezing, validation, several fits."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import Tensor
+
+from tests.support.ranks import run_ranks
+from tests.support.shard_runs import QUIET, STAGES, trainer, whole_parameters
+from tests.support.stack import Stack, token_data
+from tests.support.turns import in_turn
+
+pytestmark = pytest.mark.ranks
+
+
+class Unfreezes(BaseFinetuning):
+    """Trains a block from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.blocks[1])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.blocks[1], optimizer, lr=0.05)
+
+
+def finetune(rank: int, world_size: int, stage: int, precision: Any) -> dict[str, Tensor]:
+    seed_everything(1)
+    module = Stack(optimizer="sgd")
+    arguments: dict[str, Any] = {
+        "max_epochs": 3,
+        "callbacks": [Unfreezes()],
+        "precision": precision,
+    }
+    if stage == 0:
+        run = Trainer(accelerator="cpu", devices=1, **{**QUIET, **arguments})
+    else:
+        run = trainer(world_size, stage, use_distributed_sampler=False, **arguments)
+    run.fit(module, token_data(8, 4))
+    return whole_parameters(module)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_layer_that_is_unfrozen_later_is_trained(precision: str) -> None:
+    reference = run_ranks(finetune, 1, 0, precision)[0]
+    for stages in run_ranks(in_turn, 2, finetune, [(2, precision), (3, precision)]):
+        for found in stages:
+            for name, value in reference.items():
+                torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
+
+
+def fit_with_different_beginnings(rank: int, world_size: int, stage: int) -> Any:
+    torch.manual_seed(rank)
+    module = Stack()
+    module.register_buffer("told", torch.full((3,), float(rank)))
+    first = {name: each.detach().clone() for name, each in module.named_parameters()}
+    seen = {}
+
+    class Notes(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            seen.update(whole_parameters(pl_module))
+
+    trainer(world_size, stage, max_steps=1, callbacks=[Notes()]).fit(module, token_data(8, 2))
+    return first, seen, module.told.tolist()  # type: ignore[operator]
+
+
+def test_every_rank_begins_with_the_first_ranks_model() -> None:
+    ranks = run_ranks(fit_with_different_beginnings, 2, 3)
+    beginning = ranks[0][0]
+    for _, seen, told in ranks:
+        assert told == [0.0, 0.0, 0.0]
+        for name, value in beginning.items():
+            assert torch.equal(seen[name], value)
+
+
+def validate_at_every_step(rank: int, world_size: int, stage: int) -> list[float]:
+    seed_everything(1)
+    losses = []
+
+    class Notes(Callback):
+        def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            losses.append(float(trainer.callback_metrics["val_loss"]))
+
+    run = trainer(world_size, stage, max_steps=4, val_check_interval=1, callbacks=[Notes()])
+    run.fit(Stack(optimizer="sgd"), token_data(32, 4), token_data(16, 4))
+    return losses
+
+
+def test_validation_between_steps_sees_the_newest_parameters() -> None:
+    first, second, third = run_ranks(in_turn, 2, validate_at_every_step, STAGES)[0]
+    assert first == second == third
+    assert len(set(first)) == len(first) == 5
+
+
+def fit_twice(rank: int, world_size: int, stage: int) -> Any:
+    """Fit, validate, fit on: with one Trainer, on one module."""
+    seed_everything(1)
+    module = Stack()
+    run = trainer(world_size, stage, max_epochs=1)
+    run.fit(module, token_data(16, 4))
+    first = run.validate(module, token_data(16, 4), verbose=False)
+    run.fit_loop.max_epochs = 2
+    run.fit(module, token_data(16, 4))
+    second = run.validate(module, token_data(16, 4), verbose=False)
+    return first[0]["val_loss"], second[0]["val_loss"], run.global_step
+
+
+def test_a_module_may_be_used_again_by_its_trainer() -> None:
+    for first, second, steps in run_ranks(fit_twice, 2, 3):
+        assert steps == 4
+        assert second < first
