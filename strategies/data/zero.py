@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from boltmesh.strategies import clipping
 from boltmesh.strategies.data.axis import AxisContext, DataAxis
+from boltmesh.strategies.data.direct_use import explain_direct_use
 from boltmesh.strategies.data.divergence import DivergenceGuard
 from boltmesh.strategies.data.expectations import Expectations
 from boltmesh.strategies.data.freezing import follow_shards, follow_toggles, forget_toggles
@@ -113,16 +114,8 @@ class Shards(DataAxis):
 
     @override
     def explain(self, error: BaseException) -> None:
-        text = str(error)
-        # Asked once by each callback that passes the error on.
-        if "mixed torch.Tensor and DTensor" in text and "torch says:" not in text:
-            advice = (
-                "A parameter was computed with while it was a shard: its module ran without the "
-                "forward of the block that gathers it, for example by another method, or outside "
-                "of a step. Call the block itself, name other blocks (blocks=[...]), or wrap the "
-                f"use in boltmesh.strategies.gathered_parameters. torch says: {error}"
-            )
-            error.args = (advice,)
+        if self.sharded is not None:
+            explain_direct_use(error, self.sharded.module, self.sharded.tiled)
         if self._guard is not None:
             self._guard.explain(error)
 

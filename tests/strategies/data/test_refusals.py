@@ -204,16 +204,43 @@ class Bypassed(Stack):
         return self.head(self.norm(x + block.down(block.up(x))))
 
 
-def fit_around_a_block(rank: int, world_size: int) -> None:
-    strategy = ZeROStrategy(telemetry=False)
+class Decayed(Stack):
+    """Adds the norm of a weight to its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + 0.1 * self.head.weight.norm()
+
+
+class Projected(Stack):
+    """Multiplies with a weight past its layer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + (torch.ones(2, 101) @ self.head.weight.t()).sum()
+
+
+def fit_wrongly(
+    rank: int, world_size: int, kind: type[Stack], options: dict[str, Any], tile: int | None
+) -> None:
+    strategy = ZeROStrategy(telemetry=False, tile_linear_bytes=tile)
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Bypassed(), token_data(8, 2))
+    trainer.fit(kind(**options), token_data(8, 2))
 
 
 @pytest.mark.ranks
 def test_a_layer_that_runs_without_its_block_is_explained() -> None:
-    with pytest.raises(RankFailure, match="ran without the forward of the block that gathers it"):
-        run_ranks(fit_around_a_block, 2)
+    said = r"'blocks\.0\.up\.weight'.* was computed with while it was a shard: its module ran"
+    with pytest.raises(RankFailure, match=said):
+        run_ranks(fit_wrongly, 2, Bypassed, {}, None)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", [Decayed, Projected])
+def test_a_weight_in_tiles_that_is_read_directly_is_named(kind: type[Stack]) -> None:
+    with pytest.raises(RankFailure) as failed:
+        run_ranks(fit_wrongly, 2, kind, {"width": 101, "hidden": 11}, 4096)
+    said = str(failed.value)
+    assert "'head.weight' is gathered in tiles, by its own layer alone" in said
+    assert "gathered_parameters(...); to train through it, set tile_linear_bytes to 5252" in said
