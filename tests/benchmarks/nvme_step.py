@@ -131,6 +131,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--buffers", type=int, default=NUM_BUFFERS, help="chunks in the ring")
     options = parser.parse_args()
+    if options.numel <= options.buffers * CHUNK_NUMEL:
+        parser.error(f"--numel {options.numel:.0f} fits into the ring: nothing would be read")
     with contextlib.ExitStack() as stack:
         folder = options.folder
         if folder is None:
