@@ -46,7 +46,7 @@ format: venv  ## rewrite the sources as ruff likes them
 screenshot: venv  ## draw docs/dashboard.svg from the dashboard's demo source
 	$(BIN)/python docs/screenshot.py
 
-bench: venv  ## compare step times with Lightning's and torch's DDP, telemetry on and off
+bench: venv  ## run all benchmarks: steps beside others', memory, disk, telemetry, the viewer
 	for each in tests/benchmarks/*.py; do OMP_NUM_THREADS=1 $(BIN)/python $$each || exit 1; done
 
 clean:  ## remove what builds and tests leave; runs and checkpoints stay

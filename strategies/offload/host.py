@@ -44,7 +44,7 @@ class HostStore(StateStore):
         return self._chunks[chunk]
 
     @override
-    def release(self, chunk: int, *, is_dirty: bool) -> None:
+    def release(self, chunk: int, *, is_dirty: bool, defers_write: bool = False) -> None:
         pass
 
     @override
@@ -84,7 +84,7 @@ class DeviceStore(StateStore):
         return self._chunks[chunk]
 
     @override
-    def release(self, chunk: int, *, is_dirty: bool) -> None:
+    def release(self, chunk: int, *, is_dirty: bool, defers_write: bool = False) -> None:
         pass
 
     @override

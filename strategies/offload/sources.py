@@ -74,7 +74,8 @@ class StateSource(ShardSource):
                     slice(start - slot.offset, stop - slot.offset),
                 )
             finally:
-                chunk.store.release(chunk.number, is_dirty=is_dirty)
+                # Loaders write tensor by tensor, and a chunk holds those of many parameters.
+                chunk.store.release(chunk.number, is_dirty=is_dirty, defers_write=True)
 
 
 class ParameterSource(StateSource, GatheredSource):

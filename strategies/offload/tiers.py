@@ -40,8 +40,15 @@ class StateStore(ABC):
         """
 
     @abstractmethod
-    def release(self, chunk: int, *, is_dirty: bool) -> None:
-        """Give the tensors back. With ``is_dirty`` the write back is scheduled."""
+    def release(self, chunk: int, *, is_dirty: bool, defers_write: bool = False) -> None:
+        """Give the tensors back.
+
+        Args:
+            chunk: What was acquired.
+            is_dirty: They were changed, and are to be written back.
+            defers_write: Not before another chunk is used, or all is flushed: for whoever changes
+                a chunk one parameter after the other.
+        """
 
     @abstractmethod
     def flush(self) -> None:

@@ -42,10 +42,12 @@ class _Held:
     is_acquired: bool = False
     is_wanted: bool = False
     """Read ahead, and not acquired since: its buffer is not given to another chunk lightly."""
+    is_deferred: bool = False
+    """Newer than the disk's, and not on its way there yet."""
 
     @property
     def is_idle(self) -> bool:
-        return not (self.is_moving or self.is_acquired)
+        return not (self.is_moving or self.is_acquired or self.is_deferred)
 
 
 class DiskStore(Waiting, StateStore):
@@ -93,6 +95,7 @@ class DiskStore(Waiting, StateStore):
         with self._changed:
             self._buffer_bytes = max(self._buffer_bytes, extent.num_bytes)
             self._chunks[chunk] = made
+            self._write_deferred(but=chunk)
             held = self._await_place(chunk)
             for part, value in zip(made.cut(held.buffer), tensors, strict=True):
                 part.copy_(value)
@@ -102,6 +105,7 @@ class DiskStore(Waiting, StateStore):
     def prefetch(self, chunk: int) -> None:
         with self._changed:
             self._raise_error()
+            self._write_deferred(but=chunk)
             if chunk not in self._hints:
                 self._hints.append(chunk)
             self._follow_hints()
@@ -110,6 +114,7 @@ class DiskStore(Waiting, StateStore):
     def acquire(self, chunk: int) -> tuple[Tensor, ...]:
         with self._changed:
             self._raise_error()
+            self._write_deferred(but=chunk)
             if chunk in self._hints:
                 self._hints.remove(chunk)
             held = self._await_place(chunk)
@@ -123,14 +128,16 @@ class DiskStore(Waiting, StateStore):
             return self._chunks[chunk].cut(held.buffer)
 
     @override
-    def release(self, chunk: int, *, is_dirty: bool) -> None:
+    def release(self, chunk: int, *, is_dirty: bool, defers_write: bool = False) -> None:
         with self._changed:
             held = self._held.pop(chunk)
             assert held.is_acquired, f"chunk {chunk} is not acquired"
             self._held[chunk] = held  # the most recently used now
             held.is_acquired = False
             if is_dirty and self._error is None:
-                self._write(chunk, held)
+                held.is_deferred = defers_write
+                if not defers_write:
+                    self._write(chunk, held)
             self._raise_error()
             self._follow_hints()
             self._changed.notify_all()
@@ -138,6 +145,7 @@ class DiskStore(Waiting, StateStore):
     @override
     def flush(self) -> None:
         with self._changed:
+            self._write_deferred()
             self._wait_until(lambda: not any(held.is_moving for held in self._held.values()))
         self._swap.sync()
 
@@ -210,6 +218,12 @@ class DiskStore(Waiting, StateStore):
             f"{self._num_buffers} chunks are acquired and none was released"
         )
         return None
+
+    def _write_deferred(self, *, but: int | None = None) -> None:
+        for chunk, held in self._held.items():
+            if held.is_deferred and not held.is_acquired and chunk != but:
+                held.is_deferred = False
+                self._write(chunk, held)
 
     def _read(self, chunk: int, held: _Held) -> None:
         self._move(self._swap.read, chunk, held)

@@ -18,8 +18,9 @@ from boltmesh.strategies.offload.memory import as_bytes
 from boltmesh.telemetry.recording.null_recorder import NullRecorder
 from boltmesh.telemetry.recording.recorder import Recorder
 
-NUM_THREADS = 4
-"""For each direction; 8 are equal on the disks that were tried."""
+NUM_THREADS = 8
+"""For each direction. Four keep a disk busy while all of them transfer; a thread that sums a block
+does not, and with four the step takes 6 % longer."""
 
 
 class Swap:
