@@ -2,7 +2,8 @@
 
 Gradients are taken as FSDP2 reduces them. A bucket whose last gradient is in is stepped at once,
 while the backward pass goes on, as if nothing was clipped; when the norm of all gradients is known
-the guess is committed or corrected. See ``speculation`` for when that is worth it.
+the guess is committed or corrected. See ``speculation`` for when that is worth it, and ``early``
+for what is stepped for good, where nothing is ever clipped.
 
 What waits for what: a shard that is gathered, read or written waits for the steps of its own
 bucket. ``step`` returns while steps are pending.
@@ -11,7 +12,7 @@ bucket. ``step`` returns while steps are pending.
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -27,6 +28,7 @@ from boltmesh.strategies.offload.adam import AdamRule
 from boltmesh.strategies.offload.arena import HostArena
 from boltmesh.strategies.offload.buckets import Bucket, Slot
 from boltmesh.strategies.offload.disk.preflight import DiskReport
+from boltmesh.strategies.offload.early import EarlySteps
 from boltmesh.strategies.offload.gradients import BucketGradients
 from boltmesh.strategies.offload.kept import KeptState
 from boltmesh.strategies.offload.lanes import CopyLane
@@ -37,8 +39,9 @@ from boltmesh.strategies.offload.layout import (
     shard_groups,
     unknown_parameters,
 )
-from boltmesh.strategies.offload.norms import joint_norm
+from boltmesh.strategies.offload.norms import Weighed, joint_norm
 from boltmesh.strategies.offload.opening import OffloadPlan
+from boltmesh.strategies.offload.parking import ParkingLot
 from boltmesh.strategies.offload.rule import Update
 from boltmesh.strategies.offload.shard import OffloadedShard
 from boltmesh.strategies.offload.sources import ParameterSource, Settling
@@ -89,6 +92,7 @@ class OffloadEngine(Settling):
         self._stepper: Stepper | None = None
         self._failure: Exception | None = None
         self._units: dict[str, list[Held]] = {}
+        self._modules: dict[str, Module] = {}
         self._optimizers: list[Optimizer] = []
         self._restores: list[Callable[[], None]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -100,6 +104,7 @@ class OffloadEngine(Settling):
         self._expected: dict[Bucket, int] = {}
         self._never_guessed: set[Bucket] = set()
         self._forecast = Forecast()
+        self._early = EarlySteps()
         self._norms: dict[Optimizer, float | None] = {}
         self._coefficients: dict[Optimizer, float] = {}
         self._max_norms: dict[Optimizer, float] = {}
@@ -117,16 +122,26 @@ class OffloadEngine(Settling):
             units: All modules of ``fully_shard`` by name, in the order of the forward pass.
         """
         self._units = held_units(module, units, self._compute_dtype)
-        for unit in units.values():
+        for name, unit in units.items():
+            assert isinstance(unit, Module)
+            self._modules[name] = unit
             watch_dropped_gathers(unit, _abandon)
 
-    def adopt(self, optimizers: Sequence[Optimizer], *, exposes_gradients: bool) -> None:
+    def adopt(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        exposes_gradients: bool,
+        never_clips: bool = False,
+    ) -> None:
         """Take the state of the optimizers and their parameters over.
 
         Args:
             optimizers: As the user made them, before the first step. None of them, to evaluate.
             exposes_gradients: Leave gradients in ``.grad`` until the step, because somebody may
                 look at them there. Nothing is stepped during the backward pass then.
+            never_clips: Nobody will call ``clip``. What is on a disk is then stepped within the
+                backward pass, and its gradients are released at once.
 
         Raises:
             ConfigError: When an optimizer updates what cannot be kept.
@@ -139,6 +154,8 @@ class OffloadEngine(Settling):
                 self._say_slow(optimizer)
         self._stepper = Stepper(self.kept.copies, num_threads=self._num_threads, device=self.device)
         self._take(optimizers)
+        if never_clips and not self._exposes_gradients:
+            self._early.start(self._modules)
         self._optimizers = list(optimizers)
         for optimizer in optimizers:
             restore = take_over(
@@ -178,6 +195,7 @@ class OffloadEngine(Settling):
                 for slot in bucket.slots:
                     hook = partial(self._arrive, bucket, slot)
                     self._hooks.append(after_gradient(slot.parameter, hook))
+        self._early.limit([each for each, owner in self.kept.owner.items() if owner is not None])
 
     def close(self) -> None:
         """End the thread and give the optimizers back.
@@ -192,7 +210,14 @@ class OffloadEngine(Settling):
         try:
             for bucket in self.kept.buckets:
                 self._drop_gradients(bucket)
-            self.synchronize()
+            if self._early.is_half_done:
+                self._failure = OffloadError(
+                    "The last step was not finished: the run ended in the midst of a backward "
+                    "pass that had begun to step. Resume from the last checkpoint."
+                )
+                stepper.drain()
+            else:
+                self.synchronize()
         except BaseException as error:
             self._failure = (
                 error
@@ -202,6 +227,7 @@ class OffloadEngine(Settling):
             raise
         finally:
             stepper.worker.close()
+            self._early.close()
             self._stepper = None
             for restore in self._restores:
                 restore()
@@ -211,10 +237,10 @@ class OffloadEngine(Settling):
             self._hooks.clear()
             self._optimizers.clear()
 
-    def restore(self) -> None:
-        """``close``, and bring all parameters back to the device."""
+    def restore(self, parking: ParkingLot | None = None) -> None:
+        """``close``, and bring all parameters back to the device, or to where they are parked."""
         self.close()
-        self.kept.restore()
+        self.kept.restore(parking)
 
     # What sources ask.
 
@@ -223,6 +249,7 @@ class OffloadEngine(Settling):
         self._raise_failure()
         if self._stepper is None:
             return
+        self._early.check(bucket, "is gathered again")
         self._unguess(bucket)
         self._stepper.wait(bucket)
 
@@ -230,6 +257,7 @@ class OffloadEngine(Settling):
     def rest(self, bucket: Bucket) -> None:
         self._raise_failure()
         if self._stepper is not None:
+            self._early.check(bucket, "is read or written")
             self._unguess(bucket)
             self._stepper.drain()
 
@@ -275,16 +303,29 @@ class OffloadEngine(Settling):
         """A gradient is complete on this rank; called within the stream that reduced it."""
         if self._is_blocked or parameter.grad is None:
             return
+        self._early.check(bucket, "has another gradient")
         self._unguess(bucket)
         gradients = self._gradients_of(bucket)
         gradients.add(slot, local_tensor(parameter.grad))
         parameter.grad = None  # FSDP2 would add the next one into memory that is being read
+        if self._early.allows(bucket, gradients.num_arrivals):
+            self._step_early(bucket)
+            return
         expected = self._expected.get(bucket, len(bucket.slots))
         if gradients.num_arrivals == expected:
             gradients.send()
             assert self._stepper is not None
             weigh = Job(partial(self._weigh, bucket, gradients))
             self._weighing[bucket] = self._stepper.worker.submit(weigh, is_urgent=True)
+
+    def _step_early(self, bucket: Bucket) -> None:
+        optimizer = self.kept.owner[bucket]
+        assert optimizer is not None
+        assert self._stepper is not None
+        gradients = self._gradients.pop(bucket)
+        gradients.send()
+        step = self._plan_step(optimizer, bucket, gradients)
+        self._early.begin(bucket, step, self._stepper)
 
     def _gradients_of(self, bucket: Bucket) -> BucketGradients:
         found = self._gradients.get(bucket)
@@ -326,6 +367,7 @@ class OffloadEngine(Settling):
         for slot in bucket.slots:
             gradient = slot.parameter.grad
             if gradient is not None:
+                self._early.check(bucket, "has another gradient")
                 self._unguess(bucket)
                 self._gradients_of(bucket).add(slot, local_tensor(gradient))
                 if not self._exposes_gradients:
@@ -340,6 +382,7 @@ class OffloadEngine(Settling):
 
     def _discard(self, optimizer: Optimizer, keeps_zeros: bool) -> None:
         """Before ``zero_grad``: gradients that nobody stepped with are dropped."""
+        self._early.check_all("its gradients are dropped")
         buckets = self.kept.buckets_of(optimizer)
         if any(bucket in self._gradients for bucket in buckets):
             for bucket in buckets:
@@ -370,16 +413,17 @@ class OffloadEngine(Settling):
         groups = shard_groups(buckets[0].slots[0].parameter) if buckets else []
         return joint_norm(present, norm_type, groups, self.device)
 
-    def _present(self, buckets: Sequence[Bucket]) -> list[BucketGradients]:
+    def _present(self, buckets: Sequence[Bucket]) -> list[Weighed]:
         if not self._exposes_gradients:
             for bucket in buckets:
                 self._collect(bucket)
                 if (job := self._weighing.get(bucket)) is not None:
                     job.wait()
             assert self._stepper is not None
+            found = [self._early.begun(each) or self._gradients.get(each) for each in buckets]
             self._stepper.worker.raise_error()
-            return [self._gradients[each] for each in buckets if each in self._gradients]
-        seen = []
+            return [each for each in found if each is not None]
+        seen: list[Weighed] = []
         for bucket in buckets:
             # A look only: what is in ``.grad`` may still be changed.
             look = BucketGradients(bucket, self.device, None, self._lane)
@@ -398,6 +442,7 @@ class OffloadEngine(Settling):
         Returns:
             Their norm over all ranks, before clipping; 0 when there is no gradient.
         """
+        self._early.check_all("its gradients are clipped")
         is_squared = norm_type == 2.0
         norm = self.gradient_norm(optimizer) if is_squared else self._norm(optimizer, norm_type)
         if is_squared:
@@ -432,13 +477,8 @@ class OffloadEngine(Settling):
             self._collect(bucket)
             if (job := self._weighing.pop(bucket, None)) is not None:
                 job.wait()
-            gradients = self._gradients.pop(bucket, None)
-            if gradients is None:
-                continue
-            self._expected[bucket] = gradients.num_arrivals
-            step = self._plan_step(optimizer, bucket, gradients)
-            self._stepper.step(bucket, step, coefficient)
-            for slot, update in step.updates.items():
+            updates = self._step_bucket(optimizer, bucket, coefficient)
+            for slot, update in updates.items():
                 state = self.kept.show_state(optimizer, slot)
                 if "step" in state and isinstance(state["step"], Tensor):
                     state["step"].fill_(update.step)
@@ -448,26 +488,50 @@ class OffloadEngine(Settling):
             was_clipped=coefficient != 1.0,
         )
         self._forget_norm(optimizer)
+        self._early.end_step()
         self._is_step_new = True
         if self._exposes_gradients:
             self._stepper.drain()  # who set them free to be looked at may also write to them now
 
+    def _step_bucket(
+        self, optimizer: Optimizer, bucket: Bucket, coefficient: float
+    ) -> Mapping[Slot, Update]:
+        """Submit the step of a bucket, unless it was made early; return what it does."""
+        assert self._stepper is not None
+        if (begun := self._early.begun(bucket)) is not None:
+            self._expected[bucket] = begun.num_arrivals
+            updates = self._plan_updates(optimizer, bucket, begun.updates)
+            self._early.finish(bucket, updates)
+            return updates
+        gradients = self._gradients.pop(bucket, None)
+        if gradients is None:
+            return {}
+        self._expected[bucket] = gradients.num_arrivals
+        step = self._plan_step(optimizer, bucket, gradients)
+        self._stepper.step(bucket, step, coefficient)
+        return step.updates
+
     def _plan_step(
         self, optimizer: Optimizer, bucket: Bucket, gradients: BucketGradients
     ) -> BucketStep:
+        updates = self._plan_updates(optimizer, bucket, gradients.slots)
+        return BucketStep(self.kept.rules[optimizer], gradients, updates)
+
+    def _plan_updates(
+        self, optimizer: Optimizer, bucket: Bucket, slots: Collection[Slot]
+    ) -> dict[Slot, Update]:
         rule = self.kept.rules[optimizer]
-        wanted = set(gradients.slots)
         updates: dict[Slot, Update] = {}
         for group in optimizer.param_groups:
             settings = None
             for parameter in group["params"]:
                 own, slot = self.kept.place.get(parameter, (None, None))
-                if own is not bucket or slot not in wanted or slot is None:
+                if own is not bucket or slot not in slots or slot is None:
                     continue
                 settings = settings or rule.settings(group)
                 state = optimizer.state.get(parameter) or {}
                 updates[slot] = Update(settings, int(state.get("step", 0)) + 1)
-        return BucketStep(rule, gradients, updates)
+        return updates
 
     def _take_new_groups(self, optimizer: Optimizer) -> None:
         """Parameters may be added to an optimizer while it runs, as fine-tuning callbacks do."""
@@ -516,6 +580,7 @@ class OffloadEngine(Settling):
         """
         if self._stepper is None:
             return
+        self._early.check_all("is to be read")
         for bucket in list(self._weighing):
             self._unguess(bucket)
         self._stepper.drain()
