@@ -98,8 +98,10 @@ class EarlySteps:
         self._is_on = False
 
     def _count(self, name: str, module: Module, _: Any) -> None:
-        # Checkpointed layers run again within the backward pass, and are reduced once.
-        if not is_in_backward():
+        # Checkpointed layers run again within the backward pass, and are reduced once; before that
+        # they may run without gradients, as the root (named "") never does but in an evaluation.
+        is_training = torch.is_grad_enabled() or (bool(name) and module.training)
+        if is_training and not is_in_backward():
             self._calls[name] += 1
 
     def allows(self, bucket: Bucket, num_arrivals: int) -> bool:

@@ -13,7 +13,7 @@ from boltmesh.errors import OffloadError
 from boltmesh.strategies.offload import early, opening
 from boltmesh.strategies.offload.opening import OffloadPlan
 from boltmesh.strategies.torch_compat import local_tensor
-from tests.support.offloaded import Net, Twin, full
+from tests.support.offloaded import WIDTH, Net, Twin, full
 from tests.support.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -69,6 +69,23 @@ def _called_twice(folder: Path) -> None:
 
 def test_a_unit_that_runs_twice_waits_for_both_gradients(tmp_path: Path) -> None:
     on_ranks(_called_twice, tmp_path)
+
+
+def _evaluated(folder: Path) -> None:
+    twin = on_disk(folder)
+    for _ in range(3):
+        twin.ours.blocks.eval()  # the root that a Trainer runs stays as it is
+        with torch.no_grad():
+            twin.ours(torch.ones(2, WIDTH))
+        twin.ours.blocks.train()
+        twin.backward()
+        assert held_bytes(twin) == 0
+        twin.step()
+    assert twin.difference() == 0
+
+
+def test_an_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
+    on_ranks(_evaluated, tmp_path)
 
 
 def _unused(folder: Path) -> None:
