@@ -143,12 +143,26 @@ def build_buckets(
     return made
 
 
-def unknown_parameters(
-    units: Mapping[str, Sequence[Held]], optimizers: Sequence[Optimizer]
-) -> list[Parameter]:
-    """Parameters that an optimizer updates and no unit holds."""
-    known = {each.parameter for held in units.values() for each in held}
-    return [p for o in optimizers for p in _parameters(o) if p.requires_grad and p not in known]
+def refuse_unknown(units: Mapping[str, Sequence[Held]], optimizer: Optimizer) -> None:
+    """Raise for parameters of an optimizer that no unit holds.
+
+    The engine's step is the only one: what it does not know would stay as it is.
+
+    Raises:
+        ConfigError: When there are any.
+    """
+    known = {each.parameter: each.name for held in units.values() for each in held}
+    unknown = [p for p in _parameters(optimizer) if p.requires_grad and p not in known]
+    if unknown:
+        names = list(known.values())
+        shapes = ", ".join(str(tuple(each.shape)) for each in unknown[:3])
+        raise ConfigError(
+            f"{type(optimizer).__name__} updates {len(unknown)} parameters, of the shapes "
+            f"{shapes}{', ...' if len(unknown) > 3 else ''}, which are no sharded parameters "
+            f"of the model; those are {len(names)}, {', '.join(names[:3])} and so on. Give "
+            f"the optimizer parameters of the LightningModule, or set "
+            f"strategy.offload_optimizer=null."
+        )
 
 
 def has_copies(parameter: Tensor) -> bool:

@@ -191,7 +191,8 @@ def _new_rate(twin: Twin) -> None:
 
 
 def _other_norm(twin: Twin) -> None:
-    twin.engine._norm(twin.optimizer, 1.0)
+    assert twin.engine._clipper is not None
+    twin.engine._clipper._norm(twin.optimizer, 1.0)
 
 
 def _interrupted(folder: Path, meddle: Callable[[Twin], None]) -> None:
