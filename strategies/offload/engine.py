@@ -2,8 +2,8 @@
 
 Gradients are taken as FSDP2 reduces them. A bucket whose last gradient is in is stepped at once,
 while the backward pass goes on, as if nothing was clipped; when the norm of all gradients is known
-the guess is committed or corrected. ``arrivals`` takes them, ``clipper`` has the norm, ``speculation``
-says when a guess is worth it, and ``early`` steps for good where nothing is ever clipped.
+the guess is committed or corrected. ``arrivals`` takes them, ``clipper`` has the norm,
+``speculation`` says when a guess is worth it, ``early`` steps for good where nothing is clipped.
 
 What waits for what: a shard that is gathered, read or written waits for the steps of its own
 bucket. ``step`` returns while steps are pending.
