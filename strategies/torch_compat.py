@@ -409,6 +409,12 @@ def after_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> R
     return handle
 
 
+def is_in_backward() -> bool:
+    """Whether this thread is within a backward pass, as layers are that are computed again."""
+    task: int = torch._C._current_graph_task_id()
+    return task != -1
+
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -19,6 +19,7 @@ from boltmesh.strategies.data.root import Root
 from boltmesh.strategies.data.scalars import Scalars, scalars_of
 from boltmesh.strategies.data.shard_mesh import ShardMesh
 from boltmesh.strategies.data.shard_options import ShardOptions
+from boltmesh.strategies.data.shard_parking import open_parking, park_unit
 from boltmesh.strategies.data.units import find_units
 from boltmesh.strategies.tiling.apply import apply_tiling
 from boltmesh.strategies.tiling.weight import TiledWeight
@@ -76,10 +77,12 @@ def shard_model(
     cast: set[str] = set()
     adopted: list[Module] = []
     tiled: list[TiledWeight] = []
+    parking = open_parking(options, context)
     for name, unit in reversed(units.items()):  # from the inside out
         refuse_mixed_types(name, unit)
         prepare_unit(unit, device=context.device, group=context.group, name=name)
-        tiled += _tile(unit, name, options, mesh)
+        in_tiles = _tile(unit, name, options, mesh)
+        tiled += in_tiles
         left_out: list[Module] = []
         if context.compute_dtype is not None and is_any_cast(unit):
             cast.add(name)
@@ -96,9 +99,11 @@ def shard_model(
                 *scalars_of(unit),
             },
         )
+        park_unit(parking, module, unit, in_tiles, context)
     refuse_mixed_types("", module)
     prepare_unit(module, device=context.device, group=context.group)
-    tiled += _tile(module, "", options, mesh)
+    in_tiles = _tile(module, "", options, mesh)
+    tiled += in_tiles
     root = Root(module, adopted)
     fully_shard(
         root,
@@ -108,6 +113,7 @@ def shard_model(
         mp_policy=precision_policy(context.compute_dtype, is_cast=False),
         ignored_params={*(each.parameter for each in tiled), *scalars_of(module)},
     )
+    park_unit(parking, module, root, in_tiles, context)
     sharded: dict[str, FSDPModule] = {}
     for name, each in (*units.items(), ("", root)):
         assert isinstance(each, FSDPModule)

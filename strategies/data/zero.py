@@ -27,6 +27,7 @@ from boltmesh.strategies.data.refusals import refuse_optimizers
 from boltmesh.strategies.data.shard_memory import held_tensors
 from boltmesh.strategies.data.shard_offload import open_engine, with_stored
 from boltmesh.strategies.data.shard_options import ShardOptions
+from boltmesh.strategies.data.shard_parking import open_parking
 from boltmesh.strategies.data.sharded_model import ShardedModel, shard_model
 from boltmesh.strategies.data.stale_gradients import StaleGradients
 from boltmesh.strategies.offload.disk.preflight import announce_disks
@@ -149,10 +150,14 @@ class Shards(DataAxis):
         if self._offload is not None:
             if not optimizers:
                 return  # an evaluation of what a run has left
-            self._offload.restore()
+            self._offload.restore(open_parking(self.options, self._context))
         self._offload = open_engine(self._model, self.options, self._context)
         if self._offload is not None:
-            self._offload.adopt(optimizers, exposes_gradients=reads_gradients)
+            self._offload.adopt(
+                optimizers,
+                exposes_gradients=reads_gradients,
+                never_clips=not self._context.has_norm_clipping,
+            )
             if self.options.uses_disk:
                 announce_disks(
                     self._offload.disk_report,

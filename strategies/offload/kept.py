@@ -15,6 +15,7 @@ from boltmesh.strategies.offload.copies import ParameterCopies
 from boltmesh.strategies.offload.elementwise import ElementwiseRule
 from boltmesh.strategies.offload.layout import Held, build_buckets
 from boltmesh.strategies.offload.opening import OffloadPlan, OpenStores, open_stores, place_chunks
+from boltmesh.strategies.offload.parking import ParkingLot
 from boltmesh.strategies.offload.rule import UpdateRule
 from boltmesh.strategies.offload.shard import OffloadedShard
 from boltmesh.strategies.offload.sources import ParameterSource, Settling, StateSource
@@ -179,16 +180,21 @@ class KeptState:
         """Give a bucket's parameters their fp32 shards back on the device."""
         for slot in bucket.slots:
             held = self._held[slot]
-            value = _shown(held.parameter).read()
+            del self._held[slot]
+            del self.place[slot.parameter]
+            shown = _shown(held.parameter)
+            if not isinstance(shown.source, ParameterSource):
+                continue  # it is parked
+            value = shown.read()
             padded = torch.zeros(slot.padded_numel, device=self._device)
             padded[: slot.numel].copy_(value.reshape(-1))
             held.replace(padded[: slot.numel].view(slot.shape), padded)
-            del self._held[slot]
-            del self.place[slot.parameter]
         self.buckets.remove(bucket)
 
-    def restore(self) -> None:
-        """Give all parameters back, and let go of the stores."""
+    def restore(self, parking: ParkingLot | None = None) -> None:
+        """Give all parameters back, to the device or what is large to ``parking``, and let go."""
+        if parking is not None:
+            parking.park(list(self._held.values()))
         for bucket in list(self.buckets):
             self.give_back(bucket)
         for stores in self.stores:
@@ -225,12 +231,11 @@ class KeptState:
                 if owner.state.get(slot.parameter)
             }
         )
+        values = _LastValue(dict(zip(bucket.slots, held, strict=True)))
         for chunk in bucket.chunks:
             tensors = [torch.zeros(chunk.numel) for _ in range(1 + len(names))]
             for slot, start, stop, into in _stretches(chunk):
-                tensors[0][into].copy_(
-                    local_tensor(slot.parameter).detach().reshape(-1)[start:stop]
-                )
+                tensors[0][into].copy_(values.of(slot)[start:stop])
                 for name, tensor in zip(names, tensors[1:], strict=True):
                     value = existing.get(slot, {}).get(name)
                     if isinstance(value, Tensor):
@@ -239,7 +244,10 @@ class KeptState:
             chunk.store.create(chunk.number, tensors)
         for slot, each in zip(bucket.slots, held, strict=True):
             store = self.copies.stores[slot]
-            store.create(slot.index, each.padded().to(slot.dtype))
+            value = values.of(slot)
+            padded = torch.zeros(slot.padded_numel, dtype=slot.dtype, device=value.device)
+            padded[: slot.numel].copy_(value)
+            store.create(slot.index, padded)
             source = ParameterSource(self._engine, bucket, slot, store)
             shard = OffloadedShard.of(source, slot.shape, torch.float32, self._device)
             each.replace(shard, shard.shell(slot.padded_numel))
@@ -261,6 +269,21 @@ class KeptState:
             scalars = {k: v for k, v in state.items() if k not in rule.state_names}
             starts = [p.start for c in bucket.chunks for p in c.pieces() if p.slot is slot]
             rule.load_scalars(slot, scalars, starts)
+
+
+class _LastValue:
+    """The values of shards, the last one kept: several chunks may ask for parts of it."""
+
+    def __init__(self, held: Mapping[Slot, Held]) -> None:
+        self._held = held
+        self._last: tuple[Slot, Tensor] | None = None
+
+    def of(self, slot: Slot) -> Tensor:
+        """The shard of a parameter, flat."""
+        if self._last is None or self._last[0] is not slot:
+            self._last = None  # so that there are never two
+            self._last = slot, self._held[slot].value()
+        return self._last[1]
 
 
 def _stretches(chunk: Chunk) -> Iterator[tuple[Slot, int, int, slice]]:

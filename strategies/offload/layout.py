@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.offload.buckets import Bucket, Slot
+from boltmesh.strategies.offload.shard import OffloadedShard
 from boltmesh.strategies.torch_compat import (
     UnitShard,
     local_tensor,
@@ -40,12 +41,15 @@ class Held:
         else:
             set_local_tensor(self.parameter, local)
 
-    def padded(self) -> Tensor:
-        """This rank's shard, flat, padded with zeros."""
-        local = local_tensor(self.parameter).detach().reshape(-1)
-        whole = local.new_zeros(math.prod(self.padded_shape))
-        whole[: local.numel()].copy_(local)
-        return whole
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the largest rank's shard."""
+        return math.prod(self.padded_shape)
+
+    def value(self) -> Tensor:
+        """This rank's shard, flat; read from the disk where it is parked there."""
+        local = local_tensor(self.parameter)
+        return (local.read() if isinstance(local, OffloadedShard) else local.detach()).reshape(-1)
 
 
 def held_units(
@@ -64,20 +68,30 @@ def held_units(
     found: dict[str, list[Held]] = {}
     seen: set[Parameter] = set()
     for unit_name, unit in units.items():
-        shards = unit_shards(unit)
-        found[unit_name] = [
-            Held(names[s.parameter], s.parameter, s.compute_dtype, s.padded_shape, s)
-            for s in shards
-        ]
-        seen.update(shard.parameter for shard in shards)
+        found[unit_name] = held_unit(unit, names)
+        seen.update(each.parameter for each in found[unit_name])
     for parameter, name in names.items():
         if parameter not in seen and isinstance(parameter, DTensor):
-            dtype = compute_dtypes.get(parameter, parameter.dtype)
-            found[name] = [Held(name, parameter, dtype, _padded_shape(parameter), None)]
+            found[name] = [held_alone(name, parameter, compute_dtypes.get(parameter))]
     return found
 
 
-def _padded_shape(parameter: DTensor) -> tuple[int, ...]:
+def held_unit(unit: FSDPModule, names: Mapping[Parameter, str]) -> list[Held]:
+    """Return the sharded parameters of one unit."""
+    return [
+        Held(names[s.parameter], s.parameter, s.compute_dtype, s.padded_shape, s)
+        for s in unit_shards(unit)
+    ]
+
+
+def held_alone(name: str, parameter: Parameter, compute_dtype: torch.dtype | None) -> Held:
+    """Return a sharded parameter of no unit, gathered in ``compute_dtype`` or else in its own."""
+    dtype = compute_dtype or parameter.dtype
+    return Held(name, parameter, dtype, _padded_shape(parameter), None)
+
+
+def _padded_shape(parameter: Parameter) -> tuple[int, ...]:
+    assert isinstance(parameter, DTensor)
     rows = parameter.shape[0]
     for dim, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):
@@ -131,12 +145,26 @@ def build_buckets(
     return made
 
 
-def unknown_parameters(
-    units: Mapping[str, Sequence[Held]], optimizers: Sequence[Optimizer]
-) -> list[Parameter]:
-    """Parameters that an optimizer updates and no unit holds."""
-    known = {each.parameter for held in units.values() for each in held}
-    return [p for o in optimizers for p in _parameters(o) if p.requires_grad and p not in known]
+def refuse_unknown(units: Mapping[str, Sequence[Held]], optimizer: Optimizer) -> None:
+    """Raise for parameters of an optimizer that no unit holds.
+
+    The engine's step is the only one: what it does not know would stay as it is.
+
+    Raises:
+        ConfigError: When there are any.
+    """
+    known = {each.parameter: each.name for held in units.values() for each in held}
+    unknown = [p for p in _parameters(optimizer) if p.requires_grad and p not in known]
+    if unknown:
+        names = list(known.values())
+        shapes = ", ".join(str(tuple(each.shape)) for each in unknown[:3])
+        raise ConfigError(
+            f"{type(optimizer).__name__} updates {len(unknown)} parameters, of the shapes "
+            f"{shapes}{', ...' if len(unknown) > 3 else ''}, which are no sharded parameters "
+            f"of the model; those are {len(names)}, {', '.join(names[:3])} and so on. Give "
+            f"the optimizer parameters of the LightningModule, or set "
+            f"strategy.offload_optimizer=null."
+        )
 
 
 def has_copies(parameter: Tensor) -> bool:

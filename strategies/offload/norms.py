@@ -2,17 +2,28 @@
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from boltmesh.strategies.clipping import tensor_norm
-from boltmesh.strategies.offload.gradients import BucketGradients
+
+
+class Weighed(Protocol):
+    """Gradients, or what is known of them."""
+
+    def square(self) -> float:
+        """The sum of squares of this rank's part."""
+
+    def tensors(self) -> list[Tensor]:
+        """The gradients."""
 
 
 def joint_norm(
-    gradients: Sequence[BucketGradients],
+    gradients: Sequence[Weighed],
     norm_type: float,
     groups: Sequence[ProcessGroup],
     device: torch.device,

@@ -4,6 +4,7 @@ One thread is enough: the kernels and the disk release the interpreter's lock, a
 parallel inside. Norms are urgent, since the training thread waits for them before it can clip.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -157,6 +158,14 @@ class Worker:
                 self._drop_all()
         finally:
             job.drop()  # in case that looking ahead failed, and it has not run
+
+
+def worker_threads(device: torch.device, ranks_per_node: int) -> int:
+    """What the worker may use of the host: beside an accelerator, the cores less two."""
+    if device.type == "cpu":
+        return torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // max(1, ranks_per_node) - 2)
 
 
 def _nothing() -> None:

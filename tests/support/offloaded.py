@@ -50,6 +50,7 @@ class Twin:
 
     plan: OffloadPlan = field(default_factory=lambda: OffloadPlan({"host": 1.0}))
     exposes_gradients: bool = False
+    never_clips: bool = False
     make: Callable[[Any], Optimizer] = lambda parameters: AdamW(parameters, 0.01)
     make_reference: Callable[[Any], Optimizer] = lambda parameters: AdamW(
         parameters, 0.01, fused=True
@@ -67,7 +68,11 @@ class Twin:
         self.reference_optimizer = self.make_reference(list(self.reference.parameters()))
         self.engine = OffloadEngine(self.plan, device=torch.device("cpu"))
         self.engine.attach(self.ours, self.units)
-        self.engine.adopt([self.optimizer], exposes_gradients=self.exposes_gradients)
+        self.engine.adopt(
+            [self.optimizer],
+            exposes_gradients=self.exposes_gradients,
+            never_clips=self.never_clips,
+        )
         self._data = torch.Generator().manual_seed(self.seed)
 
     def backward(self, uses: tuple[int, ...] = (1, 1, 1), *, scale: float = 1.0) -> None:

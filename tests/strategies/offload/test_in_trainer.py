@@ -73,10 +73,15 @@ def same_trainer(rank: int, world_size: int, strategy: dict[str, Any]) -> list[f
     return found
 
 
-@pytest.mark.parametrize("strategy", [{"offload_optimizer": "cpu"}, CPU], ids=["state", "all"])
-def test_one_trainer_fits_and_tests_and_fits_again(strategy: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "strategy", [{"offload_optimizer": "cpu"}, CPU, NVME], ids=["state", "all", "disk"]
+)
+def test_one_trainer_fits_and_tests_and_fits_again(
+    strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    path = {"offload_path": tmp_path} if strategy is NVME else {}
     plain = run_ranks(same_trainer, 2, {})
-    offloaded = run_ranks(same_trainer, 2, strategy)
+    offloaded = run_ranks(same_trainer, 2, {**strategy, **path})
     assert plain[0][0] != plain[0][2]
     assert offloaded[0] == pytest.approx(plain[0], rel=1e-5)
 

@@ -1,0 +1,254 @@
+"""Gradients from their arrival until their step: collected, weighed, stepped with ahead of it.
+
+A bucket whose last gradient is in is stepped at once where that may be: as a guess, which can be
+taken back (``speculation``), or for good (``early``).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from boltmesh.strategies.offload.arena import HostArena
+from boltmesh.strategies.offload.buckets import Bucket, Slot
+from boltmesh.strategies.offload.early import EarlySteps
+from boltmesh.strategies.offload.gradients import BucketGradients
+from boltmesh.strategies.offload.kept import KeptState
+from boltmesh.strategies.offload.lanes import CopyLane
+from boltmesh.strategies.offload.layout import has_copies
+from boltmesh.strategies.offload.norms import Weighed
+from boltmesh.strategies.offload.rule import Update
+from boltmesh.strategies.offload.speculation import Forecast
+from boltmesh.strategies.offload.step_plan import plan_step, plan_updates
+from boltmesh.strategies.offload.stepper import Stepper
+from boltmesh.strategies.offload.worker import Job
+from boltmesh.strategies.torch_compat import after_gradient, local_tensor
+
+
+class Arrivals:
+    """The gradients of the coming step.
+
+    Args:
+        kept: Whose they are.
+        stepper: Steps with them.
+        device: Where they arrive.
+        lane: Where copies to the host run.
+        exposes_gradients: They stay in ``.grad`` until the step.
+    """
+
+    def __init__(
+        self,
+        kept: KeptState,
+        stepper: Stepper,
+        *,
+        device: torch.device,
+        lane: CopyLane,
+        exposes_gradients: bool,
+    ) -> None:
+        self.exposes_gradients = exposes_gradients
+        self.forecast = Forecast()
+        self.early = EarlySteps()
+        self.clipped: set[Optimizer] = set()
+        """Optimizers whose gradients have been clipped so far."""
+        self._kept = kept
+        self._stepper = stepper
+        self._device = device
+        self._lane = lane
+        self._arena = HostArena(device)
+        self._host_gradients: dict[Bucket, Tensor] = {}
+        self._gradients: dict[Bucket, BucketGradients] = {}
+        self._weighing: dict[Bucket, Job] = {}
+        self._expected: dict[Bucket, int] = {}
+        self._never_guessed: set[Bucket] = set()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._is_blocked = False
+
+    def watch(self, buckets: Sequence[Bucket]) -> None:
+        """Take the gradients of new buckets from now on."""
+        for bucket in buckets:
+            if self._kept.owner[bucket] is None:
+                continue
+            is_stepped_away = any(chunk.place != "device" for chunk in bucket.chunks)
+            if self._device.type != "cpu" and is_stepped_away:
+                self._host_gradients[bucket] = self._arena.take(bucket.numel, torch.float32)
+            if not self.exposes_gradients:
+                for slot in bucket.slots:
+                    hook = partial(self._arrive, bucket, slot)
+                    self._hooks.append(after_gradient(slot.parameter, hook))
+        trained = [each for each, owner in self._kept.owner.items() if owner is not None]
+        self.early.limit(trained)
+
+    def step_early(self, units: Mapping[str, Module]) -> None:
+        """Step with them for good as they come; see ``EarlySteps.start``."""
+        if not self.exposes_gradients:
+            self.early.start(units)
+
+    def close(self) -> None:
+        """Take no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.early.close()
+
+    # As they arrive.
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around all backward passes of an accumulation but the last: ``.grad`` adds them up."""
+        self._is_blocked = True
+        try:
+            yield
+        finally:
+            self._is_blocked = False
+
+    def _arrive(self, bucket: Bucket, slot: Slot, parameter: Parameter) -> None:
+        """A gradient is complete on this rank; called within the stream that reduced it."""
+        if self._is_blocked or parameter.grad is None:
+            return
+        self.early.check(bucket, "has another gradient")
+        self.unguess(bucket)
+        gradients = self._gradients_of(bucket)
+        gradients.add(slot, local_tensor(parameter.grad))
+        parameter.grad = None  # FSDP2 would add the next one into memory that is being read
+        if self.early.allows(bucket, gradients.num_arrivals):
+            self._step_early(bucket)
+            return
+        expected = self._expected.get(bucket, len(bucket.slots))
+        if gradients.num_arrivals == expected:
+            gradients.send()
+            weigh = Job(partial(self._weigh, bucket, gradients))
+            self._weighing[bucket] = self._stepper.worker.submit(weigh, is_urgent=True)
+
+    def _step_early(self, bucket: Bucket) -> None:
+        optimizer = self._kept.owner[bucket]
+        assert optimizer is not None
+        gradients = self._gradients.pop(bucket)
+        gradients.send()
+        step = plan_step(self._kept, optimizer, bucket, gradients)
+        self.early.begin(bucket, step, self._stepper)
+
+    def _gradients_of(self, bucket: Bucket) -> BucketGradients:
+        found = self._gradients.get(bucket)
+        if found is None:
+            if bucket in self._host_gradients:
+                self._stepper.wait(bucket)  # its memory may still be read
+            host = self._host_gradients.get(bucket)
+            found = BucketGradients(bucket, self._device, host, self._lane)
+            self._gradients[bucket] = found
+        return found
+
+    def _weigh(self, bucket: Bucket, gradients: BucketGradients) -> None:
+        """On the worker: the bucket's part of the norm, and whether to step it at once."""
+        self.forecast.add(id(bucket), gradients.square())
+        if bucket in self._never_guessed or not self.forecast.allows(id(bucket)):
+            return
+        optimizer = self._kept.owner[bucket]
+        assert optimizer is not None
+        if not self._may_differ_by_timing(bucket, is_clipped=optimizer in self.clipped):
+            return
+        step = plan_step(self._kept, optimizer, bucket, gradients)
+        rule = step.rule
+        is_reversible = all(rule.is_reversible(each.settings) for each in step.updates.values())
+        if is_reversible and not self._kept.copies.is_written_once(bucket):
+            self._stepper.guess(bucket, step)
+
+    def _may_differ_by_timing(self, bucket: Bucket, *, is_clipped: bool) -> bool:
+        """Whether it does no harm that rounding depends on how far a guess has come.
+
+        A chunk that is clipped is stepped once or stepped and corrected. Copies of a shard on
+        several ranks would drift apart: nothing makes them equal again.
+        """
+        if torch.are_deterministic_algorithms_enabled():
+            return False
+        return not (is_clipped and has_copies(bucket.slots[0].parameter))
+
+    def collect(self, bucket: Bucket) -> None:
+        """Take what is left in ``.grad``, of earlier micro-batches or because it is exposed."""
+        for slot in bucket.slots:
+            gradient = slot.parameter.grad
+            if gradient is not None:
+                self.early.check(bucket, "has another gradient")
+                self.unguess(bucket)
+                self._gradients_of(bucket).add(slot, local_tensor(gradient))
+                if not self.exposes_gradients:
+                    slot.parameter.grad = None
+        if bucket in self._gradients:
+            self._gradients[bucket].send()
+
+    def drop(self, bucket: Bucket) -> None:
+        """Nobody will step with them."""
+        if bucket in self._gradients:
+            self.unguess(bucket)
+            del self._gradients[bucket]
+
+    def unguess(self, bucket: Bucket) -> None:
+        """Somebody needs the parameters of a bucket between its gradient and the step."""
+        if (job := self._weighing.pop(bucket, None)) is not None:
+            job.wait()
+        if self._stepper.is_guessed(bucket):
+            self._never_guessed.add(bucket)
+            self._stepper.undo(bucket)
+            self._stepper.wait(bucket)  # the undo reads gradients that are about to change
+
+    def present(self, buckets: Sequence[Bucket]) -> list[Weighed]:
+        """Return what there is of the gradients of buckets, or what is known of them."""
+        if not self.exposes_gradients:
+            for bucket in buckets:
+                self.collect(bucket)
+                if (job := self._weighing.get(bucket)) is not None:
+                    job.wait()
+            found = [self.early.begun(each) or self._gradients.get(each) for each in buckets]
+            self._stepper.worker.raise_error()
+            return [each for each in found if each is not None]
+        seen: list[Weighed] = []
+        for bucket in buckets:
+            # A look only: what is in ``.grad`` may still be changed.
+            look = BucketGradients(bucket, self._device, None, self._lane)
+            for slot in bucket.slots:
+                if slot.parameter.grad is not None:
+                    look.add(slot, local_tensor(slot.parameter.grad))
+            if look.slots:
+                seen.append(look)
+        return seen
+
+    def settle_all(self) -> None:
+        """Take all guesses back that the worker may be about to make."""
+        for bucket in list(self._weighing):
+            self.unguess(bucket)
+
+    def discard(self, buckets: Sequence[Bucket]) -> None:
+        """Drop all of them: nobody stepped with them."""
+        if any(bucket in self._gradients for bucket in buckets):
+            for bucket in buckets:
+                self.drop(bucket)
+            self.forecast.forget()
+
+    def held(self) -> list[Tensor]:
+        """The tensors that hold them now."""
+        return [tensor for each in list(self._gradients.values()) for tensor in each.held()]
+
+    # When the optimizer steps.
+
+    def step(
+        self, optimizer: Optimizer, bucket: Bucket, coefficient: float
+    ) -> Mapping[Slot, Update]:
+        """Submit the step of a bucket, unless it was made early; return what it does."""
+        self.collect(bucket)
+        if (job := self._weighing.pop(bucket, None)) is not None:
+            job.wait()
+        if (begun := self.early.begun(bucket)) is not None:
+            self._expected[bucket] = begun.num_arrivals
+            updates = plan_updates(self._kept, optimizer, bucket, begun.updates)
+            self.early.finish(bucket, updates)
+            return updates
+        gradients = self._gradients.pop(bucket, None)
+        if gradients is None:
+            return {}
+        self._expected[bucket] = gradients.num_arrivals
+        step = plan_step(self._kept, optimizer, bucket, gradients)
+        self._stepper.step(bucket, step, coefficient)
+        return step.updates

@@ -1,0 +1,182 @@
+"""Steps of buckets on a disk within the backward pass, for good: where nothing is ever clipped.
+
+Gradients that are kept until the optimizer's step take 4 bytes a parameter, more than everything
+else that a model on a disk keeps in memory. Where their norm changes nothing, a bucket is stepped
+as soon as its gradients are complete, and they are released. A step cannot be taken back then: who
+asks for the parameters before all of it is done gets an error and not a mixture.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from boltmesh.errors import OffloadError
+from boltmesh.strategies.offload.buckets import Bucket, Slot
+from boltmesh.strategies.offload.gradients import BucketGradients
+from boltmesh.strategies.offload.rule import Update
+from boltmesh.strategies.offload.stepper import BucketStep, Stepper
+from boltmesh.strategies.offload.worker import Job
+from boltmesh.strategies.torch_compat import is_in_backward, not_compiled
+
+WAITING_BYTES = 64 << 20
+"""Gradients that may wait for the disk. The next forward pass needs first what is stepped last, so
+a backward pass that waits for the disk loses next to nothing."""
+
+KEEP_ADVICE = (
+    "Define on_after_backward in the LightningModule: gradients are then kept until the step."
+)
+
+
+class BegunStep:
+    """A bucket that has been stepped in this backward pass; its gradients are gone."""
+
+    def __init__(self, step: BucketStep, num_arrivals: int) -> None:
+        self.updates: Mapping[Slot, Update] = step.updates
+        self.num_arrivals = num_arrivals
+        self._square = 0.0
+        self.weighing = Job(partial(self._weigh, step.gradients))
+
+    def _weigh(self, gradients: BucketGradients) -> None:
+        self._square = gradients.square()
+
+    def square(self) -> float:
+        """The sum of the gradients' squares."""
+        self.weighing.wait()
+        return self._square
+
+    def tensors(self) -> list[Tensor]:
+        """There are none any more."""
+        raise OffloadError(
+            f"Another norm than the 2-norm was asked for, of gradients that have been stepped with "
+            f"and released. {KEEP_ADVICE}"
+        )
+
+
+class EarlySteps:
+    """Knows which buckets may be stepped early, and which have been.
+
+    A unit that runs twice in a step has its gradients reduced twice, and nothing tells the first
+    time from the last. Such units wait until the step; they are known by their calls.
+    """
+
+    def __init__(self) -> None:
+        self._is_on = False
+        self._calls: Counter[str] = Counter()
+        self._begun: dict[Bucket, BegunStep] = {}
+        self._waiting: deque[tuple[Job, int]] = deque()
+        self._limit_bytes = WAITING_BYTES
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def start(self, units: Mapping[str, Module]) -> None:
+        """Allow early steps.
+
+        Args:
+            units: What is gathered as one, by the names of buckets.
+        """
+        self._is_on = True
+        for name, unit in units.items():
+            count = not_compiled(partial(self._count, name))
+            self._hooks.append(unit.register_forward_pre_hook(count))
+
+    def limit(self, buckets: Sequence[Bucket]) -> None:
+        """Fit what may wait to the model: who offloads to a disk is short of memory."""
+        total = sum(4 * bucket.numel for bucket in buckets)
+        self._limit_bytes = min(WAITING_BYTES, total // 16)
+
+    def close(self) -> None:
+        """Forget everything."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._begun.clear()
+        self._waiting.clear()
+        self._is_on = False
+
+    def _count(self, name: str, module: Module, _: Any) -> None:
+        # Checkpointed layers run again within the backward pass, and are reduced once; before that
+        # they may run without gradients, as the root (named "") never does but in an evaluation.
+        is_training = torch.is_grad_enabled() or (bool(name) and module.training)
+        if is_training and not is_in_backward():
+            self._calls[name] += 1
+
+    def allows(self, bucket: Bucket, num_arrivals: int) -> bool:
+        """Whether a bucket with so many gradients has all of them, and may be stepped."""
+        return (
+            self._is_on
+            and num_arrivals == len(bucket.slots)
+            and self._calls[bucket.name] <= 1
+            and any(chunk.place == "disk" for chunk in bucket.chunks)
+        )
+
+    def begin(self, bucket: Bucket, step: BucketStep, stepper: Stepper) -> None:
+        """Step a bucket, once there is room for its gradients to wait in."""
+        num_bytes = sum(each.nbytes for each in step.gradients.held())
+        self._make_room(num_bytes)
+        begun = self._begun[bucket] = BegunStep(step, step.gradients.num_arrivals)
+        stepper.worker.submit(begun.weighing)
+        stepper.step(bucket, step, 1.0)
+        self._waiting.append((stepper.worker.submit(Job(_nothing)), num_bytes))
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self._waiting:
+            job, _ = self._waiting[0]
+            if not job.is_done:
+                waiting = sum(each for _, each in self._waiting)
+                if waiting + num_bytes <= self._limit_bytes:
+                    return
+                job.wait()
+            self._waiting.popleft()
+
+    def begun(self, bucket: Bucket) -> BegunStep | None:
+        """The step that was made early, until ``finish``."""
+        return self._begun.get(bucket)
+
+    def finish(self, bucket: Bucket, updates: Mapping[Slot, Update]) -> BegunStep:
+        """The optimizer steps: what was done early is its step.
+
+        Raises:
+            OffloadError: When the optimizer would do something else now.
+        """
+        begun = self._begun.pop(bucket)
+        if begun.updates != updates:
+            raise OffloadError(
+                f"The optimizer's settings for {bucket.slots[0].name} were changed between the "
+                f"backward pass and the step, when it had been stepped already. {KEEP_ADVICE}"
+            )
+        return begun
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+        self._calls.clear()
+
+    def check(self, bucket: Bucket, doing: str) -> None:
+        """Raise when a bucket has been stepped in a step that is not over.
+
+        Args:
+            bucket: Somebody needs as it was.
+            doing: For the message, what needs it.
+        """
+        if bucket in self._begun:
+            raise OffloadError(
+                f"{bucket.slots[0].name} has been stepped within the backward pass, for gradients "
+                f"are not clipped, and now {doing}. {KEEP_ADVICE}"
+            )
+
+    def check_all(self, doing: str) -> None:
+        """``check`` for every bucket."""
+        for bucket in self._begun:
+            self.check(bucket, doing)
+
+    @property
+    def is_half_done(self) -> bool:
+        """Whether some buckets have been stepped and the optimizer has not."""
+        return bool(self._begun)
+
+
+def _nothing() -> None:
+    """What ends when all that was submitted before has ended."""

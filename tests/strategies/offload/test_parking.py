@@ -1,0 +1,44 @@
+"""Shards wait on the disk from the wrapping of their unit until the engine takes them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from boltmesh.strategies.offload import opening
+from boltmesh.strategies.offload.layout import held_units
+from boltmesh.strategies.offload.parking import ParkingLot
+from boltmesh.strategies.offload.shard import OffloadedShard
+from boltmesh.strategies.torch_compat import local_tensor
+from tests.support.offloaded import WIDTH, full, sharded_net
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+CPU = torch.device("cpu")
+
+
+def _park(rank: int, world_size: int, folder: Path) -> None:
+    opening.SMALL_NUMEL = WIDTH + 1
+    net, units = sharded_net()
+    other, _ = sharded_net()
+    lot = ParkingLot(folder, device=CPU, rank=rank)
+    for held in held_units(net, units, None).values():
+        lot.park(held)
+    x = torch.randn(4, WIDTH)
+    for mine, plain in zip(net.parameters(), other.parameters(), strict=True):
+        is_parked = isinstance(local_tensor(mine), OffloadedShard)
+        assert is_parked == (mine.dim() == 2)  # biases are too small
+        assert torch.equal(full(mine), full(plain))
+    assert torch.equal(net(x), other(x))  # gathered like any other
+    for unit in units.values():
+        unit.reshard()
+    weight = local_tensor(net.head.weight)
+    assert isinstance(weight, OffloadedShard)
+    weight.write(torch.full(weight.shape, 3.0))
+    assert torch.equal(full(net.head.weight), torch.full((WIDTH, WIDTH), 3.0))
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_parked_shards_are_read_gathered_and_written(ranks: int, tmp_path: Path) -> None:
+    run_ranks(_park, ranks, tmp_path)
