@@ -8,7 +8,7 @@ sent follows from the model alone, and so is the same on every rank.
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from boltmesh.strategies.torch_compat import broadcast_coalesced
+from boltmesh.strategies.torch_compat import broadcast_coalesced, buffers_of
 
 
 class BufferSync:
@@ -21,6 +21,6 @@ class BufferSync:
         """Send the first rank's buffers. Collective."""
         if self._group.size() == 1:
             return
-        buffers = [each.detach() for each in self._module.buffers()]
+        buffers = [each.detach() for each in buffers_of(self._module)]
         if buffers:
             broadcast_coalesced(buffers, self._group)

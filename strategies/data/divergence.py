@@ -211,10 +211,10 @@ class DivergenceGuard:
             self._history.append(event)
             self._count += 1
             self._moved_s = time.monotonic()
-        if not self._route.is_free(event.key):
+        if not self._route.take_free(event.key):
             self._agree(event)
             self._route.learn(event.key)
-        self._route.advance(event.key)
+            self._route.advance(event.key)
 
     def _agree(self, event: Event) -> None:
         """Ask what the others do here. Collective over those that take no free continuation."""

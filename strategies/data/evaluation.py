@@ -101,7 +101,6 @@ class Attendance:
             self._is_announcing = False
             self._attend()
 
-    @property
     def is_settling(self) -> bool:
         """Whether the ranks settle among themselves which unit is gathered next."""
         return self._is_announcing or self._is_attending

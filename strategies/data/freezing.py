@@ -1,26 +1,15 @@
 """Lets parameters be frozen and trained again though each of them exists twice.
 
 The optimizer holds the shard of a parameter, the forward pass uses the gathered whole. FSDP2 makes
-the whole follow the shard when it gathers; what stays gathered has to be told.
+the whole follow the shard when it gathers; what stays gathered has to be told, before a forward
+pass (``StepUnits.follow_shards``) and by what is here within one.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from lightning.pytorch import LightningModule
-from torch.distributed.fsdp import FSDPModule
-
-from boltmesh.strategies.torch_compat import refresh_gradient_types, unit_parameters
 
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
-
-
-def follow_shards(units: Iterable[FSDPModule]) -> None:
-    """Make what is gathered require gradients where its shards do."""
-    for unit in units:
-        refresh_gradient_types(unit)
-        for shard, whole in unit_parameters(unit):
-            if whole is not None and whole.requires_grad != shard.requires_grad:
-                whole.requires_grad_(shard.requires_grad)
 
 
 def follow_toggles(module: LightningModule, follow: Callable[[], None]) -> None:

@@ -28,15 +28,18 @@ class Route:
         self._place = START
         self._next: dict[int, int] = {}
 
-    def is_free(self, event: int) -> bool:
-        """Whether the ranks took this the last time that they were here."""
-        return self._next.get(self._place) == event
-
     def learn(self, event: int) -> None:
         """Make this the free continuation; all ranks do so at once."""
         if len(self._next) >= _MOST_REMEMBERED:
             self._next.clear()
         self._next[self._place] = event
+
+    def take_free(self, event: int) -> bool:
+        """Go on by one event if it is the free continuation; return whether it is."""
+        if self._next.get(self._place) != event:
+            return False
+        self._place = (self._place * _PRIME ^ event) & _MASK
+        return True
 
     def advance(self, event: int) -> None:
         """Go on by one event."""

@@ -23,7 +23,7 @@ from boltmesh.strategies.data.shard_parking import open_parking, park_unit
 from boltmesh.strategies.data.units import find_units
 from boltmesh.strategies.tiling.apply import apply_tiling
 from boltmesh.strategies.tiling.weight import TiledWeight
-from boltmesh.strategies.torch_compat import is_gathered
+from boltmesh.strategies.torch_compat import StepUnits, is_gathered
 
 
 @dataclass
@@ -44,6 +44,8 @@ class ShardedModel:
     """Weights that no unit gathers: their layers do, tile by tile."""
     scalars: Scalars
     """Parameters that cannot be sharded."""
+    step_units: StepUnits
+    """All units, for what every step does with them."""
 
     @property
     def root_unit(self) -> FSDPModule:
@@ -52,8 +54,7 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Free every gathered copy, so that the next use gathers what the shards are now."""
-        for unit in self.units.values():
-            unit.reshard()
+        self.step_units.reshard()
         self.scalars.put_back()
 
 
@@ -136,6 +137,7 @@ def shard_model(
         BufferSync(module, context.group),
         tiled,
         Scalars(module, mesh.mesh, context.group),
+        StepUnits(sharded.values()),
     )
 
 

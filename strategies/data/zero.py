@@ -22,7 +22,7 @@ from boltmesh.strategies.data.axis import AxisContext, DataAxis
 from boltmesh.strategies.data.direct_use import explain_direct_use
 from boltmesh.strategies.data.divergence import DivergenceGuard
 from boltmesh.strategies.data.expectations import Expectations
-from boltmesh.strategies.data.freezing import follow_shards, follow_toggles, forget_toggles
+from boltmesh.strategies.data.freezing import follow_toggles, forget_toggles
 from boltmesh.strategies.data.refusals import refuse_optimizers
 from boltmesh.strategies.data.shard_memory import held_tensors
 from boltmesh.strategies.data.shard_offload import open_engine, with_stored
@@ -95,7 +95,7 @@ class Shards(DataAxis):
         model = self._model
         guard = DivergenceGuard(
             context.group,
-            is_settled=lambda: model.attendance.is_settling,
+            is_settled=model.attendance.is_settling,
             timeout=context.timeout,
             on_stuck=self._fail,
         )
@@ -131,7 +131,7 @@ class Shards(DataAxis):
             self._model.buffers.send()
 
     def _follow_shards(self) -> None:
-        follow_shards(self._model.units.values())
+        self._model.step_units.follow_shards()
         self._model.scalars.take_out()
 
     @property

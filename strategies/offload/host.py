@@ -10,8 +10,35 @@ from boltmesh.strategies.offload.arena import HostArena
 from boltmesh.strategies.offload.tiers import StateStore
 
 
-class HostStore(StateStore):
-    """Optimizer state in host memory: nothing moves, so acquiring and releasing are free."""
+class _MemoryStore(StateStore):
+    """State that is stepped where it is kept, so acquiring and releasing are free."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, tuple[Tensor, ...]] = {}
+
+    @override
+    def prefetch(self, chunk: int) -> None:
+        pass
+
+    @override
+    def acquire(self, chunk: int) -> tuple[Tensor, ...]:
+        return self._chunks[chunk]
+
+    @override
+    def release(self, chunk: int, *, is_dirty: bool, defers_write: bool = False) -> None:
+        pass
+
+    @override
+    def flush(self) -> None:
+        pass
+
+    @override
+    def close(self) -> None:
+        self._chunks.clear()
+
+
+class HostStore(_MemoryStore):
+    """Optimizer state in host memory."""
 
     def __init__(self, device: torch.device, num_bytes: int = 0) -> None:
         """Keep state for steps on the host.
@@ -20,8 +47,8 @@ class HostStore(StateStore):
             device: Where the model is computed. On CUDA the memory is locked for copies to it.
             num_bytes: What is to be stored, by ``bytes_of``.
         """
+        super().__init__()
         self._arena = HostArena(device, num_bytes)
-        self._chunks: dict[int, tuple[Tensor, ...]] = {}
 
     @staticmethod
     def bytes_of(numel: int, num_tensors: int) -> int:
@@ -36,24 +63,8 @@ class HostStore(StateStore):
         self._chunks[chunk] = stored
 
     @override
-    def prefetch(self, chunk: int) -> None:
-        pass
-
-    @override
-    def acquire(self, chunk: int) -> tuple[Tensor, ...]:
-        return self._chunks[chunk]
-
-    @override
-    def release(self, chunk: int, *, is_dirty: bool, defers_write: bool = False) -> None:
-        pass
-
-    @override
-    def flush(self) -> None:
-        pass
-
-    @override
     def close(self) -> None:
-        self._chunks.clear()
+        super().close()
         self._arena = HostArena(self._arena.device)
 
     @override
@@ -61,12 +72,12 @@ class HostStore(StateStore):
         return {"host": self._arena.num_bytes}
 
 
-class DeviceStore(StateStore):
+class DeviceStore(_MemoryStore):
     """Optimizer state that stays on the compute device: what ``offload_fraction`` leaves there."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
-        self._chunks: dict[int, tuple[Tensor, ...]] = {}
 
     @override
     def create(self, chunk: int, tensors: Sequence[Tensor]) -> None:
@@ -74,26 +85,6 @@ class DeviceStore(StateStore):
             torch.empty(each.shape, dtype=torch.float32, device=self._device).copy_(each)
             for each in tensors
         )
-
-    @override
-    def prefetch(self, chunk: int) -> None:
-        pass
-
-    @override
-    def acquire(self, chunk: int) -> tuple[Tensor, ...]:
-        return self._chunks[chunk]
-
-    @override
-    def release(self, chunk: int, *, is_dirty: bool, defers_write: bool = False) -> None:
-        pass
-
-    @override
-    def flush(self) -> None:
-        pass
-
-    @override
-    def close(self) -> None:
-        self._chunks.clear()
 
     @override
     def bytes_by_place(self) -> dict[str, int]:

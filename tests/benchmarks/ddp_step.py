@@ -8,16 +8,11 @@ median step; printed are the medians over the rounds and the median of the round
 time and in CPU time of the thread that trains.
 
 Lightning and plain torch reduce over the group of the world; ours makes one of its own for the
-data axis. Two gloo groups of the same ranks differ by up to 8 % of such a step for as long as they
-live, either way and by chance (seen with plain torch DDP on three of them), so here everybody is
-given that of the world.
+data axis, and here is given that of the world, see ``peers/stepping.py``.
 """
 
 import argparse
-import itertools
-import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,15 +21,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from boltmesh.strategies import DDPStrategy
+from tests.benchmarks.peers.stepping import (
+    Clocks,
+    OnWorld,
+    fit,
+    median_step,
+    print_ratios,
+    read_clocks,
+    take_turns,
+)
 from tests.support.ranks import run_ranks
 
 BATCH = 16
@@ -61,31 +63,8 @@ class Network(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class OnWorld(DDPStrategy):
-    """Our strategy on the process group that Lightning uses."""
-
-    def _build_groups(self) -> dict[str, ProcessGroup]:
-        world = dist.group.WORLD
-        assert world is not None
-        return {"data": world}
-
-
-Clocks = tuple[float, float]
-"""Seconds of wall time and of CPU time of this thread."""
-
-
-def read_clocks() -> Clocks:
-    return time.perf_counter(), time.thread_time()
-
-
-class Stopwatch(Callback):
-    """From the start of one batch to the start of the next: everything that a step costs."""
-
-    def __init__(self) -> None:
-        self.starts: list[Clocks] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.starts.append(read_clocks())
+class OnWorldDDP(OnWorld, DDPStrategy):
+    """Ours."""
 
 
 def loader(steps: int, world_size: int) -> DataLoader[Any]:
@@ -93,24 +72,16 @@ def loader(steps: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size=BATCH)
 
 
-def median_step(starts: list[Clocks]) -> Clocks:
-    wall, cpu = (
-        statistics.median([after - before for before, after in itertools.pairwise(clock)][SKIPPED:])
-        for clock in zip(*starts, strict=True)
-    )
-    return wall, cpu
-
-
 def with_trainer(make: Callable[[], Any]) -> Callable[[int, int, int], Clocks]:
     def run(world_size: int, steps: int, width: int) -> Clocks:
-        watch = Stopwatch()
-        trainer = Trainer(
-            accelerator="cpu", devices=world_size, strategy=make(), max_steps=steps, logger=False,
-            callbacks=[watch], enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(Network(width), loader(steps, world_size))
-        return median_step(watch.starts)
+        starts = fit(
+            Network(width),
+            loader(steps, world_size),
+            strategy=make(),
+            devices=world_size,
+            steps=steps,
+        )
+        return median_step(starts, skipped=SKIPPED)
 
     return run
 
@@ -125,12 +96,12 @@ def plain_torch(world_size: int, steps: int, width: int) -> Clocks:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return median_step(starts)
+    return median_step(starts, skipped=SKIPPED)
 
 
 VARIANTS: dict[str, Callable[[int, int, int], Clocks]] = {
-    "boltmesh": with_trainer(OnWorld),
-    "boltmesh, telemetry off": with_trainer(lambda: OnWorld(telemetry=False)),
+    "boltmesh": with_trainer(OnWorldDDP),
+    "boltmesh, telemetry off": with_trainer(lambda: OnWorldDDP(telemetry=False)),
     "lightning": with_trainer(lambda: LightningDDPStrategy(process_group_backend="gloo")),
     "torch": plain_torch,
 }
@@ -141,10 +112,8 @@ def measure(
 ) -> dict[str, list[Clocks]]:
     warnings.simplefilter("ignore")
     times: dict[str, list[Clocks]] = {name: [] for name in VARIANTS}
-    names = list(VARIANTS)
-    for number in range(rounds):
-        turn = number % len(names)  # nobody always comes first
-        for name in names[turn:] + names[:turn]:
+    for names in take_turns(list(VARIANTS), rounds):
+        for name in names:
             times[name].append(VARIANTS[name](world_size, steps, width))
     return times
 
@@ -161,14 +130,7 @@ def main() -> None:
     )[0]
     print(f"{options.ranks} ranks, width {options.width}, {options.rounds} rounds of "
           f"{options.steps} steps")  # fmt: skip
-    for name, each in times.items():
-        line = f"  {name:<24}"
-        for clock, kind in enumerate(("wall", "CPU")):
-            mine = [one[clock] for one in each]
-            peers = [one[clock] for one in times["lightning"]]
-            ratio = statistics.median(a / b for a, b in zip(mine, peers, strict=True))
-            line += f"   {kind} {1e3 * statistics.median(mine):7.3f} ms  {ratio:.3f} x lightning"
-        print(line)
+    print_ratios(times, ["lightning"])
 
 
 if __name__ == "__main__":

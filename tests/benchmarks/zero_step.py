@@ -8,15 +8,15 @@ medians of the rounds' ratios to Lightning's ``ModelParallelStrategy`` and to a 
 ``fully_shard``, in wall time and in CPU time of the thread that trains. Losses have to be equal:
 whoever computes something else is not compared.
 
-Two gloo groups of the same ranks differ by some per cent for as long as they live, by chance, so
-ours and the bare loop are given that of the world; ``ModelParallelStrategy`` makes its own mesh.
+All of them gather and reduce the same units in as many collectives of the same sizes; under a
+Trainer a broadcast of 8 bytes is added, by which Lightning asks whether a rank was told to stop.
+The bare loop has no Trainer: what Lightning's own strategy costs beside it is the Trainer's part.
+Ours and the bare loop are on the process group of the world, ``ModelParallelStrategy`` makes its
+own mesh.
 """
 
 import argparse
-import itertools
-import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,23 +26,28 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from boltmesh.strategies import ZeROStrategy
+from tests.benchmarks.peers.stepping import (
+    Clocks,
+    OnWorld,
+    fit,
+    median_step,
+    print_ratios,
+    read_clocks,
+    take_turns,
+)
 from tests.support.ranks import run_ranks
 
 BATCH, DEPTH = 16, 6
 SKIPPED = 5
 """First steps of a round, in which FSDP2 sets up and caches fill."""
-
-Clocks = tuple[float, float]
-"""Seconds of wall time and of CPU time of this thread."""
 
 
 class Block(nn.Module):
@@ -95,40 +100,13 @@ def shard(network: Network, mesh: DeviceMesh) -> None:
     fully_shard(network, mesh=mesh)
 
 
-class OnWorld(ZeROStrategy):
-    """Our strategy on the process group that the others use."""
-
-    def _build_groups(self) -> dict[str, ProcessGroup]:
-        world = dist.group.WORLD
-        assert world is not None
-        return {"data": world}
-
-
-def read_clocks() -> Clocks:
-    return time.perf_counter(), time.thread_time()
-
-
-class Stopwatch(Callback):
-    """From the start of one batch to the start of the next: everything that a step costs."""
-
-    def __init__(self) -> None:
-        self.starts: list[Clocks] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.starts.append(read_clocks())
+class OnWorldZeRO(OnWorld, ZeROStrategy):
+    """Ours."""
 
 
 def loader(steps: int, width: int, rank: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(rank)
     return DataLoader(TensorDataset(torch.randn(steps * BATCH, width, generator=generator)), BATCH)
-
-
-def median_step(starts: list[Clocks]) -> Clocks:
-    wall, cpu = (
-        statistics.median([after - before for before, after in itertools.pairwise(clock)][SKIPPED:])
-        for clock in zip(*starts, strict=True)
-    )
-    return wall, cpu
 
 
 Result = tuple[Clocks, list[float]]
@@ -137,14 +115,16 @@ Variant = Callable[[int, int, int, int], Result]
 
 def with_trainer(make: Callable[[int], Any], kind: type[Network]) -> Variant:
     def run(rank: int, world_size: int, steps: int, width: int) -> Result:
-        watch, network = Stopwatch(), kind(width)
-        trainer = Trainer(
-            accelerator="cpu", devices=world_size, strategy=make(world_size), max_steps=steps,
-            logger=False, callbacks=[watch], enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, use_distributed_sampler=False,
-        )  # fmt: skip
-        trainer.fit(network, loader(steps, width, rank))
-        return median_step(watch.starts), network.losses
+        network = kind(width)
+        starts = fit(
+            network,
+            loader(steps, width, rank),
+            strategy=make(world_size),
+            devices=world_size,
+            steps=steps,
+            use_distributed_sampler=False,
+        )
+        return median_step(starts, skipped=SKIPPED), network.losses
 
     return run
 
@@ -163,12 +143,12 @@ def bare_loop(rank: int, world_size: int, steps: int, width: int) -> Result:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return median_step(starts), network.losses
+    return median_step(starts, skipped=SKIPPED), network.losses
 
 
 VARIANTS: dict[str, Variant] = {
-    "boltmesh": with_trainer(lambda _: OnWorld(), Network),
-    "boltmesh, telemetry off": with_trainer(lambda _: OnWorld(telemetry=False), Network),
+    "boltmesh": with_trainer(lambda _: OnWorldZeRO(), Network),
+    "boltmesh, telemetry off": with_trainer(lambda _: OnWorldZeRO(telemetry=False), Network),
     "lightning": with_trainer(
         lambda size: ModelParallelStrategy(size, 1, process_group_backend="gloo"), Prepared
     ),
@@ -181,11 +161,9 @@ def measure(
 ) -> dict[str, list[Clocks]]:
     warnings.simplefilter("ignore")
     times: dict[str, list[Clocks]] = {name: [] for name in VARIANTS}
-    names = list(VARIANTS)
-    for number in range(rounds):
-        turn = number % len(names)  # nobody always comes first
+    for names in take_turns(list(VARIANTS), rounds):
         losses = {}
-        for name in names[turn:] + names[:turn]:
+        for name in names:
             clocks, losses[name] = VARIANTS[name](rank, world_size, steps, width)
             times[name].append(clocks)
         for name in names:
@@ -205,15 +183,7 @@ def main() -> None:
     )[0]
     print(f"{options.ranks} ranks, {DEPTH} blocks of width {options.width}, {options.rounds} "
           f"rounds of {options.steps} steps")  # fmt: skip
-    for name, each in times.items():
-        line = f"  {name:<24}"
-        for clock, kind in enumerate(("wall", "CPU")):
-            line += f"   {kind} {1e3 * statistics.median(one[clock] for one in each):7.3f} ms"
-            for peer in ("lightning", "fully_shard"):
-                pairs = zip(each, times[peer], strict=True)
-                ratio = statistics.median(mine[clock] / its[clock] for mine, its in pairs)
-                line += f"  {ratio:.3f} x {peer}"
-        print(line)
+    print_ratios(times, ["lightning", "fully_shard"])
 
 
 if __name__ == "__main__":

@@ -112,13 +112,12 @@ class CommunicationCounter:
                 operator_number = self._file.operator_number(operator)
                 self._operators[operator] = operator_number
             clock = self._clock
-            flags = is_synchronous * _SYNCHRONOUS + is_timed * _TIMED
             ticket = self._file.enqueue(
                 self.step,
                 group_number,
                 operator_number,
                 clock.phase,
-                flags,
+                is_synchronous * _SYNCHRONOUS + is_timed * _TIMED,
                 payload_bytes,
                 0 if peer is None else self._peer_field(group, name, peer),
             )
@@ -127,10 +126,10 @@ class CommunicationCounter:
                     clock.enter(COMMUNICATION)
                 else:
                     clock.note_enqueue(ticket[-1], is_synchronous=is_synchronous)
-            elif threading.get_ident() == clock.thread:
+            elif not is_synchronous and threading.get_ident() == clock.thread:
                 # Hooks of DDP that chain collectives enqueue from gloo's threads, when the
                 # backward pass has nothing left to compute.
-                clock.note_enqueue(ticket[-1], is_synchronous=is_synchronous)
+                clock.note_enqueue(ticket[-1], is_synchronous=False)
         except Exception as error:  # noqa: BLE001 - the collective goes on whatever happens here
             self._fail(error)
             return None

@@ -267,24 +267,24 @@ class CollectiveHook:
         redispatch = packet.default._handle.redispatch_boxed
         after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
         operator = name.rstrip("_")
-        unbox = dist.ProcessGroup.unbox
+        unbox, unbox_work = dist.ProcessGroup.unbox, dist.Work.unbox
+        plain, strided = torch.Tensor, torch.strided
         has_future = name not in UNTIMED
         if name in PEER_ARGUMENTS:
             return self._peer_kernel(name, arguments, redispatch, after)
 
-        def measure(args: tuple[Any, ...]) -> tuple[int, bool]:
-            if payload_at is None:
-                return 0, _is_on_host(args)
-            value = args[payload_at]
-            if isinstance(value, list) and len(value) == 1 and type(value[0]) is torch.Tensor:
-                tensor = value[0]  # what DDP reduces and Lightning broadcasts, every step
-                if tensor.layout is torch.strided:
-                    return tensor.nbytes, tensor.is_cpu
-            return payload_bytes(value), _is_on_host(args)
-
         def kernel(keys: Any, *args: Any) -> Any:
             # Sizes are read before the call, which may resize or free.
-            size, is_on_host = measure(args)
+            value = None if payload_at is None else args[payload_at]
+            if type(value) is list and len(value) == 1:
+                value = value[0]
+            if type(value) is plain and value.layout is strided:
+                # What FSDP2 gathers, DDP reduces and Lightning broadcasts, many times a step:
+                # no call is made for it, for each costs several times what it costs in a loop.
+                size, is_on_host = value.nbytes, value.is_cpu
+            else:
+                size = 0 if value is None else payload_bytes(value)
+                is_on_host = _is_on_host(args)
             is_synchronous = len(args) > wait_at and args[wait_at] is False
             # A future on CUDA is complete when the work is launched: it tells nothing.
             is_timed = has_future and is_on_host
@@ -303,7 +303,7 @@ class CollectiveHook:
                     for observer, ticket in noted:
                         observer.returned(ticket)
             if is_timed and noted:
-                work = dist.Work.unbox(result[-1] if isinstance(result, (tuple, list)) else result)
+                work = unbox_work(result[-1] if isinstance(result, (tuple, list)) else result)
                 if is_synchronous:
                     work.wait()  # as the caller does next
                     done_ns = time.monotonic_ns()

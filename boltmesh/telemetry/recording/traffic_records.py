@@ -23,6 +23,7 @@ _PEERS_AT: Final = SECTIONS["peers"].offset
 _PEER_BYTES: Final = SECTIONS["peers"].record_bytes
 
 _NONE: Final = (0,) * 12
+_pack = layout.TRAFFIC.pack
 
 Key = tuple[int, int]
 """Group and operator."""
@@ -88,7 +89,7 @@ class TrafficRecords:
             )
             if self._map is not None:
                 at = _TRAFFIC_AT + (sequence - 1) % _TRAFFIC_CAPACITY * _TRAFFIC_BYTES
-                self._map[at : at + _TRAFFIC_BYTES] = layout.TRAFFIC.pack(*ticket, 0)
+                self._map[at : at + _TRAFFIC_BYTES] = _pack(*ticket, 0)
                 if sequence % (_TRAFFIC_CAPACITY // 2) == 0:
                     # Before the ring has forgotten what the tables lack.
                     self._write_counters()
@@ -105,7 +106,7 @@ class TrafficRecords:
                 return
             if self._sequences["traffic"] - sequence < _TRAFFIC_CAPACITY:
                 at = _TRAFFIC_AT + (sequence - 1) % _TRAFFIC_CAPACITY * _TRAFFIC_BYTES
-                self._map[at : at + _TRAFFIC_BYTES] = layout.TRAFFIC.pack(*ticket, done_ns)
+                self._map[at : at + _TRAFFIC_BYTES] = _pack(*ticket, done_ns)
             elif self._newest[ticket[2]][0] == sequence:
                 self._write_group(ticket, done_ns)
 
