@@ -255,5 +255,7 @@ def test_the_peak_is_what_the_system_counts(name, precision, accumulate, tile_by
     given = [f"strategy.{key}={value}" for key, value in options.items()]
     memory = planned(name, *job, *given)
     more = memory.peak.host - memory.between_steps.host
-    # The allocator and kernels take a few MB of their own.
-    assert 0.95 * more < measure.peak < 1.05 * more + 6e6
+    # The allocator and kernels take a few MB of their own. What is offloaded is stepped beside the
+    # backward pass, which frees gradients the sooner the faster that goes.
+    least = 0.85 if "cpu" in name else 0.95
+    assert least * more < measure.peak < 1.05 * more + 6e6
