@@ -56,11 +56,11 @@ def _is_product_in(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     return seen.is_any
 
 
-class _Products(DispatchMode):
+class _Products(DispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether a matrix was multiplied or factored."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_any = False
 
     @override

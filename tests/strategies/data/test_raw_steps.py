@@ -23,7 +23,7 @@ class Raw(Stack):
         self.automatic_optimization = False
         self.losses: list[float] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers(use_pl_optimizer=False)
         assert isinstance(optimizer, torch.optim.Optimizer)
         for _ in range(2):
@@ -38,7 +38,7 @@ class Raw(Stack):
             self.losses += [before.item(), after.item()]
 
 
-def fit(rank: int, world_size: int, stage: int, offload: str | None) -> Any:
+def fit(rank: int, world_size: int, stage: int, offload: Any) -> Any:
     seed_everything(1)
     module = Raw()
     strategy: Any = "auto"

@@ -115,7 +115,7 @@ class Preconditioner(torch.optim.Optimizer):
         super().__init__(parameters, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for each in self.param_groups[0]["params"]:
             gradient = each.grad
             values, vectors = torch.linalg.eigh(gradient @ gradient.T)
@@ -132,7 +132,7 @@ class Signs(torch.optim.Optimizer):
     """An elementwise optimizer of somebody's own, with a norm, which shards have too."""
 
     @torch.no_grad()
-    def step(self, closure: Any) -> None:
+    def step(self, closure: Any) -> None:  # type: ignore[override]
         with torch.enable_grad():
             closure()
         for group in self.param_groups:

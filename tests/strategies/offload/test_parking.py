@@ -22,7 +22,7 @@ def _park(rank: int, world_size: int, folder: Path) -> None:
     net, units = sharded_net()
     other, _ = sharded_net()
     lot = ParkingLot(folder, device=CPU, rank=rank)
-    for held in held_units(net, units, None).values():
+    for held in held_units(net, units, {}).values():
         lot.park(held)
     x = torch.randn(4, WIDTH)
     for mine, plain in zip(net.parameters(), other.parameters(), strict=True):
