@@ -39,6 +39,7 @@ from boltmesh.strategies.offload.layout import (
 )
 from boltmesh.strategies.offload.norms import joint_norm
 from boltmesh.strategies.offload.opening import OffloadPlan
+from boltmesh.strategies.offload.reduction import HostReduction, ReusedMemory
 from boltmesh.strategies.offload.rule import Update
 from boltmesh.strategies.offload.shard import OffloadedShard
 from boltmesh.strategies.offload.sources import ParameterSource, Settling
@@ -49,6 +50,7 @@ from boltmesh.strategies.offload.worker import Job
 from boltmesh.strategies.torch_compat import (
     after_gradient,
     local_tensor,
+    reduce_with,
     watch_dropped_gathers,
 )
 from boltmesh.telemetry.recording.memory_walk import StoredBytes
@@ -92,6 +94,7 @@ class OffloadEngine(Settling):
         self._optimizers: list[Optimizer] = []
         self._restores: list[Callable[[], None]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._reduced = ReusedMemory()
         self._lane = CopyLane(device, recorder)
         self._arena = HostArena(device)
         self._host_gradients: dict[Bucket, Tensor] = {}
@@ -119,6 +122,12 @@ class OffloadEngine(Settling):
         self._units = held_units(module, units, self._compute_dtype)
         for unit in units.values():
             watch_dropped_gathers(unit, _abandon)
+            if self.device.type == "cpu":
+                self._restores.append(reduce_with(unit, self._build_reduction))
+
+    def _build_reduction(self, num_ranks: int) -> tuple[HostReduction, Callable[[], None]]:
+        reduction = HostReduction(self._reduced, num_ranks)
+        return reduction, reduction.finish
 
     def adopt(self, optimizers: Sequence[Optimizer], *, exposes_gradients: bool) -> None:
         """Take the state of the optimizers and their parameters over.
@@ -208,6 +217,7 @@ class OffloadEngine(Settling):
             for hook in self._hooks:
                 hook.remove()
             self._restores.clear()
+            self._reduced.close()
             self._hooks.clear()
             self._optimizers.clear()
 
@@ -496,6 +506,8 @@ class OffloadEngine(Settling):
         held: list[Tensor | StoredBytes] = [
             tensor for each in list(self._gradients.values()) for tensor in each.held()
         ]
+        if free := self._reduced.num_free_bytes:
+            held.append(StoredBytes("host", free))
         return {**kinds, "gradients": held}
 
     @property
