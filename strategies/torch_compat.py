@@ -12,6 +12,9 @@ from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultReduceScatter as DefaultReduceScatter,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -183,6 +186,53 @@ def _intercept_group(
         return post_backward(*args)
 
     group.unshard, group.post_backward = gather, reduce
+
+
+def reduce_with(
+    unit: FSDPModule, build: Callable[[int], tuple[Any, Callable[[], None]]]
+) -> Callable[[], None]:
+    """Reduce a unit's gradients by another ``ReduceScatter`` where FSDP2's default does it.
+
+    Args:
+        unit: Of ``fully_shard``.
+        build: Given the number of ranks that share the unit, returns what reduces, and a function
+            that is called after each reduction, also after one that failed.
+
+    Returns:
+        A function that puts the default back.
+    """
+    restores = [
+        _reduce_group_with(group, build)
+        for group in _parameter_groups(unit)
+        if type(getattr(group, "_reduce_scatter_comm", None)) is DefaultReduceScatter
+    ]
+
+    def restore() -> None:
+        for each in restores:
+            each()
+
+    return restore
+
+
+def _reduce_group_with(
+    group: Any, build: Callable[[int], tuple[Any, Callable[[], None]]]
+) -> Callable[[], None]:
+    default, post_backward = group._reduce_scatter_comm, group.post_backward
+    comm, finish = build(group._reduce_scatter_process_group.size())
+
+    def reduce(*args: Any) -> Any:
+        try:
+            return post_backward(*args)
+        finally:
+            finish()
+
+    def restore() -> None:
+        group._reduce_scatter_comm = default
+        if group.post_backward is reduce:  # else somebody has wrapped it, and it does no harm
+            group.post_backward = post_backward
+
+    group._reduce_scatter_comm, group.post_backward = comm, reduce
+    return restore
 
 
 def watch_dropped_gathers(unit: FSDPModule, dropped: Callable[[Tensor], None]) -> None:

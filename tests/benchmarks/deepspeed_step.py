@@ -9,7 +9,8 @@ is measured against the limit of the machine alone. ``--list`` tells the setting
 
 Everybody trains the same model from the same weights on the same batches with AdamW, clips at 1.0,
 and has its own process; they take turns, in an order that changes from round to round. A turn
-begins and ends with nothing under way. Ours runs under Lightning's Trainer. Losses have to agree.
+begins and ends with nothing under way. Ours runs under Lightning's Trainer. The losses and norms of
+each have to be those of one process without offload (``peers/reference.py``).
 
 Four times of a step are printed, and the median over rounds of their ratio to ours:
   step      everything: forward, backward, optimizer
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
-from tests.benchmarks.peers import boltmesh_engine, deepspeed_engine, limits
+from tests.benchmarks.peers import boltmesh_engine, deepspeed_engine, limits, reference
 from tests.benchmarks.peers.problem import Problem
 from tests.benchmarks.peers.turns import Contestant, Report
 
@@ -46,8 +47,9 @@ CHOSEN = {"nvme": ["by block", "gradients in memory"], "cpu": ["default", "by bl
 WARMUP = {OURS: 12}
 """Steps before the first round, where they are more than two: ours does not overlap steps with
 backward in its first ten."""
-TOLERANCE = {True: 2e-2, False: 1e-4}
-"""Relative difference of losses, for bf16 and fp32: engines round gradients at other places."""
+TOLERANCE = {True: 5e-3, False: 1e-4}
+"""Relative error of losses and norms, for bf16 and fp32. In bf16 a last digit that was rounded the
+other way moves later losses by up to 2e-3; what is really wrong shows more (see the README)."""
 
 
 def main() -> None:
@@ -75,8 +77,8 @@ def main() -> None:
         finally:
             for each in contestants.values():
                 each.close()
+        check(problem, contestants, options.threads)
     show(problem, reports, options)
-    check_losses(problem, {name: each.losses for name, each in contestants.items()})
 
 
 def parse_options() -> argparse.Namespace:
@@ -194,22 +196,40 @@ def show(problem: Problem, reports: dict[str, list[Report]], options: argparse.N
         print(f"{line}{part:14.2f}{peak:19.1f}")
 
 
-def check_losses(problem: Problem, losses: dict[str, list[float]]) -> None:
-    """End with an error when somebody did not compute what we did: its times mean nothing."""
-    ours = [each / problem.loss_scale for each in losses[OURS]]
-    compared = {each: losses[each] for each in losses if each not in {OURS, BARE, ADAM, DISK}}
-    worst = 0.0
-    for name, theirs in compared.items():
-        for number, (mine, its) in enumerate(zip(ours, theirs, strict=False)):
-            error = abs(its / problem.loss_scale / mine - 1)
-            worst = max(worst, error)
-            if error > TOLERANCE[problem.is_bf16]:
-                sys.exit(
-                    f"{name} had the loss {its / problem.loss_scale:.6f} in step {number}, where "
-                    f"ours was {mine:.6f}: they do not train the same."
-                )
-    if compared:
-        print(f"  losses from {ours[0]:.4f} to {ours[-1]:.4f}, at most {worst:.1e} apart")
+def check(problem: Problem, contestants: dict[str, Contestant], threads: int) -> None:
+    """End with an error when an engine did not compute what it should: its times mean nothing."""
+    for is_cast, names in (
+        (False, [OURS]),
+        (True, [each for each in contestants if each not in {OURS, BARE, ADAM, DISK}]),
+    ):
+        engines = {name: contestants[name] for name in names}
+        if not engines:
+            continue
+        truth = Contestant(reference.train, (is_cast, problem), threads=threads)
+        try:
+            truth.run(max(len(each.losses) for each in engines.values()))
+        finally:
+            truth.close()
+        for name, engine in engines.items():
+            for what, theirs, right in (
+                ("loss", engine.losses, truth.losses),
+                ("norm", engine.norms, truth.norms),
+            ):
+                compare(problem, f"{name}: {what}", theirs, right)
+
+
+def compare(problem: Problem, what: str, theirs: Sequence[float], right: Sequence[float]) -> None:
+    errors = [abs(a / b - 1) for a, b in zip(theirs, right, strict=False)]
+    print(
+        f"  {what} of {len(errors)} steps at most {max(errors):.1e} off, in the first four "
+        f"{max(errors[:4]):.1e}"
+    )
+    for number, error in enumerate(errors):
+        if not error <= TOLERANCE[problem.is_bf16]:
+            sys.exit(
+                f"{what} was {theirs[number]:.6g} in step {number}, {right[number]:.6g} in one "
+                f"process: it does not train the same."
+            )
 
 
 if __name__ == "__main__":

@@ -33,8 +33,18 @@ class Network(nn.Module):
 
 
 def build_network(width: int, depth: int) -> Network:
+    """Weights of fp32 that bf16 can hold.
+
+    DeepSpeed casts a model before it copies the fp32 masters out of it, so what bf16 cannot hold
+    is gone there before the first step, and all weights begin in the middle of what rounds to them:
+    a first step of a learning rate of 1e-4 moves them by up to 22 % more than it should.
+    """
     torch.manual_seed(0)
-    return Network(width, depth)
+    network = Network(width, depth)
+    with torch.no_grad():
+        for each in network.parameters():
+            each.copy_(each.bfloat16())
+    return network
 
 
 def count_parameters(width: int, depth: int) -> int:

@@ -122,6 +122,7 @@ class Contestant:
         there.close()
         self.losses: list[float] = []
         """Of all steps so far."""
+        self.norms: list[float] = []
 
     def run(self, steps: int) -> Report:
         """Give this engine a turn.
@@ -139,6 +140,7 @@ class Contestant:
         if report is None:
             raise RuntimeError(failure)
         self.losses += report.losses
+        self.norms += report.norms
         return report
 
     def close(self) -> None:
