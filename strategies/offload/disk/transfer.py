@@ -8,7 +8,8 @@ behind reads and the pipelined step is 10 % slower.
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import PriorityQueue
 
 import torch
@@ -76,8 +77,21 @@ class Ticket:
                 self._done.set()
 
 
+STACK_BYTES = 1 << 20
+"""Of each thread: blocks call little, and the system's 8 MiB count against limits of memory."""
+
 Block = Callable[[], None]
 """Moves one block, or raises."""
+
+
+@contextmanager
+def _stacks_of(num_bytes: int) -> Iterator[None]:
+    """Within, threads begin with stacks of this size."""
+    before = threading.stack_size(num_bytes)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
 class TransferPool:
@@ -92,8 +106,9 @@ class TransferPool:
             for n in range(num_threads)
         ]
         self._started = threading.Barrier(num_threads + 1)
-        for thread in self._threads:
-            thread.start()
+        with _stacks_of(STACK_BYTES):
+            for thread in self._threads:
+                thread.start()
         self._started.wait()
         # A thread's own number is also what torch gives to threads that begin later: put it back.
         torch.set_num_threads(torch.get_num_threads())
