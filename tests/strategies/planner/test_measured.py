@@ -256,6 +256,7 @@ def test_the_peak_is_what_the_system_counts(name, precision, accumulate, tile_by
     memory = planned(name, *job, *given)
     more = memory.peak.host - memory.between_steps.host
     # The allocator and kernels take a few MB of their own. What is offloaded is stepped beside the
-    # backward pass, which frees gradients the sooner the faster that goes.
-    least = 0.85 if "cpu" in name else 0.95
+    # backward pass, which frees gradients the sooner the faster that goes: the plan is what it
+    # takes where nothing is stepped before the backward pass has ended.
+    least = 0.6 if "cpu" in name else 0.95
     assert least * more < measure.peak < 1.05 * more + 6e6
