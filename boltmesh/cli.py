@@ -174,6 +174,65 @@ def plan(
 
 
 @boltmesh.command()
+@click.argument("name")
+@click.option(
+    "--stages",
+    type=click.IntRange(min=1),
+    required=True,
+    metavar="P",
+    help="Ranks of the pipeline, each with --stages-per-rank stages.",
+)
+@click.option("--microbatches", type=click.IntRange(min=1), required=True, metavar="M")
+@click.option(
+    "--stages-per-rank",
+    type=click.IntRange(min=1),
+    metavar="V",
+    help="[1, or 2 where the schedule is made for several]",
+)
+@click.option(
+    "--forward",
+    type=click.FloatRange(min=0.0, min_open=True),
+    default=1.0,
+    help="Time of one stage for one microbatch, in any unit. [1]",
+)
+@click.option(
+    "--backward",
+    type=click.FloatRange(min=0.0, min_open=True),
+    default=2.0,
+    help="The same; half of it for the input's gradient, half for the weights'. [2]",
+)
+@click.option("--ascii", "ascii_only", is_flag=True, help="Draw with ASCII.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def schedule(
+    name: str,
+    stages: int,
+    microbatches: int,
+    stages_per_rank: int | None,
+    forward: float,
+    backward: float,
+    ascii_only: bool,
+    as_json: bool,
+) -> int:
+    """Draw one step of a pipeline schedule, its bubble, and what it keeps.
+
+    NAME is gpipe, 1f1b, looped_bfs, interleaved_1f1b, zero_bubble, zbv, dualpipev or pipedream_2bw.
+    Stages are taken as equal, and transfers as free.
+    """
+    from boltmesh.schedule import schedule as draw
+
+    return draw(
+        name,
+        stages=stages,
+        microbatches=microbatches,
+        stages_per_rank=stages_per_rank,
+        forward=forward,
+        backward=backward,
+        ascii_only=ascii_only,
+        as_json=as_json,
+    )
+
+
+@boltmesh.command()
 @click.argument("job", required=False)
 @click.option("--once", is_flag=True, help="Print a summary, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, a line for each look.")

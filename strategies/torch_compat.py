@@ -1,6 +1,7 @@
 """The private names of torch that the strategies need, each with why, in one place."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -9,7 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch._ops import OpOverload as OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -18,10 +24,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from torch.utils.hooks import RemovableHandle
@@ -379,6 +388,33 @@ def fake_tensors() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_fake(value: Any) -> bool:
+    """Whether a value is a tensor with shape and type and no data."""
+    return isinstance(value, FakeTensor)
+
+
+def make_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Return a tensor without data of the same shape, type, device and class."""
+    return mode.from_tensor(tensor)
+
+
+def swapped_state(module: Module, tensors: dict[str, Tensor]) -> AbstractContextManager[Any]:
+    """Within it, a module has other parameters and buffers, by dotted name; ties are kept."""
+    return _reparametrize_module(module, tensors, tie_weights=True)
+
+
+NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a tensor without data raises when it is asked for some."""
+
+
+def open_one_level(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
+    """Return the children of a value that pytree can open, and what closes it; None for a leaf."""
+    children, spec = tree_flatten(value, is_leaf=lambda each: each is not value)
+    if len(children) == 1 and children[0] is value:
+        return None
+    return children, lambda parts: tree_unflatten(list(parts), spec)
+
+
 @dataclass(frozen=True)
 class UnitShard:
     """One parameter of a unit, as FSDP2 keeps this rank's shard of it."""
@@ -513,3 +549,63 @@ def not_compiled(function: _Function) -> _Function:
     """Keep ``torch.compile`` out of a function, without loading the compiler to say so."""
     wrapped: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined]
     return cast("_Function", wrapped)
+
+
+@dataclass
+class _ScheduledStage:
+    """What torch's schedules ask of a stage to work an order out; it holds no module."""
+
+    num_stages: int
+    group_size: int
+    group_rank: int = 0
+    submod: None = None
+    stage_index_to_group_rank: dict[int, int] | None = None
+
+
+def torch_schedule_order(
+    class_name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
+) -> tuple[tuple[str | None, ...], ...]:
+    """The order of one of torch's schedules of several stages a rank, in torch's own words.
+
+    torch works it out when a schedule is built, on stages that exist. Communication is added there
+    too, which is left out here: :func:`torch_send_recv` does that when it is asked for.
+    """
+    from torch.distributed.pipelining import schedules
+
+    made: Any = type(
+        class_name,
+        (getattr(schedules, class_name),),
+        {"_prepare_schedule_with_comms": lambda *_, **__: None},
+    )
+    num_stages = num_ranks * stages_per_rank
+    stages = [_ScheduledStage(num_stages, num_ranks) for _ in range(stages_per_rank)]
+    rows = made(stages, num_microbatches).pipeline_order
+    return tuple(
+        tuple(None if action is None else str(action) for action in rows[rank])
+        for rank in range(num_ranks)
+    )
+
+
+def torch_send_recv(
+    order: Sequence[Sequence[str | None]], rank_of_stage: Sequence[int]
+) -> tuple[tuple[str, ...], ...]:
+    """``order`` with sends and receives where torch places them.
+
+    The parts of an overlapped pair are placed one after the other, which is how torch runs them
+    too unless a function for pairs is registered; so a forward is sent on before its pair's
+    backward runs.
+    """
+    from torch.distributed.pipelining import schedules
+
+    rows: dict[int, list[Any]] = {rank: [] for rank in range(len(order))}
+    for rank, row in enumerate(order):
+        for text in row:
+            if text is not None:
+                action: Any = schedules._Action.from_str(text)
+                rows[rank] += action.sub_actions or (action,)
+    placed = schedules._add_send_recv(
+        rows,
+        stage_to_rank=lambda stage: rank_of_stage[stage],
+        num_stages=len(rank_of_stage),
+    )
+    return tuple(tuple(map(str, placed[rank])) for rank in sorted(placed))

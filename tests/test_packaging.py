@@ -23,6 +23,7 @@ FOLDERS = {
 LIGHT = (
     "boltmesh.cli",
     "boltmesh.configs.load",
+    "boltmesh.schedule",
     "boltmesh.strategies.registry",
     "boltmesh.telemetry.reading.reader",
     "boltmesh.tui.app",

@@ -29,6 +29,8 @@ def test_the_commands_and_their_options_are_these():
         "predict": RUN_OPTIONS,
         "check": {"--steps", "--traceback"},
         "plan": {"--strategy", "--devices", "--size", "--cluster", "--json"},
+        "schedule": {"--stages", "--microbatches", "--stages-per-rank", "--forward", "--backward",
+                     "--ascii", "--json"},
         "top": {"--once", "--json", "--demo", "--ascii", "--theme", "--run-dir", "--interval",
                 "--replay", "--at", "--on-alert", "--ssh", "--remote-command", "--no-mouse"},
         "jobs": {"--json", "--ascii", "--run-dir", "--ssh", "--remote-command"},

@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from boltmesh.telemetry.schedule import of_ideal, one_forward_one_backward, simulate
 from boltmesh.telemetry.snapshot import Chunk, PipelinePlan
-from boltmesh.tui.demo.timeline import one_forward_one_backward
 from boltmesh.tui.drawing.bubble import _bar, draw_bubble
 from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
 from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.figures.bubble import Bubble, Parts, bubble, of_ideal
-from boltmesh.tui.figures.schedule import simulate
+from boltmesh.tui.figures.bubble import Bubble, Parts, bubble
 from tests.tui.recorded import pipeline_job, recorded_pipelines
 from tests.tui.samples import NOW, demo, job, rank, state
 

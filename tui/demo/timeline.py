@@ -7,10 +7,16 @@ window is what the simulator makes of 1F1B, so the bubble on the screen is the s
 import functools
 import math
 
+from boltmesh.telemetry.schedule import (
+    Action,
+    Order,
+    Timetable,
+    one_forward_one_backward,
+    simulate,
+)
 from boltmesh.telemetry.snapshot import Chunk, PhaseTime
 from boltmesh.tui.demo.noise import four, normal, uniform
 from boltmesh.tui.demo.setup import HEAD_IN_LAYERS, LAYERS_PER_STAGE, Setup
-from boltmesh.tui.figures.schedule import Action, Order, Timetable, simulate
 
 STEP_S = 0.412
 """Mean time of a step while all is well."""
@@ -30,23 +36,6 @@ _HOP = 0.06
 """From one stage to the next, in forwards."""
 _HEAD = 1.05 * HEAD_IN_LAYERS
 """The output head, in layers: not quite as much as was planned for it."""
-
-
-@functools.lru_cache(maxsize=8)
-def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Order:
-    """Return the order of 1F1B.
-
-    Source: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2.
-    """
-    rows = []
-    for stage in range(num_stages):
-        ahead = min(num_stages - 1 - stage, num_microbatches)
-        row = [f"{stage}F{at}" for at in range(ahead)]
-        for at in range(num_microbatches - ahead):
-            row += [f"{stage}F{at + ahead}", f"{stage}B{at}"]
-        row += [f"{stage}B{at}" for at in range(num_microbatches - ahead, num_microbatches)]
-        rows.append(tuple(row))
-    return tuple(rows)
 
 
 class Timeline:

@@ -4,12 +4,13 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from boltmesh.telemetry.schedule import of_ideal
 from boltmesh.tui import units
 from boltmesh.tui.drawing.line import Line, Role
 from boltmesh.tui.drawing.look import Look, heading, labelled, wrap_facts
 from boltmesh.tui.drawing.pipeline import fit_rows, nothing_to_show, row_names, step_text
 from boltmesh.tui.drawing.table import Cell, Column, draw_table
-from boltmesh.tui.figures.bubble import Bubble, Parts, bubble, of_ideal
+from boltmesh.tui.figures.bubble import Bubble, Parts, bubble
 from boltmesh.tui.state import State
 
 _ROLES: dict[str, Role] = {

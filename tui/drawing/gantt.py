@@ -1,12 +1,13 @@
 """A step of the pipeline over time: a row for each rank, a block for each microbatch."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from boltmesh.tui import units
 from boltmesh.tui.drawing.line import Line, Role
 from boltmesh.tui.drawing.look import Look, heading, wrap_facts
 from boltmesh.tui.drawing.pipeline import fit_rows, nothing_to_show, row_names, step_text
-from boltmesh.tui.figures.gantt import Bar, Gantt, gantt
+from boltmesh.tui.figures.gantt import Bar, Gantt, GanttRow, gantt
 from boltmesh.tui.state import State
 
 _ROLES: dict[str, Role] = {
@@ -32,19 +33,40 @@ def draw_gantt(state: State, width: int, height: int, look: Look) -> list[Line]:
     room = max(0, height - len(lines))
     axis, legend = int(room >= LINES_WITH_AXIS), int(room >= LINES_WITH_LEGEND)
     names = row_names([(row.rank, row.stages) for row in found.rows], width)
-    cells = width - len(names[0])
-    placed = [_place(row.bars, found.window_s, cells) for row in found.rows]
-    texts = _texts(found, placed)
-    rows = [
-        Line(name, "muted").join(_row(bars, cells, texts, look))
-        for name, bars in zip(names, placed, strict=True)
-    ]
-    lines += fit_rows(rows, room - axis - legend, width)
+    drawn = draw_rows(found.rows, names, found.window_s, width - len(names[0]), width, look)
+    lines += fit_rows(drawn.rows, room - axis - legend, width)
     if axis:
         lines.append(_axis(found.window_s, len(names[0]), width))
     if legend:
-        lines += _legend(found, width, look, texts)[:1]
+        lines += drawn.legend[:1]
     return [line.crop(width) for line in lines[:height]]
+
+
+class Drawn(NamedTuple):
+    """Rows of blocks, and what their signs mean."""
+
+    rows: list[Line]
+    legend: list[Line]
+
+
+def draw_rows(
+    rows: Sequence[GanttRow],
+    names: Sequence[str],
+    window_s: float,
+    cells: int,
+    width: int,
+    look: Look,
+) -> Drawn:
+    """The blocks of each rank behind its name, in so many cells; later ones are left out."""
+    placed = [_place(row.bars, window_s, cells) for row in rows]
+    texts = _texts(rows, placed)
+    return Drawn(
+        [
+            Line(name, "muted").join(_row(bars, cells, texts, look))
+            for name, bars in zip(names, placed, strict=True)
+        ],
+        _legend(rows, width, look, texts),
+    )
 
 
 def _title(found: Gantt) -> str:
@@ -72,9 +94,9 @@ def _stage_and_microbatch(bar: Bar) -> str:
     return f"{bar.stage}.{bar.microbatch}"
 
 
-def _texts(found: Gantt, placed: Sequence[Sequence[Placed]]) -> Texts:
+def _texts(rows: Sequence[GanttRow], placed: Sequence[Sequence[Placed]]) -> Texts:
     """Name the stage too where ranks have several, if each of the blocks has room for that."""
-    if not any(len(row.stages) > 1 for row in found.rows):
+    if not any(len(row.stages) > 1 for row in rows):
         return _microbatch
     has_room = all(len(_stage_and_microbatch(bar)) < size for row in placed for bar, _, size in row)
     return _stage_and_microbatch if has_room else _microbatch
@@ -110,8 +132,8 @@ def _axis(window_s: float, indent: int, width: int) -> Line:
     return line.pad_to(width - len(end)).add(end, "muted")
 
 
-def _legend(found: Gantt, width: int, look: Look, texts: Texts) -> list[Line]:
-    kinds = {bar.kind for row in found.rows for bar in row.bars}
+def _legend(rows: Sequence[GanttRow], width: int, look: Look, texts: Texts) -> list[Line]:
+    kinds = {bar.kind for row in rows for bar in row.bars}
     digits = "digits: stage.microbatch" if texts is _stage_and_microbatch else "digits: microbatch"
     parts = [
         Line(look.glyphs.chunks[kind] * 2, _ROLES[kind]).add(f" {_WORDS[kind]}", "muted")

@@ -7,7 +7,6 @@ of what the schedule costs with equal stages (structural), what the stages' uneq
 """
 
 import functools
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,21 +14,19 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from typing_extensions import override
 
-from boltmesh.telemetry.snapshot import Chunk, JobSnapshot, PipelinePlan
-from boltmesh.tui.figures.memo import remember_last
-from boltmesh.tui.figures.pipelines import PipelineStep, slowest_whole_step
-from boltmesh.tui.figures.schedule import (
+from boltmesh.telemetry.schedule import (
+    NOMINAL,
     Action,
     DeadlockError,
     Order,
-    Timetable,
     actions,
+    idle_shares,
     simulate,
 )
+from boltmesh.telemetry.snapshot import Chunk, JobSnapshot, PipelinePlan
+from boltmesh.tui.figures.memo import remember_last
+from boltmesh.tui.figures.pipelines import PipelineStep, slowest_whole_step
 from boltmesh.tui.state import State
-
-NOMINAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-"""What a schedule's ideal assumes: a backward is two forwards, one for input, one for weights."""
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -75,11 +72,6 @@ def bubble(state: State) -> Bubble | None:
     return _bubble(state.job)
 
 
-def of_ideal(share: float) -> float:
-    """Turn idle over total time into idle over busy time, as Megatron and Llama 3 report it."""
-    return share / (1 - share) if share < 1 else math.inf
-
-
 def measure(step: PipelineStep, plan: PipelinePlan | None) -> Bubble:
     """Return the bubble of one step."""
     window_s = step.window_s
@@ -104,14 +96,6 @@ def measure(step: PipelineStep, plan: PipelinePlan | None) -> Bubble:
         ),
         mean=mean,
     )
-
-
-def idle_shares(timetable: Timetable) -> list[float]:
-    """Return for each rank of a simulated step how much of the common window it is idle."""
-    window = max((row[-1].end for row in timetable if row), default=0.0)
-    if window <= 0:
-        return [0.0 for _ in timetable]
-    return [1 - sum(slot.end - slot.start for slot in row) / window for row in timetable]
 
 
 @remember_last

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from boltmesh.telemetry.schedule import actions
 from boltmesh.telemetry.snapshot import Chunk, JobSnapshot, PipelinePlan, RankSnapshot
-from boltmesh.tui.figures.schedule import actions
 
 RECENT_STEPS = 3
 """Steps of a ring that are looked at: the running one, and two that may be whole."""

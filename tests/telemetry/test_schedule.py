@@ -2,19 +2,21 @@
 
 import pytest
 
-from boltmesh.tui.demo.timeline import one_forward_one_backward
-from boltmesh.tui.figures.bubble import NOMINAL, idle_shares
-from boltmesh.tui.figures.schedule import Action, DeadlockError, Order, actions, simulate
+from boltmesh.telemetry.schedule import (
+    NOMINAL,
+    Action,
+    DeadlockError,
+    Order,
+    actions,
+    gpipe,
+    idle_shares,
+    one_forward_one_backward,
+    peak_live_activations,
+    simulate,
+)
 from tests.tui.recorded import recorded_pipelines
 
 SIZES = [(stages, microbatches) for stages in range(1, 7) for microbatches in (1, 2, 3, 5, 8)]
-
-
-def gpipe(num_stages: int, num_microbatches: int) -> Order:
-    return tuple(
-        tuple(f"{stage}{kind}{at}" for kind in "FB" for at in range(num_microbatches))
-        for stage in range(num_stages)
-    )
 
 
 def idle(order: Order, **seconds: float) -> list[float]:
@@ -93,3 +95,18 @@ def test_an_order_that_cannot_be_worked_off_is_refused(order: Order, where: str)
 def test_an_empty_order_takes_no_time() -> None:
     assert simulate((), lambda _: 1.0) == ()
     assert idle_shares(simulate(((), ()), lambda _: 1.0)) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_live_activations_are_all_of_them_in_gpipe_and_at_most_the_stages_in_1f1b(
+    stages: int, microbatches: int
+) -> None:
+    assert peak_live_activations(gpipe(stages, microbatches)) == [microbatches] * stages
+    assert peak_live_activations(one_forward_one_backward(stages, microbatches)) == [
+        min(microbatches, stages - stage) for stage in range(stages)
+    ]
+
+
+def test_an_activation_is_live_until_the_weights_have_their_gradient() -> None:
+    order: Order = (("0F0", "0I0", "0F1", "0W0", "0F2", "0B1", "0B2"), ())
+    assert peak_live_activations(order) == [2, 0]

@@ -7,14 +7,19 @@ and the gradient of the weights (W) for that of the input (I).
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 Order = tuple[tuple[str | None, ...], ...]
 """For each pipeline rank its actions in order; None where a slot is left empty."""
 
 _ACTION = re.compile(r"(\d{1,5})([FBIW])(\d{1,6})(?![A-Z_])")
+
+
+NOMINAL: Final = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+"""What a schedule's ideal assumes: a backward is two forwards, one for input, one for weights."""
 
 
 class DeadlockError(ValueError):
@@ -81,7 +86,8 @@ def simulate(
     while is_moving:
         is_moving = False
         for rank, row in enumerate(rows):
-            for action in row[len(slots[rank]) :]:
+            while len(slots[rank]) < len(row):
+                action = row[len(slots[rank])]
                 start = free[rank]
                 for need in _needs(action, last_stage):
                     ready = done.get(need)
@@ -118,3 +124,67 @@ def _needs(action: Action, last_stage: int) -> tuple[tuple[int, str, int], ...]:
 
 def _marks(kind: str) -> str:
     return "IW" if kind == "B" else kind
+
+
+def idle_shares(timetable: Timetable) -> list[float]:
+    """Return for each rank of a simulated step how much of the common window it is idle."""
+    window = window_of(timetable)
+    if window <= 0:
+        return [0.0 for _ in timetable]
+    return [1 - sum(slot.end - slot.start for slot in row) / window for row in timetable]
+
+
+def window_of(timetable: Timetable) -> float:
+    """Return how long the whole takes, from zero to the last end on any rank."""
+    return max((row[-1].end for row in timetable if row), default=0.0)
+
+
+def of_ideal(share: float) -> float:
+    """Turn idle over total time into idle over busy time, as Megatron and Llama 3 report it."""
+    return share / (1 - share) if share < 1 else math.inf
+
+
+def peak_live_activations(order: Order) -> list[int]:
+    """Return for each rank how many forwards it keeps at most at once for their backward.
+
+    Each is one microbatch in one stage. It counts from its forward until nothing needs it any more:
+    the whole backward (B), or the gradient of the weights (W), for linear layers need their input
+    for that one too. When a rank does what, and so how long that takes, is not asked.
+    """
+    peaks = []
+    for row in actions(order):
+        live = peak = 0
+        for action in row:
+            live += {"F": 1, "I": 0}.get(action.kind, -1)
+            peak = max(peak, live)
+        peaks.append(peak)
+    return peaks
+
+
+@functools.lru_cache(maxsize=16)
+def gpipe(num_stages: int, num_microbatches: int) -> Order:
+    """Return the order of GPipe: all forwards, then all backwards.
+
+    Source: Huang et al. 2019, https://arxiv.org/abs/1811.06965, section 2.3.
+    """
+    return tuple(
+        tuple(f"{stage}{kind}{at}" for kind in "FB" for at in range(num_microbatches))
+        for stage in range(num_stages)
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Order:
+    """Return the order of 1F1B: forwards until the first backward can come, then by turns.
+
+    Source: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2.
+    """
+    rows = []
+    for stage in range(num_stages):
+        ahead = min(num_stages - 1 - stage, num_microbatches)
+        row = [f"{stage}F{at}" for at in range(ahead)]
+        for at in range(num_microbatches - ahead):
+            row += [f"{stage}F{at + ahead}", f"{stage}B{at}"]
+        row += [f"{stage}B{at}" for at in range(num_microbatches - ahead, num_microbatches)]
+        rows.append(tuple(row))
+    return tuple(rows)

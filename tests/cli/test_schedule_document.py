@@ -1,0 +1,81 @@
+"""docs/pipeline_schedules.md: its picture is what the command draws, its numbers are simulated."""
+
+import itertools
+import re
+
+import pytest
+
+from boltmesh import cli
+from boltmesh.strategies.pipeline.bubble import simulate_ideal
+from boltmesh.strategies.pipeline.kinds import KINDS
+from boltmesh.strategies.pipeline.schedules import schedule_table
+from tests.cli.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "pipeline_schedules.md").read_text(encoding="utf-8")
+ROWS = {
+    cells[1].strip(" `"): [cell.strip() for cell in cells[2:-1]]
+    for line in PAGE.splitlines()
+    if line.startswith("| `")
+    for cells in [line.split("|")]
+}
+EXAMPLE = {"p": 4, "m": 8, "v": 2}
+
+
+def formula(text: str, **sizes: int) -> float:
+    """What stands before the last parentheses, as a number."""
+    body = re.sub(r" \([\d.%]+\)$", "", text)
+    body = re.sub(r"(?<=[0-9a-z])(?=[a-z(])", "*", body)
+    return eval(body, {"__builtins__": {}}, sizes)
+
+
+def example(text: str) -> str:
+    return re.findall(r" \(([\d.%]+)\)$", text)[0]
+
+
+def test_every_schedule_has_a_row_and_a_source():
+    assert list(ROWS) == list(KINDS)
+    sources = PAGE.split("## Sources")[1]
+    for kind in KINDS.values():
+        for address in re.findall(r"https://\S+[^,\s]", kind.source):
+            assert f"<{address}>" in sources
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+def test_the_formulas_are_what_is_simulated(name, ranks):
+    bubble, kept, borders, *_ = ROWS[name]
+    kind = KINDS[name]
+    for size in (1, 2, 3):
+        most = kind.most_stages_per_rank
+        if size < kind.least_stages_per_rank or (most is not None and size > most):
+            continue
+        sizes = {"p": ranks, "m": 2 * ranks, "v": size}
+        table = schedule_table(
+            name, num_ranks=ranks, num_microbatches=2 * ranks, stages_per_rank=size
+        )
+        ideal = simulate_ideal(table)
+        if name != "pipedream_2bw":
+            assert ideal.bubble == pytest.approx(formula(bubble, **sizes))
+        peak = max(ideal.peak_live_activations) / size
+        assert peak == pytest.approx(formula(kept, **sizes))
+        owners = table.rank_of_stage
+        crossed = sum(here != there for here, there in itertools.pairwise(owners))
+        assert crossed == formula(borders, **sizes)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_examples_are_what_the_formulas_give(name):
+    bubble, kept, borders, *_ = ROWS[name]
+    size = EXAMPLE | ({"v": 1} if KINDS[name].most_stages_per_rank == 1 else {})
+    if name != "pipedream_2bw":
+        assert example(bubble) == f"{formula(bubble, **size):.1%}"
+    assert float(example(kept)) == formula(kept, **size)
+    assert int(example(borders)) == formula(borders, **size)
+
+
+def test_the_picture_is_what_the_command_draws(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    line = re.findall(r"^boltmesh (schedule .*)$", PAGE, flags=re.MULTILINE)[0]
+    assert cli.run_command([*line.split(), "--ascii"]) == 0
+    picture = re.findall(r"```text\n(.*?)```", PAGE, flags=re.DOTALL)[0]
+    assert capsys.readouterr().out == picture
