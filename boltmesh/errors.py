@@ -8,6 +8,7 @@
     ├── CheckpointError(RuntimeError)  exit 1   a checkpoint cannot be written, read or trusted
     ├── OffloadError(OSError)          exit 1   memory or disk for offloading is missing or failed
     ├── DivergenceError(RuntimeError)  exit 1   ranks run different layers of one sharded model
+    ├── PipelineError(RuntimeError)    exit 1   a stage failed, or stages do not fit together
     ├── TelemetryError(RuntimeError)   exit 1   telemetry cannot be read; training never sees it
     └── RankError(RuntimeError)        exit 1   a rank failed or died and took the job with it
 
@@ -45,6 +46,10 @@ class OffloadError(BoltMeshError, OSError):
 
 class DivergenceError(BoltMeshError, RuntimeError):
     """Ranks that run different layers of one sharded model."""
+
+
+class PipelineError(BoltMeshError, RuntimeError):
+    """A stage of a pipeline that failed, on whichever rank, or does not fit to its neighbour."""
 
 
 class TelemetryError(BoltMeshError, RuntimeError):

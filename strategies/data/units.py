@@ -8,22 +8,13 @@ always the right size, and needs no number that somebody has to choose.
 
 import difflib
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from torch import nn
 from torch.nn import Module, Parameter
 
 from boltmesh.errors import ConfigError
-
-LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
-"""What authors put repeated blocks in."""
-
-MIN_SHARE = 1 / 200
-"""A single module of an ``nn.Sequential`` is worth a collective from this share of the model on."""
-
-_Signature = tuple[tuple[str, tuple[int, ...]], ...]
+from boltmesh.strategies.blocks import can_be_block, find_blocks
 
 
 def find_units(root: Module, patterns: Sequence[str] | None = None) -> dict[str, Module]:
@@ -43,89 +34,8 @@ def find_units(root: Module, patterns: Sequence[str] | None = None) -> dict[str,
     if patterns is not None:
         return _named_units(root, patterns)
     names = _Names(root)
-    found = _Search(root).units()
+    found = find_blocks(root)
     return {name: unit for name, unit in found.items() if names.find_tie(unit) is None}
-
-
-def has_forward(module: Module) -> bool:
-    """Whether the module can be called, and not only looked into.
-
-    The forward of a LightningModule only says that there is none.
-    """
-    for kind in type(module).__mro__:
-        if "forward" in vars(kind):
-            return kind is not Module and not kind.__module__.startswith("lightning.")
-    return False
-
-
-class _Search:
-    """One walk over a model that nobody has described."""
-
-    def __init__(self, root: Module) -> None:
-        self.root = root
-        self.total = sum(each.numel() for each in root.parameters())
-        self.repeated = _repeated_kinds(root)
-
-    def units(self) -> dict[str, Module]:
-        return dict(self._within(self.root, "", set()))
-
-    def _within(
-        self, module: Module, prefix: str, seen: set[Module]
-    ) -> Iterator[tuple[str, Module]]:
-        """Give the units below a module that is none itself."""
-        children = [(name, each) for name, each in module.named_children() if each not in seen]
-        seen.update(each for _, each in children)
-        twins = Counter(_kind_and_shapes(each) for _, each in children)
-        for name, child in children:
-            path = f"{prefix}{name}"
-            if not _can_be_unit(child):
-                yield from self._within(child, f"{path}.", seen)
-            elif isinstance(module, LISTS) and _kind(child) in self.repeated:
-                yield path, child
-            elif below := list(self._within(child, f"{path}.", seen)):
-                yield from below
-            elif self._is_called_in_turn(module, child) or (
-                not _is_torch_class(child) and twins[_kind_and_shapes(child)] > 1
-            ):
-                yield path, child
-
-    def _is_called_in_turn(self, parent: Module, child: Module) -> bool:
-        if not isinstance(parent, nn.Sequential):
-            return False
-        return sum(each.numel() for each in child.parameters()) >= MIN_SHARE * self.total
-
-
-def _repeated_kinds(root: Module) -> set[object]:
-    """Return the kinds of which some list holds two in the same shape."""
-    kinds: set[object] = set()
-    for each in root.modules():
-        if isinstance(each, LISTS):
-            # Iterated, a list tells of a block that it holds twice; ``children()`` does not.
-            members = each.values() if isinstance(each, nn.ModuleDict) else each
-            counts = Counter(_kind_and_shapes(child) for child in members if _can_be_unit(child))
-            kinds.update(kind for (kind, _), count in counts.items() if count > 1)
-    return kinds
-
-
-def _kind(module: Module) -> object:
-    """Return what makes modules one of a kind: an author's class, but no general-purpose one."""
-    return (type(module), _shapes(module)) if _is_torch_class(module) else type(module)
-
-
-def _kind_and_shapes(module: Module) -> tuple[object, _Signature]:
-    return _kind(module), _shapes(module)
-
-
-def _shapes(module: Module) -> _Signature:
-    return tuple((name, tuple(each.shape)) for name, each in module.named_parameters())
-
-
-def _is_torch_class(module: Module) -> bool:
-    return type(module).__module__.startswith("torch.")
-
-
-def _can_be_unit(module: Module) -> bool:
-    return has_forward(module) and next(module.parameters(), None) is not None
 
 
 class _Names:
@@ -157,7 +67,7 @@ def _named_units(root: Module, patterns: Sequence[str]) -> dict[str, Module]:
         matched = [name for name in modules if _matches(name, pattern)]
         if not matched:
             raise ConfigError(_explain_no_match(root, pattern, modules))
-        usable = [name for name in matched if _can_be_unit(modules[name])]
+        usable = [name for name in matched if can_be_block(modules[name])]
         if not usable:
             raise ConfigError(_explain_no_use(pattern, matched[0], modules[matched[0]]))
         chosen.update(usable)
@@ -182,7 +92,7 @@ def _explain_no_match(root: Module, pattern: str, modules: dict[str, Module]) ->
     families = dict.fromkeys(
         re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
         for name, each in modules.items()
-        if _can_be_unit(each)
+        if can_be_block(each)
     )
     near = difflib.get_close_matches(pattern, families, n=1, cutoff=0.3)
     hint = f"Did you mean {near[0]!r}?" if near else "Leave blocks out to have them found."

@@ -245,7 +245,6 @@ def test_what_is_kept_and_moved_is_predicted_to_the_byte(name, precision, accumu
         ("bolt_zero3", "bf16-mixed", 2, None),
         ("bolt_zero3", "32-true", 1, 1_000_000),
         ("bolt_zero3_cpu", "32-true", 1, None),
-        ("bolt_zero3_cpu", "32-true", 1, 1_000_000),
     ],
 )
 def test_the_peak_is_what_the_system_counts(name, precision, accumulate, tile_bytes):

@@ -1,0 +1,107 @@
+"""Finds the blocks that an author repeats, in a model that nobody has described."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn import Module
+
+LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+"""What authors put repeated blocks in."""
+
+MIN_SHARE = 1 / 200
+"""A single module of an ``nn.Sequential`` is worth a collective from this share of the model on."""
+
+_Signature = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def find_blocks(root: Module) -> dict[str, Module]:
+    """Return the repeated blocks by dotted name, in the order of their names in the model.
+
+    Children of a list that occur in the same shape again, with their siblings of the same class;
+    else modules that an ``nn.Sequential`` calls, and siblings of the same class and shapes. No
+    block lies within another one, and ``root`` is never one itself.
+    """
+    return _Search(root).blocks()
+
+
+def has_forward(module: Module) -> bool:
+    """Whether the module can be called, and not only looked into.
+
+    The forward of a LightningModule only says that there is none.
+    """
+    for kind in type(module).__mro__:
+        if "forward" in vars(kind):
+            return kind is not Module and not kind.__module__.startswith("lightning.")
+    return False
+
+
+class _Search:
+    """One walk over a model that nobody has described."""
+
+    def __init__(self, root: Module) -> None:
+        self.root = root
+        self.total = sum(each.numel() for each in root.parameters())
+        self.repeated = _repeated_kinds(root)
+
+    def blocks(self) -> dict[str, Module]:
+        return dict(self._within(self.root, "", set()))
+
+    def _within(
+        self, module: Module, prefix: str, seen: set[Module]
+    ) -> Iterator[tuple[str, Module]]:
+        """Give the blocks below a module that is none itself."""
+        children = [(name, each) for name, each in module.named_children() if each not in seen]
+        seen.update(each for _, each in children)
+        twins = Counter(_kind_and_shapes(each) for _, each in children)
+        for name, child in children:
+            path = f"{prefix}{name}"
+            if not can_be_block(child):
+                yield from self._within(child, f"{path}.", seen)
+            elif isinstance(module, LISTS) and _kind(child) in self.repeated:
+                yield path, child
+            elif below := list(self._within(child, f"{path}.", seen)):
+                yield from below
+            elif self._is_called_in_turn(module, child) or (
+                not _is_torch_class(child) and twins[_kind_and_shapes(child)] > 1
+            ):
+                yield path, child
+
+    def _is_called_in_turn(self, parent: Module, child: Module) -> bool:
+        if not isinstance(parent, nn.Sequential):
+            return False
+        return sum(each.numel() for each in child.parameters()) >= MIN_SHARE * self.total
+
+
+def _repeated_kinds(root: Module) -> set[object]:
+    """Return the kinds of which some list holds two in the same shape."""
+    kinds: set[object] = set()
+    for each in root.modules():
+        if isinstance(each, LISTS):
+            # Iterated, a list tells of a block that it holds twice; ``children()`` does not.
+            members = each.values() if isinstance(each, nn.ModuleDict) else each
+            counts = Counter(_kind_and_shapes(child) for child in members if can_be_block(child))
+            kinds.update(kind for (kind, _), count in counts.items() if count > 1)
+    return kinds
+
+
+def _kind(module: Module) -> object:
+    """Return what makes modules one of a kind: an author's class, but no general-purpose one."""
+    return (type(module), _shapes(module)) if _is_torch_class(module) else type(module)
+
+
+def _kind_and_shapes(module: Module) -> tuple[object, _Signature]:
+    return _kind(module), _shapes(module)
+
+
+def _shapes(module: Module) -> _Signature:
+    return tuple((name, tuple(each.shape)) for name, each in module.named_parameters())
+
+
+def _is_torch_class(module: Module) -> bool:
+    return type(module).__module__.startswith("torch.")
+
+
+def can_be_block(module: Module) -> bool:
+    """Whether the module can be called and has parameters."""
+    return has_forward(module) and next(module.parameters(), None) is not None

@@ -1,0 +1,124 @@
+"""What the ranks of a pipeline agree on, at both ends of a step.
+
+At its beginning, that both sides of each border await the same: ranks that were given different
+batches would otherwise hang, or take bytes for something that they are not. The question is asked
+while the first stage computes already, and answered before the first message.
+
+At its end, that nobody has failed. So no rank is in a later step than one that fails, and all
+raise in the same step. See [Note: Failing together] in ``failure.py``.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
+
+from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.executor.border import describe_specs, digest
+from boltmesh.strategies.pipeline.executor.program import Program
+from boltmesh.strategies.pipeline.values import ValueSpec
+
+Specs = Mapping[tuple[int, int], tuple[ValueSpec, ...]]
+"""By stage and microbatch what it gives, or what it awaits."""
+
+_UNKNOWN: Final = -1
+
+
+class DisagreementError(PipelineError):
+    """Stages that await different things. All ranks raise it, before anything is sent."""
+
+
+class Agreement:
+    """The questions of one step.
+
+    Args:
+        group: The ranks of the pipeline, on the CPU and of its own, so that a question is never
+            taken for anything else and waits for no kernel. None for a single rank.
+        program: What this rank does.
+        specs: What this rank's stages give and what they await; None where that could not be
+            found out.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | None, program: Program, specs: tuple[Specs, Specs] | None
+    ) -> None:
+        self._group = group
+        self._rank_of_stage = program.rank_of_stage
+        self._specs = specs
+        self._digests = self._own_digests(program)
+        self._question: Work | None = None
+        if group is not None:
+            self._question = dist.all_reduce(self._digests, group=group, async_op=True)
+
+    def _own_digests(self, program: Program) -> torch.Tensor:
+        """Return what this rank knows, and zeros for what others know.
+
+        Shape ``(2, num_stages)`` whatever the batch is: what each stage gives, and what it awaits.
+        """
+        table = [[0] * len(program.rank_of_stage) for _ in range(2)]
+        for side in range(2):
+            for stage in program.stages:
+                table[side][stage] = (
+                    _UNKNOWN if self._specs is None else digest(self._at(side, stage))
+                )
+        return torch.tensor(table, dtype=torch.int64)
+
+    def _at(self, side: int, stage: int) -> tuple[tuple[ValueSpec, ...], ...]:
+        """What a stage gives (0) or awaits (1) in each microbatch."""
+        specs = self._specs[side] if self._specs is not None else {}
+        return tuple(values for (owner, _), values in specs.items() if owner == stage)
+
+    def settle(self) -> None:
+        """Wait for the answer. Collective the first time, then nothing.
+
+        Raises:
+            DisagreementError: Two stages await different things, or one does not know what.
+        """
+        question, self._question = self._question, None
+        if question is None:
+            return
+        question.wait()
+        if bool((self._digests < 0).any()):
+            raise DisagreementError  # whoever does not know has told why
+        given, awaited = self._digests[0, :-1], self._digests[1, 1:]
+        differing = torch.nonzero(given != awaited).flatten().tolist()
+        if differing:
+            raise DisagreementError(self._explain(differing[0]))
+
+    def _explain(self, stage: int) -> str:
+        """Say what both sides of the border behind a stage know of it. Collective."""
+        assert self._group is not None
+        mine = [list(map(describe_specs, self._at(side, stage + side))) for side in range(2)]
+        told: list[list[list[str]]] = [[] for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather_object(told, mine, group=self._group)
+        ranks = [self._rank_of_stage[stage + side] for side in range(2)]
+        both = list(itertools.zip_longest(told[ranks[0]][0], told[ranks[1]][1]))
+        microbatch, texts = next(
+            (index, texts) for index, texts in enumerate(both) if texts[0] != texts[1]
+        )
+        sides = []
+        for side, verb in enumerate(("gives", "awaits")):
+            place = f"stage {stage + side} on rank {dist.get_global_rank(self._group, ranks[side])}"
+            sides.append(f"{place} {verb} {texts[side] or 'no such microbatch'}")
+        return (
+            f"In microbatch {microbatch} {', and '.join(sides)}. All ranks of a pipeline have to "
+            "get the same batch: check that the data does not depend on the rank."
+        )
+
+    def has_failed(self, is_failing: bool) -> bool:
+        """Return whether any rank fails in this step. Collective; the last thing in a step."""
+        if self._group is None:
+            return is_failing
+        flag = torch.tensor([int(is_failing)], dtype=torch.int32)
+        dist.all_reduce(flag, group=self._group)
+        return bool(flag.item())
+
+    def wait_for_all(self) -> None:
+        """Wait until all ranks know why the step failed: with one of them its store may go."""
+        if self._group is not None:
+            with contextlib.suppress(Exception):  # who is gone needs not know
+                dist.all_reduce(torch.zeros(1), group=self._group)

@@ -1,0 +1,170 @@
+"""Runs the steps of a pipeline on one rank."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.executor.agreement import Agreement, DisagreementError
+from boltmesh.strategies.pipeline.executor.failure import Alarm, describe_failure
+from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Action, Program
+from boltmesh.strategies.pipeline.executor.spans import OnChunk, build_spans
+from boltmesh.strategies.pipeline.executor.stage import Stage
+from boltmesh.strategies.pipeline.executor.step import Outcome, Specs, Step
+from boltmesh.strategies.pipeline.executor.transport import Transport
+
+_COMMUNICATION = SENDS | RECEIVES
+
+
+class Executor:
+    """Performs one rank's part of a schedule, step after step. Collective to make, over the group.
+
+    Args:
+        group: The ranks of the pipeline axis; None where a single rank has all stages.
+        device: Where stages compute.
+        on_chunk: Told of each chunk when it was computed: stage, microbatch, kind (F, B, I, W),
+            start after what it waits for was received and end before anything is sent, in ns of
+            the monotonic clock. Of a GPU two steps late.
+        name_of: Gives a module the name that errors call it by.
+        timeout: How long ranks may wait for each other between steps; None: torch's default.
+        on_stuck: See ``Alarm``.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        device: torch.device,
+        *,
+        on_chunk: OnChunk | None = None,
+        name_of: Callable[[Module], str | None] = lambda _: None,
+        timeout: timedelta | None = None,
+        on_stuck: Callable[[PipelineError], None] = lambda _: None,
+    ) -> None:
+        self._device = device
+        self._name_of = name_of
+        self._global_rank = dist.get_rank() if group is not None else 0
+        self._transport = Transport(group, device)
+        self._spans = build_spans(device, on_chunk)
+        self.control_group: ProcessGroup | None = None
+        """The ranks of the axis on the CPU, where they agree on whether a step is to be."""
+        if group is not None and dist.get_world_size(group) > 1:
+            self.control_group = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout,
+                backend="gloo",
+                group_desc="pipeline control",
+            )
+        name = "alone" if self.control_group is None else self.control_group.group_name
+        self._alarm = Alarm(self._global_rank, name, on_stuck=on_stuck)
+
+    def run(self, program: Program, stages: Sequence[Stage]) -> Outcome:
+        """Work off a list of actions. Collective over the group.
+
+        Gradients are added to those that parameters have. A run that fails on any rank fails on
+        all of them, within the time that a chunk takes, and the executor can be used again.
+
+        Args:
+            program: The actions of this rank.
+            stages: Its stages, ready for the microbatches of this step.
+
+        Raises:
+            PipelineError: A stage raised, on whichever rank, or stages do not fit together.
+        """
+        with self._alarm.watching():
+            return self._run(program, {stage.index: stage for stage in stages})
+
+    def close(self) -> None:
+        """End the thread that looks for failures, for good."""
+        self._alarm.close()
+
+    def _run(self, program: Program, stages: dict[int, Stage]) -> Outcome:
+        error: BaseException | None = None
+        specs: tuple[Specs, Specs] | None = None
+        try:
+            specs = _ask_specs(program, stages)
+        except Exception as caught:  # noqa: BLE001 - told to all ranks and raised by _end
+            error = self._ring(caught, None)
+        agreement = Agreement(self.control_group, program, specs)
+        if specs is None:
+            return self._end(agreement, Outcome(), error)
+        step = Step(program, stages, *specs, self._transport, self._spans, self._device)
+        error = self._perform(step, program.actions, agreement)
+        self._spans.end_step()
+        return self._end(agreement, step.outcome, error)
+
+    def _perform(
+        self, step: Step, actions: Sequence[Action], agreement: Agreement
+    ) -> BaseException | None:
+        """Do all actions, or in their place what other ranks wait for; return what went wrong."""
+        alarm = self._alarm
+        done = 0
+        action = None
+        try:
+            for action in actions:
+                if alarm.cause is not None:
+                    break
+                if action.kind in _COMMUNICATION:
+                    agreement.settle()
+                step.perform(action)
+                done += 1
+                alarm.num_moves += 1
+            else:
+                action = None
+                agreement.settle()
+                step.finish()
+                return None
+            error: BaseException = PipelineError(alarm.cause)
+        except DisagreementError as caught:
+            step.abandon()
+            return caught
+        except Exception as caught:  # noqa: BLE001 - told to all ranks and raised by _end
+            error = self._ring(caught, action)
+        except BaseException as caught:
+            self._ring(caught, action)
+            raise
+        try:
+            agreement.settle()
+        except DisagreementError as caught:
+            step.abandon()
+            return caught
+        # See [Note: Failing together] in failure.py.
+        step.pretend_all(actions[done:])
+        return error
+
+    def _ring(self, error: BaseException, action: Action | None) -> BaseException:
+        text = describe_failure(error, action, rank=self._global_rank, name_of=self._name_of)
+        self._alarm.ring(text)
+        return error
+
+    def _end(self, agreement: Agreement, outcome: Outcome, error: BaseException | None) -> Outcome:
+        """Return the outcome if all ranks have one; else raise the first cause on all of them."""
+        try:
+            agreement.settle()
+            if not isinstance(error, DisagreementError) and not agreement.has_failed(
+                error is not None
+            ):
+                return outcome
+        except DisagreementError as caught:
+            error = caught
+        except Exception as caught:  # noqa: BLE001 - a rank is gone: told to all and raised below
+            error = error or self._ring(caught, None)
+        said = isinstance(error, DisagreementError) and str(error)
+        cause = said or self._alarm.hear()
+        agreement.wait_for_all()
+        self._alarm.reset()
+        # Its own traceback ends in the stage; of other ranks there is none.
+        raise PipelineError(cause) from error
+
+
+def _ask_specs(program: Program, stages: dict[int, Stage]) -> tuple[Specs, Specs]:
+    """Return what each stage gives and awaits in each microbatch."""
+    given, awaited = {}, {}
+    for index in program.stages:
+        for microbatch in program.microbatches:
+            given[index, microbatch] = stages[index].values_out(microbatch)
+            awaited[index, microbatch] = stages[index].values_in(microbatch)
+    return given, awaited

@@ -1,0 +1,248 @@
+"""One run of a rank's actions: what is computed, kept and handed over.
+
+Of a microbatch a stage keeps its inputs and the graph behind its outputs, from the forward pass to
+the end of the backward pass (of its second half, where it has two). The outputs themselves go as
+soon as they are sent, unless autograd needs them.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.executor.backward import (
+    Grads,
+    Graph,
+    Later,
+    backward,
+    backward_inputs,
+)
+from boltmesh.strategies.pipeline.executor.border import check_outputs
+from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Action, Program
+from boltmesh.strategies.pipeline.executor.spans import Spans
+from boltmesh.strategies.pipeline.executor.stage import Stage
+from boltmesh.strategies.pipeline.executor.transport import Transport
+from boltmesh.strategies.pipeline.values import ValueSpec
+
+Chunk = tuple[int, int]
+"""A stage and a microbatch."""
+
+Specs = Mapping[Chunk, tuple[ValueSpec, ...]]
+
+
+@dataclass
+class Outcome:
+    """What a run leaves on one rank."""
+
+    outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    """By microbatch what the last stage gave, without its graph; empty on other ranks."""
+    peak_live: dict[int, int] = field(default_factory=dict)
+    """By stage how many microbatches were kept at once at most."""
+
+
+class Step:
+    """Performs the actions of one run.
+
+    Args:
+        program: What this rank does.
+        stages: The ones of this rank, by index.
+        given: By stage and microbatch what it hands on.
+        awaited: The same of what it receives.
+        transport: To the other ranks.
+        spans: Measures chunks.
+        device: Of values.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        given: Specs,
+        awaited: Specs,
+        transport: Transport,
+        spans: Spans,
+        device: torch.device,
+    ) -> None:
+        self.outcome = Outcome(peak_live=dict.fromkeys(stages, 0))
+        self._program = program
+        self._stages = stages
+        self._given, self._awaited = given, awaited
+        self._transport, self._spans, self._device = transport, spans, device
+        self._is_training = program.has_backward
+        self._live = dict.fromkeys(stages, 0)
+        self._values: dict[Chunk, tuple[Tensor, ...]] = {}
+        """Inputs of a stage that a stage of the same rank gave."""
+        self._grads: dict[Chunk, Grads] = {}
+        """Gradients of a stage's outputs that are there already."""
+        self._to_send: dict[Action, tuple[Tensor, ...]] = {}
+        self._graphs: dict[Chunk, Graph] = {}
+        self._later: dict[Chunk, Later] = {}
+        self._do: dict[str, Callable[[Action], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_inputs,
+            "W": self._backward_weights,
+            "SEND_F": self._send,
+            "SEND_B": self._send,
+            "RECV_F": self._post_receive,
+            "RECV_B": self._post_receive,
+        }
+
+    def perform(self, action: Action) -> None:
+        """Do what comes next."""
+        self._do[action.kind](action)
+
+    def pretend_all(self, actions: Sequence[Action]) -> None:
+        """Send zeros and receive what others wait for, and compute nothing: some rank has failed.
+
+        Returns once all messages are through, whatever becomes of them.
+        """
+        self.abandon()
+        for action in actions:
+            with contextlib.suppress(Exception):  # the cause is known; this peer may be gone
+                self._pretend(action)
+        self._transport.finish_after_failure()
+
+    def _pretend(self, action: Action) -> None:
+        if action.kind in SENDS:
+            zeros = [self._zeros(spec) for spec in self._crossing(action)]
+            self._transport.send(action, zeros, [""] * len(zeros), self._program.peer(action))
+        elif action.kind in RECEIVES:
+            self._post_receive(action)
+
+    def finish(self) -> None:
+        """Wait for what is on its way."""
+        self._transport.finish()
+
+    def abandon(self) -> None:
+        """Let everything go that is kept."""
+        for kept in (self._values, self._grads, self._to_send, self._graphs, self._later):
+            kept.clear()
+
+    def _forward(self, action: Action) -> None:
+        index, microbatch = chunk = action.stage, action.microbatch
+        stage = self._stages[index]
+        received = self._inputs(chunk)
+        start = self._spans.begin()
+        outputs = stage.forward(microbatch, received)
+        self._spans.end(action, start)
+        specs = self._given[chunk]
+        if not stage.is_last:
+            check_outputs(
+                outputs,
+                specs,
+                stage=index,
+                microbatch=microbatch,
+                is_differentiated=self._is_training,
+            )
+        if self._is_training:
+            self._graphs[chunk] = Graph.of(received, outputs)
+            self._live[index] += 1
+            self.outcome.peak_live[index] = max(self.outcome.peak_live[index], self._live[index])
+        values = tuple(output.detach() for output in outputs)
+        if stage.is_last:
+            self.outcome.outputs[microbatch] = values
+            self._grads[chunk] = tuple(torch.ones_like(value) for value in values)
+        elif self._program.is_local(index + 1):
+            self._values[index + 1, microbatch] = values
+        else:
+            self._to_send[Action(index, "SEND_F", microbatch)] = values
+
+    def _inputs(self, chunk: Chunk) -> tuple[Tensor, ...]:
+        """Return what the stage computes with; leaves where a gradient goes back."""
+        index, microbatch = chunk
+        if self._stages[index].is_first:
+            return ()
+        if self._program.is_local(index - 1):
+            values = self._values.pop(chunk)
+        else:
+            values = self._receive(Action(index, "RECV_F", microbatch))
+        if self._is_training:
+            for value, spec in zip(values, self._awaited[chunk], strict=True):
+                value.requires_grad_(spec.needs_grad)
+        return values
+
+    def _backward(self, action: Action) -> None:
+        graph, grads = self._begin_backward(action)
+        start = self._spans.begin()
+        found = backward(graph, grads)
+        self._spans.end(action, start)
+        self._live[action.stage] -= 1
+        self._hand_back(action, found)
+
+    def _backward_inputs(self, action: Action) -> None:
+        graph, grads = self._begin_backward(action)
+        start = self._spans.begin()
+        found, later = backward_inputs(graph, grads)
+        self._spans.end(action, start)
+        self._later[action.stage, action.microbatch] = later
+        self._hand_back(action, found)
+
+    def _backward_weights(self, action: Action) -> None:
+        later = self._later.pop((action.stage, action.microbatch))
+        start = self._spans.begin()
+        later.run()
+        self._spans.end(action, start)
+        self._live[action.stage] -= 1
+
+    def _begin_backward(self, action: Action) -> tuple[Graph, Grads]:
+        """Take the graph and the gradients of its outputs, and let go of what has been sent."""
+        index, microbatch = chunk = action.stage, action.microbatch
+        if self._stages[index].is_last or self._program.is_local(index + 1):
+            return self._graphs.pop(chunk), self._grads.pop(chunk)
+        arrived = iter(self._receive(Action(index, "RECV_B", microbatch)))
+        grads = tuple(next(arrived) if spec.needs_grad else None for spec in self._given[chunk])
+        # The next stage has differentiated what it was sent, so that has left here long ago.
+        self._transport.finish_send(Action(index, "SEND_F", microbatch))
+        return self._graphs.pop(chunk), grads
+
+    def _hand_back(self, action: Action, found: Grads) -> None:
+        """Give the stage before the gradients of what it gave, zeros where there are none."""
+        index, microbatch = chunk = action.stage, action.microbatch
+        if self._stages[index].is_first:
+            return
+        if self._program.is_local(index - 1):
+            self._grads[index - 1, microbatch] = found
+            return
+        self._to_send[Action(index, "SEND_B", microbatch)] = tuple(
+            self._zeros(spec) if grad is None else grad
+            for grad, spec in zip(found, self._awaited[chunk], strict=True)
+            if spec.needs_grad
+        )
+
+    def _send(self, action: Action) -> None:
+        origins = [spec.origin for spec in self._crossing(action)]
+        if action.kind == "SEND_B":
+            origins = [f"gradient of the {origin}" for origin in origins]
+        values = self._to_send.pop(action)
+        self._transport.send(action, values, origins, self._program.peer(action))
+        if action.kind == "SEND_B" or not self._is_training:
+            self._transport.limit(action)
+
+    def _post_receive(self, action: Action) -> None:
+        self._transport.post_receive(action, self._crossing(action), self._program.peer(action))
+
+    def _receive(self, action: Action) -> tuple[Tensor, ...]:
+        try:
+            return self._transport.receive(action)
+        except RuntimeError as error:
+            peer = self._program.peer(action)
+            what = "values" if action.kind == "RECV_F" else "gradients"
+            raise PipelineError(
+                f"Stage {action.stage} waited for the {what} of microbatch {action.microbatch} "
+                f"from pipeline rank {peer}, which is gone: {error}"
+            ) from error
+
+    def _crossing(self, action: Action) -> Sequence[ValueSpec]:
+        """Return what a message carries."""
+        is_behind = action.kind in {"SEND_F", "RECV_B"}
+        specs = (self._given if is_behind else self._awaited)[action.stage, action.microbatch]
+        if action.kind.endswith("F"):
+            return specs
+        return [spec for spec in specs if spec.needs_grad]
+
+    def _zeros(self, spec: ValueSpec) -> Tensor:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)

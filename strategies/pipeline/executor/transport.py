@@ -1,0 +1,146 @@
+"""Carries values and gradients between stages on different ranks.
+
+Messages are posted in the order of the schedule and matched in that order between any two ranks,
+by NCCL and by gloo alike. Every tensor travels as flat bytes, so that any dtype can: NCCL knows
+no complex numbers and no 16-bit integers. What has no elements is not sent.
+
+A buffer stays referenced until its message is known to be through. On a GPU waiting is done by
+the current stream; buffers that another stream allocated are marked for it.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup, Work
+
+from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.executor.program import Action
+from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.torch_compat import times_written
+
+SENDS_IN_FLIGHT: Final = 8
+"""How many messages of a stage that nothing answers may be on their way before the oldest is
+waited for: buffers must not pile up, and no peer gains from a sender further ahead than this."""
+
+
+class _Sent(NamedTuple):
+    works: list[Work]
+    wires: list[Tensor]
+    borrowed: list[tuple[Tensor, int, str]]
+    """Values that are sent from where they lie: tensor, times written, origin."""
+
+
+class _Awaited(NamedTuple):
+    works: list[Work]
+    values: tuple[Tensor, ...]
+
+
+class Transport:
+    """The messages of one rank.
+
+    Args:
+        group: Ranks of the pipeline axis; None where one rank has all stages.
+        device: Where values arrive.
+    """
+
+    def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._sent: dict[Action, _Sent] = {}
+        self._awaited: dict[Action, _Awaited] = {}
+
+    def post_receive(self, action: Action, specs: Sequence[ValueSpec], peer: int) -> None:
+        """Make room for values and ask for them; ``receive`` gives them."""
+        values = tuple(
+            torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs
+        )
+        wires = [_as_bytes(value) for value in values if value.numel()]
+        self._awaited[action] = _Awaited(self._post(dist.irecv, wires, peer, action), values)
+
+    def receive(self, action: Action) -> tuple[Tensor, ...]:
+        """Wait for what ``post_receive`` asked for; the values are the caller's."""
+        works, values = self._awaited.pop(action)
+        for work in works:
+            work.wait()
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            for value in values:
+                value.record_stream(stream)
+        return values
+
+    def send(
+        self, action: Action, values: Sequence[Tensor], origins: Sequence[str], peer: int
+    ) -> None:
+        """Send values from where they lie, or from a copy where they have gaps."""
+        wires, borrowed = [], []
+        for value, origin in zip(values, origins, strict=True):
+            if not value.numel():
+                continue
+            whole = value.detach().resolve_conj().resolve_neg().contiguous()
+            wires.append(_as_bytes(whole))
+            if whole.data_ptr() == value.data_ptr() and not value.is_inference():
+                borrowed.append((value.detach(), times_written(value), origin))
+        works = self._post(dist.isend, wires, peer, action)
+        self._sent[action] = _Sent(works, wires, borrowed)
+
+    def finish_send(self, action: Action) -> None:
+        """Wait for a message to be through and let its buffers go; at once if that was done.
+
+        Raises:
+            PipelineError: A value was written in place while it was on its way.
+        """
+        sent = self._sent.pop(action, None)
+        if sent is None:
+            return
+        for work in sent.works:
+            work.wait()
+        for value, times, origin in sent.borrowed:
+            if times_written(value) != times:
+                raise PipelineError(
+                    f"The {origin} was changed in place while stage {action.stage} was sending it, "
+                    f"in microbatch {action.microbatch}. What is handed to another stage has to "
+                    "stay as it is until the step ends: give a .clone() of it."
+                )
+
+    def limit(self, action: Action) -> None:
+        """Wait for the oldest messages of this kind and stage while too many are on their way."""
+        same = [each for each in self._sent if (each.stage, each.kind) == action[:2]]
+        for each in same[: max(0, len(same) - SENDS_IN_FLIGHT)]:
+            self.finish_send(each)
+
+    def finish(self) -> None:
+        """Wait for everything that is on its way, received or not."""
+        for action in list(self._sent):
+            self.finish_send(action)
+        for action in list(self._awaited):
+            self.receive(action)
+
+    def finish_after_failure(self) -> None:
+        """The same, whatever becomes of each message; values are thrown away."""
+        waiting = [work for sent in self._sent.values() for work in sent.works]
+        waiting += [work for awaited in self._awaited.values() for work in awaited.works]
+        for work in waiting:
+            with contextlib.suppress(Exception):  # the cause is known; this peer may be gone
+                work.wait()
+        self._sent.clear()
+        self._awaited.clear()
+
+    def _post(
+        self, do: Callable[..., Work | None], wires: list[Tensor], peer: int, action: Action
+    ) -> list[Work]:
+        if not wires:
+            return []
+        border = action.stage + (action.kind in {"SEND_F", "RECV_B"})
+        tag = 2 * border + action.kind.endswith("B")
+        return dist.batch_isend_irecv(
+            [P2POp(do, wire, group=self._group, tag=tag, group_peer=peer) for wire in wires]
+        )
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return the same memory as flat bytes; ``tensor`` is contiguous."""
+    return tensor.reshape(-1).view(torch.uint8)

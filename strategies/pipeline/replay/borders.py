@@ -1,0 +1,237 @@
+"""Cuts a trace into stages: which values cross each border, and what each stage does with them."""
+
+from collections.abc import Mapping
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.replay.stage_plan import Handling, StagePlan
+from boltmesh.strategies.pipeline.replay.trace import NO_EVENT, Trace, Value
+from boltmesh.strategies.pipeline.values import ValueSpec
+
+
+def plan_stages(
+    trace: Trace,
+    stage_of_unit: Mapping[str, int],
+    parameters_of_unit: Mapping[str, frozenset[str]],
+    weight_only: frozenset[str] = frozenset(),
+) -> tuple[StagePlan, ...]:
+    """Return what every stage does, first to last.
+
+    Args:
+        trace: One run of the step.
+        stage_of_unit: The stage of each unit, from 0 without gaps.
+        parameters_of_unit: The parameters that each unit holds, by their first names.
+        weight_only: Units that are nothing but weights, such as an embedding: a later stage may
+            call them again, with weights that it then shares.
+
+    Raises:
+        ConfigError: When the step cannot be cut there.
+    """
+    cut = _Cut(trace, stage_of_unit, weight_only)
+    return tuple(_StagePlanner(cut, stage, parameters_of_unit).plan() for stage in range(cut.count))
+
+
+class _Cut:
+    """Which event belongs to which stage, and what is alive at each border."""
+
+    def __init__(
+        self, trace: Trace, stage_of_unit: Mapping[str, int], weight_only: frozenset[str]
+    ) -> None:
+        self.trace = trace
+        self.calls = tuple(trace.unit_events())
+        self.stage_of_call = _stages_of_calls(trace, self.calls, stage_of_unit, weight_only)
+        self.count = max(stage_of_unit.values()) + 1
+        missing = set(range(self.count)) - set(self.stage_of_call)
+        if missing:
+            raise ConfigError(
+                f"stage {min(missing)} of {self.count} runs no layer in this step: give it one of "
+                f"those that the step calls, or use fewer stages."
+            )
+        self.first_call = [
+            self.calls[self.stage_of_call.index(stage)] for stage in range(self.count)
+        ]
+        self._refuse_early_readings()
+        self.alive = [self._alive_at(stage) for stage in range(self.count)]
+
+    def stage_of_event(self, event: int) -> int:
+        """Return the stage that runs an event; what precedes the first unit runs on the first."""
+        return max(
+            stage for stage in range(self.count) if stage == 0 or self.first_call[stage] <= event
+        )
+
+    def _alive_at(self, stage: int) -> list[Value]:
+        """Return what is made before a stage begins and used in it or later."""
+        begin = self.first_call[stage]
+        if stage == 0:
+            return []
+        alive = [
+            value
+            for value in self.trace.values
+            if value.made_at < begin
+            and any(use >= begin for use in value.uses)
+            and (value.made_at != NO_EVENT or self._writes_before(value, begin))
+        ]
+        for value in alive:
+            self._refuse_unreachable(value, stage)
+        self._refuse_shared_memory(alive, stage)
+        return sorted(alive, key=lambda each: (each.made_at, each.leaf))
+
+    def _writes_before(self, value: Value, event: int) -> bool:
+        return any(write < event for write in self.trace.writes.get(value.storage, ()))
+
+    def _refuse_unreachable(self, value: Value, stage: int) -> None:
+        if value.is_side_effect:
+            raise ConfigError(
+                f"the step uses {value.origin} on stage {stage} or later, which a layer of an "
+                f"earlier stage left there and did not return: other stages cannot see it. Return "
+                f"it from the layer, or put both on one stage."
+            )
+        if value.made_at == NO_EVENT:
+            last = self.trace.events[self.trace.writes[value.storage][0]]
+            raise ConfigError(
+                f"{last.name} at {last.place} writes what a layer computes into a buffer or into "
+                f"the batch, and stage {stage} uses it. Write it into a new tensor, or inside a "
+                f"layer."
+            )
+
+    def _refuse_shared_memory(self, alive: list[Value], stage: int) -> None:
+        begin = self.first_call[stage]
+        for value in alive:
+            writes = [each for each in self.trace.writes.get(value.storage, ()) if each >= begin]
+            others = [each for each in alive if each.storage == value.storage and each is not value]
+            if writes and others:
+                event = self.trace.events[writes[0]]
+                raise ConfigError(
+                    f"{event.name} at {event.place} changes {value.origin} in place, which shares "
+                    f"memory with {others[0].origin}; both come from an earlier stage, where they "
+                    f"are two tensors. Use the function that makes a new tensor."
+                )
+
+    def _refuse_early_readings(self) -> None:
+        for reading in self.trace.readings:
+            stage = self.stage_of_event(reading.event - 1)
+            if stage < self.count - 1:
+                raise ConfigError(
+                    f"{reading.name}() of {reading.origin} at {reading.place} looks at a value of "
+                    f"stage {stage} that later stages do not have when they come there. Do it "
+                    f"inside a layer, or after the last one."
+                )
+
+
+def _stages_of_calls(
+    trace: Trace,
+    calls: tuple[int, ...],
+    stage_of_unit: Mapping[str, int],
+    weight_only: frozenset[str],
+) -> tuple[int, ...]:
+    stages: list[int] = []
+    previous = ""
+    for event in calls:
+        name = trace.events[event].name
+        if name not in stage_of_unit:
+            raise ConfigError(
+                f"the step calls {name!r}, which is on no stage: earlier batches did not call it. "
+                f"Name it in split."
+            )
+        current = stages[-1] if stages else 0
+        stage = stage_of_unit[name]
+        if stage < current and name in weight_only:
+            stage = current
+        if stage < current:
+            raise ConfigError(
+                f"{name!r} is on stage {stage} and the step calls it after {previous!r} of stage "
+                f"{current} ({trace.events[event].place}): activations would have to go back. Put "
+                f"both on one stage, or give the second call a layer of its own; to share weights "
+                f"between two layers is fine."
+            )
+        stages.append(stage)
+        previous = name
+    if not stages:
+        raise ConfigError("the step calls none of the layers that were given to stages.")
+    return tuple(stages)
+
+
+class _StagePlanner:
+    """Plans one stage of a cut."""
+
+    def __init__(
+        self, cut: _Cut, stage: int, parameters_of_unit: Mapping[str, frozenset[str]]
+    ) -> None:
+        self.cut = cut
+        self.trace = cut.trace
+        self.stage = stage
+        self.parameters_of_unit = parameters_of_unit
+        self.is_last = stage == cut.count - 1
+        self.begin = cut.first_call[stage] if stage else 0
+        self.end = len(self.trace.events) if self.is_last else cut.first_call[stage + 1]
+        self.handling: dict[int, Handling] = {}
+        self.copies: set[int] = set()
+        self.watched = NO_EVENT
+
+    def plan(self) -> StagePlan:
+        received = self.cut.alive[self.stage]
+        sent = [] if self.is_last else self.cut.alive[self.stage + 1]
+        numbers = {id(value): number for number, value in enumerate(self.trace.values)}
+        for slot, value in enumerate(received):
+            self._receive(value, slot, numbers[id(value)])
+        for value in sent:
+            if not any(value is each for each in received):
+                self._at(value.made_at).keep[value.leaf] = numbers[id(value)]
+        return StagePlan(
+            stage=self.stage,
+            num_stages=self.cut.count,
+            events=tuple(self.trace.events),
+            unit_events=self.cut.calls,
+            stage_of_call=self.cut.stage_of_call,
+            outputs=self.trace.outputs,
+            written_outputs=self._written_outputs(),
+            handling=self.handling,
+            last_watched=self.watched,
+            copies=frozenset(self.copies),
+            values_in=tuple(_spec(each, self.begin) for each in received),
+            values_out=tuple(_spec(each, self.end) for each in sent),
+            received_numbers=tuple(numbers[id(each)] for each in received),
+            sent_numbers=tuple(numbers[id(each)] for each in sent),
+            parameters=self._parameters(),
+            draws_random=self.trace.draws_random,
+        )
+
+    def _at(self, event: int) -> Handling:
+        if not self.trace.events[event].is_unit:
+            self.watched = max(self.watched, event)
+        return self.handling.setdefault(event, Handling())
+
+    def _receive(self, value: Value, slot: int, number: int) -> None:
+        writes = self.trace.writes.get(value.storage, ())
+        before = [each for each in writes if value.made_at < each < self.begin]
+        if before:
+            self._at(value.made_at).keep[value.leaf] = number
+            self._at(before[-1]).fill.append((number, slot))
+        else:
+            self._at(value.made_at).receive[value.leaf] = slot
+        if any(each >= self.begin for each in writes):
+            self.copies.add(slot)
+
+    def _written_outputs(self) -> frozenset[tuple[int, int]]:
+        return frozenset(
+            (value.made_at, value.leaf)
+            for value in self.trace.values
+            if value.storage in self.trace.writes
+        )
+
+    def _parameters(self) -> frozenset[str]:
+        used: set[str] = set()
+        for event, stage in zip(self.cut.calls, self.cut.stage_of_call, strict=True):
+            if stage == self.stage:
+                used |= self.parameters_of_unit[self.trace.events[event].name]
+        for number, each in enumerate(self.trace.events):
+            if each.parameters and self.cut.stage_of_event(number) == self.stage:
+                used |= each.parameters
+        for number, names in self.trace.parameter_reads.items():
+            if self.cut.stage_of_event(number - 1) <= self.stage:
+                used |= names
+        return frozenset(used)
+
+
+def _spec(value: Value, event: int) -> ValueSpec:
+    spec = value.spec
+    return ValueSpec(spec.shape, spec.dtype, value.needs_grad_before(event), value.origin)

@@ -1,0 +1,304 @@
+"""Watches the code between units: which values of units it makes, uses and changes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.replay.absent import is_absent
+from boltmesh.strategies.pipeline.replay.places import line_of_step
+from boltmesh.strategies.pipeline.replay.reads import (
+    RANDOM,
+    READS,
+    SELECTIONS,
+    answer_of,
+    guess,
+    has_mask,
+    is_event,
+    name_of,
+    resolve_masks,
+    select,
+)
+from boltmesh.strategies.pipeline.replay.structure import replace_tensors, take_apart, tensors_in
+from boltmesh.strategies.pipeline.replay.trace import (
+    NO_EVENT,
+    Event,
+    Reading,
+    TensorSpec,
+    Trace,
+    UnitOutput,
+    Value,
+)
+from boltmesh.strategies.torch_compat import (
+    NEEDS_DATA,
+    FakeTensorMode,
+    is_fake,
+    make_fake,
+    storage_key,
+    times_written,
+)
+
+
+class GlueWatch(TorchFunctionMode):
+    """Notes into a trace what functions of torch do with values of units.
+
+    Values of units are the tensors without data; all others have some. A tensor with data into
+    which the step writes a value of a unit counts as a value of that unit from then on.
+    """
+
+    def __init__(
+        self,
+        root: Module,
+        trace: Trace,
+        mode: FakeTensorMode,
+        *,
+        answer: bool,
+        after_read: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self.root = root
+        self.trace = trace
+        self.mode = mode
+        self.answer = answer
+        self.after_read = after_read
+        self.from_parameters = {
+            id(each): frozenset({name}) for name, each in root.named_parameters()
+        }
+        self.values: dict[int, Value] = {}
+        self.made: dict[int, tuple[int, int]] = {}
+        self.twins: dict[int, Tensor] = {}
+        self.tainted: set[int] = set()
+        self.storage_behind: dict[int, int] = {}
+        """The storage with data that a storage without data stands for."""
+        self.kept: list[Tensor] = []
+        """All tensors seen, so that no address is used twice."""
+        self.to_end: list[Value] = []
+        self.is_active = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Watch nothing within it."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = self._with_twins((args, kwargs or {}))
+        name = name_of(func)
+        given = tensors_in((args, kwargs))
+        has_fakes = any(map(is_fake, given))
+        if name in READS:
+            return self._read(name, func, args, kwargs, given)
+        if name == "__format__" and has_fakes:
+            return "0"  # printed, not decided by
+        before = [(each, _version(each)) for each in given]
+        result = self._execute(name, func, args, kwargs, has_fakes=has_fakes)
+        if is_event(result):
+            parameters = self._parameters_of(given)
+            used = parameters if has_fakes else frozenset()
+            index = self._add(Event(name, False, used, line_of_step()), given, before)
+            self._note_results(index, take_apart(result)[0], name, given, parameters)
+            if self.trace.outputs and RANDOM.match(name):
+                self.trace.draws_random = True
+        return result
+
+    def begin_unit(self, name: str, arguments: Any) -> Any:
+        """Note that a unit is called; return the arguments that it gets."""
+        arguments = self._with_twins(arguments)
+        given = tensors_in(arguments)
+        self.unit_before = [(each, _version(each)) for each in given]
+        self.unit_event = Event(name, True, self._parameters_of(given), line_of_step())
+        return arguments
+
+    def end_unit(self, result: Any, output: UnitOutput) -> None:
+        """Note what a unit gave, and which of its arguments it changed."""
+        given = [each for each, _ in self.unit_before]
+        index = self._add(self.unit_event, given, self.unit_before)
+        self.trace.outputs[index] = output
+        origin = f"the output of {self.unit_event.name!r}"
+        self._note_results(index, take_apart(result)[0], origin, given, frozenset())
+
+    def note_answer(self, answer: Any) -> None:
+        """Note what was read out of the batch."""
+        self.trace.answers.append(answer)
+        self.after_read()
+
+    def keep_to_end(self, tensors: list[Tensor]) -> None:
+        """Note that the step hands tensors out."""
+        found = [self.twins.get(id(each), each) for each in tensors]
+        self.to_end += [self._value_of(each) for each in found if is_fake(each)]
+
+    def finish(self) -> None:
+        """Note that the step has ended."""
+        for value in self.to_end:
+            value.uses.append(len(self.trace.events))
+
+    def _execute(
+        self, name: str, func: Any, args: Any, kwargs: dict[str, Any], *, has_fakes: bool
+    ) -> Any:
+        selects = name in SELECTIONS and (name != "__getitem__" or has_mask(args[1]))
+        if not selects:
+            return func(*args, **kwargs)
+        if not has_fakes:
+            result = func(*args, **kwargs)
+            self.note_answer(tuple(tuple(each.shape) for each in tensors_in(result)))
+            return result
+        if name == "__getitem__":
+            args = resolve_masks(args, lambda each: not is_fake(each))
+            indices = [each for each in tensors_in(args[1]) if not is_fake(each)]
+            self.note_answer(tuple(tuple(each.shape) for each in indices))
+        try:
+            return func(*args, **kwargs)
+        except NEEDS_DATA:
+            self._note_reading(name, tensors_in((args, kwargs)))
+            return select(name, args, kwargs, answer=self.answer)
+
+    def _read(
+        self, name: str, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        if any(map(is_fake, given)):
+            self._note_reading(name, given)
+            return guess(name, args, answer=self.answer)
+        result = func(*args, **kwargs)
+        if parameters := self._parameters_of(given):
+            self._note_parameter_read(name, parameters)
+        self.note_answer(answer_of(result))
+        return result
+
+    def _note_reading(self, name: str, given: list[Tensor]) -> None:
+        done = len(self.trace.events)
+        read = [self._value_of(each) for each in given if is_fake(each)]
+        for value in read:
+            value.uses.append(done - 1)
+        self.trace.readings.append(Reading(done, name, line_of_step(), read[0].origin))
+
+    def _note_parameter_read(self, name: str, parameters: frozenset[str]) -> None:
+        values = dict(self.root.named_parameters())
+        if gone := [each for each in sorted(parameters) if is_absent(values[each])]:
+            raise ConfigError(
+                f"{name}() of {gone[0]!r} ({line_of_step()}), of which this rank holds no values: "
+                f"earlier batches did not read it. Read it for every batch, or inside a layer."
+            )
+        done = len(self.trace.events)
+        reads = self.trace.parameter_reads
+        reads[done] = reads.get(done, frozenset()) | parameters
+
+    def _with_twins(self, arguments: Any) -> Any:
+        """Replace tensors with data that hold values of units by tensors without data."""
+        if not self.tainted:
+            return arguments
+        return replace_tensors(arguments, self._twin_of)
+
+    def _twin_of(self, tensor: Tensor) -> Tensor:
+        if is_fake(tensor) or storage_key(tensor) not in self.tainted:
+            return tensor
+        twin = self.twins.get(id(tensor))
+        if twin is None:
+            twin = self.twins[id(tensor)] = make_fake(tensor.detach(), self.mode)
+            self.kept += [tensor, twin]
+            self.storage_behind[storage_key(twin)] = storage_key(tensor)
+            self.values[id(twin)] = self._add_value(tensor, "a tensor of the step")
+        return twin
+
+    def _parameters_of(self, given: list[Tensor]) -> frozenset[str]:
+        found = [self.from_parameters.get(id(each), frozenset()) for each in given]
+        return frozenset().union(*found)
+
+    def _add(self, event: Event, given: list[Tensor], before: list[tuple[Tensor, int]]) -> int:
+        """Add an event with what it uses and changes; return its number."""
+        index = len(self.trace.events)
+        self.trace.events.append(event)
+        for each in given:
+            if is_fake(each):
+                self._value_of(each).uses.append(index)
+        has_values = event.is_unit or any(map(is_fake, given))
+        for each, version in before:
+            if _version(each) == version:
+                continue
+            if is_fake(each):
+                self._note_write(index, self._storage_of(each))
+            elif has_values:
+                self.tainted.add(storage_key(each))
+                self._value_of(self._twin_of(each))
+                self._note_write(index, self._storage_of(each))
+            elif parameters := self._parameters_of(given):
+                self.from_parameters[id(each)] = parameters
+        return index
+
+    def _note_write(self, index: int, storage: int) -> None:
+        self.trace.writes.setdefault(storage, []).append(index)
+        tensors = {id(each): each for each in self.kept}
+        for key, value in self.values.items():
+            if value.storage == storage:
+                value.needs_grad.append((index, tensors[key].requires_grad))
+
+    def _storage_of(self, tensor: Tensor) -> int:
+        key = storage_key(tensor)
+        return self.storage_behind.get(key, key)
+
+    def _note_results(
+        self,
+        index: int,
+        leaves: list[Any],
+        origin: str,
+        given: list[Tensor],
+        parameters: frozenset[str],
+    ) -> None:
+        known = {id(each) for each in given} | self.made.keys() | self.values.keys()
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor) or id(leaf) in known:
+                continue
+            self.made[id(leaf)] = (index, number)
+            self.kept.append(leaf)
+            if is_fake(leaf):
+                self.values[id(leaf)] = self._add_value(leaf, origin)
+            elif parameters:
+                self.from_parameters.setdefault(id(leaf), parameters)
+
+    def _value_of(self, fake: Tensor) -> Value:
+        value = self.values.get(id(fake))
+        if value is None:
+            self.kept.append(fake)
+            holder = self._holder_of(fake)
+            value = self.values[id(fake)] = self._add_value(fake, holder)
+            value.is_side_effect = True
+            value.made_at = self._last_call_of(holder)
+        return value
+
+    def _add_value(self, tensor: Tensor, origin: str) -> Value:
+        made_at, leaf = self.made.get(id(tensor), (NO_EVENT, 0))
+        spec = TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        if made_at != NO_EVENT and not self.trace.events[made_at].is_unit:
+            origin = f"{self.trace.events[made_at].name} at {self.trace.events[made_at].place}"
+        value = Value(made_at, leaf, origin, spec, self._storage_of(tensor))
+        value.needs_grad.append((made_at, tensor.requires_grad))
+        self.trace.values.append(value)
+        return value
+
+    def _last_call_of(self, holder: str) -> int:
+        """Return the last call of the unit that holds an attribute, else of any unit."""
+        calls = self.trace.unit_events()
+        own = [each for each in calls if holder.startswith(f"{self.trace.events[each].name}.")]
+        return (own or calls)[-1]
+
+    def _holder_of(self, fake: Tensor) -> str:
+        """Return under which attribute a layer left a tensor that it did not return."""
+        for name, module in self.root.named_modules():
+            for attribute, each in vars(module).items():
+                if each is fake:
+                    return f"{name}.{attribute}"
+        return "a tensor that no layer returned"
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else times_written(tensor)

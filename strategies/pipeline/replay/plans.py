@@ -1,0 +1,109 @@
+"""Remembers how to run a step, for every signature of a batch that came by."""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.nn import Module
+
+from boltmesh.strategies.pipeline.replay.borders import plan_stages
+from boltmesh.strategies.pipeline.replay.probe import probe
+from boltmesh.strategies.pipeline.replay.signature import batch_signature
+from boltmesh.strategies.pipeline.replay.stage_run import StageRun
+from boltmesh.strategies.pipeline.replay.trace import Trace, UnitOutput
+from boltmesh.strategies.pipeline.replay.units import unit_parameters
+
+MOST_SIGNATURES = 256
+"""The least recently used one is forgotten: sequence lengths may all differ."""
+
+WEIGHTS_ONLY = (nn.Embedding, nn.Linear)
+"""Layers that a later stage may call again: nothing but their weights is shared."""
+
+
+@dataclass
+class _Known:
+    """What is known of batches of one signature."""
+
+    traces: dict[tuple[Any, ...], Trace] = field(default_factory=dict)
+    """By what the step read out of a batch."""
+    outputs: dict[Any, UnitOutput] = field(default_factory=dict)
+    """What units gave."""
+    runs: dict[tuple[Any, ...], tuple[StageRun, ...]] = field(default_factory=dict)
+
+
+class StagePlans:
+    """Gives the stages of a step for any batch; every rank finds the same without talking."""
+
+    def __init__(
+        self, root: Module, units: Mapping[str, Module], stage_of_unit: Mapping[str, int]
+    ) -> None:
+        """Take how a model is cut.
+
+        Args:
+            root: The whole model.
+            units: All of its units by name, of :func:`find_stage_units`.
+            stage_of_unit: The stage of each unit that steps call.
+        """
+        self.root = root
+        self.units = dict(units)
+        self.stage_of_unit = dict(stage_of_unit)
+        self.parameters = list(root.parameters())
+        self.parameters_of_unit = unit_parameters(root, self.units)
+        self.weight_only = frozenset(
+            name for name, unit in self.units.items() if type(unit) in WEIGHTS_ONLY
+        )
+        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
+
+    def stages(
+        self,
+        step: str,
+        batch: Any,
+        *rest: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ) -> tuple[StageRun, ...]:
+        """Return the stages that run ``step`` on a batch like this one, first to last.
+
+        The step is probed where it has to be: for the first batch of a signature, and up to the
+        last look of Python at the batch's data where there is any.
+
+        Args:
+            step: The name of the method, such as ``training_step``.
+            batch: Its first argument.
+            rest: Its other positional arguments, which must not decide what it does.
+            kwargs: Its keyword arguments, as ``rest``.
+            seed: What its random numbers start from, as for :meth:`StageRun.forward`.
+
+        Raises:
+            ConfigError: When the step cannot be cut so.
+        """
+        signature = batch_signature(
+            self.root, self.parameters, step, batch, kwargs and dict(kwargs)
+        )
+        known = self._known.setdefault(signature, _Known())
+        self._known.move_to_end(signature)
+        if len(self._known) > MOST_SIGNATURES:
+            self._known.popitem(last=False)
+        if () in known.traces:
+            return known.runs[()]
+        trace = probe(
+            self.root,
+            self.units,
+            step,
+            (batch, *rest),
+            kwargs,
+            seed=seed,
+            known=known.traces,
+            remembered=known.outputs,
+        )
+        answers = tuple(trace.answers)
+        if answers not in known.runs:
+            runs = self._cut(step, trace)
+            known.traces[answers], known.runs[answers] = trace, runs
+        return known.runs[answers]
+
+    def _cut(self, step: str, trace: Trace) -> tuple[StageRun, ...]:
+        plans = plan_stages(trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only)
+        return tuple(StageRun(self.root, self.units, step, each) for each in plans)

@@ -1,0 +1,221 @@
+"""Runs a step without running its layers, and notes what it does with what they would give."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.replay.fake_unit import FakeCall, run_on_fakes
+from boltmesh.strategies.pipeline.replay.glue import GlueWatch
+from boltmesh.strategies.pipeline.replay.remembering import key_of, recall, versions
+from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
+from boltmesh.strategies.pipeline.replay.structure import tensors_in
+from boltmesh.strategies.pipeline.replay.trace import Trace, UnitOutput
+from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
+from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.torch_compat import fake_tensors
+
+LOGGING = ("log", "log_dict")
+"""Methods of a LightningModule that hand values out of the step."""
+
+
+class _Known(BaseException):
+    """What was read out of the batch so far belongs to a run that is known in full."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+
+def probe(
+    root: Module,
+    units: Mapping[str, Module],
+    step: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    seed: int | None = None,
+    counts_flops: bool = False,
+    known: Mapping[tuple[Any, ...], Trace] | None = None,
+    remembered: dict[Any, UnitOutput] | None = None,
+) -> Trace:
+    """Return what a step does with one batch, without running any unit and without a trace of it.
+
+    Values that depend on units have shape and type and no data; what is made of the batch and of
+    parameters outside of units is computed. Autocast and grad mode are the caller's. Where the step
+    looks at data of a unit, it goes on with a guess, twice, and uses of both runs count.
+
+    Args:
+        root: The whole model; parameters inside of units may have no values.
+        units: What is not run, by name.
+        step: The name of the method of ``root``, such as ``training_step``.
+        args: What it is called with; the tensors have data.
+        kwargs: Also what it is called with.
+        seed: What the generators of random numbers start from; as they stand if None.
+        counts_flops: Whether to count each unit's floating point operations.
+        known: Earlier traces of batches of the same signature, by what was read out of them. One
+            that fits is returned as soon as that is clear.
+        remembered: What units gave in earlier probes of batches of the same signature; filled here.
+
+    Raises:
+        ConfigError: When a unit cannot be run on tensors without data, or the step does something
+            with what units give that other stages could not do.
+    """
+    first = _Probe(root, units, seed=seed, counts_flops=counts_flops, known=known or {})
+    first.remembered = {} if remembered is None else remembered
+    try:
+        trace = first.run(step, args, kwargs or {}, answer=False)
+        if first.has_recalled:  # nothing known fits: what units leave behind counts as well now
+            first = _Probe(root, units, seed=seed, counts_flops=counts_flops, known={})
+            trace = first.run(step, args, kwargs or {}, answer=False)
+        if trace.readings:
+            second = _Probe(root, units, seed=seed, counts_flops=False, known={})
+            _merge(trace, second.run(step, args, kwargs or {}, answer=True))
+        if remembered is not None:
+            remembered.update(first.learned)
+    except _Known as found:
+        return found.trace
+    return trace
+
+
+class _Probe:
+    """One run of a step without its layers."""
+
+    def __init__(
+        self,
+        root: Module,
+        units: Mapping[str, Module],
+        *,
+        seed: int | None,
+        counts_flops: bool,
+        known: Mapping[tuple[Any, ...], Trace],
+    ) -> None:
+        self.root = root
+        self.units = units
+        self.seed = seed
+        self.counts_flops = counts_flops
+        self.known = known
+        self.remembered: dict[Any, UnitOutput] = {}
+        self.learned: dict[Any, UnitOutput] = {}
+        self.has_recalled = False
+        self.has_run: set[str] = set()
+        self.is_inside = False
+        self.trace = Trace()
+        self.mode = fake_tensors()
+
+    def run(
+        self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, answer: bool
+    ) -> Trace:
+        device = next((each.device for each in self.root.parameters()), torch.device("cpu"))
+        self.glue = GlueWatch(
+            self.root, self.trace, self.mode, answer=answer, after_read=self._stop_if_known
+        )
+        forwards = {
+            name: partial(self._call, name, unit.forward) for name, unit in self.units.items()
+        }
+        with ExitStack() as stack:
+            inside = {part for unit in self.units.values() for part in unit.modules()}
+            around = (each for each in self.root.modules() if each not in inside)
+            stack.enter_context(modules_unchanged(around))
+            stack.enter_context(random_state_unchanged(device))
+            stack.enter_context(_without_weight_cache())
+            stack.enter_context(warnings.catch_warnings())
+            # Torch looks at .grad when it describes a tensor that meets one without data.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            stack.enter_context(forwards_replaced(self.units, forwards))
+            self.stack = stack.enter_context(ExitStack())
+            for name in LOGGING:
+                if hasattr(self.root, name):
+                    vars(self.root)[name] = self._hand_out
+            if self.seed is not None:
+                seed_random_state(self.seed)
+            stack.enter_context(self.glue)
+            returned = getattr(self.root, step)(*args, **kwargs)
+            self._hand_out(returned)
+        self.glue.finish()
+        return self.trace
+
+    def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self.is_inside:
+            return forward(*args, **kwargs)
+        with self.glue.paused():
+            self.is_inside = True
+            try:
+                arguments = self.glue.begin_unit(name, (args, kwargs))
+                called = self._run_unit(name, forward, arguments)
+            finally:
+                self.is_inside = False
+            for each in called.answers:
+                self.glue.note_answer(each)
+            self.glue.end_unit(called.result, called.output)
+            if self.counts_flops:
+                flops = self.trace.flops
+                flops[name] = flops.get(name, 0) + called.flops
+            return called.result
+
+    def _run_unit(self, name: str, forward: Callable[..., Any], arguments: Any) -> FakeCall:
+        key = key_of(name, arguments)
+        if key in self.remembered and not self.counts_flops:
+            output = self.remembered[key]
+            self.has_recalled = True
+            return FakeCall(recall(output, arguments, self.mode), output, [], 0)
+        if name not in self.has_run:
+            # Until the end: the step may look at what a unit leaves on itself.
+            self.has_run.add(name)
+            self.stack.enter_context(modules_unchanged(self.units[name].modules()))
+        before = versions(arguments)
+        called = run_on_fakes(
+            name, self.units[name], forward, self.mode, arguments, counts_flops=self.counts_flops
+        )
+        if key is not None and not called.answers and versions(arguments) == before:
+            self.learned[key] = called.output
+        return called
+
+    def _hand_out(self, *values: Any, **options: Any) -> None:
+        """Note that values leave the step: the last stage has to have them at its end."""
+        with self.glue.paused():
+            self.glue.keep_to_end(tensors_in(list(values) + list(options.values())))
+
+    def _stop_if_known(self) -> None:
+        trace = self.known.get(tuple(self.trace.answers))
+        if trace is not None:
+            raise _Known(trace)
+
+
+def _merge(trace: Trace, other: Trace) -> None:
+    """Add the uses that a step has when what it read of its layers was something else.
+
+    Raises:
+        ConfigError: When it then calls other units, or in another order.
+    """
+    called, otherwise = ([run.events[i].name for i in run.unit_events()] for run in (trace, other))
+    if called != otherwise:
+        reading = trace.readings[0]
+        raise ConfigError(
+            f"{reading.name}() of {reading.origin} ({reading.place}) decides which layers the step "
+            f"runs, and other stages do not see it. Decide inside a layer, or by the batch alone."
+        )
+    by_making = {(each.made_at, each.leaf): each for each in other.values}
+    end = len(trace.events)
+    for value in trace.values:
+        twin = by_making.get((value.made_at, value.leaf))
+        first_reading = trace.readings[0].event
+        if twin is not None and value.made_at < first_reading:
+            late = [use for use in twin.uses if use >= first_reading]
+            value.uses += [end] if late else []
+
+
+@contextmanager
+def _without_weight_cache() -> Iterator[None]:
+    """Keep casts of weights without values out of the cache that real steps read."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -1,0 +1,54 @@
+"""What one stage does at every event of a step."""
+
+from dataclasses import dataclass, field
+
+from boltmesh.strategies.pipeline.replay.trace import Event, UnitOutput
+from boltmesh.strategies.pipeline.values import ValueSpec
+
+
+@dataclass
+class Handling:
+    """What happens to the tensors of one event's result."""
+
+    receive: dict[int, int] = field(default_factory=dict)
+    """A leaf is this received value."""
+    keep: dict[int, int] = field(default_factory=dict)
+    """A leaf is remembered under this number: it is filled or sent later."""
+    fill: list[tuple[int, int]] = field(default_factory=list)
+    """Remembered tensors into which received values are written."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """How one stage runs the step for batches of one signature."""
+
+    stage: int
+    num_stages: int
+    events: tuple[Event, ...]
+    unit_events: tuple[int, ...]
+    """The events that are calls of units, in order."""
+    stage_of_call: tuple[int, ...]
+    """Which stage runs each of them."""
+    outputs: dict[int, UnitOutput]
+    written_outputs: frozenset[tuple[int, int]]
+    """Event and leaf of what units give and the step changes in place."""
+    handling: dict[int, Handling]
+    last_watched: int
+    """The last event between units that has to be found by its number; -1 where there is none."""
+    copies: frozenset[int]
+    """Received values that the step changes in place later."""
+    received_numbers: tuple[int, ...]
+    """What the values that the stage receives are remembered under."""
+    values_in: tuple[ValueSpec, ...]
+    sent_numbers: tuple[int, ...]
+    """What the values that the stage sends are remembered under."""
+    values_out: tuple[ValueSpec, ...]
+    parameters: frozenset[str]
+    """The parameters that this stage uses, by their first names."""
+    draws_random: bool
+    """Whether random numbers between units have to be apart from those inside of them."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step ends here."""
+        return self.stage == self.num_stages - 1

@@ -1,0 +1,233 @@
+"""Runs a step as one stage: receives what earlier stages made, stops where the next one begins."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from boltmesh.errors import DivergenceError
+from boltmesh.strategies.pipeline.replay.placeholders import placeholder
+from boltmesh.strategies.pipeline.replay.randomness import RandomStreams
+from boltmesh.strategies.pipeline.replay.replay_mode import GlueReplay, explain
+from boltmesh.strategies.pipeline.replay.stage_plan import Handling, StagePlan
+from boltmesh.strategies.pipeline.replay.structure import is_immutable, take_apart
+from boltmesh.strategies.pipeline.replay.trace import Argument, TensorSpec
+from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
+
+NOT_READY = object()
+NOTHING = Handling()
+
+
+class _NextStage(BaseException):
+    """Ends the step where the next stage begins; no ``except Exception`` of a user catches it."""
+
+
+class _Call:
+    """What a stage does when the step calls a unit."""
+
+    __slots__ = ("event", "handling", "name", "ready", "stage")
+
+    def __init__(self, name: str, event: int, stage: int, handling: Handling, ready: Any) -> None:
+        self.name = name
+        self.event = event
+        self.stage = stage
+        """Which stage runs it, less the one that asks."""
+        self.handling = handling
+        self.ready = ready
+        """What a unit of an earlier stage gives, where that is always the same."""
+
+
+class StageRun:
+    """One stage of a step, for batches of one signature. Not for two threads at once."""
+
+    def __init__(
+        self, root: Module, units: Mapping[str, Module], step: str, plan: StagePlan
+    ) -> None:
+        """Prepare the stage.
+
+        Args:
+            root: The whole model, whose method ``step`` is run.
+            units: All units by name.
+            step: The name of the method.
+            plan: What the stage does.
+        """
+        self.root = root
+        self.units = units
+        self.step = step
+        self.plan = plan
+        self.device = next((each.device for each in root.parameters()), torch.device("cpu"))
+        self.calls = [self._prepare(*each) for each in self._events_up_to_next_stage()]
+
+    def forward(
+        self,
+        received: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        seed: int | None = None,
+    ) -> Any:
+        """Run the stage on one batch.
+
+        Args:
+            received: What the border before this stage carries, as ``plan.values_in`` says. Those
+                that need a gradient get ``requires_grad``.
+            args: What the step is called with.
+            kwargs: Also what the step is called with.
+            seed: What random numbers start from: equal on all stages, another for each microbatch.
+                Generators stand afterwards as before. None draws from them as they stand.
+
+        Returns:
+            A tuple of tensors for the next stage, as ``plan.values_out`` says; on the last stage
+            what the step returns.
+
+        Raises:
+            DivergenceError: When the step calls other units than its probe did, or in another
+                order.
+        """
+        self.received = list(map(self._prepare_received, range(len(received)), received))
+        self.kept = dict(zip(self.plan.received_numbers, self.received, strict=True))
+        self.remaining: Iterator[_Call] = iter(self.calls)
+        self.is_inside = False
+        self.watch = None if self.plan.last_watched < 0 else GlueReplay(self.plan, self._handle)
+        self.streams = None if seed is None else self._streams(seed)
+        forwards = {
+            name: partial(self._call, name, unit.forward) for name, unit in self.units.items()
+        }
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(forwards_replaced(self.units, forwards))
+                if self.streams is not None:
+                    stack.enter_context(self.streams.around_step())
+                if self.watch is not None:
+                    stack.callback(self.watch.stop)
+                    self.watch.start()
+                result = getattr(self.root, self.step)(*args, **(kwargs or {}))
+            return self._finish(result)
+        except _NextStage:
+            return self._sent()
+        finally:
+            self._forget()
+
+    def _events_up_to_next_stage(self) -> list[tuple[int, int]]:
+        """Return the unit calls of the stage's run, each with its stage less this one."""
+        stages = [each - self.plan.stage for each in self.plan.stage_of_call]
+        count = next((i + 1 for i, stage in enumerate(stages) if stage > 0), len(stages))
+        return list(zip(self.plan.unit_events[:count], stages[:count], strict=True))
+
+    def _prepare(self, event: int, stage: int) -> _Call:
+        handling = self.plan.handling.get(event, NOTHING)
+        call = _Call(self.plan.events[event].name, event, stage, handling, NOT_READY)
+        output = self.plan.outputs[event]
+        changes = [leaf for made_at, leaf in self.plan.written_outputs if made_at == event]
+        has_arguments = any(isinstance(leaf, Argument) for leaf in output.leaves)
+        if stage < 0 and handling is NOTHING and not changes and not has_arguments:
+            ready = output.build([self._stand_in(event, i) for i in range(len(output.leaves))])
+            call.ready = ready if is_immutable(ready) else NOT_READY
+        return call
+
+    def _stand_in(self, event: int, leaf: int) -> Any:
+        made = self.plan.outputs[event].leaves[leaf]
+        if not isinstance(made, TensorSpec):
+            return made
+        return placeholder(made, is_written=(event, leaf) in self.plan.written_outputs)
+
+    def _prepare_received(self, slot: int, tensor: Tensor) -> Tensor:
+        if self.plan.values_in[slot].needs_grad and not tensor.requires_grad:
+            tensor.requires_grad_()
+        # A leaf that needs a gradient cannot be changed in place; the step is about to.
+        return tensor.clone() if slot in self.plan.copies else tensor
+
+    def _streams(self, seed: int) -> RandomStreams:
+        plan = self.plan
+        return RandomStreams(seed, plan.stage, self.device, is_mixed=plan.draws_random)
+
+    def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self.is_inside:
+            return forward(*args, **kwargs)
+        call = next(self.remaining, None)
+        if call is None or call.name != name:
+            event = len(self.plan.events) if call is None else call.event
+            raise DivergenceError(explain(self.plan, event, f"it calls {name!r}"))
+        if self.watch is None:
+            if call.ready is not NOT_READY:
+                return call.ready
+            return self._act(call, forward, args, kwargs)
+        self.watch.pass_unit(call.event)
+        self.watch.stop()
+        result = self._act(call, forward, args, kwargs)
+        if call.event < self.plan.last_watched:
+            self.watch.start()
+        return result
+
+    def _act(
+        self, call: _Call, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        if call.stage > 0:
+            raise _NextStage
+        if call.stage < 0:
+            return call.ready if call.ready is not NOT_READY else self._skip(call, args, kwargs)
+        self.is_inside = True
+        try:
+            if self.streams is None:
+                result = forward(*args, **kwargs)
+            else:
+                with self.streams.around_unit():
+                    result = forward(*args, **kwargs)
+        finally:
+            self.is_inside = False
+        return result if call.handling is NOTHING else self._handle(result, call.handling)
+
+    def _skip(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = self.plan.outputs[call.event]
+        given: list[Any] = []
+        if any(isinstance(leaf, Argument) for leaf in output.leaves):
+            given = take_apart((args, kwargs))[0]
+        leaves = [
+            given[made.index]
+            if isinstance(made, Argument)
+            else None
+            if leaf in call.handling.receive
+            else self._stand_in(call.event, leaf)
+            for leaf, made in enumerate(output.leaves)
+        ]
+        return output.build(self._handle_leaves(leaves, call.handling))
+
+    def _handle(self, result: Any, handling: Handling) -> Any:
+        """Put received values into a result and remember what is filled or sent later."""
+        leaves, build = take_apart(result)
+        made = self._handle_leaves(leaves, handling)
+        return build(made) if handling.receive else result
+
+    def _handle_leaves(self, leaves: list[Any], handling: Handling) -> list[Any]:
+        made = list(leaves)
+        for leaf, slot in handling.receive.items():
+            made[leaf] = self.received[slot]
+        for leaf, number in handling.keep.items():
+            self.kept[number] = made[leaf]
+        for number, slot in handling.fill:
+            self.kept[number].copy_(self.received[slot])
+        return made
+
+    def _sent(self) -> tuple[Tensor, ...]:
+        sent = [self.kept[number] for number in self.plan.sent_numbers]
+        # What only passes through has to come out of a function, as everything else that is sent.
+        return tuple(
+            each.view_as(each) if each.requires_grad and each.is_leaf else each for each in sent
+        )
+
+    def _finish(self, result: Any) -> Any:
+        missing = next(self.remaining, None)
+        if missing is not None:
+            raise DivergenceError(explain(self.plan, missing.event, "it ends"))
+        return result
+
+    def _forget(self) -> None:
+        """Hold no activation longer than the run."""
+        self.received = []
+        self.kept = {}
+        self.watch = None
+        self.streams = None

@@ -1,0 +1,111 @@
+"""What one run of a step does: which layers it calls, and which values it makes and uses."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from boltmesh.strategies.pipeline.replay.structure import Build
+
+NO_EVENT = -1
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's layout in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A leaf of a unit's output that is, as the same object, a leaf of its arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class UnitOutput:
+    """What a unit gives for arguments of one signature."""
+
+    leaves: tuple[object, ...]
+    """A :class:`TensorSpec` for a tensor, an :class:`Argument`, or the value of any other leaf."""
+    build: Build
+    needs_grad: tuple[bool, ...]
+    """For every leaf: whether it is a tensor that needs a gradient."""
+
+
+@dataclass
+class Value:
+    """A tensor that depends on what units compute."""
+
+    made_at: int
+    """The event that made the tensor object; NO_EVENT where it was there before the step."""
+    leaf: int
+    """Which of the tensors of that event's result it is."""
+    origin: str
+    spec: TensorSpec
+    storage: int
+    """Equal for values that share memory."""
+    is_side_effect: bool = False
+    """It came out of a unit by another way than its return value."""
+    needs_grad: list[tuple[int, bool]] = field(default_factory=list)
+    """Whether it needs a gradient from an event on, oldest first."""
+    uses: list[int] = field(default_factory=list)
+    """The events that need it, oldest first."""
+
+    def needs_grad_before(self, event: int) -> bool:
+        """Whether it needs a gradient when ``event`` begins."""
+        return [needs for since, needs in self.needs_grad if since < event][-1]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A call of a unit, or of a function of torch between units."""
+
+    name: str
+    is_unit: bool
+    parameters: frozenset[str] = frozenset()
+    """Parameters that a function used where it met a value of a unit, itself or by what was made
+    of them before. Of a unit's call: parameters that its arguments were made of."""
+    place: str = ""
+    """The line of the step that caused it, for messages."""
+
+
+@dataclass
+class Reading:
+    """A look of Python at a value of a unit."""
+
+    event: int
+    """The number of events before it."""
+    name: str
+    place: str
+    origin: str
+
+
+@dataclass
+class Trace:
+    """One run of a step on one batch, without what its layers compute."""
+
+    events: list[Event] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    outputs: dict[int, UnitOutput] = field(default_factory=dict)
+    """What units give, by event."""
+    writes: dict[int, list[int]] = field(default_factory=dict)
+    """The events that wrote into a storage, by :attr:`Value.storage`."""
+    readings: list[Reading] = field(default_factory=list)
+    answers: list[Hashable] = field(default_factory=list)
+    """What Python read out of the batch, in order: with other answers the run may differ."""
+    parameter_reads: dict[int, frozenset[str]] = field(default_factory=dict)
+    """Parameters that Python looked at, by the number of events before."""
+    draws_random: bool = False
+    """Whether code between units draws random numbers after the first unit."""
+    flops: dict[str, int] = field(default_factory=dict)
+    """Of all forward calls of a unit together; empty unless they were counted."""
+
+    def unit_events(self) -> list[int]:
+        """Return the events that are calls of units."""
+        return [index for index, event in enumerate(self.events) if event.is_unit]

@@ -1,0 +1,232 @@
+"""What a step keeps, measures and moves."""
+
+import gc
+import itertools
+import time
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from boltmesh.strategies.pipeline.executor.executor import Executor
+from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Program, parse_actions
+from boltmesh.strategies.pipeline.executor.spans import DeviceSpans
+from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
+from boltmesh.strategies.pipeline.values import ValueSpec
+from tests.support.programs import NAMES, programs
+from tests.support.ranks import run_ranks
+from tests.support.stages import Piece, PieceStage, border
+
+SIZES = (3, 1, 4, 2, 2, 3, 1, 2)
+
+
+class Counting(PieceStage):
+    """Counts what autograd has saved and not let go of, by microbatch."""
+
+    def __init__(self, piece: Piece, sizes: tuple[int, ...]) -> None:
+        super().__init__(piece, sizes)
+        self.saved: dict[int, list[weakref.ref[Tensor]]] = {}
+        self.peak = 0
+
+    def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def pack(tensor: Tensor) -> Tensor:
+            copy = tensor.detach().clone()
+            self.saved.setdefault(microbatch, []).append(weakref.ref(copy))
+            return copy
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+            outputs = super().forward(microbatch, received)
+        self.peak = max(self.peak, self.num_alive())
+        return outputs
+
+    def num_alive(self) -> int:
+        return sum(any(each() is not None for each in refs) for refs in self.saved.values())
+
+
+def count_live(rank: int, world_size: int) -> dict[str, tuple[dict[int, int], dict[int, int]]]:
+    executor = Executor(dist.new_group(list(range(world_size))), torch.device("cpu"))
+    found = {}
+    gc.collect()
+    gc.disable()  # what a cycle holds is held
+    for name in NAMES:
+        program = programs(name, world_size, len(SIZES))[rank]
+        num_stages = len(program.rank_of_stage)
+        stages = [Counting(Piece(index, num_stages), SIZES) for index in program.stages]
+        outcome = executor.run(program, stages)
+        assert not any(each.num_alive() for each in stages)
+        found[name] = (outcome.peak_live, {each.index: each.peak for each in stages})
+    executor.close()
+    return found
+
+
+def peaks(program: Program) -> dict[int, int]:
+    """How many microbatches have come into a stage and not left it, by the list of actions."""
+    found = {}
+    for stage in program.stages:
+        kinds = [each.kind for each in program.actions if each.stage == stage]
+        changes = [(kind == "F") - (kind in "BW") for kind in kinds]
+        found[stage] = max(itertools.accumulate(changes))
+    return found
+
+
+@pytest.mark.ranks
+def test_microbatches_are_kept_as_long_as_the_schedule_needs_them() -> None:
+    world_size = 4
+    for rank, found in enumerate(run_ranks(count_live, world_size)):
+        for name, (told, counted) in found.items():
+            assert told == counted == peaks(programs(name, world_size, len(SIZES))[rank]), name
+        assert found["gpipe"][0] == {rank: len(SIZES)}
+        assert found["1f1b"][0] == {rank: world_size - rank}
+
+
+def take_spans(rank: int, world_size: int, name: str) -> list[tuple[int, int, str, int, int]]:
+    spans: list[tuple[int, int, str, int, int]] = []
+    executor = Executor(
+        dist.new_group(list(range(world_size))),
+        torch.device("cpu"),
+        on_chunk=lambda *chunk: spans.append(chunk),
+    )
+    program = programs(name, world_size, len(SIZES))[rank]
+    pieces = [Piece(index, len(program.rank_of_stage)) for index in program.stages]
+    executor.run(program, [PieceStage(piece, SIZES) for piece in pieces])
+    computed = [each for each in program.actions if each.kind not in SENDS | RECEIVES]
+    assert [(stage, kind, microbatch) for stage, microbatch, kind, *_ in spans] == computed
+    executor.close()
+    return spans
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_spans_are_in_order_on_each_rank_and_across_borders(name: str) -> None:
+    rows = run_ranks(take_spans, 2, name)
+    times: dict[tuple[int, str, int], tuple[int, int]] = {}
+    for row in rows:
+        for before, after in itertools.pairwise(row):
+            assert before[3] <= before[4] <= after[3] <= after[4]
+        times |= {
+            (stage, kind, microbatch): (start, end) for stage, microbatch, kind, start, end in row
+        }
+    num_stages = 1 + max(stage for stage, *_ in times)
+    for (stage, kind, microbatch), (start, _) in times.items():
+        if kind == "F" and stage:
+            assert times[stage - 1, "F", microbatch][1] <= start
+        if kind in "BI" and stage < num_stages - 1:
+            behind = times.get((stage + 1, "B", microbatch)) or times[stage + 1, "I", microbatch]
+            assert behind[1] <= start
+
+
+def count_traffic(rank: int, world_size: int, name: str) -> tuple[Counter, list[Any]]:
+    moved: Counter = Counter()
+    posted = dist.batch_isend_irecv
+
+    def count(operations: list[dist.P2POp]) -> Any:
+        for each in operations:
+            way = "send" if each.op is dist.isend else "recv"
+            moved[way, "bytes"] += each.tensor.numel() * each.tensor.itemsize
+            moved[way, "calls"] += 1
+        return posted(operations)
+
+    dist.batch_isend_irecv = count  # type: ignore[assignment]
+    executor = Executor(dist.new_group(list(range(world_size))), torch.device("cpu"))
+    program = programs(name, world_size, len(SIZES))[rank]
+    pieces = [Piece(index, len(program.rank_of_stage)) for index in program.stages]
+    for _ in range(2):
+        executor.run(program, [PieceStage(piece, SIZES) for piece in pieces])
+    executor.close()
+    return moved, expected_traffic(
+        program, lambda index, microbatch: border(SIZES[microbatch], index), accumulated=2
+    )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_what_is_moved_is_what_was_expected(name: str) -> None:
+    for moved, expected in run_ranks(count_traffic, 2, name):
+        assert {each.operator for each in expected} == {"send", "recv"}
+        for each in expected:
+            assert each.axis == "pipeline"
+            assert moved[each.operator, "bytes"] == each.payload_bytes > 0
+            assert moved[each.operator, "calls"] == each.calls
+
+
+class FakeDevice:
+    """A device that runs its queue behind the host, with a clock of its own."""
+
+    def __init__(self, lag_ns: int) -> None:
+        self.lag_ns = lag_ns
+        self.born_ns = time.monotonic_ns()
+        self.is_passed = False
+
+    def make_event(self) -> "FakeEvent":
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    made = 0
+
+    def __init__(self, device: FakeDevice) -> None:
+        FakeEvent.made += 1
+        self.device = device
+        self.at_ns = 0
+
+    def record(self) -> None:
+        self.at_ns = time.monotonic_ns() - self.device.born_ns + self.device.lag_ns
+
+    def query(self) -> bool:
+        return self.device.is_passed
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return (other.at_ns - self.at_ns) / 1e6
+
+
+def test_spans_of_a_device_come_two_steps_late_and_on_the_clock_of_the_host() -> None:
+    device = FakeDevice(lag_ns=50_000_000)
+    told: list[tuple[int, int, str, int, int]] = []
+    spans = DeviceSpans(lambda *chunk: told.append(chunk), device.make_event)
+    truth = []
+    FakeEvent.made = 0
+    for step in range(8):
+        device.is_passed = step != 3
+        # Only the second step finds the device idle: there the clocks can be compared.
+        device.lag_ns = 0 if step == 1 else 50_000_000
+        for action in parse_actions([f"0F{step}", f"0B{step}"]):
+            start = time.monotonic_ns()
+            mark = spans.begin()
+            time.sleep(0.002)
+            spans.end(action, mark)
+            truth.append((start + device.lag_ns, time.monotonic_ns() + device.lag_ns))
+        spans.end_step()
+        assert len(told) == 2 * max(0, step - 1 - (step == 3))
+    assert FakeEvent.made <= 22  # they are used again
+    for number, (stage, microbatch, kind, start, end) in enumerate(told):
+        assert (stage, microbatch, kind) == (0, number // 2, "FB"[number % 2])
+        if number >= 2:  # until it was idle once, a device seems to be less far behind
+            assert start == pytest.approx(truth[number][0], abs=1_500_000)
+            assert end == pytest.approx(truth[number][1], abs=1_500_000)
+
+
+def test_programs_are_read_as_torch_writes_them() -> None:
+    texts = ["0F0", "(0F1;0B0)OVERLAP_F_B", "1RECV_F12", "0SEND_B3", "1I2", "1W2"]
+    assert " ".join(map(str, parse_actions(texts))) == "0F0 0F1 0B0 1RECV_F12 0SEND_B3 1I2 1W2"
+    for text in ("0UNSHARD", "F0", "0F", "0F0 1F0", "(0F1;0X0)OVERLAP_F_B", ""):
+        with pytest.raises(ValueError, match="cannot run the action"):
+            parse_actions([text])
+    with pytest.raises(ValueError, match=r"1F0 on rank 0 .* its stages are 0"):
+        Program.parse(["0F0", "1F0"], rank=0, rank_of_stage=(0, 1))
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_expected_traffic_counts_gradients_of_trained_values_only(accumulated: int) -> None:
+    specs = (
+        ValueSpec((2, 3), torch.float32, True, "a"),
+        ValueSpec((4,), torch.bool, False, "b"),
+        ValueSpec((0,), torch.float32, True, "c"),
+    )
+    program = Program.parse(["0F0", "0SEND_F0", "0RECV_B0", "0B0"], rank=0, rank_of_stage=(0, 1))
+    sent, received = expected_traffic(program, lambda *_: specs, accumulated=accumulated)
+    assert (sent.payload_bytes, sent.calls) == (28 * accumulated, 2 * accumulated)
+    assert (received.payload_bytes, received.calls) == (24 * accumulated, accumulated)

@@ -1,0 +1,27 @@
+"""Unmodified Hugging Face models run in stages."""
+
+import pytest
+import torch
+
+from tests.support.hugging_face import HuggingFace, batches
+from tests.support.staged import check_parity
+
+pytest.importorskip("transformers")
+
+KINDS = ["llama", "gpt2_tied", "gpt2", "bert", "t5", "vit"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_give_what_the_whole_step_gives(kind: str) -> None:
+    torch.manual_seed(0)
+    check_parity(HuggingFace(kind), batches(kind), stages=4)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_activation_checkpointing(kind: str, is_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    module = HuggingFace(kind)
+    module.net.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    check_parity(module, batches(kind)[:1], stages=4)
