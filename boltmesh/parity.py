@@ -132,7 +132,12 @@ def _trace(
                 loaders = whole.split()
             predicted = [_flatten(trainer.predict(module, loader)) for loader in loaders]
             trace.predictions = _interleave(predicted)
-    return trace if is_reference else _merge_over_ranks(trace)
+    if is_reference:
+        return trace
+    used = trainer.strategy
+    if isinstance(used, MeshStrategy) and used.divides_modules:
+        return _merge_over_stages(trace, used)
+    return _merge_over_ranks(trace)
 
 
 def module_steps(module: LightningModule) -> int:
@@ -277,6 +282,50 @@ def _merge_over_ranks(trace: Trace) -> Trace:
         validation=_mean_of_mappings(validation),
         predictions=_interleave(predictions),
         disagreement=_find_disagreement(trace.parameters),
+    )
+
+
+def _merge_over_stages(trace: Trace, strategy: MeshStrategy) -> Trace:
+    """Put together what each stage holds; what all know is taken from the first rank.
+
+    Collective over all ranks.
+    """
+    mine = {
+        "losses": trace.losses,
+        "metrics": trace.metrics,
+        "parameters": {
+            name: each for name, each in trace.parameters.items() if strategy.holds(name)
+        },
+        "optimizer_state": trace.optimizer_state,
+        "validation": trace.validation,
+        "predictions": trace.predictions,
+    }
+    ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, mine)
+    merged: dict[str, dict[str, Tensor]] = {"parameters": {}, "optimizer_state": {}}
+    disagreement = None
+    for kind, values in merged.items():
+        for rank, each in enumerate(ranks):
+            for name, value in each[kind].items():
+                if not torch.equal(values.setdefault(name, value), value):
+                    disagreement = disagreement or f"rank {rank} disagrees on {kind} {name!r}"
+    for kind in ("losses", "metrics", "validation"):
+        for rank, each in enumerate(ranks):
+            if each[kind] != ranks[0][kind]:
+                disagreement = disagreement or f"rank {rank} disagrees with rank 0 on {kind}"
+    for rank, each in enumerate(ranks):
+        pairs = zip(each["predictions"], ranks[0]["predictions"], strict=True)
+        if not all(torch.equal(one, other) for one, other in pairs):
+            disagreement = disagreement or f"rank {rank} disagrees with rank 0 on predictions"
+    return Trace(
+        losses=ranks[0]["losses"],
+        gradient_norms=trace.gradient_norms,
+        metrics=ranks[0]["metrics"],
+        parameters={name: merged["parameters"][name] for name in trace.parameters},
+        optimizer_state=merged["optimizer_state"],
+        validation=ranks[0]["validation"],
+        predictions=ranks[0]["predictions"],
+        disagreement=disagreement,
     )
 
 

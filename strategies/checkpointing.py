@@ -28,7 +28,7 @@ from boltmesh.strategies.checkpoint.file import (
     local_path,
 )
 from boltmesh.strategies.checkpoint.optimizer_state import is_named, load_states, named_state
-from boltmesh.strategies.checkpoint.placeholder import Placeholder, held
+from boltmesh.strategies.checkpoint.placeholder import Placeholder, held, passed_over
 from boltmesh.strategies.checkpoint.together import together
 from boltmesh.strategies.data.axis import DataAxis
 from boltmesh.strategies.resume import ResumeManager
@@ -46,9 +46,25 @@ class CheckpointingStrategy(ParallelStrategy):
     _resume: ResumeManager | None
 
     @property
+    def stores_shards(self) -> bool:
+        """Whether ranks hold parts of the model, and checkpoints are directories of shards."""
+        return self.data_axis.is_sharded
+
+    divides_modules = False
+    """Whether parameters are whole, and on some of the ranks each."""
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a part of a parameter or buffer of the module."""
+        return True
+
+    def stores(self, name: str) -> bool:
+        """Whether this rank writes what it has of it into checkpoints."""
+        return True
+
+    @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return self.data_axis.is_sharded
+        return self.stores_shards
 
     @property  # type: ignore[explicit-override]
     @override
@@ -62,7 +78,7 @@ class CheckpointingStrategy(ParallelStrategy):
     @checkpoint_io.setter
     @override
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        if self.data_axis.is_sharded:
+        if self.stores_shards:
             raise ConfigError(
                 f"{type(self).__name__} writes its checkpoints by shards and would never call "
                 f"{type(io).__name__}. Take the plugin out of Trainer(plugins=...)."
@@ -71,7 +87,7 @@ class CheckpointingStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self.data_axis.is_sharded:
+        if not self.stores_shards:
             return super().lightning_module_state_dict()
         if self._is_alone:
             return {}  # it will not be written, and what failed may be what is asked here
@@ -79,18 +95,22 @@ class CheckpointingStrategy(ParallelStrategy):
         self.data_axis.synchronize()
         # The parameters themselves: tied ones are known by being one object.
         state: dict[str, Any] = self.lightning_module.state_dict(keep_vars=True)
-        return state
+        return {name: each for name, each in state.items() if self.stores(name)}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self.data_axis.is_sharded:
+        if not self.stores_shards:
             return super().optimizer_state(optimizer)
         if self._is_alone:
             return {}
         assert self.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        return named_state(self.lightning_module, optimizer)
+        return self._joined_state(named_state(self.lightning_module, optimizer))
+
+    def _joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Add what is stored once for all, and only other ranks have. Collective over all."""
+        return state
 
     @override
     def save_checkpoint(
@@ -98,7 +118,7 @@ class CheckpointingStrategy(ParallelStrategy):
     ) -> None:
         with self.recorder.phase("checkpoint"):
             trainer = compat.trainer_of(self.lightning_module)
-            if self.data_axis.is_sharded and self._is_alone:
+            if self.stores_shards and self._is_alone:
                 warnings.warn(
                     f"{filepath} was not written: the run is ending by an error, and a checkpoint "
                     f"of shards needs all ranks. The one before it is intact.",
@@ -107,7 +127,7 @@ class CheckpointingStrategy(ParallelStrategy):
                 return
             if self._resume is not None and trainer is not None:
                 checkpoint = self._resume.store(checkpoint, trainer)
-            if self.data_axis.is_sharded:
+            if self.stores_shards:
                 self._save_shards(checkpoint, filepath, storage_options)
             else:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -139,7 +159,8 @@ class CheckpointingStrategy(ParallelStrategy):
                 f"{filepath} cannot be written: a checkpoint of shards is a directory that all "
                 f"ranks write to, without storage_options. Choose a local or mounted folder."
             )
-        save_directory(checkpoint, local_path(self.broadcast(filepath)))
+        path = local_path(self.broadcast(filepath))
+        save_directory(checkpoint, path, is_divided=self.divides_modules)
 
     @override
     def load_checkpoint(
@@ -155,7 +176,7 @@ class CheckpointingStrategy(ParallelStrategy):
                     checks_files=self.is_global_zero,
                 )
             )
-        elif is_local(checkpoint_path) and self.data_axis.is_sharded:
+        elif is_local(checkpoint_path) and self.stores_shards:
             checkpoint = together(partial(load_mapped, path, weights_only=weights_only))
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only, **kwargs)
@@ -170,24 +191,26 @@ class CheckpointingStrategy(ParallelStrategy):
     ) -> None:
         state: dict[str, Any] = checkpoint["state_dict"]
         is_stored_in_shards = any(isinstance(each, Placeholder) for each in state.values())
-        if not self.data_axis.is_sharded and not is_stored_in_shards:
+        if not self.stores_shards and not is_stored_in_shards:
             super().load_model_state_dict(checkpoint, strict, **kwargs)
             return
         assert self.lightning_module is not None
-        state = {key: held(each) for key, each in state.items()}
+        state = {
+            key: held(each) if self.holds(key) else passed_over(each) for key, each in state.items()
+        }
         together(partial(self.lightning_module.load_state_dict, state, strict=strict))
         self.data_axis.parameters_loaded()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        if not self.data_axis.is_sharded and not any(map(is_named, states)):
+        if not self.stores_shards and not any(map(is_named, states)):
             super().load_optimizer_state_dict(checkpoint)
             return
         module = self.lightning_module
         assert module is not None
         for optimizer in self.optimizers:
             self.data_axis.prepare_state(optimizer)
-        together(partial(load_states, module, self.optimizers, states))
+        together(partial(load_states, module, self.optimizers, states, holds=self.holds))
         for optimizer in self.optimizers:
             self.data_axis.state_loaded(optimizer)

@@ -240,7 +240,7 @@ class MeshStrategy(CheckpointingStrategy):
         if is_fitting or self.data_axis.is_sharded:
             self.model = self.data_axis.wrap(self.model, self._axis_context(trainer))
         else:
-            compat.sync_module_states(self.model)
+            self._share_weights()
         if is_fitting:
             self.setup_optimizers(trainer)
             assert self.lightning_module is not None
@@ -259,6 +259,11 @@ class MeshStrategy(CheckpointingStrategy):
             self.recorder.watch_memory(partial(observe.tensors_by_kind, self))
             if self.seed is not None:
                 seed_random_state(self.seed + self.coordinates["data"])
+
+    def _share_weights(self) -> None:
+        """Give every rank the first one's model, for a run that trains nothing."""
+        assert self.model is not None
+        compat.sync_module_states(self.model)
 
     def _axis_context(self, trainer: Trainer) -> AxisContext:
         return AxisContext(

@@ -33,6 +33,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -43,8 +44,11 @@ from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
 )
-from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.connectors.data_connector import (
+    _get_distributed_sampler,
+    _request_dataloader,
+)
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
@@ -80,11 +84,14 @@ __all__ = [
     "prepare_for_backward",
     "rank_loader",
     "reads_gradients",
+    "reads_outputs",
+    "requested_loader",
     "reset_seed",
     "restart_fetching",
     "sync_module_states",
     "trainer_of",
     "training_loaders",
+    "transferred_to_host",
     "uses_lightning_norm",
     "validation_follows",
     "watch_batches",
@@ -444,3 +451,35 @@ def evaluation_is_over(trainer: Trainer) -> bool:
     """Whether the batch in work, or the last one done, is this rank's last of the evaluation."""
     fetcher = _evaluating_loop(trainer)._data_fetcher
     return fetcher is None or bool(fetcher.done)
+
+
+def requested_loader(trainer: Trainer) -> Any:
+    """What the user's hook gives for the loop that is about to run; a new one, as a rule."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        return _request_dataloader(trainer.fit_loop._data_source)
+    assert trainer.state.fn is not None
+    loop: Any = {
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }[trainer.state.fn]
+    loaders = _request_dataloader(loop._data_source)
+    # Evaluations run one loader after the other.
+    return loaders[0] if isinstance(loaders, list | tuple) else loaders
+
+
+def transferred_to_host(trainer: Trainer, batch: Any) -> Any:
+    """A batch after the module's hooks around its transfer, on the CPU."""
+    module = trainer.lightning_module
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, 0)
+    return module._apply_batch_transfer_handler(batch, torch.device("cpu"), 0)
+
+
+def reads_outputs(trainer: Trainer, step: str) -> bool:
+    """Whether a hook of the user's is given what an evaluation's steps return."""
+    name = f"on_{step.removesuffix('_step')}_batch_end"
+    return is_overridden(name, trainer.lightning_module, LightningModule) or any(
+        is_overridden(name, each, Callback) and not isinstance(each, ProgressBar)
+        for each in trainer.callbacks  # type: ignore[attr-defined]
+    )

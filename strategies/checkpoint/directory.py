@@ -46,13 +46,17 @@ ALIASES = "boltmesh_aliases"
 """Names of tied parameters, and the name under which their tensor is stored."""
 
 
-def save_directory(checkpoint: Mapping[str, Any], target: Path) -> None:
+def save_directory(
+    checkpoint: Mapping[str, Any], target: Path, *, is_divided: bool = False
+) -> None:
     """Write a checkpoint whose tensors may be shards. Collective over all ranks.
 
     Args:
         checkpoint: As Lightning makes it, with optimizer states by the names of parameters. What
             is no shard counts as it is on the first rank.
         target: The directory to be. Alike on all ranks.
+        is_divided: Tensors that are no shards are on one rank each, as the stages of a pipeline
+            are.
 
     Raises:
         CheckpointError: On every rank, when one could not write its part. What was at ``target``
@@ -63,7 +67,7 @@ def save_directory(checkpoint: Mapping[str, Any], target: Path) -> None:
     is_first = dist.get_rank() == 0
     try:
         together(bind(_begin, partial) if is_first else _nothing)
-        shard_files = _write_shards(tensors, partial)
+        shard_files = _write_shards(tensors, partial, is_divided=is_divided)
         together(bind(_finish, rest, partial, target, shard_files) if is_first else _nothing)
     except BaseException as error:
         if is_first:
@@ -182,10 +186,14 @@ def _begin(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_shards(tensors: dict[str, Any], partial: Path) -> list[str]:
+def _write_shards(tensors: dict[str, Any], partial: Path, *, is_divided: bool) -> list[str]:
     """Write this rank's shards; return the names of all ranks' files. Collective."""
     with torch.no_grad():
-        metadata = save(tensors, storage_writer=ShardWriter(partial), planner=PiecePlanner())
+        metadata = save(
+            tensors,
+            storage_writer=ShardWriter(partial),
+            planner=PiecePlanner(is_divided=is_divided),
+        )
     return sorted({str(each.relative_path) for each in metadata.storage_data.values()})
 
 

@@ -5,7 +5,7 @@ these numbers. Both forms can be loaded here into any layout: every rank takes i
 what is stored, and what the optimizer holds already (offloaded state, say) is filled in place.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,11 @@ def is_named(saved: Mapping[str, Any]) -> bool:
 
 
 def load_states(
-    module: Module, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]]
+    module: Module,
+    optimizers: Sequence[Optimizer],
+    saved: Sequence[Mapping[str, Any]],
+    *,
+    holds: Callable[[str], bool] = lambda _: True,
 ) -> None:
     """Put the saved states of all optimizers into them; see ``load_state``."""
     if len(optimizers) != len(saved):
@@ -72,13 +76,20 @@ def load_states(
             f"makes {len(optimizers)}. Make the same, or load the weights alone into a new run."
         )
     for optimizer, state in zip(optimizers, saved, strict=True):
-        load_state(module, optimizer, state)
+        load_state(module, optimizer, state, holds=holds)
 
 
-def load_state(module: Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+def load_state(
+    module: Module,
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    *,
+    holds: Callable[[str], bool] = lambda _: True,
+) -> None:
     """Put a saved state into an optimizer, whatever layout wrote it.
 
-    Groups keep their identity, for schedulers and offloading hold on to them.
+    Groups keep their identity, for schedulers and offloading hold on to them. Parameters that
+    this rank does not hold, as ``holds`` says by their names, get none.
 
     Raises:
         CheckpointError: When the groups are not those of the optimizer.
@@ -95,7 +106,7 @@ def load_state(module: Module, optimizer: Optimizer, saved: Mapping[str, Any]) -
     }
     with torch.no_grad():
         for name, parameter in _pairs(names, optimizer):
-            values = stored.get(name, {})
+            values = stored.get(name, {}) if holds(name) else {}
             _forget(optimizer, parameter, keeps=values.keys())
             if not values:
                 continue

@@ -92,3 +92,12 @@ def held(value: Any) -> Any:
     if isinstance(value, Placeholder) or not isinstance(value, Tensor):
         return value
     return Placeholder.of(value.shape, value.dtype, fill)
+
+
+def passed_over(value: Any) -> Any:
+    """Stands for a tensor that this rank does not hold: nothing is loaded of it."""
+
+    def fill(destination: Tensor) -> None:
+        pass
+
+    return Placeholder.of(value.shape, value.dtype, fill) if isinstance(value, Tensor) else value

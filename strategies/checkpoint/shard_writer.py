@@ -49,10 +49,14 @@ class PiecePlanner(DefaultSavePlanner):
 
     The state holds tensors only; what is no DTensor is alike on all ranks, or counts as it is on
     the first.
+
+    Args:
+        is_divided: What is no DTensor is here on this rank alone, and written by it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_divided: bool = False) -> None:
         super().__init__(flatten_sharded_tensors=False)
+        self._is_divided = is_divided
         self._read: tuple[str, Tensor] | None = None
         """The name and value of the shard that was read last."""
 
@@ -64,9 +68,9 @@ class PiecePlanner(DefaultSavePlanner):
             if isinstance(tensor, DTensor):
                 has_part = tensor.device_mesh.get_coordinate() is not None
             else:
-                has_part = self.is_coordinator
+                has_part = self.is_coordinator or self._is_divided
             if has_part:
-                items += _pieces(name, tensor, keeps_empty=self.is_coordinator)
+                items += _pieces(name, tensor, keeps_empty=self.is_coordinator or self._is_divided)
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 

@@ -1,0 +1,161 @@
+"""Decides which rank holds what of a model: units, parameters and buffers of every stage."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Module
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.options import Split
+from boltmesh.strategies.pipeline.replay.plans import StagePlans
+from boltmesh.strategies.pipeline.replay.probe import probe
+from boltmesh.strategies.pipeline.replay.trace import Trace
+from boltmesh.strategies.pipeline.replay.units import find_stage_units
+from boltmesh.strategies.pipeline.split import UnitCost, balanced_split, named_split
+
+BYTES_PER_PARAMETER = 16
+"""Parameter, gradient and two moments in fp32: what the rank of a unit keeps for it."""
+
+SECONDS_PER_ELEMENT = 0.5
+"""A parameter that is only looked up (an embedding) costs about this part of one that is
+multiplied: reading it and adding to its gradient, in units of its floating point operations."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What stands where. Alike on every rank."""
+
+    plans: StagePlans
+    stages: tuple[tuple[UnitCost, ...], ...]
+    """The units of each stage, in the order of their calls."""
+    ranks_of_parameter: Mapping[str, tuple[int, ...]]
+    """By the parameter's first name, the pipeline ranks that hold it; the first one counts it."""
+    rank_of_buffer: Mapping[str, int]
+    """By the buffer's name, the pipeline rank whose value is the model's."""
+
+    def stage_of(self, name: str) -> int | None:
+        """Return the stage of the unit that a parameter or module is in."""
+        for unit, stage in self.plans.stage_of_unit.items():
+            if name == unit or name.startswith(f"{unit}."):
+                return stage
+        return None
+
+
+def place(
+    module: Module,
+    step: str,
+    args: tuple[Any, ...],
+    *,
+    num_stages: int,
+    rank_of_stage: Sequence[int],
+    split: Split,
+    seed: int,
+) -> Placement:
+    """Cut a model into stages, by a look at what a step does with one microbatch.
+
+    Args:
+        module: The whole model; nothing of it is computed.
+        step: The method that is run as a pipeline, such as ``training_step``.
+        args: What it is called with.
+        num_stages: Of the whole pipeline.
+        rank_of_stage: The rank of each.
+        split: As the user gave it.
+        seed: What the step's random numbers start from.
+
+    Raises:
+        ConfigError: When the model cannot be cut so.
+    """
+    units = find_stage_units(module)
+    trace = probe(module, units, step, args, seed=seed, counts_flops=True)
+    costs = _costs(units, trace)
+    names = _cut(split, list(costs.values()), num_stages)
+    stage_of_unit = {name: stage for stage, members in enumerate(names) for name in members}
+    for name in units:
+        stage_of_unit.setdefault(name, _stage_beside(name, list(units), stage_of_unit, num_stages))
+    plans = StagePlans(module, units, stage_of_unit)
+    used = [run.plan.parameters for run in plans.stages(step, *args, seed=seed)]
+    return Placement(
+        plans=plans,
+        stages=tuple(tuple(costs[name] for name in members) for members in names),
+        ranks_of_parameter=_ranks_of_parameters(module, plans, used, rank_of_stage),
+        rank_of_buffer={
+            name: rank_of_stage[_stage_holding(name, stage_of_unit)]
+            for name, _ in module.named_buffers()
+        },
+    )
+
+
+def _costs(units: Mapping[str, Module], trace: Trace) -> dict[str, UnitCost]:
+    """Return what units cost, in the order of their first calls."""
+    costs = {}
+    for event in trace.unit_events():
+        name = trace.events[event].name
+        if name in costs:
+            continue
+        numel = sum(each.numel() for each in units[name].parameters())
+        # A backward pass computes two gradients: three times the forward in all.
+        work = 3.0 * trace.flops.get(name, 0) + SECONDS_PER_ELEMENT * numel
+        costs[name] = UnitCost(name, work, float(BYTES_PER_PARAMETER * numel))
+    return costs
+
+
+def _cut(split: Split, costs: Sequence[UnitCost], num_stages: int) -> Sequence[Sequence[str]]:
+    if callable(split):
+        return _checked(split(costs, num_stages), costs, num_stages)
+    if isinstance(split, str):
+        return balanced_split(costs, num_stages)
+    return _checked(named_split(split, [each.name for each in costs]), costs, num_stages)
+
+
+def _checked(
+    stages: Sequence[Sequence[str]], costs: Sequence[UnitCost], num_stages: int
+) -> Sequence[Sequence[str]]:
+
+    given = [name for stage in stages for name in stage]
+    wanted = [each.name for each in costs]
+    if len(stages) != num_stages:
+        raise ConfigError(
+            f"split makes {len(stages)} stages, and the pipeline has {num_stages}. "
+            f"Name {num_stages - 1} modules at which a stage begins."
+        )
+    if given != wanted or not all(stages):
+        raise ConfigError(
+            f"split gives {given}, and the model calls {wanted}: every part belongs to one stage, "
+            f"in the order of the calls, and every stage holds one at least."
+        )
+    return stages
+
+
+def _stage_beside(
+    name: str, names: Sequence[str], stage_of_unit: Mapping[str, int], num_stages: int
+) -> int:
+    """Where a unit stands that the step does not call: with the one before it in the model."""
+    for other in reversed(names[: names.index(name)]):
+        if other in stage_of_unit:
+            return stage_of_unit[other]
+    return num_stages - 1
+
+
+def _ranks_of_parameters(
+    module: Module,
+    plans: StagePlans,
+    used: Sequence[frozenset[str]],
+    rank_of_stage: Sequence[int],
+) -> dict[str, tuple[int, ...]]:
+    ranks: dict[str, tuple[int, ...]] = {}
+    for name, _ in module.named_parameters():
+        stages = [stage for stage, names in enumerate(used) if name in names]
+        if not stages:
+            units = [unit for unit, held in plans.parameters_of_unit.items() if name in held]
+            last = len(rank_of_stage) - 1
+            stages = [min(plans.stage_of_unit[unit] for unit in units)] if units else [last]
+        ranks[name] = tuple(sorted({rank_of_stage[stage] for stage in stages}))
+    return ranks
+
+
+def _stage_holding(name: str, stage_of_unit: Mapping[str, int]) -> int:
+    for unit, stage in stage_of_unit.items():
+        if name.startswith(f"{unit}."):
+            return stage
+    return 0

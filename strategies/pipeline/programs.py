@@ -1,0 +1,84 @@
+"""The actions of this rank for any number of microbatches."""
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.executor.program import Program
+from boltmesh.strategies.pipeline.options import PipelineOptions
+from boltmesh.strategies.pipeline.schedules import schedule_table, with_communication
+from boltmesh.strategies.pipeline.table import ScheduleTable
+from boltmesh.telemetry.schedule import Order
+
+
+class Programs:
+    """Works schedules out as batches ask for them: a last batch may have too few rows for all.
+
+    Args:
+        options: What the user chose.
+        num_ranks: Of the pipeline.
+        rank: This one, within it.
+    """
+
+    def __init__(self, options: PipelineOptions, num_ranks: int, rank: int) -> None:
+        self._options = options
+        self._num_ranks = num_ranks
+        self._rank = rank
+        self._tables: dict[int, ScheduleTable] = {}
+        self._programs: dict[int, Program] = {}
+        whole = self._table(options.num_microbatches(num_ranks))
+        self.num_stages = whole.num_stages
+        self.rank_of_stage = whole.rank_of_stage
+
+    def of(self, num_microbatches: int) -> Program:
+        """Return what this rank does in a step with so many microbatches."""
+        if num_microbatches not in self._programs:
+            table = self._table(num_microbatches)
+            self._programs[num_microbatches] = Program.parse(
+                with_communication(table)[self._rank],
+                rank=self._rank,
+                rank_of_stage=table.rank_of_stage,
+            )
+        return self._programs[num_microbatches]
+
+    def order(self, num_microbatches: int) -> Order:
+        """Return what all ranks compute, as telemetry shows it."""
+        return self._table(num_microbatches).order
+
+    def _table(self, num_microbatches: int) -> ScheduleTable:
+        if num_microbatches not in self._tables:
+            self._tables[num_microbatches] = self._work_out(num_microbatches)
+        return self._tables[num_microbatches]
+
+    def _work_out(self, num_microbatches: int) -> ScheduleTable:
+        try:
+            return schedule_table(
+                self._options.schedule,
+                num_ranks=self._num_ranks,
+                num_microbatches=num_microbatches,
+                stages_per_rank=self._options.stages_per_rank,
+            )
+        except ConfigError:
+            if not self._tables:
+                raise
+        # A small batch at the end of an epoch: the schedule has no order for so few.
+        return all_forward_first(self._options.schedule, self.rank_of_stage, num_microbatches)
+
+
+def all_forward_first(
+    name: str, rank_of_stage: tuple[int, ...], num_microbatches: int
+) -> ScheduleTable:
+    """The plainest order, which stages can have in any number: all forwards, then all backwards."""
+    num_ranks = max(rank_of_stage) + 1
+    rows: list[tuple[str, ...]] = []
+    for rank in range(num_ranks):
+        stages = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
+        numbers = range(num_microbatches)
+        forwards = [f"{stage}F{number}" for stage in stages for number in numbers]
+        backwards = [f"{stage}B{number}" for stage in reversed(stages) for number in numbers]
+        rows.append((*forwards, *backwards))
+    return ScheduleTable(
+        name=name,
+        num_ranks=num_ranks,
+        num_stages=len(rank_of_stage),
+        num_microbatches=num_microbatches,
+        order=tuple(rows),
+        rank_of_stage=rank_of_stage,
+    )

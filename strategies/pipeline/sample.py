@@ -1,0 +1,63 @@
+"""A first look at the data, by which a model is cut before it takes any memory.
+
+The loaders of the run are not touched: the user's own is asked once more, and the generators of
+random numbers stand afterwards as they stood before.
+"""
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.random_state import capture_random_state, restore_random_state
+
+
+def sample_batch(trainer: Trainer) -> Any:
+    """Return a batch of the loop that is about to run, on the CPU, as the module's hooks leave it.
+
+    Raises:
+        ConfigError: When the loaders give none.
+    """
+    state = capture_random_state()
+    try:
+        loader = compat.requested_loader(trainer)
+        batch = _first_batch(loader)
+        return compat.transferred_to_host(trainer, batch)
+    finally:
+        restore_random_state(state)
+
+
+def _first_batch(loader: Any) -> Any:
+    if isinstance(loader, CombinedLoader):
+        loader = loader.iterables
+    if isinstance(loader, dict):
+        return {key: _first_batch(each) for key, each in loader.items()}
+    if isinstance(loader, list | tuple):
+        return type(loader)(_first_batch(each) for each in loader)
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        return _collated(loader)
+    for batch in loader:
+        return batch
+    raise ConfigError(
+        "The dataloader gives no batch, and a pipeline needs one to find out how the model is "
+        "cut. Give it data."
+    )
+
+
+def _collated(loader: DataLoader[Any]) -> Any:
+    """The loader's first batch, without its workers."""
+    dataset: Any = loader.dataset
+    if loader.batch_sampler is None:  # batches come out of the dataset
+        return loader.collate_fn(dataset[next(iter(loader.sampler))])
+    indices = next(iter(loader.batch_sampler), None)
+    if indices is None:
+        raise ConfigError(
+            "The dataloader is empty, and a pipeline needs a batch to find out how the model is "
+            "cut. Give it data, or a smaller batch_size where drop_last=True leaves none."
+        )
+    if hasattr(dataset, "__getitems__"):
+        return loader.collate_fn(dataset.__getitems__(indices))
+    return loader.collate_fn([dataset[index] for index in indices])

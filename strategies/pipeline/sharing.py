@@ -1,0 +1,115 @@
+"""Parameters that several stages use, and the norm of gradients over all stages."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from boltmesh.strategies.clipping import tensor_norm
+
+
+class SharedParameters:
+    """Parameters of stages on more than one rank: tied weights, and what code between units uses.
+
+    Each of their ranks holds them whole and makes a part of their gradient; the parts are added
+    up after each batch, so that equal steps follow. Collective to make, over the pipeline.
+
+    Args:
+        parameters: By name, those that this rank holds and shares.
+        ranks: By name of every shared parameter of the model, the ranks that hold it, counted
+            within the pipeline; alike on all ranks.
+        group: The pipeline.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        ranks: Mapping[str, tuple[int, ...]],
+        group: ProcessGroup,
+    ) -> None:
+        self.names = frozenset(parameters)
+        """What this rank shares."""
+        self.counted_elsewhere = frozenset(
+            id(each) for name, each in parameters.items() if group.rank() != ranks[name][0]
+        )
+        """Parameters that another rank counts in a norm, by identity."""
+        self._members: list[tuple[ProcessGroup, list[Parameter]]] = []
+        world = dist.get_process_group_ranks(group)
+        for members in sorted(set(ranks.values())):
+            # By all ranks, though only some are in it: ranks that have made different numbers of
+            # groups may never meet in the next one (gloo, torch 2.13).
+            made = dist.new_group([world[each] for each in members], group_desc="pipeline")
+            if group.rank() not in members:
+                continue
+            held = [parameters[name] for name in sorted(ranks) if ranks[name] == members]
+            self._members.append((made, held))
+
+    def groups(self) -> list[ProcessGroup]:
+        """Return the groups that gradients are added up in."""
+        return [group for group, _ in self._members]
+
+    def add_up(self, gradients: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
+        """Sum gradients over the ranks that hold the same parameter; return the sums.
+
+        Collective over those ranks. A rank that made none adds nothing.
+
+        Args:
+            gradients: By identity of the parameter.
+        """
+        sums: dict[int, Tensor] = {}
+        for group, parameters in self._members:
+            trained = [each for each in parameters if each.requires_grad]
+            found = [gradients.get(id(each)) for each in trained]
+            # Without a gradient on any rank there is none, which optimizers tell from zeros.
+            device = trained[0].device if trained else None
+            flags = torch.tensor([each is not None for each in found], dtype=torch.int32)
+            flags = flags.to(device)
+            dist.all_reduce(flags, group=group)
+            for each, own, count in zip(trained, found, flags.tolist(), strict=True):
+                if count:
+                    gradient = torch.zeros_like(each) if own is None else own
+                    dist.all_reduce(gradient, group=group)
+                    sums[id(each)] = gradient
+        return sums
+
+    def broadcast(self) -> None:
+        """Give every holder the values of the first one."""
+        for group, parameters in self._members:
+            source = dist.get_process_group_ranks(group)[0]
+            for each in parameters:
+                dist.broadcast(each.detach(), source, group=group)
+
+
+def norm_over_stages(
+    parameters: Iterable[Parameter], group: ProcessGroup, counted_elsewhere: frozenset[int]
+) -> Tensor:
+    """Return the joint norm of all stages' gradients, fp64 and 0-dim.
+
+    Collective over the pipeline.
+
+    Args:
+        parameters: Of an optimizer; the same on all ranks.
+        group: The pipeline.
+        counted_elsewhere: Parameters of which another rank counts the gradient.
+    """
+    gradients = [
+        each.grad
+        for each in parameters
+        if each.grad is not None and id(each) not in counted_elsewhere
+    ]
+    device = _device_of(gradients, group)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for each in gradients:
+        total += tensor_norm(each).to(device).double().square()
+    dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def _device_of(gradients: Sequence[Tensor], group: ProcessGroup) -> torch.device:
+    if gradients:
+        return gradients[0].device
+    is_cpu = dist.get_backend(group) == "gloo"
+    return torch.device("cpu") if is_cpu else torch.device("cuda", torch.cuda.current_device())

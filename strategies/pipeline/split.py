@@ -1,0 +1,131 @@
+"""Cuts a model's units into stages of equal cost: planning arithmetic, without torch.
+
+The slowest stage sets the pace of a pipeline, so its time is made as small as it can be; among the
+cuts that reach this, the stages are made as alike as they can be. Found exactly, by dynamic
+programming over the places where a stage may end.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from boltmesh.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """What one unit of the model costs, in the order in which a step calls them."""
+
+    name: str
+    """Dotted, inside the LightningModule."""
+    seconds: float
+    """Forward and backward of a microbatch; any unit will do, as long as it is one for all."""
+    num_bytes: float = 0.0
+    """Parameters, gradients, optimizer state: what its rank keeps for it."""
+
+
+def balanced_split(
+    units: Sequence[UnitCost], num_stages: int, *, max_bytes: float = math.inf
+) -> list[list[str]]:
+    """Return the names of each stage's units.
+
+    Args:
+        units: In the order of their calls.
+        num_stages: Each gets one unit at least.
+        max_bytes: What the units of one stage may need.
+
+    Raises:
+        ConfigError: When there are fewer units than stages, or no cut keeps within the memory.
+    """
+    if len(units) < num_stages:
+        raise ConfigError(
+            f"stages={num_stages} was asked, but the model has {len(units)} parts that can stand "
+            f"in a stage of their own ({_listed([each.name for each in units])}). "
+            f"Use stages={max(len(units), 1)} or fewer."
+        )
+    seconds = _prefix_sums([each.seconds for each in units])
+    memory = _prefix_sums([each.num_bytes for each in units])
+    ends = _best_ends(seconds, memory, num_stages, max_bytes)
+    if ends is None:
+        needed = max(each.num_bytes for each in units)
+        raise ConfigError(
+            f"No cut into {num_stages} stages keeps each within {max_bytes / 1e9:.3g} GB: the "
+            f"model needs {memory[-1] / 1e9:.3g} GB in all, and its largest part "
+            f"{needed / 1e9:.3g} GB. Use more stages, or shard what a stage holds."
+        )
+    starts = [0, *ends[:-1]]
+    return [
+        [each.name for each in units[start:end]] for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _best_ends(
+    seconds: Sequence[float], memory: Sequence[float], num_stages: int, max_bytes: float
+) -> list[int] | None:
+    """Return where each stage ends; costs are compared by the slowest, then by the squares."""
+    count = len(seconds) - 1
+    worst = (math.inf, math.inf)
+    best: list[tuple[float, float]] = [(0.0, 0.0), *[worst] * count]
+    choices: list[list[int]] = []
+    for stage in range(1, num_stages + 1):
+        reached = [worst] * (count + 1)
+        chosen = [0] * (count + 1)
+        for end in range(stage, count - (num_stages - stage) + 1):
+            for start in range(end - 1, stage - 2, -1):
+                if memory[end] - memory[start] > max_bytes:
+                    break
+                own = seconds[end] - seconds[start]
+                if own > reached[end][0]:
+                    break  # and longer ones are slower still
+                slowest, squares = best[start]
+                cost = (max(slowest, own), squares + own * own)
+                if cost < reached[end]:
+                    reached[end], chosen[end] = cost, start
+        best = reached
+        choices.append(chosen)
+    if best[count] == worst:
+        return None
+    ends = [count]
+    for chosen in reversed(choices[1:]):
+        ends.append(chosen[ends[-1]])
+    return ends[::-1]
+
+
+def named_split(names: Sequence[str], units: Sequence[str]) -> list[list[str]]:
+    """Return each stage's units where the user named the first module of every later stage.
+
+    Args:
+        names: Modules at which a new stage begins, in the order of their calls.
+        units: All units, in the order of their calls.
+
+    Raises:
+        ConfigError: When a name is no unit, or names stand in another order.
+    """
+    position: Mapping[str, int] = {name: index for index, name in enumerate(units)}
+    for name in names:
+        if name not in position:
+            raise ConfigError(
+                f"split names {name!r}, where no stage can begin. It can at {_listed(units[1:])}."
+            )
+    ends = [position[name] for name in names]
+    if ends != sorted(set(ends)) or 0 in ends:
+        raise ConfigError(
+            f"split={list(names)} is not in the order in which the model calls them, or begins "
+            f"with its first module: name the first module of the second stage, then of the "
+            f"third, and so on."
+        )
+    starts = [0, *ends]
+    return [list(units[start:end]) for start, end in zip(starts, [*ends, len(units)], strict=True)]
+
+
+def _prefix_sums(values: Sequence[float]) -> list[float]:
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) <= 6:
+        return ", ".join(names)
+    return ", ".join([*names[:3], "...", *names[-2:]])

@@ -1,0 +1,279 @@
+"""What a step logged on the last stage, made again on every rank.
+
+Only the last stage runs a step to its end, on one microbatch after the other. Its calls of
+``self.log`` are kept, brought together over the microbatches, and repeated on all ranks of the
+pipeline, so that monitors, loggers and reductions at the end of an epoch find the same keys and
+values everywhere. What the other stages log on their way is worth nothing and dropped.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+from torchmetrics import Metric
+
+from boltmesh.strategies.pipeline.counting import Counts
+from boltmesh.strategies.pipeline.losses import Reduction, reductions
+
+Fold = Literal["mean", "sum", "min", "max"]
+
+_FOLDS: dict[Any, Fold] = {
+    "mean": "mean", torch.mean: "mean", "sum": "sum", torch.sum: "sum", "avg": "mean",
+    "min": "min", torch.min: "min", min: "min", "max": "max", torch.max: "max", max: "max",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MetricName:
+    """Stands for a ``torchmetrics.Metric`` of the module: the same one on another rank."""
+
+    attribute: str
+
+
+@dataclass
+class _Entry:
+    """One key that a step logged, over its microbatches."""
+
+    fold: Fold
+    options: dict[str, Any]
+    values: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor | float | None] = field(default_factory=list)
+    """None: as much as the microbatch's loss."""
+    microbatches: list[int] = field(default_factory=list)
+    batch_size: int | None = None
+    metric: MetricName | None = None
+
+
+class StepLogs:
+    """Takes the place of ``module.log`` while a step runs. Made anew for each step."""
+
+    def __init__(self, module: LightningModule, counts: Counts | None = None) -> None:
+        """Keep what a step logs.
+
+        Args:
+            module: Whose ``log`` is taken.
+            counts: Tells what values were averaged over where they have no graph.
+        """
+        self._module = module
+        self._counts = counts
+        self._entries: dict[tuple[str, str | None], _Entry] = {}
+        self._microbatch = 0
+
+    @contextmanager
+    def of_microbatch(self, index: int) -> Iterator[None]:
+        """Within, calls of ``self.log`` are kept as this microbatch's."""
+        self._microbatch = index
+        aside = self._module.__dict__.get("log")
+        self._module.__dict__["log"] = self._log
+        try:
+            yield
+        finally:
+            if aside is None:
+                del self._module.__dict__["log"]
+            else:
+                self._module.__dict__["log"] = aside
+
+    def _log(self, name: str, value: Any, *positional: Any, **options: Any) -> None:
+        options = {**dict(zip(_OPTIONS, positional, strict=False)), **options}
+        if isinstance(value, Mapping):
+            for key, each in value.items():
+                self._keep(name, str(key), each, options)
+        else:
+            self._keep(name, None, value, options)
+
+    def _keep(self, name: str, key: str | None, value: Any, options: dict[str, Any]) -> None:
+        fold = _FOLDS.get(options.get("reduce_fx", "mean"), "mean")
+        entry = self._entries.setdefault((name, key), _Entry(fold, options))
+        batch_size = options.get("batch_size")
+        if batch_size is not None:
+            is_new = self._microbatch not in entry.microbatches
+            entry.batch_size = (entry.batch_size or 0) + (batch_size if is_new else 0)
+        if isinstance(value, Metric):
+            entry.metric = MetricName(_attribute_of(self._module, value))
+            return
+        entry.microbatches.append(self._microbatch)
+        weight: Tensor | float | None = None if batch_size is None else float(batch_size)
+        if isinstance(value, Tensor) and batch_size is None:
+            found = self._reductions(value)
+            if found and all(each.kind == "sum" for each in found) and entry.fold == "mean":
+                entry.fold = "sum"
+            elif found and found[0].kind == "mean":
+                weight = found[0].count
+        entry.values.append(torch.as_tensor(value).detach().double().reshape(()))
+        entry.weights.append(weight)
+
+    def _reductions(self, value: Tensor) -> list[Reduction]:
+        if value.grad_fn is not None:
+            return reductions(value)
+        known = None if self._counts is None else self._counts.of(value)
+        return [] if known is None else [known]
+
+    def collected(self, loss_weights: Mapping[int, Tensor | float]) -> list["Logged"]:
+        """Return what the step logged as a whole, in the order of the first calls.
+
+        Args:
+            loss_weights: Of each microbatch; values of which nothing else tells what they were
+                averaged over are weighed like the loss.
+        """
+        return [
+            Logged(name, key, self._value(entry, loss_weights), _options(entry))
+            for (name, key), entry in self._entries.items()
+        ]
+
+    def _value(
+        self, entry: _Entry, loss_weights: Mapping[int, Tensor | float]
+    ) -> "Tensor | MetricName":
+        if entry.metric is not None:
+            return entry.metric
+        values = torch.stack(entry.values)
+        if entry.fold != "mean":
+            folds: dict[Fold, Callable[[Tensor], Tensor]] = {
+                "sum": torch.sum, "min": torch.amin, "max": torch.amax,
+            }  # fmt: skip
+            return folds[entry.fold](values)
+        pairs = zip(entry.weights, entry.microbatches, strict=True)
+        chosen = [
+            loss_weights.get(index, 1.0) if weight is None else weight for weight, index in pairs
+        ]
+        weights = torch.stack(
+            [torch.as_tensor(each, device=values.device).double() for each in chosen]
+        )
+        # A mean over nothing is not a number, and worth nothing.
+        return torch.where(weights == 0, 0.0, values * weights).sum() / weights.sum()
+
+
+@dataclass(frozen=True)
+class Logged:
+    """One call of ``self.log`` that every rank repeats."""
+
+    name: str
+    key: str | None
+    """Of the dict that was logged under ``name``; None where it was a value."""
+    value: Tensor | MetricName
+    """0-dim, float64; or which metric of the module."""
+    options: dict[str, Any]
+
+
+def repeat(module: LightningModule, logged: Iterable[Logged]) -> None:
+    """Make the calls again, on this rank's module."""
+    groups: dict[str, dict[str, Any]] = {}
+    for each in logged:
+        value: Any = each.value
+        if isinstance(value, MetricName):
+            value = module.get_submodule(value.attribute)
+        else:
+            value = value.to(module.device, torch.get_default_dtype())
+        if each.key is None:
+            module.log(each.name, value, **each.options)
+        else:
+            known = groups.setdefault(each.name, {"options": each.options, "values": {}})
+            known["values"][each.key] = value
+    for name, group in groups.items():
+        module.log(name, group["values"], **group["options"])
+
+
+_OPTIONS = (
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist",
+    "sync_dist_group", "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
+)  # fmt: skip
+"""Of ``LightningModule.log``, after name and value."""
+
+
+def _options(entry: _Entry) -> dict[str, Any]:
+    if entry.batch_size is None:
+        return entry.options
+    return {**entry.options, "batch_size": entry.batch_size}
+
+
+def _attribute_of(module: Module, metric: Metric) -> str:
+    for name, each in module.named_modules():
+        if each is metric:
+            return str(name)
+    raise ValueError("A metric that is no attribute of the module cannot be logged.")
+
+
+class Sharing:
+    """Sends what the last stage found out to the other ranks, in one small message a step.
+
+    Names and options are sent only when they change.
+    """
+
+    def __init__(self, group: ProcessGroup, source: int, device: torch.device) -> None:
+        self._group = group
+        self._source = source
+        """Global rank that holds the last stage."""
+        self._device = device
+        self._known: list[tuple[Any, ...]] = []
+        self.is_mapping = False
+        """Whether the last step returned a dict."""
+
+    def send(
+        self,
+        loss: Tensor | None,
+        total: Tensor | float,
+        logged: list[Logged],
+        *,
+        is_mapping: bool,
+    ) -> None:
+        """Called on the rank of the last stage. Collective over the pipeline.
+
+        Args:
+            loss: Of the batch, 0-dim; None where the step gave none.
+            total: What gradients are to be divided by.
+            logged: What the other ranks are to log.
+            is_mapping: Whether the step returned a dict.
+        """
+        told = [(each.name, each.key, _told(each.value), each.options) for each in logged]
+        numbers = [each.value for each in logged if isinstance(each.value, Tensor)]
+        is_news = told != self._known
+        self.is_mapping = is_mapping
+        head = [float(is_news), float(loss is not None), float(is_mapping), len(numbers)]
+        value = torch.zeros(()) if loss is None else loss.detach()
+        self._broadcast(self._row([*map(torch.tensor, head), value, torch.as_tensor(total)]))
+        if is_news:
+            self._known = told
+            dist.broadcast_object_list([told], self._source, group=self._group)
+        if numbers:
+            self._broadcast(self._row(numbers))
+
+    def receive(self) -> tuple[Tensor | None, Tensor | float, list[Logged]]:
+        """Called on every other rank. Collective over the pipeline.
+
+        Returns:
+            What the last stage sent: loss, total and what to log.
+        """
+        row = self._broadcast(torch.zeros(6, dtype=torch.float64, device=self._device))
+        is_news, has_loss, is_mapping, count = map(int, row[:4].tolist())
+        self.is_mapping = bool(is_mapping)
+        if is_news:
+            holder: list[Any] = [None]
+            dist.broadcast_object_list(holder, self._source, group=self._group)
+            self._known = holder[0]
+        numbers: Iterator[Tensor] = iter(())
+        if count:
+            values = torch.zeros(count, dtype=torch.float64, device=self._device)
+            numbers = iter(self._broadcast(values))
+        logged = [
+            Logged(name, key, next(numbers) if value is None else value, options)
+            for name, key, value, options in self._known
+        ]
+        loss = row[4].to(torch.get_default_dtype()) if has_loss else None
+        return loss, row[5], logged
+
+    def _row(self, values: list[Tensor]) -> Tensor:
+        return torch.stack([each.to(self._device, torch.float64).reshape(()) for each in values])
+
+    def _broadcast(self, row: Tensor) -> Tensor:
+        dist.broadcast(row, self._source, group=self._group)
+        return row
+
+
+def _told(value: Tensor | MetricName) -> MetricName | None:
+    return value if isinstance(value, MetricName) else None

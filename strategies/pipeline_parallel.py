@@ -1,0 +1,266 @@
+"""``PipelineParallelStrategy``: each rank holds some layers, and passes activations on."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.data.lone import LoneRank
+from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.pipeline.axis import Around, PipelineAxis, PipelineContext
+from boltmesh.strategies.pipeline.options import PipelineOptions, Split
+from boltmesh.strategies.pipeline.sample import sample_batch
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+_STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+
+class PipelineParallelStrategy(MeshStrategy):
+    """Pipeline parallelism for a LightningModule as its author wrote it.
+
+    The layers are divided into stages, one rank after the other; every batch is cut into
+    microbatches, which pass through the stages one behind the other. The same numbers as one
+    process with the whole batch.
+
+    Args:
+        stages: Ranks of the pipeline; by default all ranks of the job.
+        microbatches: Parts that a batch is cut into; four for each rank by default. More make the
+            bubble smaller and each part less efficient.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
+            ``"zero_bubble"``, ``"zbv"`` or ``"dualpipev"``; ``boltmesh schedule`` draws them.
+        stages_per_rank: How many stages each rank has, for schedules that interleave them.
+        split: ``"auto"`` balances floating point operations and parameters; else the names of the
+            modules at which the second and later stages begin, or a function of the modules' costs
+            and the number of stages that returns the names of each stage's.
+        **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
+            ``process_group_backend``, ``start_method`` and Lightning's own.
+
+    Raises:
+        ConfigError: When options contradict each other or do not exist.
+
+    Sources: GPipe, Huang et al. 2019, https://arxiv.org/abs/1811.06965; 1F1B and interleaving,
+    Narayanan et al. 2021, https://arxiv.org/abs/2104.04473; zero bubble, Qi et al. 2023,
+    https://arxiv.org/abs/2401.10241
+    """
+
+    strategy_name = "bolt_pipeline"
+
+    def __init__(
+        self,
+        *,
+        stages: int | None = None,
+        microbatches: int | None = None,
+        schedule: str = "1f1b",
+        stages_per_rank: int | None = None,
+        split: Split = "auto",
+        **kwargs: Any,
+    ) -> None:
+        self.options = PipelineOptions(
+            stages=stages,
+            microbatches=microbatches,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            split=split,
+        )
+        super().__init__(data_axis=LoneRank(), **kwargs)
+        self.pipeline_axis = PipelineAxis(self.options)
+
+    # Starting.
+
+    @property
+    @override
+    def layout(self) -> MeshLayout:
+        world_size = self.num_nodes * self.num_processes
+        stages = self.options.stages or world_size
+        if stages != world_size:
+            raise LayoutError(
+                f"stages={stages} was asked of a job with {world_size} ranks, and this strategy "
+                f"puts every rank into one pipeline. Start {stages} ranks (devices={stages}), or "
+                f"set stages={world_size}."
+            )
+        self.options.num_stages(stages)  # refuses what the schedule has no order for
+        return MeshLayout(pipeline=stages)
+
+    @override
+    def _build_groups(self) -> dict[str, ProcessGroup]:
+        groups = super()._build_groups()
+        if "pipeline" not in groups:  # of one rank, which runs all stages
+            groups["pipeline"] = groups["data"]
+        return groups
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        _refuse(trainer, module)
+        assert trainer.state.fn is not None
+        step = _STEPS[trainer.state.fn]
+        axis = self.pipeline_axis
+        is_new = axis.placement is None or axis.placement.plans.root is not module
+        if is_new:
+            axis.place(
+                module,
+                step,
+                sample_batch(trainer),
+                self._pipeline_context(),
+                self._around(step),
+            )
+        super().setup(trainer)
+        if is_new:
+            axis.start()
+
+    def _pipeline_context(self) -> PipelineContext:
+        return PipelineContext(
+            group=self.groups["pipeline"],
+            device=self.root_device,
+            recorder=self.recorder,
+            seed=self.broadcast(torch.initial_seed() % 2**62),
+            timeout=timedelta(seconds=self.timeout_s),
+            scaler=getattr(self.precision_plugin, "scaler", None),
+        )
+
+    @override
+    def _share_weights(self) -> None:
+        pass  # every rank holds others
+
+    @override
+    def expected_traffic(self) -> list[ExpectedTraffic]:
+        trainer = compat.trainer_of(self.lightning_module)
+        assert trainer is not None
+        return self.pipeline_axis.expected_traffic(trainer.accumulate_grad_batches)
+
+    # The loops.
+
+    def _around(self, step: str) -> Around:
+        plugin = self.precision_plugin
+        contexts: dict[str, Around] = {
+            "training_step": plugin.train_step_context,
+            "validation_step": plugin.val_step_context,
+            "test_step": plugin.test_step_context,
+            "predict_step": plugin.predict_step_context,
+        }
+        return contexts[step]
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        trainer = compat.trainer_of(self.lightning_module)
+        assert trainer is not None
+        with self.recorder.phase("forward"):
+            return self.pipeline_axis.training_step(
+                args,
+                kwargs,
+                ordinal=trainer.fit_loop.total_batch_idx,
+                around=self._around("training_step"),
+            )
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", args, kwargs)
+
+    def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        trainer = compat.trainer_of(self.lightning_module)
+        assert trainer is not None
+        return self.pipeline_axis.evaluation_step(
+            step,
+            args,
+            kwargs,
+            ordinal=args[1],
+            around=self._around(step),
+            returns=step == "predict_step" or compat.reads_outputs(trainer, step),
+        )
+
+    # Gradients.
+
+    @override
+    def gradient_norm(self, optimizer: Optimizer) -> float | None:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        return float(self.pipeline_axis.norm(parameters))
+
+    @override
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        parameters = list(self.precision_plugin.main_params(optimizer))
+        self.pipeline_axis.clip_by_norm(parameters, clip_val)
+
+    # Checkpoints.
+
+    @property
+    @override
+    def stores_shards(self) -> bool:
+        return True
+
+    divides_modules = True
+
+    @override
+    def holds(self, name: str) -> bool:
+        return self.coordinates["pipeline"] in self.pipeline_axis.holders(name)
+
+    @override
+    def stores(self, name: str) -> bool:
+        return self.pipeline_axis.holders(name)[0] == self.coordinates["pipeline"]
+
+    @override
+    def _joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        # Counters and the like are stored in one place, by the first rank.
+        small = {
+            name: {key: each for key, each in values.items() if not _is_stored_apart(each)}
+            for name, values in state["state"].items()
+            if self.stores(name)
+        }
+        told: list[Any] = [None] * self.world_size
+        dist.all_gather_object(told, small)
+        joined = {name: values for others in told for name, values in others.items()}
+        own = {name: values for name, values in state["state"].items() if self.stores(name)}
+        names = sorted({*joined, *own})
+        return {
+            **state,
+            "state": {name: joined.get(name, {}) | own.get(name, {}) for name in names},
+        }
+
+    # Ending.
+
+    @override
+    def teardown(self) -> None:
+        self.pipeline_axis.close()
+        super().teardown()
+
+
+def _refuse(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse what a pipeline cannot do, before it takes any memory.
+
+    Raises:
+        ConfigError: With what to do instead.
+    """
+    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+        raise ConfigError(
+            f"{type(module).__name__} optimises by hand (automatic_optimization=False), and in a "
+            f"pipeline forward and backward passes of several microbatches are under way at once, "
+            f"so manual_backward has no place in training_step. Return the loss from "
+            f"training_step, or use bolt_ddp or bolt_zero3."
+        )
+
+
+def _is_stored_apart(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0

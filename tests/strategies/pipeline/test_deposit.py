@@ -1,0 +1,54 @@
+"""Gradients made before ``zero_grad`` arrive with the backward pass of the loss."""
+
+import pytest
+import torch
+from torch import nn
+
+from boltmesh.strategies.pipeline.deposit import Deposit
+
+
+def test_gradients_come_with_the_backward_pass_and_are_scaled() -> None:
+    layer = nn.Linear(3, 1)
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    inputs = torch.randn(4, 3)
+    wanted = torch.autograd.grad(layer(inputs).mean(), list(layer.parameters()))
+    deposit = Deposit([*layer.parameters(), frozen])
+    with deposit.taking():
+        loss = layer(inputs).mean() * 6
+        loss.backward()
+    assert layer.weight.grad is None
+    signed = deposit.sign(loss, 2.0)
+    assert signed.item() == loss.item()
+    layer.zero_grad()
+    (signed / 3).backward()
+    for parameter, gradient in zip(layer.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    assert frozen.grad is None
+
+
+def test_gradients_are_added_to_those_of_earlier_batches() -> None:
+    layer = nn.Linear(3, 1)
+    earlier = [torch.randn_like(each) for each in layer.parameters()]
+    for parameter, gradient in zip(layer.parameters(), earlier, strict=True):
+        parameter.grad = gradient.clone()
+    inputs = torch.randn(4, 3)
+    wanted = torch.autograd.grad(layer(inputs).mean(), list(layer.parameters()))
+    deposit = Deposit(layer.parameters())
+    with deposit.taking():
+        loss = layer(inputs).mean()
+        loss.backward()
+    for parameter, gradient in zip(layer.parameters(), earlier, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    deposit.sign(loss).backward()
+    for parameter, before, added in zip(layer.parameters(), earlier, wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, before + added)
+
+
+def test_an_error_within_gives_earlier_gradients_back() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), 5.0)
+    deposit = Deposit([parameter])
+    with pytest.raises(ZeroDivisionError), deposit.taking():
+        _ = 1 / 0
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [5.0, 5.0]
