@@ -29,9 +29,10 @@ class DDPStrategy(MeshStrategy):
         find_unused_parameters: Search each step's graph for parameters that it does not use.
             Needed when a step leaves some out; costs a walk over the graph.
         gradient_as_bucket_view: Keep gradients where they are reduced, instead of beside it. Saves
-            copying back and, unless batches are accumulated, 4 bytes per fp32 parameter. Then the
-            next backward pass writes into the memory of ``.grad``: code that keeps a gradient for
-            longer than its step has to clone it, or to set this to False.
+            copying back and, unless batches are accumulated, 4 bytes per fp32 parameter. Each
+            backward pass then writes into the memory of ``.grad`` that an earlier one gave out, so
+            by default it is done only where no code of the user's can look at gradients: with
+            automatic optimisation, without hooks between the backward pass and the step.
         gradient_compression: None sends gradients as they are; ``"bf16"`` sends them in bf16, half
             the bytes of fp32 and 8 bits of mantissa; ``"powersgd"`` sends low-rank factors with
             error feedback. Both are torch's own hooks, and both change the numbers.
@@ -54,7 +55,7 @@ class DDPStrategy(MeshStrategy):
         bucket_cap_mb: float = 25.0,
         static_graph: bool = False,
         find_unused_parameters: bool = False,
-        gradient_as_bucket_view: bool = True,
+        gradient_as_bucket_view: bool | None = None,
         gradient_compression: str | None = None,
         powersgd_rank: int = 1,
         powersgd_start_step: int = 1000,

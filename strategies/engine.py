@@ -266,6 +266,7 @@ class MeshStrategy(CheckpointingStrategy):
         compat.sync_module_states(self.model)
 
     def _axis_context(self, trainer: Trainer) -> AxisContext:
+        assert self.lightning_module is not None
         return AxisContext(
             group=self.groups["data"],
             device=self.root_device,
@@ -273,6 +274,7 @@ class MeshStrategy(CheckpointingStrategy):
             ranks_per_node=self.num_processes,
             num_microbatches=trainer.accumulate_grad_batches,
             has_norm_clipping=compat.has_norm_clipping(trainer),
+            reads_gradients=compat.reads_gradients(trainer, self.lightning_module),
             timeout=timedelta(seconds=self.timeout_s),
             scaler=getattr(self.precision_plugin, "scaler", None),
             zeroes_gradients=partial(compat.zeroes_gradients, trainer),

@@ -35,6 +35,8 @@ class AxisContext:
     """How many batches of a rank make an optimizer step, when the run begins."""
     has_norm_clipping: bool = False
     """Whether the Trainer clips gradients by their norm."""
+    reads_gradients: bool = False
+    """Whether something of the user's may look at ``.grad`` before an optimizer has stepped."""
     timeout: timedelta | None = None
     """How long a collective of a further group may take; None: torch's default."""
     scaler: GradScaler | None = None

@@ -41,7 +41,8 @@ class ReplicaOptions:
     bucket_cap_mb: float = 25.0
     static_graph: bool = False
     find_unused_parameters: bool = False
-    gradient_as_bucket_view: bool = True
+    gradient_as_bucket_view: bool | None = None
+    """None: where nothing of the user's can look at gradients."""
     gradient_compression: str | None = None
     powersgd_rank: int = 1
     powersgd_start_step: int = 1000
@@ -73,12 +74,16 @@ class Replicas(DataAxis):
                 bucket_cap_mb=options.bucket_cap_mb,
                 static_graph=options.static_graph,
                 find_unused_parameters=options.find_unused_parameters,
-                gradient_as_bucket_view=options.gradient_as_bucket_view,
+                gradient_as_bucket_view=self._keeps_in_buckets(context),
             )
         self._is_static_graph_flushed = False
         self._is_graph_known = False
         self._register_compression(wrapped, group)
         return wrapped
+
+    def _keeps_in_buckets(self, context: AxisContext) -> bool:
+        chosen = self.options.gradient_as_bucket_view
+        return not context.reads_gradients if chosen is None else chosen
 
     def _register_compression(self, wrapped: DistributedDataParallel, group: ProcessGroup) -> None:
         if self.options.gradient_compression == "bf16":

@@ -49,7 +49,7 @@ def _is_product_in(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     runner.state = defaultdict(dict)
     seen = _Products()
     try:
-        with seen:
+        with torch.random.fork_rng(devices=[]), seen:
             step_without_hooks(optimizer)(runner)
     except Exception:  # noqa: BLE001 - it wants other parameters, which a real step will show
         return seen.is_any

@@ -144,7 +144,11 @@ class Shards(DataAxis):
         refuse_optimizers(optimizers)
         assert self._context is not None
         self._forget_steps()
-        self._step_hooks = [each.register_step_post_hook(self._after_step) for each in optimizers]
+        self._step_hooks = [
+            each.register_step_post_hook(self._after_step)
+            for each in optimizers
+            if hasattr(each, "register_step_post_hook")  # Lightning takes anything that can step
+        ]
         if self._stale is not None:
             self._stale.optimizers = optimizers
         if self._offload is not None:
