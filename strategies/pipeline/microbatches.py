@@ -132,23 +132,3 @@ def _is_list_of_samples(value: Sequence[Any]) -> bool:
     one kind each are samples when there are as many as rows.
     """
     return bool(value) and all(isinstance(each, str | bytes | int | float) for each in value)
-
-
-def signature(microbatch: Any, *names: object) -> tuple[object, ...]:
-    """Return what two microbatches have to share to take the same way through the stages.
-
-    Args:
-        microbatch: A part of a batch.
-        *names: What else tells ways apart: the name of the step, whether it trains.
-    """
-    return (*names, *_described(microbatch))
-
-
-def _described(value: Any) -> Iterator[object]:
-    for path, leaf in _leaves(value, ""):
-        if isinstance(leaf, Tensor):
-            yield path, tuple(leaf.shape), leaf.dtype, leaf.device.type
-        elif isinstance(leaf, np.ndarray):
-            yield path, leaf.shape, leaf.dtype.str
-        else:
-            yield path, type(leaf)

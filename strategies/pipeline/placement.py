@@ -8,9 +8,9 @@ from torch.nn import Module
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.options import Split
+from boltmesh.strategies.pipeline.replay.costs import UnitUse, units_in_call_order
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.probe import probe
-from boltmesh.strategies.pipeline.replay.trace import Trace
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
 from boltmesh.strategies.pipeline.split import UnitCost, balanced_split, named_split
 
@@ -33,13 +33,6 @@ class Placement:
     """By the parameter's first name, the pipeline ranks that hold it; the first one counts it."""
     rank_of_buffer: Mapping[str, int]
     """By the buffer's name, the pipeline rank whose value is the model's."""
-
-    def stage_of(self, name: str) -> int | None:
-        """Return the stage of the unit that a parameter or module is in."""
-        for unit, stage in self.plans.stage_of_unit.items():
-            if name == unit or name.startswith(f"{unit}."):
-                return stage
-        return None
 
 
 def place(
@@ -68,11 +61,13 @@ def place(
     """
     units = find_stage_units(module)
     trace = probe(module, units, step, args, seed=seed, counts_flops=True)
-    costs = _costs(units, trace)
+    uses = units_in_call_order(trace, units)
+    costs = {each.name: _cost(each) for each in uses if each.is_called}
     names = _cut(split, list(costs.values()), num_stages)
     stage_of_unit = {name: stage for stage, members in enumerate(names) for name in members}
-    for name in units:
-        stage_of_unit.setdefault(name, _stage_beside(name, list(units), stage_of_unit, num_stages))
+    stage = 0
+    for each in uses:  # one that this step does not call stands with its neighbour
+        stage = stage_of_unit.setdefault(each.name, stage)
     plans = StagePlans(module, units, stage_of_unit)
     used = [run.plan.parameters for run in plans.stages(step, *args, seed=seed)]
     return Placement(
@@ -86,18 +81,10 @@ def place(
     )
 
 
-def _costs(units: Mapping[str, Module], trace: Trace) -> dict[str, UnitCost]:
-    """Return what units cost, in the order of their first calls."""
-    costs = {}
-    for event in trace.unit_events():
-        name = trace.events[event].name
-        if name in costs:
-            continue
-        numel = sum(each.numel() for each in units[name].parameters())
-        # A backward pass computes two gradients: three times the forward in all.
-        work = 3.0 * trace.flops.get(name, 0) + SECONDS_PER_ELEMENT * numel
-        costs[name] = UnitCost(name, work, float(BYTES_PER_PARAMETER * numel))
-    return costs
+def _cost(unit: UnitUse) -> UnitCost:
+    # A backward pass computes two gradients: three times the forward in all.
+    work = 3.0 * unit.flops + SECONDS_PER_ELEMENT * unit.num_parameters
+    return UnitCost(unit.name, work, float(BYTES_PER_PARAMETER * unit.num_parameters))
 
 
 def _cut(split: Split, costs: Sequence[UnitCost], num_stages: int) -> Sequence[Sequence[str]]:
@@ -125,16 +112,6 @@ def _checked(
             f"in the order of the calls, and every stage holds one at least."
         )
     return stages
-
-
-def _stage_beside(
-    name: str, names: Sequence[str], stage_of_unit: Mapping[str, int], num_stages: int
-) -> int:
-    """Where a unit stands that the step does not call: with the one before it in the model."""
-    for other in reversed(names[: names.index(name)]):
-        if other in stage_of_unit:
-            return stage_of_unit[other]
-    return num_stages - 1
 
 
 def _ranks_of_parameters(

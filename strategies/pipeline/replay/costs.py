@@ -10,7 +10,7 @@ from boltmesh.strategies.pipeline.replay.trace import TensorSpec, Trace
 
 
 @dataclass(frozen=True)
-class UnitCost:
+class UnitUse:
     """One unit of a model, as one step on one batch uses it."""
 
     name: str
@@ -25,7 +25,7 @@ class UnitCost:
     """Whether this step calls it at all; another batch may."""
 
 
-def units_in_call_order(trace: Trace, units: Mapping[str, Module]) -> tuple[UnitCost, ...]:
+def units_in_call_order(trace: Trace, units: Mapping[str, Module]) -> tuple[UnitUse, ...]:
     """Return all units, in the order in which the step first calls them.
 
     Units that it does not call stand behind the one that precedes them in the model: layers that a
@@ -47,7 +47,7 @@ def units_in_call_order(trace: Trace, units: Mapping[str, Module]) -> tuple[Unit
     for event in events:
         sizes[trace.events[event].name] += sum(map(_bytes, trace.outputs[event].leaves))
     return tuple(
-        UnitCost(
+        UnitUse(
             name=name,
             num_parameters=sum(each.numel() for each in units[name].parameters()),
             parameter_bytes=sum(

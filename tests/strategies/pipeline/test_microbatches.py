@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.microbatches import cut, even_sizes, num_rows, signature
+from boltmesh.strategies.pipeline.microbatches import cut, even_sizes, num_rows
 
 Pair = namedtuple("Pair", ["inputs", "targets"])
 
@@ -81,12 +81,3 @@ def test_sizes_differ_by_at_most_one(rows: int, wanted: int, sizes: list[int]) -
 def test_what_cannot_be_cut_is_refused(batch: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         num_rows(batch)
-
-
-def test_signatures_tell_shapes_and_steps_apart() -> None:
-    batch = {"x": torch.zeros(4, 3), "y": None}
-    same = {"x": torch.ones(4, 3), "y": None}
-    longer = {"x": torch.zeros(4, 5), "y": None}
-    assert signature(batch, "train") == signature(same, "train")
-    assert signature(batch, "train") != signature(longer, "train")
-    assert signature(batch, "train") != signature(batch, "validate")
