@@ -17,9 +17,12 @@ from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.data.lone import LoneRank
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.pipeline.axis import Around, PipelineAxis, PipelineContext
+from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
+from boltmesh.strategies.pipeline.evaluation import evaluation_step
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
+from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.sample import sample_batch
+from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 _STEPS = {
@@ -161,7 +164,8 @@ class PipelineParallelStrategy(MeshStrategy):
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
         with self.recorder.phase("forward"):
-            return self.pipeline_axis.training_step(
+            return training_step(
+                self.pipeline_axis,
                 args,
                 kwargs,
                 ordinal=trainer.fit_loop.total_batch_idx,
@@ -183,7 +187,8 @@ class PipelineParallelStrategy(MeshStrategy):
     def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
-        return self.pipeline_axis.evaluation_step(
+        return evaluation_step(
+            self.pipeline_axis,
             step,
             args,
             kwargs,
