@@ -126,6 +126,7 @@ class PipelineParallelStrategy(MeshStrategy):
         super().setup(trainer)
         if is_new:
             axis.start()
+        axis.follow_scaler()
 
     def _pipeline_context(self) -> PipelineContext:
         return PipelineContext(

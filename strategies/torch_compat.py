@@ -505,11 +505,19 @@ def stop_scaling_in_step(optimizer: Optimizer) -> Callable[[], None]:
     return restore
 
 
-def agree_on_overflow(scaler: torch.amp.GradScaler, group: dist.ProcessGroup) -> Callable[[], None]:
+def agree_on_overflow(
+    scaler: torch.amp.GradScaler, group: dist.ProcessGroup, device: torch.device | None = None
+) -> Callable[[], None]:
     """Make a gradient scaler skip a step on all ranks of a group when one of them has to.
 
     DTensor decides by the first gradient alone whether ranks have to agree; where that is of a
     replicated parameter, they would not.
+
+    Args:
+        scaler: Of this rank.
+        group: The ranks that step together.
+        device: Of the gradients; with it a rank takes part that has none, which a scaler would
+            otherwise refuse to step.
 
     Returns:
         A function that puts things back.
@@ -518,6 +526,8 @@ def agree_on_overflow(scaler: torch.amp.GradScaler, group: dist.ProcessGroup) ->
 
     def unscale_and_agree(*args: Any, **kwargs: Any) -> Any:
         found: dict[torch.device, Tensor] = unscale(*args, **kwargs)
+        if device is not None:
+            found.setdefault(device, torch.zeros((), device=device))
         for each in found.values():
             dist.all_reduce(each, dist.ReduceOp.MAX, group=group)
         return found

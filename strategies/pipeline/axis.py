@@ -5,7 +5,7 @@ each, as far as its stages go (``replay/``), in the order of the schedule (``exe
 batch of training is made of is in ``training.py``, one of the other loops in ``evaluation.py``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,6 +31,7 @@ from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
 from boltmesh.strategies.pipeline.sharing import SharedParameters, norm_over_stages
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 from boltmesh.telemetry.snapshot import PipelinePlan
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -60,6 +61,7 @@ class PipelineAxis:
         self.options = options
         self.placement: Placement | None = None
         """None before a model was placed."""
+        self._forget_scaler: Callable[[], None] = _nothing
 
     # Placing the model.
 
@@ -143,6 +145,16 @@ class PipelineAxis:
                 order=self._programs.order(self._num_microbatches),
             )
         )
+
+    def follow_scaler(self) -> None:
+        """Make all stages skip a step when gradients of one have overflown.
+
+        To be called before a run that trains; until ``close``.
+        """
+        context = self.context
+        self._forget_scaler()
+        if context.scaler is not None and context.group.size() > 1:
+            self._forget_scaler = agree_on_overflow(context.scaler, context.group, context.device)
 
     def holders(self, name: str) -> tuple[int, ...]:
         """Return which ranks of the pipeline have the values of a parameter or buffer.
@@ -248,5 +260,11 @@ class PipelineAxis:
 
     def close(self) -> None:
         """End what runs beside the training. Parameters stay as they are."""
+        self._forget_scaler()
+        self._forget_scaler = _nothing
         if self.placement is not None:
             self._executor.close()
+
+
+def _nothing() -> None:
+    """What there is to undo where nothing was done."""

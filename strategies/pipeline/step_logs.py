@@ -30,6 +30,9 @@ _FOLDS: dict[Any, Fold] = {
 }  # fmt: skip
 
 
+_LOSS_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
 @dataclass(frozen=True)
 class MetricName:
     """Stands for a ``torchmetrics.Metric`` of the module: the same one on another rank."""
@@ -236,7 +239,8 @@ class Sharing:
         self.is_mapping = is_mapping
         head = [float(is_news), float(loss is not None), float(is_mapping), len(numbers)]
         value = torch.zeros(()) if loss is None else loss.detach()
-        self._broadcast(self._row([*map(torch.tensor, head), value, torch.as_tensor(total)]))
+        dtype = torch.tensor(_LOSS_TYPES.index(value.dtype))
+        self._broadcast(self._row([*map(torch.tensor, head), value, torch.as_tensor(total), dtype]))
         if is_news:
             self._known = told
             dist.broadcast_object_list([told], self._source, group=self._group)
@@ -249,7 +253,7 @@ class Sharing:
         Returns:
             What the last stage sent: loss, total and what to log.
         """
-        row = self._broadcast(torch.zeros(6, dtype=torch.float64, device=self._device))
+        row = self._broadcast(torch.zeros(7, dtype=torch.float64, device=self._device))
         is_news, has_loss, is_mapping, count = map(int, row[:4].tolist())
         self.is_mapping = bool(is_mapping)
         if is_news:
@@ -264,7 +268,8 @@ class Sharing:
             Logged(name, key, next(numbers) if value is None else value, options)
             for name, key, value, options in self._known
         ]
-        loss = row[4].to(torch.get_default_dtype()) if has_loss else None
+        # Of the same type everywhere: what is made of a loss is rounded alike then.
+        loss = row[4].to(_LOSS_TYPES[int(row[6])]) if has_loss else None
         return loss, row[5], logged
 
     def _row(self, values: list[Tensor]) -> Tensor:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from boltmesh.strategies.pipeline.deposit import Deposit
 from boltmesh.strategies.pipeline.losses import StepWeights
 from boltmesh.strategies.pipeline.outputs import merge
 from boltmesh.strategies.pipeline.runs import Around, Run
+from boltmesh.strategies.pipeline.scaling import gradient_scale
 from boltmesh.strategies.pipeline.step_logs import StepLogs, repeat
 from boltmesh.strategies.torch_compat import tree_map_only
 
@@ -41,7 +43,7 @@ def training_step(
     """
     parts, sizes = axis.cut(args[0])
     weights, results = StepWeights(), _Results()
-    scale = 1.0 if axis.context.scaler is None else float(axis.context.scaler.get_scale())
+    scale = gradient_scale(axis.context, len(parts)) if axis.holds_last_stage else 1.0
 
     def finish(number: int, result: Any) -> tuple[Tensor, ...]:
         loss = result.get("loss") if isinstance(result, Mapping) else result
@@ -55,24 +57,28 @@ def training_step(
     deposit = Deposit(axis.held)
     with deposit.taking():
         logs = axis.work_off(run, finish, around, trains=True)
-    loss, total = _tell(axis, results, weights, logs)
+    loss, total = _tell(axis, results, weights, logs, scale)
     if loss is None:
         return None
     deposit.replace(axis.shared.add_up(deposit.made()))
-    signed = deposit.sign(loss, total * scale)
+    signed = deposit.sign(loss, total)
     if not axis.sharing.is_mapping:
         return signed
     return {**results.merged(sizes), "loss": signed}
 
 
 def _tell(
-    axis: "PipelineAxis", results: "_Results", weights: StepWeights, logs: StepLogs
+    axis: "PipelineAxis",
+    results: "_Results",
+    weights: StepWeights,
+    logs: StepLogs,
+    scale: Tensor | float,
 ) -> tuple[Tensor | None, Tensor | float]:
-    """Let all ranks know the loss, what it was weighed by, and what was logged."""
+    """Let all ranks know the loss, what gradients are divided by, and what was logged."""
     if axis.holds_last_stage:
         logged = logs.collected(results.weights)
         loss = results.loss(weights.total)
-        total: Tensor | float = weights.total
+        total: Tensor | float = weights.total * scale
         axis.sharing.send(loss, total, logged, is_mapping=results.is_mapping)
     else:
         loss, total, logged = axis.sharing.receive()
@@ -87,13 +93,15 @@ class _Results:
         self.weights: dict[int, Tensor | float] = {}
         self.is_mapping = False
         self._sum: Tensor | None = None
+        self._dtype = torch.get_default_dtype()
         self._extra: dict[int, dict[str, Any]] = {}
 
     def add(
         self, number: int, loss: Tensor, result: Any, weight: Tensor | float, scaled: Tensor
     ) -> None:
         self.weights[number] = weight
-        value = scaled.detach()
+        value = scaled.detach().double()  # a sum in the type of a half would be off by some bits
+        self._dtype = loss.dtype
         self._sum = value if self._sum is None else self._sum + value
         if isinstance(result, Mapping):
             self.is_mapping = True
@@ -102,7 +110,7 @@ class _Results:
             }
 
     def loss(self, total: Tensor | float) -> Tensor | None:
-        return None if self._sum is None else self._sum / total
+        return None if self._sum is None else (self._sum / total).to(self._dtype)
 
     def merged(self, sizes: Sequence[int]) -> dict[str, Any]:
         numbers = sorted(self._extra)
