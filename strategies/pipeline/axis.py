@@ -22,7 +22,9 @@ from boltmesh.strategies.clipping import gradients_of, scale_to_norm
 from boltmesh.strategies.pipeline.counting import Counts
 from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
+from boltmesh.strategies.pipeline.glue_state import GlueState
 from boltmesh.strategies.pipeline.microbatches import cut, even_sizes, num_rows
+from boltmesh.strategies.pipeline.normalizing import fewest_rows, vector_norms
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
@@ -87,6 +89,7 @@ class PipelineAxis:
         """
         self.context = context
         self.module = module
+        self._vector_norms = vector_norms(module)
         num_ranks = context.group.size()
         self._programs = Programs(self.options, num_ranks, context.group.rank())
         parts, sizes = self.cut(batch)
@@ -111,6 +114,8 @@ class PipelineAxis:
             timeout=context.timeout,
             on_stuck=context.recorder.fail,
         )
+        stages = self._programs.of(len(sizes)).stages
+        self._glue_state = GlueState(module, stages, self._programs.rank_of_stage, context.group)
         self._sample = (step, parts)
         self._num_microbatches = len(sizes)
         self._let_go()
@@ -133,7 +138,10 @@ class PipelineAxis:
 
     def start(self) -> None:
         """Called when parameters are on their device. Collective over the pipeline."""
+        assert self.placement is not None
         self.shared.broadcast()
+        # Where nobody seeds, ranks have drawn different ones.
+        self._glue_state.broadcast(self.placement.loose_buffers)
         recorder = self.context.recorder
         for group in self.shared.groups():
             recorder.name_group(group, "pipeline")
@@ -157,20 +165,18 @@ class PipelineAxis:
             self._forget_scaler = agree_on_overflow(context.scaler, context.group, context.device)
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """Return which ranks of the pipeline have the values of a parameter or buffer.
+        """Return which ranks of the pipeline have the values of a parameter or other state.
 
         Args:
             name: In the module's state; any name of a parameter that has several.
         """
         assert self.placement is not None
-        if name in self.placement.rank_of_buffer:
-            # Every rank has all of them, and one the model's values.
-            first = self.placement.rank_of_buffer[name]
-            return (first, *(each for each in range(self.context.group.size()) if each != first))
         known = self._first_names.get(name)
-        if known is None:  # other state of a module, alike everywhere
-            return tuple(range(self.context.group.size()))
-        return self.placement.ranks_of_parameter[known]
+        if known is not None:
+            return self.placement.ranks_of_parameter[known]
+        # Every rank has all buffers and extra state, and one of them the model's.
+        first = self.placement.rank_of_state(name)
+        return (first, *(each for each in range(self.context.group.size()) if each != first))
 
     # Steps.
 
@@ -204,10 +210,12 @@ class PipelineAxis:
                 around,
                 logs if index == self._programs.num_stages - 1 else dropped,
                 counts if index == self._programs.num_stages - 1 else None,
+                self._glue_state,
             )
             for index in program.stages
         ]
         self._executor.run(program if trains else program.forward_only, stages)
+        self._glue_state.share(each[0].plan for each in runs)
         return logs
 
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
@@ -215,7 +223,7 @@ class PipelineAxis:
         wanted = self.options.num_microbatches(self.context.group.size())
         if wanted == 1:
             return [batch], [1]
-        sizes = even_sizes(num_rows(batch), wanted)
+        sizes = even_sizes(num_rows(batch), wanted, fewest_rows(self._vector_norms))
         return cut(batch, sizes), sizes
 
     def seeds(self, ordinal: int, count: int) -> list[int]:

@@ -1,6 +1,7 @@
 """One batch of validation, testing or prediction, put together over its microbatches."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from torch import Tensor
 from boltmesh.strategies.pipeline.outputs import merge
 from boltmesh.strategies.pipeline.runs import Around, Run
 from boltmesh.strategies.pipeline.step_logs import repeat
+from boltmesh.strategies.torch_compat import tree_map_only
 
 if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.axis import PipelineAxis
@@ -62,6 +64,21 @@ def evaluation_step(
 
 
 def _give_all(axis: "PipelineAxis", output: Any) -> Any:
-    holder = [output]
+    """Send an output to all ranks, where tensors are on their own devices again."""
+    # Pickled, a tensor goes to the device that it came from: that of the last stage's rank.
+    holder = [tree_map_only(Tensor, _sent, output) if axis.holds_last_stage else None]
     dist.broadcast_object_list(holder, axis.last, group=axis.context.group)
-    return output if axis.holds_last_stage else holder[0]
+    if axis.holds_last_stage:
+        return output
+    return tree_map_only(_Sent, lambda each: each.value.to(axis.context.device), holder[0])
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor that was on a device."""
+
+    value: Tensor
+
+
+def _sent(value: Tensor) -> "Tensor | _Sent":
+    return value if value.device.type == "cpu" else _Sent(value.cpu())

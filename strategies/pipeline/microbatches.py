@@ -57,9 +57,15 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
     ]
 
 
-def even_sizes(rows: int, num_microbatches: int) -> list[int]:
-    """Return sizes that differ by at most one, larger ones first; fewer where rows are too few."""
-    count = min(rows, num_microbatches)
+def even_sizes(rows: int, num_microbatches: int, fewest_rows: int = 1) -> list[int]:
+    """Return sizes that differ by at most one, larger ones first; fewer where rows are too few.
+
+    Args:
+        rows: Of the batch.
+        num_microbatches: At most.
+        fewest_rows: Of a microbatch, but where the batch has no more.
+    """
+    count = min(max(rows // fewest_rows, 1), num_microbatches)
     return [rows // count + (index < rows % count) for index in range(count)]
 
 

@@ -1,6 +1,6 @@
 """Decides which rank holds what of a model: units, parameters and buffers of every stage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,22 @@ class Placement:
     ranks_of_parameter: Mapping[str, tuple[int, ...]]
     """By the parameter's first name, the pipeline ranks that hold it; the first one counts it."""
     rank_of_buffer: Mapping[str, int]
-    """By the buffer's name, the pipeline rank whose value is the model's."""
+    """By the buffer's name, each of several, the pipeline rank whose value is the model's."""
+    loose_buffers: tuple[str, ...]
+    """Buffers outside of units."""
+    rank_of_unit: Mapping[str, int]
+    last_rank: int
+    """The rank of the last stage."""
+
+    def rank_of_state(self, name: str) -> int:
+        """Return the pipeline rank that has the model's value of what is no parameter.
+
+        What belongs to no unit is what the step's end has made of it, on the last stage's rank.
+        """
+        if name in self.rank_of_buffer:
+            return self.rank_of_buffer[name]
+        unit = _unit_holding(name, self.rank_of_unit)
+        return self.last_rank if unit is None else self.rank_of_unit[unit]
 
 
 def place(
@@ -69,15 +84,21 @@ def place(
     for each in uses:  # one that this step does not call stands with its neighbour
         stage = stage_of_unit.setdefault(each.name, stage)
     plans = StagePlans(module, units, stage_of_unit)
+    rank_of_unit = {unit: rank_of_stage[each] for unit, each in stage_of_unit.items()}
+    last_rank = rank_of_stage[num_stages - 1]
+    unit_of_buffer = _units_of_buffers(module, units)
     used = [run.plan.parameters for run in plans.stages(step, *args, seed=seed)]
     return Placement(
         plans=plans,
         stages=tuple(tuple(costs[name] for name in members) for members in names),
         ranks_of_parameter=_ranks_of_parameters(module, plans, used, rank_of_stage),
         rank_of_buffer={
-            name: rank_of_stage[_stage_holding(name, stage_of_unit)]
-            for name, _ in module.named_buffers()
+            name: last_rank if unit is None else rank_of_unit[unit]
+            for name, unit in unit_of_buffer.items()
         },
+        loose_buffers=tuple(name for name, unit in unit_of_buffer.items() if unit is None),
+        rank_of_unit=rank_of_unit,
+        last_rank=last_rank,
     )
 
 
@@ -131,8 +152,12 @@ def _ranks_of_parameters(
     return ranks
 
 
-def _stage_holding(name: str, stage_of_unit: Mapping[str, int]) -> int:
-    for unit, stage in stage_of_unit.items():
-        if name.startswith(f"{unit}."):
-            return stage
-    return 0
+def _units_of_buffers(module: Module, units: Mapping[str, Module]) -> dict[str, str | None]:
+    """The unit that holds a buffer, by each of its names, that of a tensor outside too."""
+    holding = {id(each): unit for unit, part in units.items() for each in part.buffers()}
+    named = module.named_buffers(remove_duplicate=False)
+    return {name: holding.get(id(each)) for name, each in named}
+
+
+def _unit_holding(name: str, units: Iterable[str]) -> str | None:
+    return next((unit for unit in units if name.startswith(f"{unit}.")), None)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from boltmesh.strategies.pipeline.counting import Counts
+from boltmesh.strategies.pipeline.glue_state import GlueState
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.step_logs import StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
@@ -42,6 +43,7 @@ class RunStage:
         around: Around,
         logs: StepLogs,
         counts: Counts | None,
+        state: GlueState,
     ) -> None:
         self.index = index
         self.is_first = index == 0
@@ -52,6 +54,7 @@ class RunStage:
         self._around = around
         self._logs = logs
         self._counts = counts
+        self._state = state
 
     def values_in(self, microbatch: int) -> tuple[ValueSpec, ...]:
         """Return what the border before this stage carries."""
@@ -67,6 +70,7 @@ class RunStage:
         with ExitStack() as stack:
             stack.enter_context(self._around())
             stack.enter_context(self._logs.of_microbatch(microbatch))
+            stack.enter_context(self._state.around(self._runs[microbatch].plan))
             if self._counts is not None:
                 stack.enter_context(self._counts)
             result = self._runs[microbatch].forward(

@@ -23,9 +23,9 @@ def gradient_scale(context: "PipelineContext", num_microbatches: int) -> Tensor 
     Returns:
         A number; or 0-dim fp32 on the device, where there is a scaler (asking would wait for it).
     """
-    part = 1.0 / 2 ** (num_microbatches - 1).bit_length()
+    part = 0.5 ** (num_microbatches - 1).bit_length()
     if context.scaler is None:
         return part
     one = torch.ones((), device=context.device)
-    scaled: Tensor = context.scaler.scale(one)
-    return scaled * part
+    scale: Tensor = context.scaler.scale(one) * part
+    return scale

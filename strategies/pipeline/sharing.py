@@ -62,11 +62,12 @@ class SharedParameters:
         sums: dict[int, Tensor] = {}
         for group, parameters in self._members:
             trained = [each for each in parameters if each.requires_grad]
+            if not trained:
+                continue
             found = [gradients.get(id(each)) for each in trained]
             # Without a gradient on any rank there is none, which optimizers tell from zeros.
-            device = trained[0].device if trained else None
             flags = torch.tensor([each is not None for each in found], dtype=torch.int32)
-            flags = flags.to(device)
+            flags = flags.to(trained[0].device)
             dist.all_reduce(flags, group=group)
             for each, own, count in zip(trained, found, flags.tolist(), strict=True):
                 if count:

@@ -138,6 +138,11 @@ class GlueWatch(TorchFunctionMode):
         found = [self.twins.get(id(each), each) for each in tensors]
         self.to_end += [self._value_of(each) for each in found if is_fake(each)]
 
+    def last_change(self, tensor: Tensor) -> int:
+        """Return the last event that put into a tensor what a unit gave; NO_EVENT if none did."""
+        made_at = self.values[id(tensor)].made_at if id(tensor) in self.values else NO_EVENT
+        return max([made_at, *self.trace.writes.get(self._storage_of(tensor), ())])
+
     def finish(self) -> None:
         """Note that the step has ended."""
         for value in self.to_end:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.replay.changes import StateWatch, outside_of
 from boltmesh.strategies.pipeline.replay.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.replay.glue import GlueWatch
 from boltmesh.strategies.pipeline.replay.remembering import key_of, recall, versions
@@ -119,9 +120,8 @@ class _Probe:
             name: partial(self._call, name, unit.forward) for name, unit in self.units.items()
         }
         with ExitStack() as stack:
-            inside = {part for unit in self.units.values() for part in unit.modules()}
-            around = (each for each in self.root.modules() if each not in inside)
-            stack.enter_context(modules_unchanged(around))
+            around = outside_of(self.root, self.units.values())
+            stack.enter_context(modules_unchanged(around.values()))
             stack.enter_context(random_state_unchanged(device))
             stack.enter_context(_without_weight_cache())
             stack.enter_context(warnings.catch_warnings())
@@ -134,9 +134,16 @@ class _Probe:
                     vars(self.root)[name] = self._hand_out
             if self.seed is not None:
                 seed_random_state(self.seed)
+            state = StateWatch(around)
             stack.enter_context(self.glue)
             returned = getattr(self.root, step)(*args, **kwargs)
             self._hand_out(returned)
+            with self.glue.paused():
+                self.trace.changed_attributes = state.changed_attributes()
+                self.trace.changed_buffers = {
+                    name: self.glue.last_change(each)
+                    for name, each in state.changed_buffers().items()
+                }
         self.glue.finish()
         return self.trace
 

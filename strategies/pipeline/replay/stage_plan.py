@@ -1,9 +1,12 @@
 """What one stage does at every event of a step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from boltmesh.strategies.pipeline.replay.trace import Event, UnitOutput
 from boltmesh.strategies.pipeline.values import ValueSpec
+
+ANY_STAGE = -1
 
 
 @dataclass
@@ -47,6 +50,11 @@ class StagePlan:
     """The parameters that this stage uses, by their first names."""
     draws_random: bool
     """Whether random numbers between units have to be apart from those inside of them."""
+    changed_buffers: Mapping[str, int] = field(default_factory=dict)
+    """Buffers outside of units that the step changes, with the stage that has what it puts into
+    them; ANY_STAGE where that depends on no unit."""
+    changed_attributes: frozenset[tuple[str, str]] = frozenset()
+    """Attributes that the step changes on modules outside of units: module and name."""
 
     @property
     def is_last(self) -> bool:

@@ -103,6 +103,11 @@ class Trace:
     """Parameters that Python looked at, by the number of events before."""
     draws_random: bool = False
     """Whether code between units draws random numbers after the first unit."""
+    changed_buffers: dict[str, int] = field(default_factory=dict)
+    """Buffers outside of units that the step writes or replaces, with the last event that put into
+    them what a unit gave; NO_EVENT where none did."""
+    changed_attributes: frozenset[tuple[str, str]] = frozenset()
+    """Attributes that the step sets or fills on modules outside of units: module and name."""
     flops: dict[str, int] = field(default_factory=dict)
     """Of all forward calls of a unit together; empty unless they were counted."""
 
