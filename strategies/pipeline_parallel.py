@@ -116,6 +116,8 @@ class PipelineParallelStrategy(MeshStrategy):
         axis = self.pipeline_axis
         is_new = axis.placement is None or axis.placement.plans.root is not module
         if is_new:
+            # What crosses borders is of the type that the model will have.
+            self.model = self.precision_plugin.convert_module(module)
             axis.place(
                 module,
                 step,
@@ -137,6 +139,11 @@ class PipelineParallelStrategy(MeshStrategy):
             timeout=timedelta(seconds=self.timeout_s),
             scaler=getattr(self.precision_plugin, "scaler", None),
         )
+
+    @override
+    def model_to_device(self) -> None:
+        self.pipeline_axis.move_absent(self.root_device)
+        super().model_to_device()
 
     @override
     def _share_weights(self) -> None:
@@ -250,6 +257,7 @@ class PipelineParallelStrategy(MeshStrategy):
     @override
     def teardown(self) -> None:
         self.pipeline_axis.close()
+        self.pipeline_axis.move_absent(torch.device("cpu"))
         super().teardown()
 
 

@@ -131,10 +131,16 @@ class PipelineAxis:
             for name, each in self.module.named_parameters(remove_duplicate=False)
         }
         self.held = [each for name, each in named.items() if rank in holders[name]]
-        make_absent(each for name, each in named.items() if rank not in holders[name])
+        self._absent = [each for name, each in named.items() if rank not in holders[name]]
+        self.move_absent(self.context.device)
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
         self.shared = SharedParameters(own, shared, self.context.group)
+
+    def move_absent(self, device: torch.device) -> None:
+        """Make what other ranks hold seem to be on a device, before the model is moved to it."""
+        if self.placement is not None:
+            make_absent(self._absent, device)
 
     def start(self) -> None:
         """Called when parameters are on their device. Collective over the pipeline."""

@@ -141,7 +141,8 @@ class GlueWatch(TorchFunctionMode):
     def last_change(self, tensor: Tensor) -> int:
         """Return the last event that put into a tensor what a unit gave; NO_EVENT if none did."""
         made_at = self.values[id(tensor)].made_at if id(tensor) in self.values else NO_EVENT
-        return max([made_at, *self.trace.writes.get(self._storage_of(tensor), ())])
+        writes = self.trace.writes.get(self._storage_of(tensor), [])
+        return max(made_at, *writes[-1:]) if writes else made_at
 
     def finish(self) -> None:
         """Note that the step has ended."""
