@@ -1,5 +1,6 @@
 """``PipelineParallelStrategy``: each rank holds some layers, and passes activations on."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from boltmesh.strategies.data.lone import LoneRank
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
+from boltmesh.strategies.pipeline.broadcasting import gathered
 from boltmesh.strategies.pipeline.evaluation import evaluation_step
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
 from boltmesh.strategies.pipeline.runs import Around
@@ -233,6 +235,24 @@ class PipelineParallelStrategy(MeshStrategy):
     @override
     def stores(self, name: str) -> bool:
         return self.pipeline_axis.holders(name)[0] == self.coordinates["pipeline"]
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with self.pipeline_axis.guard.opened():
+            return super().lightning_module_state_dict()
+
+    @override
+    def whole_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        axis = self.pipeline_axis
+        with axis.guard.opened():
+            state = state_dict()
+        return gathered(
+            state,
+            lambda name: axis.holders(name)[0],
+            self.groups["pipeline"],
+            self.root_device,
+            keeps=self.local_rank == 0,
+        )
 
     @override
     def _joined_state(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.replay.absent import make_absent
+from boltmesh.strategies.pipeline.replay.guard import StateGuard
 from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
 from boltmesh.strategies.pipeline.sharing import SharedParameters, norm_over_stages
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
@@ -133,6 +134,8 @@ class PipelineAxis:
         self.held = [each for name, each in named.items() if rank in holders[name]]
         self._absent = [each for name, each in named.items() if rank not in holders[name]]
         self.move_absent(self.context.device)
+        absent = [each for each, first in self._first_names.items() if rank not in holders[first]]
+        self.guard = StateGuard(self.module, absent)
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
         self.shared = SharedParameters(own, shared, self.context.group)

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
+from boltmesh.strategies.pipeline.broadcasting import broadcast
 from boltmesh.strategies.pipeline.replay.restoring import CONTAINERS
 from boltmesh.strategies.pipeline.replay.stage_plan import ANY_STAGE, StagePlan
 
@@ -78,22 +78,13 @@ class GlueState:
             for name, owner in plan.changed_buffers.items()
             if owner != ANY_STAGE
         }
-        if self._group.size() > 1:
-            for name, each in self._buffers(sorted(owners)):
-                self._broadcast(each, self._rank_of_stage[owners[name]])
+        for name, each in self._buffers(sorted(owners)):
+            broadcast(each, self._rank_of_stage[owners[name]], self._group)
 
     def broadcast(self, names: Iterable[str]) -> None:
         """Give all ranks the first one's values of some buffers. Collective over the pipeline."""
-        if self._group.size() > 1:
-            for _, each in self._buffers(names):
-                self._broadcast(each, 0)
-
-    def _broadcast(self, buffer: Tensor, rank: int) -> None:
-        value = buffer.detach().contiguous()
-        dist.broadcast(value, dist.get_global_rank(self._group, rank), group=self._group)
-        if value.data_ptr() != buffer.data_ptr():
-            with torch.no_grad():
-                buffer.copy_(value)
+        for _, each in self._buffers(names):
+            broadcast(each, 0, self._group)
 
     def _buffers(self, names: Iterable[str]) -> list[tuple[str, Tensor]]:
         return [(name, self._root.get_buffer(name)) for name in names]

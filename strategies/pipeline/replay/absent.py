@@ -11,8 +11,9 @@ from boltmesh.strategies.torch_compat import storage_key
 def make_absent(parameters: Iterable[Parameter], device: torch.device | None = None) -> None:
     """Free the memory of parameters that another stage holds.
 
-    They stay the same objects of the same shape and type, in their modules and in optimizers. All elements are one element in memory, NaN where the type has it: a use that
-    nobody foresaw is seen in the loss, and an optimizer finds no gradient and leaves them alone.
+    They stay the same objects of the same shape and type, in their modules and in optimizers. All
+    elements are one element in memory, NaN where the type has it: a use that nobody foresaw is seen
+    in the loss, and an optimizer finds no gradient and leaves them alone.
 
     Args:
         parameters: They may be absent already.
