@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.errors import LayoutError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.data.lone import LoneRank
 from boltmesh.strategies.engine import MeshStrategy
@@ -22,9 +22,11 @@ from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
 from boltmesh.strategies.pipeline.broadcasting import gathered
 from boltmesh.strategies.pipeline.evaluation import evaluation_step
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
+from boltmesh.strategies.pipeline.refusals import refuse_optimizers, refuse_run
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.sample import sample_batch
 from boltmesh.strategies.pipeline.training import training_step
+from boltmesh.strategies.torch_compat import TOTAL_NORM, total_norm_replaced
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 _STEPS = {
@@ -112,7 +114,7 @@ class PipelineParallelStrategy(MeshStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        _refuse(trainer, module)
+        refuse_run(trainer, module, synchronises_norms=self._layer_sync is not None)
         assert trainer.state.fn is not None
         step = _STEPS[trainer.state.fn]
         axis = self.pipeline_axis
@@ -141,6 +143,11 @@ class PipelineParallelStrategy(MeshStrategy):
             timeout=timedelta(seconds=self.timeout_s),
             scaler=getattr(self.precision_plugin, "scaler", None),
         )
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        refuse_optimizers(self.optimizers)
 
     @override
     def model_to_device(self) -> None:
@@ -173,7 +180,7 @@ class PipelineParallelStrategy(MeshStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
-        with self.recorder.phase("forward"):
+        with self.recorder.phase("forward"), total_norm_replaced(TOTAL_NORM):
             return training_step(
                 self.pipeline_axis,
                 args,
@@ -210,14 +217,20 @@ class PipelineParallelStrategy(MeshStrategy):
     # Gradients.
 
     @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        # A hook of the user's may clip by what torch has.
+        with total_norm_replaced(self.pipeline_axis.norms.total):
+            return super().optimizer_step(*args, **kwargs)
+
+    @override
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        return float(self.pipeline_axis.norm(parameters))
+        return float(self.pipeline_axis.norms.norm(parameters))
 
     @override
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
-        self.pipeline_axis.clip_by_norm(parameters, clip_val)
+        self.pipeline_axis.norms.clip(parameters, clip_val)
 
     # Checkpoints.
 
@@ -279,21 +292,6 @@ class PipelineParallelStrategy(MeshStrategy):
         self.pipeline_axis.close()
         self.pipeline_axis.move_absent(torch.device("cpu"))
         super().teardown()
-
-
-def _refuse(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse what a pipeline cannot do, before it takes any memory.
-
-    Raises:
-        ConfigError: With what to do instead.
-    """
-    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-        raise ConfigError(
-            f"{type(module).__name__} optimises by hand (automatic_optimization=False), and in a "
-            f"pipeline forward and backward passes of several microbatches are under way at once, "
-            f"so manual_backward has no place in training_step. Return the loss from "
-            f"training_step, or use bolt_ddp or bolt_zero3."
-        )
 
 
 def _is_stored_apart(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """The private names of torch that the strategies need, each with why, in one place."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -538,6 +538,22 @@ def agree_on_overflow(
         vars(scaler).pop("_unscale_grads_", None)
 
     return restore
+
+
+TOTAL_NORM: Callable[..., Tensor] = torch.nn.utils.clip_grad._get_total_norm
+"""What ``torch.nn.utils.clip_grad_norm_`` clips by, of the gradients that it is given."""
+
+
+@contextmanager
+def total_norm_replaced(total_norm: Callable[..., Tensor]) -> Iterator[None]:
+    """Within, ``torch.nn.utils.clip_grad_norm_`` clips by another norm, whoever has imported it."""
+    clip_grad: Any = torch.nn.utils.clip_grad
+    before = clip_grad._get_total_norm
+    clip_grad._get_total_norm = total_norm
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm = before
 
 
 def after_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:

@@ -5,39 +5,39 @@ each, as far as its stages go (``replay/``), in the order of the schedule (``exe
 batch of training is made of is in ``training.py``, one of the other loops in ``evaluation.py``.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
 
-from boltmesh.strategies.clipping import gradients_of, scale_to_norm
 from boltmesh.strategies.pipeline.counting import Counts
 from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
 from boltmesh.strategies.pipeline.glue_state import GlueState
 from boltmesh.strategies.pipeline.microbatches import cut, even_sizes, num_rows
 from boltmesh.strategies.pipeline.normalizing import fewest_rows, vector_norms
+from boltmesh.strategies.pipeline.norms import StageNorms
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.replay.absent import make_absent
 from boltmesh.strategies.pipeline.replay.guard import StateGuard
 from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
-from boltmesh.strategies.pipeline.sharing import SharedParameters, norm_over_stages
+from boltmesh.strategies.pipeline.sharing import SharedParameters
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
 from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 from boltmesh.telemetry.snapshot import PipelinePlan
 from boltmesh.telemetry.traffic import ExpectedTraffic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SEED_STRIDE = 1_000_003
 """Between the seeds of two steps: a prime above any number of microbatches."""
@@ -139,6 +139,8 @@ class PipelineAxis:
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
         self.shared = SharedParameters(own, shared, self.context.group)
+        elsewhere = [each for each in self.held if id(each) in self.shared.counted_elsewhere]
+        self.norms = StageNorms(self.context.group, elsewhere)
 
     def move_absent(self, device: torch.device) -> None:
         """Make what other ranks hold seem to be on a device, before the model is moved to it."""
@@ -249,18 +251,6 @@ class PipelineAxis:
 
     def _name_of(self, module: torch.nn.Module) -> str | None:
         return next((name for name, each in self.module.named_modules() if each is module), None)
-
-    # Gradients.
-
-    def clip_by_norm(self, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """Scale gradients so that their norm over all stages is at most ``max_norm``."""
-        norm = self.norm(parameters)
-        scale_to_norm(gradients_of(parameters), norm, max_norm)
-        return norm
-
-    def norm(self, parameters: Sequence[Parameter]) -> Tensor:
-        """Return the norm of gradients over all stages. Collective over the pipeline."""
-        return norm_over_stages(parameters, self.context.group, self.shared.counted_elsewhere)
 
     # Telling.
 
