@@ -5,10 +5,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -16,6 +14,7 @@ from typing_extensions import override
 from boltmesh.errors import LayoutError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.data.lone import LoneRank
+from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
@@ -25,6 +24,7 @@ from boltmesh.strategies.pipeline.options import PipelineOptions, Split
 from boltmesh.strategies.pipeline.refusals import refuse_optimizers, refuse_run
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.sample import sample_batch
+from boltmesh.strategies.pipeline.small_state import joined_state
 from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.strategies.torch_compat import TOTAL_NORM, total_norm_replaced
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -43,6 +43,18 @@ class PipelineParallelStrategy(MeshStrategy):
     The layers are divided into stages, one rank after the other; every batch is cut into
     microbatches, which pass through the stages one behind the other. The same numbers as one
     process with the whole batch.
+
+    What looks at the rows of a batch together sees microbatches instead, as where gradients are
+    accumulated: a batch norm takes the moments of each, and updates its running statistics once for
+    each (of the same numbers as one process that accumulates over the microbatches; GroupNorm and
+    LayerNorm do not depend on the cut). A buffer or counter that the step itself changes is changed
+    once for each microbatch too. Batches with few rows are cut into fewer microbatches where batch
+    norms of vectors need two rows.
+
+    Each rank has the values of its own stages alone, NaN in the place of others, so ``state_dict``
+    raises: ``Trainer.save_checkpoint`` and ``ModelCheckpoint`` write the whole. Norms that a hook
+    takes of gradients by hand are those of one stage; ``trainer.strategy.gradient_norm(optimizer)``
+    and ``torch.nn.utils.clip_grad_norm_`` are over all.
 
     Args:
         stages: Ranks of the pipeline; by default all ranks of the job.
@@ -114,6 +126,9 @@ class PipelineParallelStrategy(MeshStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
+        refuse_callbacks(trainer.callbacks, type(self).__name__)  # type: ignore[attr-defined]
+        if self.world_size > 1:
+            refuse_lone_saves(trainer.callbacks)  # type: ignore[attr-defined]
         refuse_run(trainer, module, synchronises_norms=self._layer_sync is not None)
         assert trainer.state.fn is not None
         step = _STEPS[trainer.state.fn]
@@ -269,21 +284,7 @@ class PipelineParallelStrategy(MeshStrategy):
 
     @override
     def _joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        # Counters and the like are stored in one place, by the first rank.
-        small = {
-            name: {key: each for key, each in values.items() if not _is_stored_apart(each)}
-            for name, values in state["state"].items()
-            if self.stores(name)
-        }
-        told: list[Any] = [None] * self.world_size
-        dist.all_gather_object(told, small)
-        joined = {name: values for others in told for name, values in others.items()}
-        own = {name: values for name, values in state["state"].items() if self.stores(name)}
-        names = sorted({*joined, *own})
-        return {
-            **state,
-            "state": {name: joined.get(name, {}) | own.get(name, {}) for name in names},
-        }
+        return joined_state(state, self.stores)
 
     # Ending.
 
@@ -292,7 +293,3 @@ class PipelineParallelStrategy(MeshStrategy):
         self.pipeline_axis.close()
         self.pipeline_axis.move_absent(torch.device("cpu"))
         super().teardown()
-
-
-def _is_stored_apart(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0

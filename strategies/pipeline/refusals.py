@@ -11,7 +11,6 @@ from lightning.pytorch.utilities import grad_norm
 from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.pipeline.joint_steps import joins_gradients
 
 _GRADIENT_HOOKS = (
@@ -40,9 +39,6 @@ def refuse_run(trainer: Trainer, module: LightningModule, *, synchronises_norms:
         ConfigError: Naming it, and what to do instead.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    refuse_callbacks(callbacks, "PipelineParallelStrategy")
-    if trainer.world_size > 1:
-        refuse_lone_saves(callbacks)
     if trainer.state.fn != TrainerFn.FITTING:
         return
     if not module.automatic_optimization:
