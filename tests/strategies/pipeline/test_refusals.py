@@ -239,7 +239,7 @@ def run_with(rank: int, world_size: int, arguments: dict[str, Any], optimizer: s
         (
             {"callbacks": [StochasticWeightAveraging(0.1)]},
             "SGD",
-            "StochasticWeightAveraging .* with PipelineParallelStrategy every rank would work on its part",
+            "StochasticWeightAveraging .* with PipelineParallelStrategy every rank would work on",
         ),
         ({}, "LBFGS", "LBFGS steps each parameter by"),
         (
