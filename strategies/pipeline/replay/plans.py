@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 from torch.nn import Module
 
-from boltmesh.strategies.pipeline.replay.borders import plan_stages
+from boltmesh.strategies.pipeline.replay.borders import plan_stages, plan_tail
 from boltmesh.strategies.pipeline.replay.probe import probe
 from boltmesh.strategies.pipeline.replay.signature import batch_signature
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
+from boltmesh.strategies.pipeline.replay.tail import Tail
 from boltmesh.strategies.pipeline.replay.trace import Trace, UnitOutput
 from boltmesh.strategies.pipeline.replay.units import unit_parameters
 
@@ -31,6 +32,7 @@ class _Known:
     outputs: dict[Any, UnitOutput] = field(default_factory=dict)
     """What units gave."""
     runs: dict[tuple[Any, ...], tuple[StageRun, ...]] = field(default_factory=dict)
+    tails: dict[tuple[tuple[Any, ...], bool], Tail] = field(default_factory=dict)
 
 
 class StagePlans:
@@ -79,6 +81,61 @@ class StagePlans:
         Raises:
             ConfigError: When the step cannot be cut so.
         """
+        known, answers = self._known_of(step, batch, rest, kwargs, seed)
+        return known.runs[answers]
+
+    def tail(
+        self,
+        step: str,
+        batch: Any,
+        *rest: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        has_parameters: bool = False,
+    ) -> Tail:
+        """Return what ``step`` does with a batch like this one behind its last unit.
+
+        The arguments are those of :meth:`stages`, but for one.
+
+        Args:
+            step: As there.
+            batch: As there.
+            rest: As there.
+            kwargs: As there.
+            seed: As there.
+            has_parameters: Whether the tail is to use parameters outside of units itself, which
+                the rank of the last stage has. Without it every rank can run it.
+
+        Raises:
+            ConfigError: When the step cannot be cut so.
+        """
+        known, answers = self._known_of(step, batch, rest, kwargs, seed)
+        tail = known.tails.get((answers, has_parameters))
+        if tail is None:
+            trace = known.traces[answers]
+            last, end = plan_tail(
+                trace,
+                self.stage_of_unit,
+                self.parameters_of_unit,
+                self.weight_only,
+                has_parameters=has_parameters,
+            )
+            tail = known.tails[answers, has_parameters] = Tail(
+                last=StageRun(self.root, self.units, step, last),
+                end=StageRun(self.root, self.units, step, end),
+                draws_before=any(each < end.begin for each in trace.draws),
+            )
+        return tail
+
+    def _known_of(
+        self,
+        step: str,
+        batch: Any,
+        rest: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        seed: int | None,
+    ) -> tuple[_Known, tuple[Any, ...]]:
+        """Return what is known of batches like this one, and what the step reads out of it."""
         signature = batch_signature(
             self.root, self.parameters, step, batch, kwargs and dict(kwargs)
         )
@@ -87,7 +144,7 @@ class StagePlans:
         if len(self._known) > MOST_SIGNATURES:
             self._known.popitem(last=False)
         if () in known.traces:
-            return known.runs[()]
+            return known, ()
         trace = probe(
             self.root,
             self.units,
@@ -102,7 +159,7 @@ class StagePlans:
         if answers not in known.runs:
             runs = self._cut(step, trace)
             known.traces[answers], known.runs[answers] = trace, runs
-        return known.runs[answers]
+        return known, answers
 
     def _cut(self, step: str, trace: Trace) -> tuple[StageRun, ...]:
         plans = plan_stages(trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only)

@@ -15,9 +15,9 @@ from boltmesh.strategies.pipeline.replay.glue import GlueWatch
 from boltmesh.strategies.pipeline.replay.remembering import key_of, recall, versions
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
 from boltmesh.strategies.pipeline.replay.structure import tensors_in
-from boltmesh.strategies.pipeline.replay.trace import Trace, UnitOutput
+from boltmesh.strategies.pipeline.replay.trace import NO_EVENT, Trace, UnitOutput
 from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
-from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.random_state import host_random_state, seed_random_state
 from boltmesh.strategies.torch_compat import fake_tensors
 
 LOGGING = ("log", "log_dict")
@@ -134,9 +134,13 @@ class _Probe:
                     vars(self.root)[name] = self._hand_out
             if self.seed is not None:
                 seed_random_state(self.seed)
+            before = host_random_state()
+            self.glue.follow((args, kwargs))
             stack.enter_context(self.glue)
             returned = getattr(self.root, step)(*args, **kwargs)
             self._hand_out(returned)
+            if host_random_state() != before:
+                self.trace.draws.append(NO_EVENT)
         self.glue.finish()
         return self.trace
 

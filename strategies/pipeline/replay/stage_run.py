@@ -210,6 +210,8 @@ class StageRun:
             self.kept[number] = made[leaf]
         for number, slot in handling.fill:
             self.kept[number].copy_(self.received[slot])
+        if handling.ends:
+            raise _NextStage
         return made
 
     def _sent(self) -> tuple[Tensor, ...]:

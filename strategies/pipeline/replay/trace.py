@@ -56,6 +56,8 @@ class Value:
     """Whether it needs a gradient from an event on, oldest first."""
     uses: list[int] = field(default_factory=list)
     """The events that need it, oldest first."""
+    follows_batch: bool = False
+    """Whether it was made of the batch's data, or may have been."""
 
     def needs_grad_before(self, event: int) -> bool:
         """Whether it needs a gradient when ``event`` begins."""
@@ -84,6 +86,8 @@ class Reading:
     name: str
     place: str
     origin: str
+    values: list[Value] = field(default_factory=list)
+    """What was looked at."""
 
 
 @dataclass
@@ -103,6 +107,8 @@ class Trace:
     """Parameters that Python looked at, by the number of events before."""
     draws_random: bool = False
     """Whether code between units draws random numbers after the first unit."""
+    draws: list[int] = field(default_factory=list)
+    """The events between units that drew random numbers; NO_EVENT where it was none of torch's."""
     flops: dict[str, int] = field(default_factory=dict)
     """Of all forward calls of a unit together; empty unless they were counted."""
 
