@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torchmetrics import Metric
 
-from boltmesh.strategies.pipeline.counting import Counts
 from boltmesh.strategies.pipeline.losses import Reduction, reductions
+from boltmesh.strategies.pipeline.quiet import log_replaced
 
 Fold = Literal["mean", "sum", "min", "max"]
 
@@ -54,15 +54,13 @@ class _Entry:
 class StepLogs:
     """Takes the place of ``module.log`` while a step runs. Made anew for each step."""
 
-    def __init__(self, module: LightningModule, counts: Counts | None = None) -> None:
+    def __init__(self, module: LightningModule) -> None:
         """Keep what a step logs.
 
         Args:
             module: Whose ``log`` is taken.
-            counts: Tells what values were averaged over where they have no graph.
         """
         self._module = module
-        self._counts = counts
         self._entries: dict[tuple[str, str | None], _Entry] = {}
         self._microbatch = 0
 
@@ -70,15 +68,8 @@ class StepLogs:
     def of_microbatch(self, index: int) -> Iterator[None]:
         """Within, calls of ``self.log`` are kept as this microbatch's."""
         self._microbatch = index
-        aside = self._module.__dict__.get("log")
-        self._module.__dict__["log"] = self._log
-        try:
+        with log_replaced(self._module, self._log):
             yield
-        finally:
-            if aside is None:
-                del self._module.__dict__["log"]
-            else:
-                self._module.__dict__["log"] = aside
 
     def _log(self, name: str, value: Any, *positional: Any, **options: Any) -> None:
         options = {**dict(zip(_OPTIONS, positional, strict=False)), **options}
@@ -110,10 +101,7 @@ class StepLogs:
         entry.weights.append(weight)
 
     def _reductions(self, value: Tensor) -> list[Reduction]:
-        if value.grad_fn is not None:
-            return reductions(value)
-        known = None if self._counts is None else self._counts.of(value)
-        return [] if known is None else [known]
+        return [] if value.grad_fn is None else reductions(value)
 
     def collected(self, loss_weights: Mapping[int, Tensor | float]) -> list["Logged"]:
         """Return what the step logged as a whole, in the order of the first calls.

@@ -282,6 +282,8 @@ class _StagePlanner:
         for number, names in self.trace.parameter_reads.items():
             if self.cut.stage_of_event(number - 1) <= self.stage:
                 used |= names
+        if self.cut.has_tail and self.is_last:
+            used |= self.trace.parameters_out
         return frozenset(used)
 
 
