@@ -110,14 +110,9 @@ class Evaluation:
         return run, tails, joints
 
     def _tail(self, run: Run, number: int) -> Tail:
-        """Return what follows the last unit, with those parameters that are cheaply lent."""
+        """Return what follows the last unit for one microbatch of a run."""
         args = (run.step, run.parts[number], *run.rest)
-        seed = run.seeds[number]
-        tail = self._plans.tail(*args, kwargs=run.kwargs, seed=seed, has_parameters=True)
-        lent = sum(each.numel() * each.element_size() for each in self._parameters(tail).values())
-        if lent <= sum(each.num_bytes for each in tail.end.plan.values_in):
-            return tail
-        return self._plans.tail(*args, kwargs=run.kwargs, seed=seed)
+        return self._plans.tail(*args, kwargs=run.kwargs, seed=run.seeds[number])
 
     def _values(
         self,
