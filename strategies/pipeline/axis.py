@@ -22,7 +22,9 @@ from torch.nn import Parameter
 from boltmesh.strategies.clipping import gradients_of, scale_to_norm
 from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
+from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
 from boltmesh.strategies.pipeline.metrics.replacing import find_metrics
+from boltmesh.strategies.pipeline.metrics.sharing import MetricSharing
 from boltmesh.strategies.pipeline.microbatches import cut, even_sizes, num_rows
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
@@ -30,6 +32,7 @@ from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.quiet import quiet
 from boltmesh.strategies.pipeline.replay.absent import make_absent
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
+from boltmesh.strategies.pipeline.replay.trace import MetricTrace
 from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
 from boltmesh.strategies.pipeline.sharing import SharedParameters, norm_over_stages
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
@@ -105,6 +108,7 @@ class PipelineAxis:
         self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
         self.sharing = Sharing(context.group, self.last, context.device)
+        self.metric_sharing = MetricSharing(self.metrics, context.group, self.last, context.device)
         self._executor = Executor(
             context.group,
             context.device,
@@ -176,7 +180,8 @@ class PipelineAxis:
                 )
                 for number, part in enumerate(run.parts)
             ]
-        logs = StepLogs(self.module)
+            metrics = self._metric_calls(run, [each[0].plan.metrics for each in runs])
+        logs = StepLogs(self.module, metrics)
         program = self._programs.of(len(runs))
         end = self._programs.num_stages - 1
         stages = [
@@ -192,6 +197,17 @@ class PipelineAxis:
         ]
         self._executor.run(program, stages)
         return logs
+
+    def _metric_calls(self, run: Run, called: Sequence[tuple[MetricTrace, ...]]) -> MetricCalls:
+        """Return what keeps the calls of metrics that a step makes."""
+        assert self.placement is not None
+        of_batch: tuple[MetricTrace, ...] = ()
+        if any(called):
+            plans = self.placement.plans.stages(
+                run.step, run.batch, *run.rest, kwargs=run.kwargs, seed=run.seeds[0]
+            )
+            of_batch = plans[0].plan.metrics
+        return MetricCalls(self.metrics, of_batch, len(run.parts))
 
     def _quiet(self, microbatch: int) -> AbstractContextManager[None]:
         return quiet(self.module, self.metrics)

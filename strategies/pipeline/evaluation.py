@@ -71,7 +71,7 @@ class Evaluation:
             ConfigError: When the step cannot be cut into stages.
         """
         axis = self._axis
-        whole = Run(step, [args[0]], args[1:], kwargs, axis.seeds(ordinal, 1))
+        whole = Run(step, args[0], [args[0]], args[1:], kwargs, axis.seeds(ordinal, 1))
         with around():
             tail = self._tail(whole, 0)
             run, tails, joints = self._divided(whole, tail, ordinal)

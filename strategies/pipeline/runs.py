@@ -25,6 +25,7 @@ class Run:
     """What a step is called with, microbatch by microbatch."""
 
     step: str
+    batch: Any
     parts: list[Any]
     rest: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -74,13 +75,14 @@ class RunStage:
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the step on a microbatch as far as this stage goes; return what it hands on."""
         run = self._run
-        with self._around(), self._during(microbatch):
-            result = self._runs[microbatch].forward(
-                received,
-                (run.parts[microbatch], *run.rest),
-                run.kwargs,
-                seed=run.seeds[microbatch],
-            )
+        with self._around():
+            with self._during(microbatch):
+                result = self._runs[microbatch].forward(
+                    received,
+                    (run.parts[microbatch], *run.rest),
+                    run.kwargs,
+                    seed=run.seeds[microbatch],
+                )
             values: tuple[Tensor, ...] = (
                 result if self._finish is None else self._finish(microbatch, result)
             )

@@ -21,8 +21,8 @@ from boltmesh.strategies.pipeline.replay.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.replay.glue import GlueWatch
 from boltmesh.strategies.pipeline.replay.remembering import key_of, recall, versions
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
-from boltmesh.strategies.pipeline.replay.structure import replace_tensors, tensors_in
-from boltmesh.strategies.pipeline.replay.trace import NO_EVENT, Trace, UnitOutput
+from boltmesh.strategies.pipeline.replay.structure import replace_tensors, take_apart, tensors_in
+from boltmesh.strategies.pipeline.replay.trace import NO_EVENT, MetricTrace, Trace, UnitOutput
 from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
 from boltmesh.strategies.random_state import host_random_state, seed_random_state
 from boltmesh.strategies.torch_compat import fake_tensors, is_fake, make_fake
@@ -196,7 +196,16 @@ class _Probe:
 
     def _call_metric(self, call: MetricCall) -> Any:
         """Note that a metric takes values out of the step, and guess what it gives for them."""
-        given = tensors_in((call.args, call.kwargs))
+        if self.is_inside:
+            raise ConfigError(
+                f"a layer calls the metric {call.name!r}, and other ranks than the one of that "
+                f"layer would not count. Return what it counts from the layer, and call it in "
+                f"the step."
+            )
+        leaves, _ = take_apart((call.args, call.kwargs))
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else None for each in leaves]
+        self.trace.metrics.append(MetricTrace(call.name, call.method, tuple(shapes)))
+        given = [each for each in leaves if isinstance(each, Tensor)]
         with self.glue.paused():
             self.glue.keep_to_end(given)
             args, kwargs = replace_tensors((call.args, call.kwargs), _with_data)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from boltmesh.strategies.pipeline.replay.trace import Event, UnitOutput
+from boltmesh.strategies.pipeline.replay.trace import Event, MetricTrace, UnitOutput
 from boltmesh.strategies.pipeline.values import ValueSpec
 
 
@@ -51,6 +51,8 @@ class StagePlan:
     """Of each received value whether it was made of the batch's data, or may have been."""
     parameters: frozenset[str]
     """The parameters that this stage uses, by their first names."""
+    metrics: tuple[MetricTrace, ...]
+    """What metrics the whole step calls."""
     draws_random: bool
     """Whether random numbers between units have to be apart from those inside of them."""
 

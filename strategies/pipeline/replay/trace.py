@@ -90,6 +90,16 @@ class Reading:
     """What was looked at."""
 
 
+@dataclass(frozen=True)
+class MetricTrace:
+    """A call of a metric by the step."""
+
+    name: str
+    method: str
+    shapes: tuple[tuple[int, ...] | None, ...]
+    """Of the leaves of its arguments; None for what is no tensor."""
+
+
 @dataclass
 class Trace:
     """One run of a step on one batch, without what its layers compute."""
@@ -105,6 +115,8 @@ class Trace:
     """What Python read out of the batch, in order: with other answers the run may differ."""
     parameter_reads: dict[int, frozenset[str]] = field(default_factory=dict)
     """Parameters that Python looked at, by the number of events before."""
+    metrics: list[MetricTrace] = field(default_factory=list)
+    """The calls of metrics, in order."""
     parameters_out: frozenset[str] = frozenset()
     """Parameters that the step hands out, itself or what was made of them."""
     draws_random: bool = False
