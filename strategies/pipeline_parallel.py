@@ -125,13 +125,10 @@ class PipelineParallelStrategy(MeshStrategy):
                 self._around(step),
             )
             self._evaluation = Evaluation(axis)
-        keep_local(self._metric_owners(trainer))
+        keep_local(self._metric_owners())
         super().setup(trainer)
         if is_new:
             axis.start()
-
-    def _metric_owners(self, trainer: Trainer) -> list[object]:
-        return [self.lightning_module, *compat.callbacks_of(trainer)]
 
     def _pipeline_context(self) -> PipelineContext:
         return PipelineContext(
@@ -154,6 +151,26 @@ class PipelineParallelStrategy(MeshStrategy):
         return self.pipeline_axis.expected_traffic(trainer.accumulate_grad_batches)
 
     # The loops.
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._adopt_metrics()
+
+    @override
+    def _begin_evaluation(self) -> None:
+        super()._begin_evaluation()
+        self._adopt_metrics()
+
+    def _adopt_metrics(self) -> None:
+        """Metrics may have been made as late as in the user's hooks at the start of a loop."""
+        keep_local(self._metric_owners())
+        self.pipeline_axis.find_metrics()
+
+    def _metric_owners(self) -> list[object]:
+        trainer = compat.trainer_of(self.lightning_module)
+        callbacks = [] if trainer is None else compat.callbacks_of(trainer)
+        return [self.lightning_module, *callbacks]
 
     def _around(self, step: str) -> Around:
         plugin = self.precision_plugin
@@ -257,9 +274,7 @@ class PipelineParallelStrategy(MeshStrategy):
 
     @override
     def teardown(self) -> None:
-        trainer = compat.trainer_of(self.lightning_module)
-        if trainer is not None:
-            let_gather(self._metric_owners(trainer))
+        let_gather(self._metric_owners())
         self.pipeline_axis.close()
         super().teardown()
 

@@ -170,6 +170,11 @@ class PipelineAxis:
 
     # Steps.
 
+    def find_metrics(self) -> None:
+        """Take note of the module's metrics, which it may make at any time before a loop begins."""
+        self.metrics.clear()
+        self.metrics.update(find_metrics(self.module))
+
     def work_off(self, run: Run, finish: Finish, around: Around) -> StepLogs:
         """Run all chunks of this rank; return what the last stage logged."""
         assert self.placement is not None

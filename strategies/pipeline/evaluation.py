@@ -43,8 +43,9 @@ class Evaluation:
         """Of batches that microbatches cannot be joined to: they go through whole."""
         assert axis.placement is not None
         self._plans = axis.placement.plans
-        inside = {part for unit in self._plans.units.values() for part in unit.modules()}
-        self._around_units = [each for each in axis.module.modules() if each not in inside]
+        apart = (*self._plans.units.values(), *axis.metrics.values())
+        inside = {id(part) for each in apart for part in each.modules()}
+        self._glue = [each for each in axis.module.modules() if id(each) not in inside]
 
     def step(
         self,
@@ -126,7 +127,7 @@ class Evaluation:
         axis = self._axis
         with ExitStack() as stack:
             # Every stage runs the beginning of the step, and only the end is to leave traces.
-            stack.enter_context(modules_unchanged(self._around_units))
+            stack.enter_context(modules_unchanged(self._glue))
             stack.enter_context(quiet(axis.module, axis.metrics))
             parts = axis.pass_through(run, [each.last for each in tails], around)
         if axis.holds_last_stage:

@@ -38,7 +38,7 @@ class Judged(LightningModule):
         self.layers = nn.ModuleList(Layer() for _ in range(6))
         self.head = nn.Linear(WIDTH, CLASSES)
         self.temperature = nn.Parameter(torch.tensor(1.3))
-        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro", dist_sync_on_step=True)
         self.by_loader = nn.ModuleDict({"0": MeanMetric(), "1": MeanMetric()})
         self.collection = MetricCollection(
             {"macro": MulticlassAccuracy(CLASSES), "f1": MulticlassF1Score(CLASSES)}
