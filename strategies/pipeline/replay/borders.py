@@ -233,6 +233,7 @@ class _StagePlanner:
             parameters=self._parameters(),
             metrics=tuple(self.trace.metrics),
             draws_random=self.trace.draws_random,
+            draws_host_random=self.trace.draws_host_random,
         )
 
     def _at(self, event: int) -> Handling:

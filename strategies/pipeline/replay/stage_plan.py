@@ -55,6 +55,8 @@ class StagePlan:
     """What metrics the whole step calls."""
     draws_random: bool
     """Whether random numbers between units have to be apart from those inside of them."""
+    draws_host_random: bool
+    """The same of those that numpy and Python draw."""
 
     @property
     def is_last(self) -> bool:

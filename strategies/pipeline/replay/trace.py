@@ -123,6 +123,8 @@ class Trace:
     """Whether code between units draws random numbers after the first unit."""
     draws: list[int] = field(default_factory=list)
     """The events between units that drew random numbers; NO_EVENT where it was none of torch's."""
+    draws_host_random: bool = False
+    """Whether numpy or Python draw random numbers once the first unit has begun, anywhere."""
     flops: dict[str, int] = field(default_factory=dict)
     """Of all forward calls of a unit together; empty unless they were counted."""
 

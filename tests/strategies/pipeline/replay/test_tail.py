@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from boltmesh.strategies.pipeline.joining import find_joints, join
-from boltmesh.strategies.pipeline.microbatches import cut
+from boltmesh.strategies.pipeline.microbatches import Cutter
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.structure import take_apart
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
@@ -20,7 +20,7 @@ TOKENS = torch.randint(
     0, models.WORDS, (5, models.LENGTH), generator=torch.Generator().manual_seed(0)
 )
 IMAGES = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-SIZES = [2, 2, 1]
+PARTS = 3
 
 CASES: list[tuple[type[LightningModule], Any]] = [
     (models.Words, TOKENS),
@@ -36,13 +36,13 @@ CASES: list[tuple[type[LightningModule], Any]] = [
 ]
 
 
-def run_divided(module: LightningModule, batch: Any, sizes: list[int]) -> tuple[Any, Any]:
+def run_divided(module: LightningModule, batch: Any, wanted: int) -> tuple[Any, Any]:
     """Return what the tail gives for joined microbatches, and how they were joined."""
     step = "training_step"
     split = split_evenly(module, step, (batch, 0), 3)
     plans = StagePlans(module, find_stage_units(module), split)
     tail = plans.tail(step, batch, 0)
-    parts = cut(batch, sizes)
+    parts, sizes = Cutter().cut(batch, wanted)
     tails = [plans.tail(step, part, 0) for part in parts]
     joints = find_joints(tail.end.plan, [each.end.plan for each in tails], sizes)
     if joints is None:
@@ -70,7 +70,7 @@ def assert_equal(got: Any, wanted: Any) -> None:
 def test_the_tail_of_joined_microbatches(kind: type[LightningModule], batch: Any) -> None:
     torch.manual_seed(0)
     module = kind().eval()
-    got, joints = run_divided(module, batch, SIZES)
+    got, joints = run_divided(module, batch, PARTS)
     assert joints
     assert set(joints) == {0}
     assert_equal(got, module.training_step(batch, 0))
@@ -83,7 +83,7 @@ def test_the_tail_of_hugging_face_models(kind: str) -> None:
     torch.manual_seed(0)
     module = hugging_face.HuggingFace(kind).eval()
     batch = hugging_face.batches(kind)[0]  # the rows of which count different tokens
-    got, joints = run_divided(module, batch, [2, 1])
+    got, joints = run_divided(module, batch, 2)
     assert joints == (0,) * len(joints)
     assert_equal(got, module.training_step(batch, 0))
 
@@ -154,4 +154,4 @@ class Pooled(models.Words):
 
 @pytest.mark.parametrize("kind", [Picks, Pooled])
 def test_values_without_a_dimension_of_rows_are_not_joined(kind: type[LightningModule]) -> None:
-    assert run_divided(kind(), TOKENS, SIZES) == (None, None)
+    assert run_divided(kind(), TOKENS, PARTS) == (None, None)
