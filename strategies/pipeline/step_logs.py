@@ -19,8 +19,14 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torchmetrics import Metric
 
-from boltmesh.strategies.pipeline.counting import Counts
 from boltmesh.strategies.pipeline.losses import Reduction, reductions
+from boltmesh.strategies.pipeline.metrics.recording import MetricCalls, MetricValue
+from boltmesh.strategies.pipeline.metrics.replacing import find_metrics
+from boltmesh.strategies.pipeline.metrics.sharing import Given
+from boltmesh.strategies.pipeline.quiet import log_replaced
+
+METRIC_ARGUMENT = "an argument of a metric"
+"""What numbers that metrics are called with are kept under, beside what is logged."""
 
 Fold = Literal["mean", "sum", "min", "max"]
 
@@ -48,21 +54,21 @@ class _Entry:
     """None: as much as the microbatch's loss."""
     microbatches: list[int] = field(default_factory=list)
     batch_size: int | None = None
-    metric: MetricName | None = None
+    metric: MetricName | MetricValue | None = None
 
 
 class StepLogs:
     """Takes the place of ``module.log`` while a step runs. Made anew for each step."""
 
-    def __init__(self, module: LightningModule, counts: Counts | None = None) -> None:
+    def __init__(self, module: LightningModule, metrics: MetricCalls | None = None) -> None:
         """Keep what a step logs.
 
         Args:
             module: Whose ``log`` is taken.
-            counts: Tells what values were averaged over where they have no graph.
+            metrics: Keeps what it calls metrics with; thrown away if None.
         """
         self._module = module
-        self._counts = counts
+        self.metrics = MetricCalls(find_metrics(module)) if metrics is None else metrics
         self._entries: dict[tuple[str, str | None], _Entry] = {}
         self._microbatch = 0
 
@@ -70,15 +76,14 @@ class StepLogs:
     def of_microbatch(self, index: int) -> Iterator[None]:
         """Within, calls of ``self.log`` are kept as this microbatch's."""
         self._microbatch = index
-        aside = self._module.__dict__.get("log")
-        self._module.__dict__["log"] = self._log
-        try:
+        with (
+            log_replaced(self._module, self._log),
+            self.metrics.of_microbatch(index, self._keep_number),
+        ):
             yield
-        finally:
-            if aside is None:
-                del self._module.__dict__["log"]
-            else:
-                self._module.__dict__["log"] = aside
+
+    def _keep_number(self, key: str, value: Tensor | float, is_count: bool) -> None:
+        self._keep(METRIC_ARGUMENT, key, value, {"reduce_fx": "sum"} if is_count else {})
 
     def _log(self, name: str, value: Any, *positional: Any, **options: Any) -> None:
         options = {**dict(zip(_OPTIONS, positional, strict=False)), **options}
@@ -98,6 +103,9 @@ class StepLogs:
         if isinstance(value, Metric):
             entry.metric = MetricName(_attribute_of(self._module, value))
             return
+        if (given := self.metrics.given(value)) is not None:
+            entry.metric = given
+            return
         entry.microbatches.append(self._microbatch)
         weight: Tensor | float | None = None if batch_size is None else float(batch_size)
         if isinstance(value, Tensor) and batch_size is None:
@@ -110,10 +118,7 @@ class StepLogs:
         entry.weights.append(weight)
 
     def _reductions(self, value: Tensor) -> list[Reduction]:
-        if value.grad_fn is not None:
-            return reductions(value)
-        known = None if self._counts is None else self._counts.of(value)
-        return [] if known is None else [known]
+        return [] if value.grad_fn is None else reductions(value)
 
     def collected(self, loss_weights: Mapping[int, Tensor | float]) -> list["Logged"]:
         """Return what the step logged as a whole, in the order of the first calls.
@@ -129,7 +134,7 @@ class StepLogs:
 
     def _value(
         self, entry: _Entry, loss_weights: Mapping[int, Tensor | float]
-    ) -> "Tensor | MetricName":
+    ) -> "Tensor | MetricName | MetricValue":
         if entry.metric is not None:
             return entry.metric
         values = torch.stack(entry.values)
@@ -156,18 +161,38 @@ class Logged:
     name: str
     key: str | None
     """Of the dict that was logged under ``name``; None where it was a value."""
-    value: Tensor | MetricName
-    """0-dim, float64; or which metric of the module."""
+    value: Tensor | MetricName | MetricValue
+    """0-dim, float64; or which metric of the module, or what a call of one gives."""
     options: dict[str, Any]
 
 
-def repeat(module: LightningModule, logged: Iterable[Logged]) -> None:
-    """Make the calls again, on this rank's module."""
+def take_numbers(logged: Iterable[Logged]) -> tuple[list[Logged], dict[str, Tensor]]:
+    """Return what was logged, and apart from it numbers that metrics were called with, by key."""
+    kept: list[Logged] = []
+    numbers: dict[str, Tensor] = {}
+    for each in logged:
+        if each.name != METRIC_ARGUMENT:
+            kept.append(each)
+        elif each.key is not None and isinstance(each.value, Tensor):
+            numbers[each.key] = each.value
+    return kept, numbers
+
+
+def repeat(module: LightningModule, logged: Iterable[Logged], given: Given = ()) -> None:
+    """Make the calls again, on this rank's module.
+
+    Args:
+        module: Whose ``log`` is called.
+        logged: By the last stage.
+        given: What calls of metrics gave for the whole batch.
+    """
     groups: dict[str, dict[str, Any]] = {}
     for each in logged:
         value: Any = each.value
         if isinstance(value, MetricName):
             value = module.get_submodule(value.attribute)
+        elif isinstance(value, MetricValue):
+            value = given[value.call][value.leaf]
         else:
             value = value.to(module.device, torch.get_default_dtype())
         if each.key is None:
@@ -275,5 +300,5 @@ class Sharing:
         return row
 
 
-def _told(value: Tensor | MetricName) -> MetricName | None:
-    return value if isinstance(value, MetricName) else None
+def _told(value: Tensor | MetricName | MetricValue) -> MetricName | MetricValue | None:
+    return None if isinstance(value, Tensor) else value

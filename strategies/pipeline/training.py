@@ -9,11 +9,12 @@ from boltmesh.strategies.pipeline.deposit import Deposit
 from boltmesh.strategies.pipeline.losses import StepWeights
 from boltmesh.strategies.pipeline.outputs import merge
 from boltmesh.strategies.pipeline.runs import Around, Run
-from boltmesh.strategies.pipeline.step_logs import StepLogs, repeat
+from boltmesh.strategies.pipeline.step_logs import StepLogs, repeat, take_numbers
 from boltmesh.strategies.torch_compat import tree_map_only
 
 if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.axis import PipelineAxis
+    from boltmesh.strategies.pipeline.metrics.sharing import Given
 
 
 def training_step(
@@ -51,10 +52,10 @@ def training_step(
         results.add(number, loss, result, weight, scaled)
         return (scaled * scale,)
 
-    run = Run("training_step", parts, args[1:], kwargs, axis.seeds(ordinal, len(parts)))
+    run = Run("training_step", args[0], parts, args[1:], kwargs, axis.seeds(ordinal, len(parts)))
     deposit = Deposit(axis.held)
     with deposit.taking():
-        logs = axis.work_off(run, finish, around, trains=True)
+        logs = axis.work_off(run, finish, around)
     loss, total = _tell(axis, results, weights, logs)
     if loss is None:
         return None
@@ -70,13 +71,20 @@ def _tell(
 ) -> tuple[Tensor | None, Tensor | float]:
     """Let all ranks know the loss, what it was weighed by, and what was logged."""
     if axis.holds_last_stage:
-        logged = logs.collected(results.weights)
+        logged, numbers = take_numbers(logs.collected(results.weights))
         loss = results.loss(weights.total)
         total: Tensor | float = weights.total
         axis.sharing.send(loss, total, logged, is_mapping=results.is_mapping)
     else:
         loss, total, logged = axis.sharing.receive()
-    repeat(axis.module, logged)
+    given: Given = ()
+    if logs.metrics.has_calls:
+        given = (
+            axis.metric_sharing.send(logs.metrics.joined, numbers)
+            if axis.holds_last_stage
+            else axis.metric_sharing.receive()
+        )
+    repeat(axis.module, logged, given)
     return loss, total
 
 

@@ -7,18 +7,26 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.metrics.replacing import (
+    MetricCall,
+    find_metrics,
+    metrics_replaced,
+)
+from boltmesh.strategies.pipeline.metrics.stand_ins import answer
 from boltmesh.strategies.pipeline.replay.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.replay.glue import GlueWatch
+from boltmesh.strategies.pipeline.replay.randomness import host_random_state
 from boltmesh.strategies.pipeline.replay.remembering import key_of, recall, versions
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
-from boltmesh.strategies.pipeline.replay.structure import tensors_in
-from boltmesh.strategies.pipeline.replay.trace import Trace, UnitOutput
+from boltmesh.strategies.pipeline.replay.structure import replace_tensors, take_apart, tensors_in
+from boltmesh.strategies.pipeline.replay.trace import NO_EVENT, MetricTrace, Trace, UnitOutput
 from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
 from boltmesh.strategies.random_state import seed_random_state
-from boltmesh.strategies.torch_compat import fake_tensors
+from boltmesh.strategies.torch_compat import fake_tensors, is_fake, make_fake
 
 LOGGING = ("log", "log_dict")
 """Methods of a LightningModule that hand values out of the step."""
@@ -105,6 +113,8 @@ class _Probe:
         self.has_recalled = False
         self.has_run: set[str] = set()
         self.is_inside = False
+        self.host_random: tuple[Any, Any] | None = None
+        """Where numpy and Python stood when the first unit was called."""
         self.trace = Trace()
         self.mode = fake_tensors()
 
@@ -129,20 +139,30 @@ class _Probe:
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             stack.enter_context(forwards_replaced(self.units, forwards))
             self.stack = stack.enter_context(ExitStack())
+            metrics = find_metrics(self.root)
+            stack.enter_context(metrics_replaced(metrics, self._call_metric))
             for name in LOGGING:
                 if hasattr(self.root, name):
                     vars(self.root)[name] = self._hand_out
             if self.seed is not None:
                 seed_random_state(self.seed)
+            before = host_random_state()
+            self.glue.follow((args, kwargs))
             stack.enter_context(self.glue)
             returned = getattr(self.root, step)(*args, **kwargs)
             self._hand_out(returned)
+            if self.host_random is not None:
+                self.trace.draws_host_random = host_random_state() != self.host_random
+            if host_random_state() != before:
+                self.trace.draws.append(NO_EVENT)
         self.glue.finish()
         return self.trace
 
     def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.is_inside:
             return forward(*args, **kwargs)
+        if self.host_random is None:
+            self.host_random = host_random_state()
         with self.glue.paused():
             self.is_inside = True
             try:
@@ -181,6 +201,28 @@ class _Probe:
         with self.glue.paused():
             self.glue.keep_to_end(tensors_in(list(values) + list(options.values())))
 
+    def _call_metric(self, call: MetricCall) -> Any:
+        """Note that a metric takes values out of the step, and guess what it gives for them."""
+        if self.is_inside:
+            raise ConfigError(
+                f"a layer calls the metric {call.name!r}, and other ranks than the one of that "
+                f"layer would not count. Return what it counts from the layer, and call it in "
+                f"the step."
+            )
+        leaves, _ = take_apart((call.args, call.kwargs))
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else None for each in leaves]
+        self.trace.metrics.append(MetricTrace(call.name, call.method, tuple(shapes)))
+        given = [each for each in leaves if isinstance(each, Tensor)]
+        with self.glue.paused():
+            self.glue.keep_to_end(given)
+            args, kwargs = replace_tensors((call.args, call.kwargs), _with_data)
+            made = answer(call.metric, call.method, args, kwargs)
+            if call.method != "compute" and not any(map(is_fake, given)):
+                return made
+            made = replace_tensors(made, lambda each: make_fake(each.detach(), self.mode))
+            self.glue.add_foreign(tensors_in(made), f"what the metric {call.name!r} gave")
+            return made
+
     def _stop_if_known(self) -> None:
         trace = self.known.get(tuple(self.trace.answers))
         if trace is not None:
@@ -200,6 +242,7 @@ def _merge(trace: Trace, other: Trace) -> None:
             f"{reading.name}() of {reading.origin} ({reading.place}) decides which layers the step "
             f"runs, and other stages do not see it. Decide inside a layer, or by the batch alone."
         )
+    trace.draws_host_random |= other.draws_host_random
     by_making = {(each.made_at, each.leaf): each for each in other.values}
     end = len(trace.events)
     for value in trace.values:
@@ -208,6 +251,14 @@ def _merge(trace: Trace, other: Trace) -> None:
         if twin is not None and value.made_at < first_reading:
             late = [use for use in twin.uses if use >= first_reading]
             value.uses += [end] if late else []
+
+
+def _with_data(tensor: Tensor) -> Tensor:
+    return (
+        torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if is_fake(tensor)
+        else tensor
+    )
 
 
 @contextmanager
