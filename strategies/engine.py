@@ -530,10 +530,10 @@ class MeshStrategy(CheckpointingStrategy):
         self.data_axis.release()
         self.recorder.close()
         self.recorder = NullRecorder()
-        if not self.data_axis.is_sharded:
+        if not self.stores_shards:
             super().teardown()
             return
-        # Shards stay where their axis has put them.
+        # What ranks hold parts of stays where its axis has put it.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -1,5 +1,7 @@
 """``PipelineParallelStrategy``: each rank holds some layers, and passes activations on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,7 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.building.deferred import deferred_init
 from boltmesh.strategies.data.lone import LoneRank
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
@@ -126,6 +129,14 @@ class PipelineParallelStrategy(MeshStrategy):
         super().setup(trainer)
         if is_new:
             axis.start()
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # What ``configure_model`` makes may be larger than this rank's memory. Of each rank's own
+        # stages it is given the weights that its author's initialisation gives it.
+        with deferred_init(), self.precision_plugin.tensor_init_context():
+            yield
 
     def _pipeline_context(self) -> PipelineContext:
         return PipelineContext(

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from boltmesh.strategies.clipping import gradients_of, scale_to_norm
+from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.counting import Counts
 from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
@@ -74,7 +75,7 @@ class PipelineAxis:
         """Cut the model, and let go of what other ranks hold. Collective over the pipeline.
 
         Args:
-            module: The whole model.
+            module: The whole model. What of it was deferred is made for this rank's stages alone.
             step: The method that the run begins with.
             batch: One that it is called with.
             context: Where the axis finds itself.
@@ -88,6 +89,7 @@ class PipelineAxis:
         num_ranks = context.group.size()
         self._programs = Programs(self.options, num_ranks, context.group.rank())
         parts, sizes = self.cut(batch)
+        unmade = UnmadeModel(module)
         with around():
             self.placement = place(
                 module,
@@ -112,6 +114,7 @@ class PipelineAxis:
         self._sample = (step, parts)
         self._num_microbatches = len(sizes)
         self._let_go()
+        unmade.make(set(self.held), context.device)
 
     def _let_go(self) -> None:
         assert self.placement is not None
