@@ -5,7 +5,7 @@ business of that axis's part (``data/``), and the doors (``ddp.py``, ...) choose
 LightningModule stays as its author wrote it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -303,6 +303,10 @@ class MeshStrategy(CheckpointingStrategy):
         if self.model is None:
             return []
         return self.data_axis.expected_memory(self.model, self.optimizers)
+
+    def held_parameters(self) -> Sequence[Parameter]:
+        """The module's parameters of which this rank has values, shards among them."""
+        return [] if self.lightning_module is None else list(self.lightning_module.parameters())
 
     # The loops.
 

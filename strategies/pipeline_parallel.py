@@ -1,6 +1,6 @@
 """``PipelineParallelStrategy``: each rank holds some layers, and passes activations on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -18,6 +19,7 @@ from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.building.deferred import deferred_init
 from boltmesh.strategies.data.lone import LoneRank
+from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
@@ -26,6 +28,7 @@ from boltmesh.strategies.pipeline.options import PipelineOptions, Split
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.sample import sample_batch
 from boltmesh.strategies.pipeline.training import training_step
+from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 _STEPS = {
@@ -157,6 +160,17 @@ class PipelineParallelStrategy(MeshStrategy):
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
         return self.pipeline_axis.expected_traffic(trainer.accumulate_grad_batches)
+
+    @override
+    def expected_memory(self) -> list[MemoryKind]:
+        assert self.lightning_module is not None
+        axis = self.pipeline_axis
+        held = expected_held_memory(self.lightning_module, self.optimizers, axis.held)
+        return held + axis.expected_activations()
+
+    @override
+    def held_parameters(self) -> Sequence[Parameter]:
+        return self.pipeline_axis.held if self.pipeline_axis.placement is not None else []
 
     # The loops.
 

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from boltmesh.strategies.clipping import gradients_of, scale_to_norm
+from boltmesh.strategies.pipeline.bubble import peak_live_bytes
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.counting import Counts
 from boltmesh.strategies.pipeline.executor.executor import Executor
@@ -33,7 +34,7 @@ from boltmesh.strategies.pipeline.sharing import SharedParameters, norm_over_sta
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
-from boltmesh.telemetry.snapshot import PipelinePlan
+from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace, PipelinePlan
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 SEED_STRIDE = 1_000_003
@@ -248,6 +249,16 @@ class PipelineAxis:
             return runs[microbatch][border].plan.values_in
 
         return expected_traffic(self._programs.of(len(parts)), values_at, accumulated=accumulated)
+
+    def expected_activations(self) -> list[MemoryKind]:
+        """What this rank keeps for its backward passes at most; nothing where that is unknown."""
+        assert self.placement is not None
+        kept = self.placement.kept_bytes
+        if kept is None:
+            return []
+        order = self._programs.order(self._num_microbatches)[self.context.group.rank()]
+        place: MemoryPlace = "host" if self.context.device.type == "cpu" else "device"
+        return [MemoryKind("activations", place, None, peak_live_bytes(order, kept))]
 
     def close(self) -> None:
         """End what runs beside the training. Parameters stay as they are."""

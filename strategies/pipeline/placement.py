@@ -8,9 +8,14 @@ from torch.nn import Module
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.options import Split
-from boltmesh.strategies.pipeline.replay.costs import UnitUse, units_in_call_order
+from boltmesh.strategies.pipeline.replay.costs import (
+    UnitUse,
+    kept_by_stage,
+    units_in_call_order,
+)
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.probe import probe
+from boltmesh.strategies.pipeline.replay.trace import Trace
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
 from boltmesh.strategies.pipeline.split import UnitCost, balanced_split, named_split
 
@@ -33,6 +38,9 @@ class Placement:
     """By the parameter's first name, the pipeline ranks that hold it; the first one counts it."""
     rank_of_buffer: Mapping[str, int]
     """By the buffer's name, the pipeline rank whose value is the model's."""
+    kept_bytes: tuple[int, ...] | None
+    """What each stage keeps of a microbatch like the one it was cut by, from its forward to its
+    backward pass; None where that cannot be seen."""
 
 
 def place(
@@ -60,7 +68,7 @@ def place(
         ConfigError: When the model cannot be cut so.
     """
     units = find_stage_units(module)
-    trace = probe(module, units, step, args, seed=seed, counts_flops=True)
+    trace = _probe_costs(module, units, step, args, seed)
     uses = units_in_call_order(trace, units)
     costs = {each.name: _cost(each) for each in uses if each.is_called}
     names = _cut(split, list(costs.values()), num_stages)
@@ -78,7 +86,18 @@ def place(
             name: rank_of_stage[_stage_holding(name, stage_of_unit)]
             for name, _ in module.named_buffers()
         },
+        kept_bytes=kept_by_stage(trace, stage_of_unit),
     )
+
+
+def _probe_costs(
+    module: Module, units: Mapping[str, Module], step: str, args: tuple[Any, ...], seed: int
+) -> Trace:
+    try:
+        return probe(module, units, step, args, seed=seed, counts_flops=True, notes_kept=True)
+    except ConfigError:
+        # What is saved cannot be seen under torch.func. Any other error comes once more.
+        return probe(module, units, step, args, seed=seed, counts_flops=True)
 
 
 def _cost(unit: UnitUse) -> UnitCost:

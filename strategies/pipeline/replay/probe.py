@@ -12,6 +12,7 @@ from torch.nn import Module
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.replay.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.replay.glue import GlueWatch
+from boltmesh.strategies.pipeline.replay.keeping import Keeping
 from boltmesh.strategies.pipeline.replay.remembering import key_of, recall, versions
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
 from boltmesh.strategies.pipeline.replay.structure import tensors_in
@@ -41,6 +42,7 @@ def probe(
     *,
     seed: int | None = None,
     counts_flops: bool = False,
+    notes_kept: bool = False,
     known: Mapping[tuple[Any, ...], Trace] | None = None,
     remembered: dict[Any, UnitOutput] | None = None,
 ) -> Trace:
@@ -58,6 +60,7 @@ def probe(
         kwargs: Also what it is called with.
         seed: What the generators of random numbers start from; as they stand if None.
         counts_flops: Whether to count each unit's floating point operations.
+        notes_kept: Whether to note what autograd keeps of each unit; ``torch.func`` fails then.
         known: Earlier traces of batches of the same signature, by what was read out of them. One
             that fits is returned as soon as that is clear.
         remembered: What units gave in earlier probes of batches of the same signature; filled here.
@@ -66,15 +69,16 @@ def probe(
         ConfigError: When a unit cannot be run on tensors without data, or the step does something
             with what units give that other stages could not do.
     """
-    first = _Probe(root, units, seed=seed, counts_flops=counts_flops, known=known or {})
+    counts = {"counts_flops": counts_flops, "notes_kept": notes_kept}
+    first = _Probe(root, units, seed=seed, known=known or {}, **counts)
     first.remembered = {} if remembered is None else remembered
     try:
         trace = first.run(step, args, kwargs or {}, answer=False)
         if first.has_recalled:  # nothing known fits: what units leave behind counts as well now
-            first = _Probe(root, units, seed=seed, counts_flops=counts_flops, known={})
+            first = _Probe(root, units, seed=seed, known={}, **counts)
             trace = first.run(step, args, kwargs or {}, answer=False)
         if trace.readings:
-            second = _Probe(root, units, seed=seed, counts_flops=False, known={})
+            second = _Probe(root, units, seed=seed, known={})
             _merge(trace, second.run(step, args, kwargs or {}, answer=True))
         if remembered is not None:
             remembered.update(first.learned)
@@ -92,8 +96,9 @@ class _Probe:
         units: Mapping[str, Module],
         *,
         seed: int | None,
-        counts_flops: bool,
         known: Mapping[tuple[Any, ...], Trace],
+        counts_flops: bool = False,
+        notes_kept: bool = False,
     ) -> None:
         self.root = root
         self.units = units
@@ -107,6 +112,7 @@ class _Probe:
         self.is_inside = False
         self.trace = Trace()
         self.mode = fake_tensors()
+        self.keeping = Keeping(root, self.trace, self.mode) if notes_kept else None
 
     def run(
         self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, answer: bool
@@ -134,6 +140,8 @@ class _Probe:
                     vars(self.root)[name] = self._hand_out
             if self.seed is not None:
                 seed_random_state(self.seed)
+            if self.keeping is not None:
+                stack.enter_context(self.keeping.watching())
             stack.enter_context(self.glue)
             returned = getattr(self.root, step)(*args, **kwargs)
             self._hand_out(returned)
@@ -147,6 +155,8 @@ class _Probe:
             self.is_inside = True
             try:
                 arguments = self.glue.begin_unit(name, (args, kwargs))
+                if self.keeping is not None:
+                    self.keeping.begin_unit(name, arguments)
                 called = self._run_unit(name, forward, arguments)
             finally:
                 self.is_inside = False
