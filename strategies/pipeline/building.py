@@ -20,7 +20,7 @@ from boltmesh.strategies.building.materialize import (
     own_modules,
     own_tensors,
 )
-from boltmesh.strategies.pipeline.replay.absent import absent_like, make_absent
+from boltmesh.strategies.pipeline.replay.absent import absent_like, is_absent, make_absent
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
 
 _CPU = torch.device("cpu")
@@ -47,6 +47,8 @@ class UnmadeModel:
         self._stand_ins: dict[Tensor, tuple[Tensor, str]] = {}
         """By tensor that was put in: the deferred one and its name."""
         self._replaced: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stood_in: set[Tensor] = set()
+        """All that were put in, those among them that have been made."""
         modules = own_modules([root], "")
         self._to_reset = {each for each, path in modules.items() if is_to_reset(each, path)}
         for module, path in modules.items():
@@ -62,10 +64,9 @@ class UnmadeModel:
         )
         self._reset(loose)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing is left to be made."""
-        return not self._stand_ins and not self._to_reset
+    def is_lost(self, parameter: Tensor) -> bool:
+        """Whether a rank of an earlier run has its values, and not this one."""
+        return is_absent(parameter) and parameter not in self._stood_in
 
     @torch.no_grad()
     def make(self, held: Container[Parameter], device: torch.device) -> None:
@@ -97,6 +98,7 @@ class UnmadeModel:
                 self._stand_ins[made] = tensor, name
             # The old one is kept too: its id must not become another tensor's.
             self._replaced[id(tensor)] = tensor, made
+            self._stood_in.add(made)
         return self._replaced[id(tensor)][1]
 
     def _attribute(self, tensor: Tensor) -> Tensor:

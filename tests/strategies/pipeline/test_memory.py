@@ -112,7 +112,7 @@ def count_saved(rank: int, world_size: int, schedule: str) -> tuple[dict[int, in
         with saved.of_chunk(self.index, microbatch, left_out):
             return forward(self, microbatch, received)
 
-    RunStage.forward = watched  # type: ignore[method-assign]
+    RunStage.forward = watched
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=2, **QUIET
     )
