@@ -56,9 +56,13 @@ class PipelineParallelStrategy(MeshStrategy):
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
             ``"zero_bubble"``, ``"zbv"`` or ``"dualpipev"``; ``boltmesh schedule`` draws them.
         stages_per_rank: How many stages each rank has, for schedules that interleave them.
-        split: ``"auto"`` balances floating point operations and parameters; else the names of the
-            modules at which the second and later stages begin, or a function of the modules' costs
-            and the number of stages that returns the names of each stage's.
+        split: ``"auto"`` balances counted floating point operations and parameters,
+            ``"measured"`` times that the first rank takes of each part with one microbatch; else
+            the names of the modules at which the second and later stages begin, or a function of
+            the modules' costs and the number of stages that returns the names of each stage's.
+        max_memory_bytes: What the stages of a rank may take: parameters, gradients, Adam's state
+            and the activations that the schedule keeps. Cuts that need more are passed over, and
+            refused where there is no other. By default a GPU's memory, which refuses nothing.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
             ``process_group_backend``, ``start_method`` and Lightning's own.
 
@@ -80,6 +84,7 @@ class PipelineParallelStrategy(MeshStrategy):
         schedule: str = "1f1b",
         stages_per_rank: int | None = None,
         split: Split = "auto",
+        max_memory_bytes: int | None = None,
         **kwargs: Any,
     ) -> None:
         self.options = PipelineOptions(
@@ -88,6 +93,7 @@ class PipelineParallelStrategy(MeshStrategy):
             schedule=schedule,
             stages_per_rank=stages_per_rank,
             split=split,
+            max_memory_bytes=max_memory_bytes,
         )
         super().__init__(data_axis=LoneRank(), **kwargs)
         self.pipeline_axis = PipelineAxis(self.options)

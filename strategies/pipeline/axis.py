@@ -24,6 +24,7 @@ from boltmesh.strategies.clipping import gradients_of, scale_to_norm
 from boltmesh.strategies.pipeline.bubble import peak_live_bytes
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.counting import Counts
+from boltmesh.strategies.pipeline.cutting import find_budget
 from boltmesh.strategies.pipeline.digest import BatchDigest
 from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
@@ -119,6 +120,13 @@ class PipelineAxis:
                 split=self.options.split,
                 seed=context.seed,
                 group=context.group,
+                device=context.device,
+                budget=find_budget(
+                    self.options.max_memory_bytes,
+                    self._programs.live(len(parts)),
+                    group=context.group,
+                    device=context.device,
+                ),
                 unmade=unmade,
             )
         self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])

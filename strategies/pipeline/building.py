@@ -6,6 +6,7 @@ stages, and no others.
 """
 
 from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -67,6 +68,24 @@ class UnmadeModel:
     def is_lost(self, parameter: Tensor) -> bool:
         """Whether a rank of an earlier run has its values, and not this one."""
         return is_absent(parameter) and parameter not in self._stood_in
+
+    @contextmanager
+    def made_for_now(self, unit: Module) -> Iterator[None]:
+        """Within it, a unit exists on the CPU; parameters made for that are gone afterwards."""
+        to_reset = [each for each in own_modules([unit], "") if each in self._to_reset]
+        waiting = [*self._tensors(to_reset)]
+        waiting += [each for each in unit.parameters() if each in self._stand_ins]
+        with torch.no_grad():
+            for each in waiting:
+                if each in self._stand_ins:
+                    each.data = make_values(*self._stand_ins[each], _CPU)
+            self._reset(to_reset)
+        self._to_reset.update(to_reset)
+        try:
+            yield
+        finally:
+            make_absent(each for each in waiting if isinstance(each, Parameter))
+            give_back_free_memory()
 
     @torch.no_grad()
     def make(self, held: Container[Parameter], device: torch.device) -> None:

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.alike import of_first_rank
 from boltmesh.strategies.pipeline.building import UnmadeModel
+from boltmesh.strategies.pipeline.cutting import Budget, cut_units, unit_cost
+from boltmesh.strategies.pipeline.measuring import measure_units
 from boltmesh.strategies.pipeline.options import Split
 from boltmesh.strategies.pipeline.replay.costs import (
-    UnitUse,
     kept_by_stage,
     units_in_call_order,
 )
@@ -25,14 +27,7 @@ from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.probe import probe
 from boltmesh.strategies.pipeline.replay.trace import Trace
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
-from boltmesh.strategies.pipeline.split import UnitCost, balanced_split, named_split
-
-BYTES_PER_PARAMETER = 16
-"""Parameter, gradient and two moments in fp32: what the rank of a unit keeps for it."""
-
-SECONDS_PER_ELEMENT = 0.5
-"""A parameter that is only looked up (an embedding) costs about this part of one that is
-multiplied: reading it and adding to its gradient, in units of its floating point operations."""
+from boltmesh.strategies.pipeline.split import UnitCost
 
 
 @dataclass(frozen=True)
@@ -95,6 +90,8 @@ def place(
     split: Split,
     seed: int,
     group: ProcessGroup,
+    device: torch.device,
+    budget: Budget,
     unmade: UnmadeModel,
 ) -> Placement:
     """Cut a model into stages, as its first rank says. Collective over the pipeline.
@@ -109,6 +106,8 @@ def place(
         split: As the user gave it.
         seed: What the step's random numbers start from.
         group: The ranks of the pipeline.
+        device: Where it will run.
+        budget: What memory its ranks have for it.
         unmade: What of the model does not exist yet.
 
     Raises:
@@ -122,7 +121,15 @@ def place(
             if mine is None:
                 _refuse_parts(module, unmade)
                 mine, plans = _divide(
-                    module, step, args, rank_of_stage=rank_of_stage, split=split, seed=seed
+                    module,
+                    step,
+                    args,
+                    rank_of_stage=rank_of_stage,
+                    split=split,
+                    seed=seed,
+                    device=device,
+                    budget=budget,
+                    unmade=unmade,
                 )
         except ConfigError as error:
             mine = error
@@ -145,6 +152,9 @@ def _divide(
     rank_of_stage: Sequence[int],
     split: Split,
     seed: int,
+    device: torch.device,
+    budget: Budget,
+    unmade: UnmadeModel,
 ) -> tuple[Division, StagePlans]:
     """Cut a model into stages, by a look at what a step does with one microbatch.
 
@@ -155,16 +165,21 @@ def _divide(
         rank_of_stage: The rank of each stage.
         split: As the user gave it.
         seed: What the step's random numbers start from.
+        device: Where it will run.
+        budget: What memory its ranks have for it.
+        unmade: What of it does not exist yet.
 
     Raises:
         ConfigError: When the model cannot be cut so.
     """
-    num_stages = len(rank_of_stage)
     units = find_stage_units(module)
     trace = _probe_costs(module, units, step, args, seed)
     uses = units_in_call_order(trace, units)
-    costs = {each.name: _cost(each) for each in uses if each.is_called}
-    names = _cut(split, list(costs.values()), num_stages)
+    seconds = None
+    if split == "measured":
+        seconds = measure_units(module, units, step, args, seed=seed, device=device, unmade=unmade)
+    costs = {each.name: unit_cost(each, seconds) for each in uses if each.is_called}
+    names = cut_units(split, list(costs.values()), rank_of_stage, budget)
     stage_of_unit = {name: stage for stage, members in enumerate(names) for name in members}
     stage = 0
     for each in uses:  # one that this step does not call stands with its neighbour
@@ -247,39 +262,6 @@ def _probe_costs(
     except ConfigError:
         # What is saved cannot be seen under torch.func. Any other error comes once more.
         return probe(module, units, step, args, seed=seed, counts_flops=True)
-
-
-def _cost(unit: UnitUse) -> UnitCost:
-    # A backward pass computes two gradients: three times the forward in all.
-    work = 3.0 * unit.flops + SECONDS_PER_ELEMENT * unit.num_parameters
-    return UnitCost(unit.name, work, float(BYTES_PER_PARAMETER * unit.num_parameters))
-
-
-def _cut(split: Split, costs: Sequence[UnitCost], num_stages: int) -> Sequence[Sequence[str]]:
-    if callable(split):
-        return _checked(split(costs, num_stages), costs, num_stages)
-    if isinstance(split, str):
-        return balanced_split(costs, num_stages)
-    return _checked(named_split(split, [each.name for each in costs]), costs, num_stages)
-
-
-def _checked(
-    stages: Sequence[Sequence[str]], costs: Sequence[UnitCost], num_stages: int
-) -> Sequence[Sequence[str]]:
-
-    given = [name for stage in stages for name in stage]
-    wanted = [each.name for each in costs]
-    if len(stages) != num_stages:
-        raise ConfigError(
-            f"split makes {len(stages)} stages, and the pipeline has {num_stages}. "
-            f"Name {num_stages - 1} modules at which a stage begins."
-        )
-    if given != wanted or not all(stages):
-        raise ConfigError(
-            f"split gives {given}, and the model calls {wanted}: every part belongs to one stage, "
-            f"in the order of the calls, and every stage holds one at least."
-        )
-    return stages
 
 
 def _ranks_of_parameters(

@@ -132,7 +132,7 @@ class _Probe:
             around = (each for each in self.root.modules() if each not in inside)
             stack.enter_context(modules_unchanged(around))
             stack.enter_context(random_state_unchanged(device))
-            stack.enter_context(_without_weight_cache())
+            stack.enter_context(without_weight_cache())
             stack.enter_context(warnings.catch_warnings())
             # Torch looks at .grad when it describes a tensor that meets one without data.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
@@ -229,7 +229,7 @@ def _merge(trace: Trace, other: Trace) -> None:
 
 
 @contextmanager
-def _without_weight_cache() -> Iterator[None]:
+def without_weight_cache() -> Iterator[None]:
     """Keep casts of weights without values out of the cache that real steps read."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
