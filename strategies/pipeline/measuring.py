@@ -154,7 +154,7 @@ class _Timer:
 
 @contextmanager
 def _buffers_unchanged(root: Module) -> Iterator[None]:
-    """Give buffers their values back, also where batch norm wrote them, which torch does not see."""
+    """Give buffers their values back, also where batch norm wrote them unseen by torch."""
     before = [(each, each.clone()) for each in root.buffers() if 0 not in each.stride()]
     try:
         yield
