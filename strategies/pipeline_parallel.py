@@ -27,6 +27,7 @@ from boltmesh.strategies.pipeline.alike import of_first_rank, share_random_state
 from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
 from boltmesh.strategies.pipeline.digest import BatchDigest, batch_digest
 from boltmesh.strategies.pipeline.evaluation import evaluation_step
+from boltmesh.strategies.pipeline.kinds import schedule_kind
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.sample import batch_sizes, sample_batch
@@ -64,7 +65,8 @@ class PipelineParallelStrategy(MeshStrategy):
             and the activations that the schedule keeps. Cuts that need more are passed over, and
             refused where there is no other. By default a GPU's memory, which refuses nothing.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
-            ``process_group_backend``, ``start_method`` and Lightning's own.
+            ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
+            Lightning's own.
 
     Raises:
         ConfigError: When options contradict each other or do not exist.
@@ -96,6 +98,13 @@ class PipelineParallelStrategy(MeshStrategy):
             max_memory_bytes=max_memory_bytes,
         )
         super().__init__(data_axis=LoneRank(), **kwargs)
+        if self.recomputation.kind is not None and schedule_kind(schedule).splits_backward:
+            raise ConfigError(
+                f"schedule={schedule!r} takes each backward pass in two halves, and "
+                f"activation_checkpointing={self.recomputation.kind!r} would run the blocks again "
+                f"for each part of both. Use schedule='1f1b' or 'interleaved_1f1b', or leave "
+                f"activation_checkpointing out."
+            )
         self.pipeline_axis = PipelineAxis(self.options)
         self._resumed_seed: int | None = None
         """What random numbers within steps started from in the run that is gone on with."""
@@ -133,6 +142,8 @@ class PipelineParallelStrategy(MeshStrategy):
         step = _STEPS[trainer.state.fn]
         _refuse(trainer, module, step)
         share_random_state(self.groups["pipeline"], self.root_device)
+        if self._is_fitting:
+            self.recomputation.put_on(module)
         axis = self.pipeline_axis
         axis.begin(self._pipeline_context())
         is_new = axis.placement is None or axis.placement.plans.root is not module
@@ -165,6 +176,7 @@ class PipelineParallelStrategy(MeshStrategy):
             seed=self._step_seed(),
             timeout=timedelta(seconds=self.timeout_s),
             scaler=getattr(self.precision_plugin, "scaler", None),
+            recomputed=self.recomputation.blocks,
         )
 
     def _step_seed(self) -> int:
@@ -199,8 +211,10 @@ class PipelineParallelStrategy(MeshStrategy):
     def expected_memory(self) -> list[MemoryKind]:
         assert self.lightning_module is not None
         axis = self.pipeline_axis
+        # What selective checkpointing keeps is not seen before the first step.
+        is_known = self.recomputation.kind != "selective"
         held = expected_held_memory(self.lightning_module, self.optimizers, axis.held)
-        return held + axis.expected_activations()
+        return held + (axis.expected_activations() if is_known else [])
 
     @override
     def held_parameters(self) -> Sequence[Parameter]:

@@ -17,7 +17,7 @@ from msgspec import structs
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.clipping import gradients_of, scale_to_norm
@@ -59,6 +59,8 @@ class PipelineContext:
     """What random numbers within steps start from; alike on all ranks of the pipeline."""
     timeout: timedelta | None = None
     scaler: GradScaler | None = None
+    recomputed: frozenset[Module] = frozenset()
+    """Blocks whose forward pass runs once more in the backward pass."""
 
 
 class PipelineAxis:
@@ -128,6 +130,7 @@ class PipelineAxis:
                     device=context.device,
                 ),
                 unmade=unmade,
+                recomputed=context.recomputed,
             )
         self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last

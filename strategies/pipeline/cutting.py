@@ -55,10 +55,12 @@ def find_budget(
     return Budget(float(least), False, live)
 
 
-def unit_cost(unit: UnitUse, seconds: Mapping[str, float] | None = None) -> UnitCost:
+def unit_cost(
+    unit: UnitUse, seconds: Mapping[str, float] | None = None, *, is_recomputed: bool = False
+) -> UnitCost:
     """Return what a unit costs: its measured seconds where there are any, else counted work."""
     # A backward pass computes two gradients: three times the forward in all.
-    work = 3.0 * unit.flops + SECONDS_PER_ELEMENT * unit.num_parameters
+    work = (4.0 if is_recomputed else 3.0) * unit.flops + SECONDS_PER_ELEMENT * unit.num_parameters
     return UnitCost(
         unit.name,
         work if seconds is None else seconds[unit.name],

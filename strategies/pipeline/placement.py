@@ -4,7 +4,7 @@ The first rank of the pipeline decides, by its sample of the data, and the other
 sample of other lengths could make another split, and parameters that nobody holds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -93,6 +93,7 @@ def place(
     device: torch.device,
     budget: Budget,
     unmade: UnmadeModel,
+    recomputed: Set[Module],
 ) -> Placement:
     """Cut a model into stages, as its first rank says. Collective over the pipeline.
 
@@ -109,6 +110,7 @@ def place(
         device: Where it will run.
         budget: What memory its ranks have for it.
         unmade: What of the model does not exist yet.
+        recomputed: Units whose forward pass runs once more in the backward pass.
 
     Raises:
         ConfigError: When the model cannot be cut so, or is divided otherwise already.
@@ -130,6 +132,7 @@ def place(
                     device=device,
                     budget=budget,
                     unmade=unmade,
+                    recomputed=recomputed,
                 )
         except ConfigError as error:
             mine = error
@@ -155,6 +158,7 @@ def _divide(
     device: torch.device,
     budget: Budget,
     unmade: UnmadeModel,
+    recomputed: Set[Module],
 ) -> tuple[Division, StagePlans]:
     """Cut a model into stages, by a look at what a step does with one microbatch.
 
@@ -168,6 +172,7 @@ def _divide(
         device: Where it will run.
         budget: What memory its ranks have for it.
         unmade: What of it does not exist yet.
+        recomputed: Units whose forward pass runs once more in the backward pass.
 
     Raises:
         ConfigError: When the model cannot be cut so.
@@ -178,7 +183,11 @@ def _divide(
     seconds = None
     if split == "measured":
         seconds = measure_units(module, units, step, args, seed=seed, device=device, unmade=unmade)
-    costs = {each.name: unit_cost(each, seconds) for each in uses if each.is_called}
+    costs = {
+        each.name: unit_cost(each, seconds, is_recomputed=units[each.name] in recomputed)
+        for each in uses
+        if each.is_called
+    }
     names = cut_units(split, list(costs.values()), rank_of_stage, budget)
     stage_of_unit = {name: stage for stage, members in enumerate(names) for name in members}
     stage = 0
