@@ -77,8 +77,7 @@ class Recomputation:
             )
         for block in blocks:
             self._blocks[block] = vars(block).get("forward")
-            contexts = partial(_CONTEXTS[self.kind], block)
-            vars(block)["forward"] = partial(_run, block.forward, contexts)
+            vars(block)["forward"] = partial(_run, block, block.forward, _CONTEXTS[self.kind])
 
     def take_off(self) -> None:
         """Put the blocks back as they were."""
@@ -91,13 +90,39 @@ class Recomputation:
 
 
 def _run(
-    forward: Callable[..., Any], contexts: Callable[[], Contexts], /, *args: Any, **kwargs: Any
+    block: Module,
+    forward: Callable[..., Any],
+    contexts: Callable[[Module], Contexts],
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    args = tuple(_without_cache(block, each) for each in args)
+    kwargs = {name: _without_cache(block, each) for name, each in kwargs.items()}
     # Names of its own arguments may be names of the block's.
     call = partial(forward, **kwargs)
-    return checkpoint(call, *args, use_reentrant=False, context_fn=contexts)
+    return checkpoint(call, *args, use_reentrant=False, context_fn=partial(contexts, block))
+
+
+def _without_cache(block: Module, value: Any) -> Any:
+    """Return an argument of a block, None for a cache of transformers that is being filled.
+
+    The block would write its keys and values into it once more, and attend to both. Transformers'
+    own checkpointing takes it out, too.
+    """
+    length = getattr(value, "get_seq_length", None)
+    if not callable(length):
+        return value
+    indices = [getattr(each, "layer_idx", None) for each in block.modules()]
+    if length(next((each for each in indices if each is not None), 0)):
+        raise ConfigError(
+            f"{type(block).__name__} gets a cache with keys of earlier tokens, and run again in "
+            f"the backward pass it would add to them a second time. Leave "
+            f"activation_checkpointing out, or train without past_key_values."
+        )
+    return None
 
 
 def _full(block: Module) -> Contexts:

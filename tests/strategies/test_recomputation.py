@@ -139,6 +139,44 @@ def test_an_instance_keeps_a_forward_of_its_own() -> None:
     assert not recomputation.blocks
 
 
+class Cache:
+    """As those of transformers: keys by layer."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, int] = {}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.keys.get(layer_idx, 0)
+
+
+class Attending(nn.Module):
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.inner, self.layer_idx = nn.Linear(WIDTH, WIDTH), layer_idx
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        if cache is not None:
+            cache.keys[self.layer_idx] = cache.get_seq_length(self.layer_idx) + len(x)
+        return self.inner(x).tanh()
+
+
+def test_a_cache_is_not_filled_twice() -> None:
+    blocks = nn.ModuleList(Attending(index) for index in range(2))
+    recomputation = Recomputation("full")
+    recomputation.put_on(nn.Sequential(blocks))
+    x, cache = torch.randn(ROWS, WIDTH), Cache()
+    for block in blocks:
+        x = block(x, cache=cache)
+    x.sum().backward()
+    assert not cache.keys
+    with torch.no_grad():
+        blocks[1](x, cache)
+    assert cache.keys == {1: ROWS}
+    blocks[0](x, cache)
+    with pytest.raises(ConfigError, match="Attending gets a cache with keys of earlier tokens"):
+        blocks[1](x, cache)
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"activation_checkpointing=True .* 'full'.*'selective'"):
         DDPStrategy(activation_checkpointing=True)

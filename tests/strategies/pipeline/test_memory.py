@@ -96,12 +96,17 @@ class Packed:
         self.tensor = tensor
 
 
-def count_saved(rank: int, world_size: int, schedule: str) -> tuple[dict[int, int], int, Any]:
+def count_saved(
+    rank: int, world_size: int, schedule: str, recompute: Any
+) -> tuple[dict[int, int], int, Any]:
     """The most microbatches that each stage kept, the most bytes, and what was expected."""
     seed_everything(1, verbose=False)
     module = Chain()
     strategy = PipelineParallelStrategy(
-        telemetry=False, schedule=schedule, microbatches=MICROBATCHES
+        telemetry=False,
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        activation_checkpointing=recompute,
     )
     saved = Saved()
     forward = RunStage.forward
@@ -128,7 +133,7 @@ def count_saved(rank: int, world_size: int, schedule: str) -> tuple[dict[int, in
 def test_a_stage_keeps_as_many_microbatches_as_its_schedule_says(schedule: str) -> None:
     world_size = 2 if schedule == "zbv" else 4
     table = schedule_table(schedule, num_ranks=world_size, num_microbatches=MICROBATCHES)
-    found = run_ranks(count_saved, world_size, schedule)
+    found = run_ranks(count_saved, world_size, schedule, None)
     for rank, (microbatches, num_bytes, expected) in enumerate(found):
         alone = [[stage == each for each in range(table.num_stages)] for stage in microbatches]
         peaks = [peak_live_bytes(table.order[rank], list(map(int, own))) for own in alone]
@@ -140,6 +145,16 @@ def test_a_stage_keeps_as_many_microbatches_as_its_schedule_says(schedule: str) 
             assert peaks == [world_size - rank]
         # Behind the last weight a second half of a backward pass needs nothing any more.
         assert 0.94 * expected <= num_bytes <= expected
+
+
+@pytest.mark.ranks
+def test_blocks_that_run_again_keep_their_inputs_alone() -> None:
+    plain = run_ranks(count_saved, 2, "1f1b", None)
+    found = run_ranks(count_saved, 2, "1f1b", "full")
+    for before, (microbatches, num_bytes, expected) in zip(plain, found, strict=True):
+        assert microbatches == before[0]
+        assert 0.94 * expected <= num_bytes <= expected
+        assert num_bytes < 0.2 * before[1]
 
 
 def hold(rank: int, world_size: int) -> list[dict[str, int]]:
