@@ -141,6 +141,8 @@ def make_plan(
         )
     if loaded.trainer.accelerator == "auto":
         notes += ("accelerator=auto is planned as for GPUs; accelerator=cpu plans for the CPU",)
+    if given.get("activation_checkpointing") is not None:
+        notes += ("activations and work are those without activation_checkpointing",)
     machine = Machine() if cluster is None else _read_machine(cluster)
     if not _is_kept_in_fp32(model, widths):
         precision = loaded.trainer.precision

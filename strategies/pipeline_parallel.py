@@ -1,5 +1,7 @@
 """``PipelineParallelStrategy``: each rank holds some layers, and passes activations on."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -9,23 +11,28 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.building.deferred import deferred_init
 from boltmesh.strategies.data.lone import LoneRank
+from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.alike import of_first_rank, share_random_state
 from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
 from boltmesh.strategies.pipeline.digest import BatchDigest, batch_digest
 from boltmesh.strategies.pipeline.evaluation import Evaluation
+from boltmesh.strategies.pipeline.kinds import schedule_kind
 from boltmesh.strategies.pipeline.metrics.local import keep_local, let_gather
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.sample import batch_sizes, sample_batch
 from boltmesh.strategies.pipeline.training import training_step
+from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 _STEPS = {
@@ -50,11 +57,16 @@ class PipelineParallelStrategy(MeshStrategy):
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
             ``"zero_bubble"``, ``"zbv"`` or ``"dualpipev"``; ``boltmesh schedule`` draws them.
         stages_per_rank: How many stages each rank has, for schedules that interleave them.
-        split: ``"auto"`` balances floating point operations and parameters; else the names of the
-            modules at which the second and later stages begin, or a function of the modules' costs
-            and the number of stages that returns the names of each stage's.
+        split: ``"auto"`` balances counted floating point operations and parameters,
+            ``"measured"`` times that the first rank takes of each part with one microbatch; else
+            the names of the modules at which the second and later stages begin, or a function of
+            the modules' costs and the number of stages that returns the names of each stage's.
+        max_memory_bytes: What the stages of a rank may take: parameters, gradients, Adam's state
+            and the activations that the schedule keeps. Cuts that need more are passed over, and
+            refused where there is no other. By default a GPU's memory, which refuses nothing.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
-            ``process_group_backend``, ``start_method`` and Lightning's own.
+            ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
+            Lightning's own.
 
     Raises:
         ConfigError: When options contradict each other or do not exist.
@@ -74,6 +86,7 @@ class PipelineParallelStrategy(MeshStrategy):
         schedule: str = "1f1b",
         stages_per_rank: int | None = None,
         split: Split = "auto",
+        max_memory_bytes: int | None = None,
         **kwargs: Any,
     ) -> None:
         self.options = PipelineOptions(
@@ -82,8 +95,16 @@ class PipelineParallelStrategy(MeshStrategy):
             schedule=schedule,
             stages_per_rank=stages_per_rank,
             split=split,
+            max_memory_bytes=max_memory_bytes,
         )
         super().__init__(data_axis=LoneRank(), **kwargs)
+        if self.recomputation.kind is not None and schedule_kind(schedule).splits_backward:
+            raise ConfigError(
+                f"schedule={schedule!r} takes each backward pass in two halves, and "
+                f"activation_checkpointing={self.recomputation.kind!r} would run the blocks again "
+                f"for each part of both. Use schedule='1f1b' or 'interleaved_1f1b', or leave "
+                f"activation_checkpointing out."
+            )
         self.pipeline_axis = PipelineAxis(self.options)
         self._resumed_seed: int | None = None
         """What random numbers within steps started from in the run that is gone on with."""
@@ -121,6 +142,8 @@ class PipelineParallelStrategy(MeshStrategy):
         step = _STEPS[trainer.state.fn]
         _refuse(trainer, module, step)
         share_random_state(self.groups["pipeline"], self.root_device)
+        if self._is_fitting:
+            self.recomputation.put_on(module)
         axis = self.pipeline_axis
         axis.begin(self._pipeline_context())
         is_new = axis.placement is None or axis.placement.plans.root is not module
@@ -139,6 +162,14 @@ class PipelineParallelStrategy(MeshStrategy):
             axis.start()
         axis.tell()
 
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # What ``configure_model`` makes may be larger than this rank's memory. Of each rank's own
+        # stages it is given the weights that its author's initialisation gives it.
+        with deferred_init(), self.precision_plugin.tensor_init_context():
+            yield
+
     def _pipeline_context(self) -> PipelineContext:
         return PipelineContext(
             group=self.groups["pipeline"],
@@ -147,6 +178,7 @@ class PipelineParallelStrategy(MeshStrategy):
             seed=self._step_seed(),
             timeout=timedelta(seconds=self.timeout_s),
             scaler=getattr(self.precision_plugin, "scaler", None),
+            recomputed=self.recomputation.blocks,
         )
 
     def _step_seed(self) -> int:
@@ -176,6 +208,19 @@ class PipelineParallelStrategy(MeshStrategy):
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
         return self.pipeline_axis.expected_traffic(trainer.accumulate_grad_batches)
+
+    @override
+    def expected_memory(self) -> list[MemoryKind]:
+        assert self.lightning_module is not None
+        axis = self.pipeline_axis
+        # What selective checkpointing keeps is not seen before the first step.
+        is_known = self.recomputation.kind != "selective"
+        held = expected_held_memory(self.lightning_module, self.optimizers, axis.held)
+        return held + (axis.expected_activations() if is_known else [])
+
+    @override
+    def held_parameters(self) -> Sequence[Parameter]:
+        return self.pipeline_axis.held if self.pipeline_axis.placement is not None else []
 
     # The loops.
 

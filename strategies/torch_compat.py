@@ -383,6 +383,18 @@ CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The CPU's fused attention, which torch's own ``FlopCounterMode`` does not count."""
 
 
+COSTLY_OPERATORS: frozenset[Any] = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+)  # fmt: skip
+"""Operators that are worth their outputs' memory: everything else is quickly done again."""
+
+
 def fake_tensors() -> FakeTensorMode:
     """Return a mode in which tensors have shape and type and no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)

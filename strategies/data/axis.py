@@ -45,6 +45,8 @@ class AxisContext:
     """Whether the Trainer zeroes gradients after the forward pass that is about to begin, and
     nobody looks at them before."""
     recorder: Recorder | NullRecorder = field(default_factory=NullRecorder)
+    recomputed: frozenset[Module] = frozenset()
+    """Blocks whose forward pass runs once more in the backward pass."""
 
 
 class DataAxis(ABC):

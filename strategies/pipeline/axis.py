@@ -18,10 +18,13 @@ from msgspec import structs
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.clipping import gradients_of, scale_to_norm
+from boltmesh.strategies.pipeline.bubble import peak_live_bytes
+from boltmesh.strategies.pipeline.building import UnmadeModel
+from boltmesh.strategies.pipeline.cutting import find_budget
 from boltmesh.strategies.pipeline.digest import BatchDigest
 from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.executor.program import Program
@@ -45,7 +48,7 @@ from boltmesh.strategies.pipeline.sharing import SharedParameters, norm_over_sta
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
-from boltmesh.telemetry.snapshot import PipelinePlan
+from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace, PipelinePlan
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 SEED_STRIDE = 1_000_003
@@ -64,6 +67,8 @@ class PipelineContext:
     """What random numbers within steps start from; alike on all ranks of the pipeline."""
     timeout: timedelta | None = None
     scaler: GradScaler | None = None
+    recomputed: frozenset[Module] = frozenset()
+    """Blocks whose forward pass runs once more in the backward pass."""
 
 
 class PipelineAxis:
@@ -98,7 +103,7 @@ class PipelineAxis:
         """Cut the model, and let go of what other ranks hold. Collective over the pipeline.
 
         Args:
-            module: The whole model.
+            module: The whole model. What of it was deferred is made for this rank's stages alone.
             step: The method that the run begins with.
             batch: One that it is called with.
             rest: What it is called with behind the batch.
@@ -116,6 +121,7 @@ class PipelineAxis:
         num_ranks = context.group.size()
         self._programs = Programs(self.options, num_ranks, context.group.rank())
         parts = self._cut(batch)[0]
+        unmade = UnmadeModel(module)
         with around():
             placement = place(
                 module,
@@ -125,6 +131,15 @@ class PipelineAxis:
                 split=self.options.split,
                 seed=context.seed,
                 group=context.group,
+                device=context.device,
+                budget=find_budget(
+                    self.options.max_memory_bytes,
+                    self._programs.live(len(parts)),
+                    group=context.group,
+                    device=context.device,
+                ),
+                unmade=unmade,
+                recomputed=context.recomputed,
             )
         self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
@@ -140,6 +155,7 @@ class PipelineAxis:
         )
         self._num_microbatches = len(parts)
         self._let_go(placement)
+        unmade.make(set(self.held), context.device)
         placement.plans.check = self._refuse_unheld
         self.placement = placement
 
@@ -406,6 +422,16 @@ class PipelineAxis:
             )
             for each in self._expected or ()
         ]
+
+    def expected_activations(self) -> list[MemoryKind]:
+        """What this rank keeps for its backward passes at most; nothing where that is unknown."""
+        assert self.placement is not None
+        kept = self.placement.kept_bytes
+        if kept is None:
+            return []
+        order = self._programs.order(self._num_microbatches)[self.context.group.rank()]
+        place: MemoryPlace = "host" if self.context.device.type == "cpu" else "device"
+        return [MemoryKind("activations", place, None, peak_live_bytes(order, kept))]
 
     def close(self) -> None:
         """End what runs beside the training. Parameters stay as they are."""

@@ -4,30 +4,30 @@ The first rank of the pipeline decides, by its sample of the data, and the other
 sample of other lengths could make another split, and parameters that nobody holds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.alike import of_first_rank
+from boltmesh.strategies.pipeline.building import UnmadeModel
+from boltmesh.strategies.pipeline.cutting import Budget, cut_units, unit_cost
+from boltmesh.strategies.pipeline.measuring import measure_units
 from boltmesh.strategies.pipeline.options import Split
-from boltmesh.strategies.pipeline.replay.absent import is_absent
-from boltmesh.strategies.pipeline.replay.costs import UnitUse, units_in_call_order
+from boltmesh.strategies.pipeline.replay.costs import (
+    kept_by_stage,
+    units_in_call_order,
+)
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.probe import probe
+from boltmesh.strategies.pipeline.replay.trace import Trace
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
-from boltmesh.strategies.pipeline.split import UnitCost, balanced_split, named_split
-
-BYTES_PER_PARAMETER = 16
-"""Parameter, gradient and two moments in fp32: what the rank of a unit keeps for it."""
-
-SECONDS_PER_ELEMENT = 0.5
-"""A parameter that is only looked up (an embedding) costs about this part of one that is
-multiplied: reading it and adding to its gradient, in units of its floating point operations."""
+from boltmesh.strategies.pipeline.split import UnitCost
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class Division:
     """By the parameter's first name, the pipeline ranks that hold it; the first one counts it."""
     rank_of_buffer: Mapping[str, int]
     """By the buffer's name, the pipeline rank whose value is the model's."""
+    kept_bytes: tuple[int, ...] | None
+    """What each stage keeps of a microbatch like the one it was cut by, from its forward to its
+    backward pass; None where that cannot be seen."""
     parameters: tuple[str, ...]
     """All names of the module, by which ranks see that they have the same one."""
 
@@ -72,6 +75,11 @@ class Placement:
         """By the buffer's name, the pipeline rank whose value is the model's."""
         return self.division.rank_of_buffer
 
+    @property
+    def kept_bytes(self) -> tuple[int, ...] | None:
+        """What each stage keeps of a microbatch for its backward pass; None where unknown."""
+        return self.division.kept_bytes
+
 
 def place(
     module: Module,
@@ -82,6 +90,10 @@ def place(
     split: Split,
     seed: int,
     group: ProcessGroup,
+    device: torch.device,
+    budget: Budget,
+    unmade: UnmadeModel,
+    recomputed: Set[Module],
 ) -> Placement:
     """Cut a model into stages, as its first rank says. Collective over the pipeline.
 
@@ -95,6 +107,10 @@ def place(
         split: As the user gave it.
         seed: What the step's random numbers start from.
         group: The ranks of the pipeline.
+        device: Where it will run.
+        budget: What memory its ranks have for it.
+        unmade: What of the model does not exist yet.
+        recomputed: Units whose forward pass runs once more in the backward pass.
 
     Raises:
         ConfigError: When the model cannot be cut so, or is divided otherwise already.
@@ -105,8 +121,18 @@ def place(
         try:
             mine = _DIVISIONS.get(module)
             if mine is None:
+                _refuse_parts(module, unmade)
                 mine, plans = _divide(
-                    module, step, args, rank_of_stage=rank_of_stage, split=split, seed=seed
+                    module,
+                    step,
+                    args,
+                    rank_of_stage=rank_of_stage,
+                    split=split,
+                    seed=seed,
+                    device=device,
+                    budget=budget,
+                    unmade=unmade,
+                    recomputed=recomputed,
                 )
         except ConfigError as error:
             mine = error
@@ -114,7 +140,7 @@ def place(
     assert answer is not None
     if isinstance(answer, ConfigError):
         raise answer
-    _check_module(module, answer, rank_of_stage, group)
+    _check_module(module, answer, rank_of_stage, group, unmade)
     _DIVISIONS[module] = answer
     if plans is None:
         plans = StagePlans(module, find_stage_units(module), answer.stage_of_unit)
@@ -129,6 +155,10 @@ def _divide(
     rank_of_stage: Sequence[int],
     split: Split,
     seed: int,
+    device: torch.device,
+    budget: Budget,
+    unmade: UnmadeModel,
+    recomputed: Set[Module],
 ) -> tuple[Division, StagePlans]:
     """Cut a model into stages, by a look at what a step does with one microbatch.
 
@@ -139,17 +169,26 @@ def _divide(
         rank_of_stage: The rank of each stage.
         split: As the user gave it.
         seed: What the step's random numbers start from.
+        device: Where it will run.
+        budget: What memory its ranks have for it.
+        unmade: What of it does not exist yet.
+        recomputed: Units whose forward pass runs once more in the backward pass.
 
     Raises:
         ConfigError: When the model cannot be cut so.
     """
-    _refuse_parts(module)
-    num_stages = len(rank_of_stage)
     units = find_stage_units(module)
-    trace = probe(module, units, step, args, seed=seed, counts_flops=True)
+    trace = _probe_costs(module, units, step, args, seed)
     uses = units_in_call_order(trace, units)
-    costs = {each.name: _cost(each) for each in uses if each.is_called}
-    names = _cut(split, list(costs.values()), num_stages)
+    seconds = None
+    if split == "measured":
+        seconds = measure_units(module, units, step, args, seed=seed, device=device, unmade=unmade)
+    costs = {
+        each.name: unit_cost(each, seconds, is_recomputed=units[each.name] in recomputed)
+        for each in uses
+        if each.is_called
+    }
+    names = cut_units(split, list(costs.values()), rank_of_stage, budget)
     stage_of_unit = {name: stage for stage, members in enumerate(names) for name in members}
     stage = 0
     for each in uses:  # one that this step does not call stands with its neighbour
@@ -165,14 +204,15 @@ def _divide(
             name: rank_of_stage[_stage_holding(name, stage_of_unit)]
             for name, _ in module.named_buffers()
         },
+        kept_bytes=kept_by_stage(trace, stage_of_unit),
         parameters=tuple(name for name, _ in module.named_parameters()),
     )
     return division, plans
 
 
-def _refuse_parts(module: Module) -> None:
+def _refuse_parts(module: Module, unmade: UnmadeModel) -> None:
     """Refuse a copy of a model that has been divided: most of its values are elsewhere."""
-    absent = [name for name, each in module.named_parameters() if is_absent(each)]
+    absent = [name for name, each in module.named_parameters() if unmade.is_lost(each)]
     if absent:
         raise ConfigError(
             f"{type(module).__name__} was part of a pipeline before, and this rank does not have "
@@ -183,7 +223,11 @@ def _refuse_parts(module: Module) -> None:
 
 
 def _check_module(
-    module: Module, division: Division, rank_of_stage: Sequence[int], group: ProcessGroup
+    module: Module,
+    division: Division,
+    rank_of_stage: Sequence[int],
+    group: ProcessGroup,
+    unmade: UnmadeModel,
 ) -> None:
     """Refuse a module that does not fit to what the first rank has decided."""
     if division.rank_of_stage != tuple(rank_of_stage):
@@ -205,7 +249,7 @@ def _check_module(
     lost = [
         name
         for name, ranks in division.ranks_of_parameter.items()
-        if group.rank() in ranks and is_absent(own[name])
+        if group.rank() in ranks and unmade.is_lost(own[name])
     ]
     if lost:
         raise ConfigError(
@@ -219,37 +263,14 @@ def _told(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _cost(unit: UnitUse) -> UnitCost:
-    # A backward pass computes two gradients: three times the forward in all.
-    work = 3.0 * unit.flops + SECONDS_PER_ELEMENT * unit.num_parameters
-    return UnitCost(unit.name, work, float(BYTES_PER_PARAMETER * unit.num_parameters))
-
-
-def _cut(split: Split, costs: Sequence[UnitCost], num_stages: int) -> Sequence[Sequence[str]]:
-    if callable(split):
-        return _checked(split(costs, num_stages), costs, num_stages)
-    if isinstance(split, str):
-        return balanced_split(costs, num_stages)
-    return _checked(named_split(split, [each.name for each in costs]), costs, num_stages)
-
-
-def _checked(
-    stages: Sequence[Sequence[str]], costs: Sequence[UnitCost], num_stages: int
-) -> Sequence[Sequence[str]]:
-
-    given = [name for stage in stages for name in stage]
-    wanted = [each.name for each in costs]
-    if len(stages) != num_stages:
-        raise ConfigError(
-            f"split makes {len(stages)} stages, and the pipeline has {num_stages}. "
-            f"Name {num_stages - 1} modules at which a stage begins."
-        )
-    if given != wanted or not all(stages):
-        raise ConfigError(
-            f"split gives {given}, and the model calls {wanted}: every part belongs to one stage, "
-            f"in the order of the calls, and every stage holds one at least."
-        )
-    return stages
+def _probe_costs(
+    module: Module, units: Mapping[str, Module], step: str, args: tuple[Any, ...], seed: int
+) -> Trace:
+    try:
+        return probe(module, units, step, args, seed=seed, counts_flops=True, notes_kept=True)
+    except ConfigError:
+        # What is saved cannot be seen under torch.func. Any other error comes once more.
+        return probe(module, units, step, args, seed=seed, counts_flops=True)
 
 
 def _ranks_of_parameters(

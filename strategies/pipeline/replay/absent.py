@@ -16,10 +16,14 @@ def make_absent(parameters: Iterable[Parameter]) -> None:
     nobody foresaw is seen in the loss, and an optimizer finds no gradient and leaves them alone.
     """
     for parameter in parameters:
-        fill = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-        one = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
-        parameter.data = one.expand(parameter.shape)
+        parameter.data = absent_like(parameter, parameter.device)
         parameter.grad = None
+
+
+def absent_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the same shape and type whose elements are one element in memory."""
+    fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), fill, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def is_absent(parameter: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from boltmesh.strategies.pipeline.metrics.replacing import (
 from boltmesh.strategies.pipeline.metrics.stand_ins import answer
 from boltmesh.strategies.pipeline.replay.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.replay.glue import GlueWatch
+from boltmesh.strategies.pipeline.replay.keeping import Keeping
 from boltmesh.strategies.pipeline.replay.randomness import host_random_state
 from boltmesh.strategies.pipeline.replay.remembering import key_of, recall, versions
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
@@ -49,6 +50,7 @@ def probe(
     *,
     seed: int | None = None,
     counts_flops: bool = False,
+    notes_kept: bool = False,
     known: Mapping[tuple[Any, ...], Trace] | None = None,
     remembered: dict[Any, UnitOutput] | None = None,
 ) -> Trace:
@@ -66,6 +68,7 @@ def probe(
         kwargs: Also what it is called with.
         seed: What the generators of random numbers start from; as they stand if None.
         counts_flops: Whether to count each unit's floating point operations.
+        notes_kept: Whether to note what autograd keeps of each unit; ``torch.func`` fails then.
         known: Earlier traces of batches of the same signature, by what was read out of them. One
             that fits is returned as soon as that is clear.
         remembered: What units gave in earlier probes of batches of the same signature; filled here.
@@ -74,15 +77,16 @@ def probe(
         ConfigError: When a unit cannot be run on tensors without data, or the step does something
             with what units give that other stages could not do.
     """
-    first = _Probe(root, units, seed=seed, counts_flops=counts_flops, known=known or {})
+    counts = {"counts_flops": counts_flops, "notes_kept": notes_kept}
+    first = _Probe(root, units, seed=seed, known=known or {}, **counts)
     first.remembered = {} if remembered is None else remembered
     try:
         trace = first.run(step, args, kwargs or {}, answer=False)
         if first.has_recalled:  # nothing known fits: what units leave behind counts as well now
-            first = _Probe(root, units, seed=seed, counts_flops=counts_flops, known={})
+            first = _Probe(root, units, seed=seed, known={}, **counts)
             trace = first.run(step, args, kwargs or {}, answer=False)
         if trace.readings:
-            second = _Probe(root, units, seed=seed, counts_flops=False, known={})
+            second = _Probe(root, units, seed=seed, known={})
             _merge(trace, second.run(step, args, kwargs or {}, answer=True))
         if remembered is not None:
             remembered.update(first.learned)
@@ -100,8 +104,9 @@ class _Probe:
         units: Mapping[str, Module],
         *,
         seed: int | None,
-        counts_flops: bool,
         known: Mapping[tuple[Any, ...], Trace],
+        counts_flops: bool = False,
+        notes_kept: bool = False,
     ) -> None:
         self.root = root
         self.units = units
@@ -117,6 +122,7 @@ class _Probe:
         """Where numpy and Python stood when the first unit was called."""
         self.trace = Trace()
         self.mode = fake_tensors()
+        self.keeping = Keeping(root, self.trace, self.mode) if notes_kept else None
 
     def run(
         self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, answer: bool
@@ -133,7 +139,7 @@ class _Probe:
             around = (each for each in self.root.modules() if each not in inside)
             stack.enter_context(modules_unchanged(around))
             stack.enter_context(random_state_unchanged(device))
-            stack.enter_context(_without_weight_cache())
+            stack.enter_context(without_weight_cache())
             stack.enter_context(warnings.catch_warnings())
             # Torch looks at .grad when it describes a tensor that meets one without data.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
@@ -148,6 +154,8 @@ class _Probe:
                 seed_random_state(self.seed)
             before = host_random_state()
             self.glue.follow((args, kwargs))
+            if self.keeping is not None:
+                stack.enter_context(self.keeping.watching())
             stack.enter_context(self.glue)
             returned = getattr(self.root, step)(*args, **kwargs)
             self._hand_out(returned)
@@ -167,6 +175,8 @@ class _Probe:
             self.is_inside = True
             try:
                 arguments = self.glue.begin_unit(name, (args, kwargs))
+                if self.keeping is not None:
+                    self.keeping.begin_unit(name, arguments)
                 called = self._run_unit(name, forward, arguments)
             finally:
                 self.is_inside = False
@@ -262,7 +272,7 @@ def _with_data(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _without_weight_cache() -> Iterator[None]:
+def without_weight_cache() -> Iterator[None]:
     """Keep casts of weights without values out of the cache that real steps read."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -127,6 +127,9 @@ class Trace:
     """Whether numpy or Python draw random numbers once the first unit has begun, anywhere."""
     flops: dict[str, int] = field(default_factory=dict)
     """Of all forward calls of a unit together; empty unless they were counted."""
+    kept: dict[str, dict[int, int]] = field(default_factory=dict)
+    """By unit, what autograd keeps of it and of the code behind it up to the next one: bytes by
+    storage, named as in :attr:`Value.storage`. Empty unless it was noted."""
 
     def unit_events(self) -> list[int]:
         """Return the events that are calls of units."""
