@@ -25,6 +25,9 @@ from boltmesh.strategies.pipeline.sample import sample_batch
 from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
+BUBBLE = "boltmesh/bubble_ratio"
+"""Idle over total time of the pipeline in the batch before, see ``executor/idle.py``."""
+
 _STEPS = {
     TrainerFn.FITTING: "training_step",
     TrainerFn.VALIDATING: "validation_step",
@@ -125,7 +128,7 @@ class PipelineParallelStrategy(MeshStrategy):
             )
         super().setup(trainer)
         if is_new:
-            axis.start()
+            axis.start(trainer.accumulate_grad_batches)
 
     def _pipeline_context(self) -> PipelineContext:
         return PipelineContext(
@@ -145,7 +148,9 @@ class PipelineParallelStrategy(MeshStrategy):
     def expected_traffic(self) -> list[ExpectedTraffic]:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
-        return self.pipeline_axis.expected_traffic(trainer.accumulate_grad_batches)
+        return self.pipeline_axis.expected_traffic(
+            trainer.accumulate_grad_batches, num_norms=int(compat.has_norm_clipping(trainer))
+        )
 
     # The loops.
 
@@ -163,14 +168,27 @@ class PipelineParallelStrategy(MeshStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
+        axis = self.pipeline_axis
+        told = axis.sharing.size_per_batch()
         with self.recorder.phase("forward"):
-            return training_step(
-                self.pipeline_axis,
+            output = training_step(
+                axis,
                 args,
                 kwargs,
                 ordinal=trainer.fit_loop.total_batch_idx,
                 around=self._around("training_step"),
             )
+        if axis.sharing.size_per_batch() != told:  # the step logs something else than before
+            self.recorder.expect(self.expected_traffic())
+        self._log_bubble()
+        return output
+
+    def _log_bubble(self) -> None:
+        """Log the newest bubble that is known, the same on all ranks; of the first batch none."""
+        bubble = self.pipeline_axis.bubble
+        if bubble is not None:
+            assert self.lightning_module is not None
+            self.lightning_module.log(BUBBLE, bubble, on_step=True, on_epoch=False, batch_size=1)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ each, as far as its stages go (``replay/``), in the order of the schedule (``exe
 batch of training is made of is in ``training.py``, one of the other loops in ``evaluation.py``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,8 +20,10 @@ from torch.nn import Parameter
 
 from boltmesh.strategies.clipping import gradients_of, scale_to_norm
 from boltmesh.strategies.pipeline.counting import Counts
+from boltmesh.strategies.pipeline.executor.agreement import agreement_size
 from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
+from boltmesh.strategies.pipeline.expected import border_bytes, expected_collectives
 from boltmesh.strategies.pipeline.microbatches import cut, even_sizes, num_rows
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
@@ -98,6 +100,11 @@ class PipelineAxis:
                 split=self.options.split,
                 seed=context.seed,
             )
+            # While the sample and the parameters are where they were made.
+            self._crossing = [
+                tuple(stage.plan.values_in for stage in self.placement.plans.stages(step, part, 0))
+                for part in parts
+            ]
         self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
         self.sharing = Sharing(context.group, self.last, context.device)
@@ -105,11 +112,11 @@ class PipelineAxis:
             context.group,
             context.device,
             on_chunk=self._record_chunk,
+            on_peak=self._record_peak,
             name_of=self._name_of,
             timeout=context.timeout,
             on_stuck=context.recorder.fail,
         )
-        self._sample = (step, parts)
         self._num_microbatches = len(sizes)
         self._let_go()
 
@@ -129,18 +136,25 @@ class PipelineAxis:
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
         self.shared = SharedParameters(own, shared, self.context.group)
 
-    def start(self) -> None:
-        """Called when parameters are on their device. Collective over the pipeline."""
+    def start(self, accumulated: int) -> None:
+        """Called when parameters are on their device. Collective over the pipeline.
+
+        Args:
+            accumulated: Batches in an optimizer step.
+        """
         self.shared.broadcast()
         recorder = self.context.recorder
-        for group in self.shared.groups():
-            recorder.name_group(group, "pipeline")
+        for group in [*self.shared.groups(), self._executor.control_group]:
+            if group is not None:
+                recorder.name_group(group, "pipeline")
         recorder.schedule(
             PipelinePlan(
                 schedule=self.options.schedule,
                 num_stages=self._programs.num_stages,
                 num_microbatches=self._num_microbatches,
                 order=self._programs.order(self._num_microbatches),
+                rank_of_stage=self._programs.rank_of_stage,
+                border_bytes=border_bytes(self._crossing, accumulated),
             )
         )
 
@@ -218,6 +232,9 @@ class PipelineAxis:
             stage=stage, microbatch=microbatch, kind=kind, start_ns=start_ns, end_ns=end_ns
         )
 
+    def _record_peak(self, peaks: Mapping[int, int]) -> None:
+        self.context.recorder.live_microbatches(peaks)
+
     def _name_of(self, module: torch.nn.Module) -> str | None:
         return next((name for name, each in self.module.named_modules() if each is module), None)
 
@@ -235,16 +252,34 @@ class PipelineAxis:
 
     # Telling.
 
-    def expected_traffic(self, accumulated: int) -> list[ExpectedTraffic]:
-        """What one optimizer step should move over this rank's borders."""
-        assert self.placement is not None
-        step, parts = self._sample
-        runs = [self.placement.plans.stages(step, part, 0) for part in parts]
+    @property
+    def bubble(self) -> float | None:
+        """Return the idle share of a batch of training, see ``Executor.bubble``."""
+        return self._executor.bubble
+
+    def expected_traffic(self, accumulated: int, *, num_norms: int) -> list[ExpectedTraffic]:
+        """What one optimizer step should move on this rank.
+
+        Args:
+            accumulated: Batches in it.
+            num_norms: Norms over all stages in it.
+        """
 
         def values_at(border: int, microbatch: int) -> tuple[ValueSpec, ...]:
-            return runs[microbatch][border].plan.values_in
+            return self._crossing[microbatch][border]
 
-        return expected_traffic(self._programs.of(len(parts)), values_at, accumulated=accumulated)
+        over_borders = expected_traffic(
+            self._programs.of(len(self._crossing)), values_at, accumulated=accumulated
+        )
+        if self._executor.control_group is None:
+            return over_borders
+        return over_borders + expected_collectives(
+            agreements=agreement_size(self._programs.num_stages, self.context.group.size()),
+            shared=self.shared.size_per_batch(),
+            told=self.sharing.size_per_batch(),
+            accumulated=accumulated,
+            num_norms=num_norms,
+        )
 
     def close(self) -> None:
         """End what runs beside the training. Parameters stay as they are."""
