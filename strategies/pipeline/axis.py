@@ -18,17 +18,21 @@ from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from boltmesh.errors import ConfigError
 from boltmesh.strategies.clipping import gradients_of, scale_to_norm
 from boltmesh.strategies.pipeline.counting import Counts
+from boltmesh.strategies.pipeline.digest import BatchDigest
 from boltmesh.strategies.pipeline.executor.agreement import agreement_size
 from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
 from boltmesh.strategies.pipeline.expected import border_bytes, expected_collectives
-from boltmesh.strategies.pipeline.microbatches import cut, even_sizes, num_rows
+from boltmesh.strategies.pipeline.microbatches import Cutter
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.replay.absent import make_absent
+from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
+from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
 from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
 from boltmesh.strategies.pipeline.sharing import SharedParameters, norm_over_stages
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
@@ -62,15 +66,27 @@ class PipelineAxis:
         self.options = options
         self.placement: Placement | None = None
         """None before a model was placed."""
+        self.cutter = Cutter()
+        self.digest = BatchDigest()
+        """Of the batch that the next step gets."""
+        self._crossing: list[tuple[tuple[ValueSpec, ...], ...]] | None = None
+        """By microbatch and stage of a batch of training, what the border before the stage carries;
+        None before one was seen."""
 
     # Placing the model.
+
+    def begin(self, context: PipelineContext) -> None:
+        """Take where the axis finds itself now: called for every run, before ``place``."""
+        self.context = context
+        if self.placement is not None:
+            self._executor.open()
 
     def place(
         self,
         module: LightningModule,
         step: str,
         batch: Any,
-        context: PipelineContext,
+        rest: tuple[Any, ...],
         around: Around,
     ) -> None:
         """Cut the model, and let go of what other ranks hold. Collective over the pipeline.
@@ -79,32 +95,30 @@ class PipelineAxis:
             module: The whole model.
             step: The method that the run begins with.
             batch: One that it is called with.
-            context: Where the axis finds itself.
+            rest: What it is called with behind the batch.
             around: Precision.
 
         Raises:
             ConfigError: When model or batch cannot be cut.
         """
-        self.context = context
+        self.close()
+        self.placement = None
+        self._crossing = None
+        context = self.context
         self.module = module
         num_ranks = context.group.size()
         self._programs = Programs(self.options, num_ranks, context.group.rank())
-        parts, sizes = self.cut(batch)
+        parts = self._cut(batch)[0]
         with around():
-            self.placement = place(
+            placement = place(
                 module,
                 step,
-                (parts[0], 0),
-                num_stages=self._programs.num_stages,
+                (parts[0], *rest),
                 rank_of_stage=self._programs.rank_of_stage,
                 split=self.options.split,
                 seed=context.seed,
+                group=context.group,
             )
-            # While the sample and the parameters are where they were made.
-            self._crossing = [
-                tuple(stage.plan.values_in for stage in self.placement.plans.stages(step, part, 0))
-                for part in parts
-            ]
         self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
         self.sharing = Sharing(context.group, self.last, context.device)
@@ -115,34 +129,76 @@ class PipelineAxis:
             on_peak=self._record_peak,
             name_of=self._name_of,
             timeout=context.timeout,
-            on_stuck=context.recorder.fail,
+            on_stuck=self._fail,
         )
-        self._num_microbatches = len(sizes)
-        self._let_go()
+        self._num_microbatches = len(parts)
+        self._let_go(placement)
+        placement.plans.check = self._refuse_unheld
+        self.placement = placement
 
-    def _let_go(self) -> None:
+    def expect(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
+        """Work out what one batch of training moves, where that is not known yet.
+
+        Args:
+            batch: Of training, before its transfer.
+            rest: What ``training_step`` is called with behind it.
+            around: Precision.
+        """
         assert self.placement is not None
+        if self._crossing is not None:
+            return
+        parts = self._cut(batch)[0]
+        with around():
+            runs = [
+                self.placement.plans.stages("training_step", part, *rest, seed=self.context.seed)
+                for part in parts
+            ]
+        self._crossing = [tuple(stage.plan.values_in for stage in stages) for stages in runs]
+
+    def _let_go(self, placement: Placement) -> None:
         rank = self.context.group.rank()
-        holders = self.placement.ranks_of_parameter
+        holders = placement.ranks_of_parameter
         named = dict(self.module.named_parameters())
         first_names = {id(each): name for name, each in named.items()}
         self._first_names = {
             name: first_names[id(each)]
             for name, each in self.module.named_parameters(remove_duplicate=False)
         }
-        self.held = [each for name, each in named.items() if rank in holders[name]]
+        self._held_names = frozenset(name for name in named if rank in holders[name])
+        self.held = [each for name, each in named.items() if name in self._held_names]
         make_absent(each for name, each in named.items() if rank not in holders[name])
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
         self.shared = SharedParameters(own, shared, self.context.group)
 
-    def start(self, accumulated: int) -> None:
-        """Called when parameters are on their device. Collective over the pipeline.
+    def _refuse_unheld(self, plans: tuple[StagePlan, ...]) -> None:
+        """Refuse a step that uses parameters of other ranks in stages of this one.
+
+        The model was divided by what another step does with another batch.
+        """
+        rank = self.context.group.rank()
+        for plan in plans:
+            if self._programs.rank_of_stage[plan.stage] != rank:
+                continue
+            missing = sorted(plan.parameters - self._held_names)
+            if missing:
+                raise ConfigError(
+                    f"stage {plan.stage} uses {missing[0]!r} in this step, and the model was "
+                    f"divided by a batch whose step does not: rank {rank} of the pipeline does "
+                    f"not hold it. Let every step use the same parameters outside of layers, put "
+                    f"{missing[0]!r} into a layer of its own, or begin with the run that uses it."
+                )
+
+    def start(self) -> None:
+        """Called when parameters are on their device. Collective over the pipeline."""
+        self.shared.broadcast()
+
+    def tell(self, accumulated: int) -> None:
+        """Tell the run's recorder what will be run; called for every run.
 
         Args:
             accumulated: Batches in an optimizer step.
         """
-        self.shared.broadcast()
         recorder = self.context.recorder
         for group in [*self.shared.groups(), self._executor.control_group]:
             if group is not None:
@@ -154,7 +210,7 @@ class PipelineAxis:
                 num_microbatches=self._num_microbatches,
                 order=self._programs.order(self._num_microbatches),
                 rank_of_stage=self._programs.rank_of_stage,
-                border_bytes=border_bytes(self._crossing, accumulated),
+                border_bytes=border_bytes(self._crossing or (), accumulated),
             )
         )
 
@@ -187,13 +243,16 @@ class PipelineAxis:
         """Run all chunks of this rank; return what the last stage logged."""
         assert self.placement is not None
         program = self._programs.of(len(run.parts))
-        with around():
-            runs = [
-                self.placement.plans.stages(
-                    run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
-                )
-                for number, part in enumerate(run.parts)
-            ]
+        try:
+            with around():
+                runs = [
+                    self.placement.plans.stages(
+                        run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
+                    )
+                    for number, part in enumerate(run.parts)
+                ]
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self._executor.refuse(program, error)
         # Autograd knows what a mean was taken over; without it operators are watched.
         counts = None if trains else Counts()
         logs, dropped = StepLogs(self.module, counts), StepLogs(self.module)
@@ -209,16 +268,26 @@ class PipelineAxis:
             )
             for index in program.stages
         ]
-        self._executor.run(program if trains else program.forward_only, stages)
+        digest, self.digest = self.digest, BatchDigest()
+        with host_random_kept():
+            self._executor.run(program if trains else program.forward_only, stages, digest)
         return logs
 
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """Return a batch's microbatches and how many rows each has."""
+        """Return a batch's microbatches and how many rows each has.
+
+        Collective over the pipeline where it cannot be cut, so that no rank waits for this one.
+        """
+        try:
+            return self._cut(batch)
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self._executor.refuse(self._programs.of(self._num_microbatches), error)
+
+    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
         wanted = self.options.num_microbatches(self.context.group.size())
         if wanted == 1:
             return [batch], [1]
-        sizes = even_sizes(num_rows(batch), wanted)
-        return cut(batch, sizes), sizes
+        return self.cutter.cut(batch, wanted)
 
     def seeds(self, ordinal: int, count: int) -> list[int]:
         """Return what the random numbers of each microbatch start from."""
@@ -234,6 +303,9 @@ class PipelineAxis:
 
     def _record_peak(self, peaks: Mapping[int, int]) -> None:
         self.context.recorder.live_microbatches(peaks)
+
+    def _fail(self, error: BaseException) -> None:
+        self.context.recorder.fail(error)
 
     def _name_of(self, module: torch.nn.Module) -> str | None:
         return next((name for name, each in self.module.named_modules() if each is module), None)
@@ -264,12 +336,15 @@ class PipelineAxis:
             accumulated: Batches in it.
             num_norms: Norms over all stages in it.
         """
+        crossing = self._crossing
+        if crossing is None:
+            return []
 
         def values_at(border: int, microbatch: int) -> tuple[ValueSpec, ...]:
-            return self._crossing[microbatch][border]
+            return crossing[microbatch][border]
 
         over_borders = expected_traffic(
-            self._programs.of(len(self._crossing)), values_at, accumulated=accumulated
+            self._programs.of(len(crossing)), values_at, accumulated=accumulated
         )
         if self._executor.control_group is None:
             return over_borders

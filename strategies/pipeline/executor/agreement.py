@@ -1,8 +1,9 @@
 """What the ranks of a pipeline agree on, at both ends of a step.
 
 At its beginning, that both sides of each border await the same: ranks that were given different
-batches would otherwise hang, or take bytes for something that they are not. The question is asked
-while the first stage computes already, and answered before the first message.
+batches would otherwise hang, or take bytes for something that they are not. Beside it each tells a
+digest of its batch, which has to be the same on all, and how long it computed in an earlier step.
+The question is asked while the first stage computes already, and answered before the first message.
 
 At its end, that nobody has failed. So no rank is in a later step than one that fails, and all
 raise in the same step. See [Note: Failing together] in ``failure.py``.
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.digest import BatchDigest, explain_difference
 from boltmesh.strategies.pipeline.executor.border import describe_specs, digest
 from boltmesh.strategies.pipeline.executor.idle import FIGURES, IdleMeter
 from boltmesh.strategies.pipeline.executor.program import Program
@@ -35,7 +37,7 @@ _FLAG = torch.int32
 
 def agreement_size(num_stages: int, num_ranks: int) -> tuple[int, int]:
     """Return the bytes and the calls of both agreements of a step."""
-    row = 2 * num_stages + FIGURES * num_ranks
+    row = 2 * num_stages + (1 + FIGURES) * num_ranks
     return row * _ROW.itemsize + _FLAG.itemsize, 2
 
 
@@ -52,6 +54,7 @@ class Agreement:
         program: What this rank does.
         specs: What this rank's stages give and what they await; None where that could not be
             found out.
+        batch: What this rank says of its batch.
         meter: Whose figures of an earlier run are told beside.
     """
 
@@ -60,15 +63,20 @@ class Agreement:
         group: ProcessGroup | None,
         program: Program,
         specs: tuple[Specs, Specs] | None,
+        batch: BatchDigest,
         meter: IdleMeter,
     ) -> None:
         self._group = group
         self._rank_of_stage = program.rank_of_stage
         self._specs = specs
+        self._batch = batch
         self._meter = meter
         digests = self._own_digests(program)
+        batches = [0] * (1 if group is None else group.size())
+        batches[0 if group is None else group.rank()] = batch.number
         figures = meter.begin(is_training=program.has_backward)
-        self._row = torch.tensor([*digests[0], *digests[1], *figures], dtype=_ROW)
+        # All lie in one row, of a length that no batch changes.
+        self._row = torch.tensor([*digests[0], *digests[1], *batches, *figures], dtype=_ROW)
         self._question: Work | None = None
         if group is None:
             meter.hear(figures)
@@ -97,21 +105,34 @@ class Agreement:
         """Wait for the answer. Collective the first time, then nothing.
 
         Raises:
-            DisagreementError: Two stages await different things, or one does not know what.
+            DisagreementError: Two stages await different things, or one does not know what, or
+                ranks have different batches.
         """
         question, self._question = self._question, None
         if question is None:
             return
         question.wait()
         told = self._row.tolist()
-        num_stages = len(self._rank_of_stage)
+        num_stages, num_ranks = len(self._rank_of_stage), max(self._rank_of_stage) + 1
         given, awaited = told[:num_stages], told[num_stages : 2 * num_stages]
         if min(given + awaited) < 0:
             raise DisagreementError  # whoever does not know has told why
+        batches, figures = told[2 * num_stages :][:num_ranks], told[2 * num_stages + num_ranks :]
+        if len(set(batches) - {0}) > 1:
+            raise DisagreementError(self._explain_batches())
         for stage, (behind, before) in enumerate(zip(given[:-1], awaited[1:], strict=True)):
             if behind != before:
                 raise DisagreementError(self._explain(stage))
-        self._meter.hear(told[2 * num_stages :])
+        self._meter.hear(figures)
+
+    def _explain_batches(self) -> str:
+        """Say how the batches of ranks differ. Collective."""
+        assert self._group is not None
+        told: list[BatchDigest] = [BatchDigest()] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, self._batch, group=self._group)
+        ranks = dist.get_process_group_ranks(self._group)
+        pairs = zip(ranks, told, strict=True)
+        return explain_difference({rank: each for rank, each in pairs if each.number})
 
     def _explain(self, stage: int) -> str:
         """Say what both sides of the border behind a stage know of it. Collective."""

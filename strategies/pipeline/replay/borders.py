@@ -193,6 +193,7 @@ class _StagePlanner:
             sent_numbers=tuple(numbers[id(each)] for each in sent),
             parameters=self._parameters(),
             draws_random=self.trace.draws_random,
+            draws_host_random=self.trace.draws_host_random,
         )
 
     def _at(self, event: int) -> Handling:

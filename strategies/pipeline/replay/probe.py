@@ -12,6 +12,7 @@ from torch.nn import Module
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.replay.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.replay.glue import GlueWatch
+from boltmesh.strategies.pipeline.replay.randomness import host_random_state
 from boltmesh.strategies.pipeline.replay.remembering import key_of, recall, versions
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
 from boltmesh.strategies.pipeline.replay.structure import tensors_in
@@ -105,6 +106,8 @@ class _Probe:
         self.has_recalled = False
         self.has_run: set[str] = set()
         self.is_inside = False
+        self.host_random: tuple[Any, Any] | None = None
+        """Where numpy and Python stood when the first unit was called."""
         self.trace = Trace()
         self.mode = fake_tensors()
 
@@ -137,12 +140,16 @@ class _Probe:
             stack.enter_context(self.glue)
             returned = getattr(self.root, step)(*args, **kwargs)
             self._hand_out(returned)
+            if self.host_random is not None:
+                self.trace.draws_host_random = host_random_state() != self.host_random
         self.glue.finish()
         return self.trace
 
     def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.is_inside:
             return forward(*args, **kwargs)
+        if self.host_random is None:
+            self.host_random = host_random_state()
         with self.glue.paused():
             self.is_inside = True
             try:
@@ -200,6 +207,7 @@ def _merge(trace: Trace, other: Trace) -> None:
             f"{reading.name}() of {reading.origin} ({reading.place}) decides which layers the step "
             f"runs, and other stages do not see it. Decide inside a layer, or by the batch alone."
         )
+    trace.draws_host_random |= other.draws_host_random
     by_making = {(each.made_at, each.leaf): each for each in other.values}
     end = len(trace.events)
     for value in trace.values:

@@ -47,6 +47,8 @@ class StagePlan:
     """The parameters that this stage uses, by their first names."""
     draws_random: bool
     """Whether random numbers between units have to be apart from those inside of them."""
+    draws_host_random: bool
+    """The same of those that numpy and Python draw."""
 
     @property
     def is_last(self) -> bool:

@@ -103,6 +103,8 @@ class Trace:
     """Parameters that Python looked at, by the number of events before."""
     draws_random: bool = False
     """Whether code between units draws random numbers after the first unit."""
+    draws_host_random: bool = False
+    """Whether numpy or Python draw random numbers once the first unit has begun, anywhere."""
     flops: dict[str, int] = field(default_factory=dict)
     """Of all forward calls of a unit together; empty unless they were counted."""
 
