@@ -105,7 +105,7 @@ def place(
         try:
             mine = _DIVISIONS.get(module)
             if mine is None:
-                mine, plans = _divide(
+                mine, plans = divide(
                     module, step, args, rank_of_stage=rank_of_stage, split=split, seed=seed
                 )
         except ConfigError as error:
@@ -121,7 +121,7 @@ def place(
     return Placement(plans, answer)
 
 
-def _divide(
+def divide(
     module: Module,
     step: str,
     args: tuple[Any, ...],

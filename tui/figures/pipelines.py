@@ -15,8 +15,9 @@ from boltmesh.telemetry.snapshot import Chunk, JobSnapshot, PipelinePlan, RankSn
 Rows = tuple[tuple[Chunk, ...], ...]
 """Of each rank, in the order in which they ran."""
 
-RECENT_STEPS = 3
-"""Steps of a ring that are looked at: the running one, and two that may be whole."""
+RECENT_STEPS = 6
+"""Steps of a ring that are looked at: the running one, and those that may be whole. Ranks are read
+one after the other, and a viewer without a core for itself reads the last one steps later."""
 
 
 class PipelineStep(msgspec.Struct, frozen=True):
