@@ -35,6 +35,9 @@ from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
+BUBBLE = "boltmesh/bubble_ratio"
+"""Idle over total time of the pipeline in the batch before, see ``executor/idle.py``."""
+
 _STEPS = {
     TrainerFn.FITTING: "training_step",
     TrainerFn.VALIDATING: "validation_step",
@@ -160,7 +163,7 @@ class PipelineParallelStrategy(MeshStrategy):
         super().setup(trainer)
         if is_new:
             axis.start()
-        axis.tell()
+        axis.tell(trainer.accumulate_grad_batches)
 
     @override
     @contextmanager
@@ -207,7 +210,9 @@ class PipelineParallelStrategy(MeshStrategy):
     def expected_traffic(self) -> list[ExpectedTraffic]:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
-        return self.pipeline_axis.expected_traffic(trainer.accumulate_grad_batches)
+        return self.pipeline_axis.expected_traffic(
+            trainer.accumulate_grad_batches, num_norms=int(compat.has_norm_clipping(trainer))
+        )
 
     @override
     def expected_memory(self) -> list[MemoryKind]:
@@ -285,15 +290,28 @@ class PipelineParallelStrategy(MeshStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
-        self.pipeline_axis.digest = self._digest_of(args[0])
+        axis = self.pipeline_axis
+        axis.digest = self._digest_of(args[0])
+        told = axis.sharing.size_per_batch()
         with self.recorder.phase("forward"):
-            return training_step(
-                self.pipeline_axis,
+            output = training_step(
+                axis,
                 args,
                 kwargs,
                 ordinal=trainer.fit_loop.total_batch_idx,
                 around=self._around("training_step"),
             )
+        if axis.sharing.size_per_batch() != told:  # the step logs something else than before
+            self.recorder.expect(self.expected_traffic())
+        self._log_bubble()
+        return output
+
+    def _log_bubble(self) -> None:
+        """Log the newest bubble that is known, the same on all ranks; of the first batch none."""
+        bubble = self.pipeline_axis.bubble
+        if bubble is not None:
+            assert self.lightning_module is not None
+            self.lightning_module.log(BUBBLE, bubble, on_step=True, on_epoch=False, batch_size=1)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ each, as far as its stages go (``replay/``), in the order of the schedule (``exe
 batch of training is made of is in ``training.py``, one of the other loops in ``evaluation.py``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from msgspec import structs
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
@@ -26,10 +25,12 @@ from boltmesh.strategies.pipeline.bubble import peak_live_bytes
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.cutting import find_budget
 from boltmesh.strategies.pipeline.digest import BatchDigest
+from boltmesh.strategies.pipeline.executor.agreement import agreement_size
 from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.executor.program import Program
 from boltmesh.strategies.pipeline.executor.step import Outcome
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
+from boltmesh.strategies.pipeline.expected import border_bytes, expected_collectives
 from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
 from boltmesh.strategies.pipeline.metrics.replacing import find_metrics
 from boltmesh.strategies.pipeline.metrics.sharing import MetricSharing
@@ -81,8 +82,9 @@ class PipelineAxis:
         self.cutter = Cutter()
         self.digest = BatchDigest()
         """Of the batch that the next step gets."""
-        self._expected: list[ExpectedTraffic] | None = None
-        """Of one batch of training, over this rank's borders; None before one was seen."""
+        self._crossing: list[tuple[tuple[ValueSpec, ...], ...]] | None = None
+        """By microbatch and stage of a batch of training, what the border before the stage carries;
+        None before one was seen."""
 
     # Placing the model.
 
@@ -114,7 +116,7 @@ class PipelineAxis:
         """
         self.close()
         self.placement = None
-        self._expected = None
+        self._crossing = None
         context = self.context
         self.module = module
         self.metrics = find_metrics(module)
@@ -149,6 +151,7 @@ class PipelineAxis:
             context.group,
             context.device,
             on_chunk=self._record_chunk,
+            on_peak=self._record_peak,
             name_of=self._name_of,
             timeout=context.timeout,
             on_stuck=self._fail,
@@ -168,7 +171,7 @@ class PipelineAxis:
             around: Precision.
         """
         assert self.placement is not None
-        if self._expected is not None:
+        if self._crossing is not None:
             return
         parts = self._cut(batch)[0]
         with around():
@@ -176,11 +179,7 @@ class PipelineAxis:
                 self.placement.plans.stages("training_step", part, *rest, seed=self.context.seed)
                 for part in parts
             ]
-
-        def values_at(border: int, microbatch: int) -> tuple[ValueSpec, ...]:
-            return runs[microbatch][border].plan.values_in
-
-        self._expected = expected_traffic(self._programs.of(len(parts)), values_at)
+        self._crossing = [tuple(stage.plan.values_in for stage in stages) for stages in runs]
 
     def _let_go(self, placement: Placement) -> None:
         rank = self.context.group.rank()
@@ -220,17 +219,24 @@ class PipelineAxis:
         """Called when parameters are on their device. Collective over the pipeline."""
         self.shared.broadcast()
 
-    def tell(self) -> None:
-        """Tell the run's recorder what will be run; called for every run."""
+    def tell(self, accumulated: int) -> None:
+        """Tell the run's recorder what will be run; called for every run.
+
+        Args:
+            accumulated: Batches in an optimizer step.
+        """
         recorder = self.context.recorder
-        for group in self.shared.groups():
-            recorder.name_group(group, "pipeline")
+        for group in [*self.shared.groups(), self._executor.control_group]:
+            if group is not None:
+                recorder.name_group(group, "pipeline")
         recorder.schedule(
             PipelinePlan(
                 schedule=self.options.schedule,
                 num_stages=self._programs.num_stages,
                 num_microbatches=self._num_microbatches,
                 order=self._programs.order(self._num_microbatches),
+                rank_of_stage=self._programs.rank_of_stage,
+                border_bytes=border_bytes(self._crossing or (), accumulated),
             )
         )
 
@@ -388,6 +394,9 @@ class PipelineAxis:
             stage=stage, microbatch=microbatch, kind=kind, start_ns=start_ns, end_ns=end_ns
         )
 
+    def _record_peak(self, peaks: Mapping[int, int]) -> None:
+        self.context.recorder.live_microbatches(peaks)
+
     def _fail(self, error: BaseException) -> None:
         self.context.recorder.fail(error)
 
@@ -408,20 +417,37 @@ class PipelineAxis:
 
     # Telling.
 
-    def expected_traffic(self, accumulated: int) -> list[ExpectedTraffic]:
-        """What one optimizer step should move over this rank's borders.
+    @property
+    def bubble(self) -> float | None:
+        """Return the idle share of a batch of training, see ``Executor.bubble``."""
+        return self._executor.bubble
+
+    def expected_traffic(self, accumulated: int, *, num_norms: int) -> list[ExpectedTraffic]:
+        """What one optimizer step should move on this rank.
 
         Args:
             accumulated: Batches in it.
+            num_norms: Norms over all stages in it.
         """
-        return [
-            structs.replace(
-                each,
-                payload_bytes=each.payload_bytes * accumulated,
-                calls=None if each.calls is None else each.calls * accumulated,
-            )
-            for each in self._expected or ()
-        ]
+        crossing = self._crossing
+        if crossing is None:
+            return []
+
+        def values_at(border: int, microbatch: int) -> tuple[ValueSpec, ...]:
+            return crossing[microbatch][border]
+
+        over_borders = expected_traffic(
+            self._programs.of(len(crossing)), values_at, accumulated=accumulated
+        )
+        if self._executor.control_group is None:
+            return over_borders
+        return over_borders + expected_collectives(
+            agreements=agreement_size(self._programs.num_stages, self.context.group.size()),
+            shared=self.shared.size_per_batch(),
+            told=self.sharing.size_per_batch(),
+            accumulated=accumulated,
+            num_norms=num_norms,
+        )
 
     def expected_activations(self) -> list[MemoryKind]:
         """What this rank keeps for its backward passes at most; nothing where that is unknown."""

@@ -122,7 +122,7 @@ def place(
             mine = _DIVISIONS.get(module)
             if mine is None:
                 _refuse_parts(module, unmade)
-                mine, plans = _divide(
+                mine, plans = divide(
                     module,
                     step,
                     args,
@@ -147,7 +147,7 @@ def place(
     return Placement(plans, answer)
 
 
-def _divide(
+def divide(
     module: Module,
     step: str,
     args: tuple[Any, ...],

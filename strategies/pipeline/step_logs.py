@@ -224,6 +224,10 @@ def _attribute_of(module: Module, metric: Metric) -> str:
     raise ValueError("A metric that is no attribute of the module cannot be logged.")
 
 
+_HEAD = 6
+"""Numbers that every batch has."""
+
+
 class Sharing:
     """Sends what the last stage found out to the other ranks, in one small message a step.
 
@@ -238,6 +242,11 @@ class Sharing:
         self._known: list[tuple[Any, ...]] = []
         self.is_mapping = False
         """Whether the last step returned a dict."""
+
+    def size_per_batch(self) -> tuple[int, int]:
+        """Return the bytes and the calls of a batch that logs what the last one has logged."""
+        numbers = sum(each[2] is None for each in self._known)
+        return (_HEAD + numbers) * torch.float64.itemsize, 1 + bool(numbers)
 
     def send(
         self,
@@ -274,7 +283,7 @@ class Sharing:
         Returns:
             What the last stage sent: loss, total and what to log.
         """
-        row = self._broadcast(torch.zeros(6, dtype=torch.float64, device=self._device))
+        row = self._broadcast(torch.zeros(_HEAD, dtype=torch.float64, device=self._device))
         is_news, has_loss, is_mapping, count = map(int, row[:4].tolist())
         self.is_mapping = bool(is_mapping)
         if is_news:

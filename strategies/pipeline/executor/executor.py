@@ -1,6 +1,6 @@
 """Runs the steps of a pipeline on one rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final, NoReturn
 
@@ -13,6 +13,7 @@ from boltmesh.errors import ConfigError, PipelineError
 from boltmesh.strategies.pipeline.digest import BatchDigest
 from boltmesh.strategies.pipeline.executor.agreement import Agreement, DisagreementError
 from boltmesh.strategies.pipeline.executor.failure import Alarm, describe_failure
+from boltmesh.strategies.pipeline.executor.idle import IdleMeter
 from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Action, Program
 from boltmesh.strategies.pipeline.executor.spans import OnChunk, build_spans
 from boltmesh.strategies.pipeline.executor.stage import Stage
@@ -22,6 +23,8 @@ from boltmesh.strategies.pipeline.executor.transport import Transport
 _NO_BATCH: Final = BatchDigest()
 
 _COMMUNICATION = SENDS | RECEIVES
+
+OnPeak = Callable[[Mapping[int, int]], None]
 
 
 class Executor:
@@ -33,6 +36,8 @@ class Executor:
         on_chunk: Told of each chunk when it was computed: stage, microbatch, kind (F, B, I, W),
             start after what it waits for was received and end before anything is sent, in ns of
             the monotonic clock. Of a GPU two steps late.
+        on_peak: Told after each run with backward passes, by stage, how many microbatches were
+            kept at once at most.
         name_of: Gives a module the name that errors call it by.
         timeout: How long ranks may wait for each other between steps; None: torch's default.
         on_stuck: See ``Alarm``.
@@ -43,7 +48,8 @@ class Executor:
         group: ProcessGroup | None,
         device: torch.device,
         *,
-        on_chunk: OnChunk | None = None,
+        on_chunk: OnChunk = lambda *_: None,
+        on_peak: OnPeak = lambda _: None,
         name_of: Callable[[Module], str | None] = lambda _: None,
         timeout: timedelta | None = None,
         on_stuck: Callable[[PipelineError], None] = lambda _: None,
@@ -52,7 +58,7 @@ class Executor:
         self._name_of = name_of
         self._global_rank = dist.get_rank() if group is not None else 0
         self._transport = Transport(group, device)
-        self._spans = build_spans(device, on_chunk)
+        self._on_peak = on_peak
         self.control_group: ProcessGroup | None = None
         """The ranks of the axis on the CPU, where they agree on whether a step is to be."""
         if group is not None and dist.get_world_size(group) > 1:
@@ -62,12 +68,23 @@ class Executor:
                 backend="gloo",
                 group_desc="pipeline control",
             )
+        self._meter = IdleMeter(self.control_group, device)
+        self._spans = build_spans(device, on_chunk, self._meter.measured)
         name = "alone" if self.control_group is None else self.control_group.group_name
         self._alarm = Alarm(self._global_rank, name, on_stuck=on_stuck)
 
     def open(self) -> None:
         """Look for failures again after ``close``."""
         self._alarm.open()
+
+    @property
+    def bubble(self) -> float | None:
+        """Return the bubble of the newest run that all ranks have told of, alike on all ranks.
+
+        Of runs with backward passes: idle time over the common window, in the mean over the ranks,
+        0 to 1. Known when the next run has begun; on a GPU two runs later.
+        """
+        return self._meter.bubble
 
     def run(
         self, program: Program, stages: Sequence[Stage], batch: BatchDigest = _NO_BATCH
@@ -110,7 +127,11 @@ class Executor:
         try:
             with self._alarm.watching():
                 self._alarm.ring(cause)
-                self._end(Agreement(self.control_group, program, None, _NO_BATCH), Outcome(), error)
+                self._end(
+                    Agreement(self.control_group, program, None, _NO_BATCH, self._meter),
+                    Outcome(),
+                    error,
+                )
         except PipelineError as told:
             if isinstance(error, ConfigError):
                 raise error from None
@@ -128,12 +149,14 @@ class Executor:
             specs = _ask_specs(program, stages)
         except Exception as caught:  # noqa: BLE001 - told to all ranks and raised by _end
             error = self._ring(caught, None)
-        agreement = Agreement(self.control_group, program, specs, batch)
+        agreement = Agreement(self.control_group, program, specs, batch, self._meter)
         if specs is None:
             return self._end(agreement, Outcome(), error)
         step = Step(program, stages, *specs, self._transport, self._spans, self._device)
         error = self._perform(step, program.actions, agreement)
-        self._spans.end_step()
+        self._spans.end_step(self._meter.number)
+        if program.has_backward and error is None:
+            self._on_peak(step.outcome.peak_live)
         return self._end(agreement, step.outcome, error)
 
     def _perform(
@@ -187,6 +210,7 @@ class Executor:
             if not isinstance(error, DisagreementError) and not agreement.has_failed(
                 error is not None
             ):
+                self._meter.meet()
                 return outcome
         except DisagreementError as caught:
             error = caught
