@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter as DefaultReduceScatter,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -272,6 +273,57 @@ def _telling_of_drops(
         return result
 
     return drop_and_tell
+
+
+def skip_gathers_ahead(unit: FSDPModule, is_needless: Callable[[], bool]) -> Callable[[], None]:
+    """Leave out gathers of a unit ahead of a backward pass that is not going to reach it.
+
+    FSDP2 gathers ahead in the reverse order of all forward passes since the last backward pass,
+    those without gradients among them, for it cannot tell them from checkpointed ones.
+
+    Args:
+        unit: Of ``fully_shard``.
+        is_needless: The same on all ranks of the unit. A unit that is reached nevertheless is
+            gathered when it is.
+
+    Returns:
+        A function that gathers ahead again.
+    """
+    restores = [_skip_group_ahead(group, is_needless) for group in _parameter_groups(unit)]
+
+    def restore() -> None:
+        for each in restores:
+            each()
+
+    return restore
+
+
+def _skip_group_ahead(group: Any, is_needless: Callable[[], bool]) -> Callable[[], None]:
+    unshard, pre_backward = group.unshard, group.pre_backward
+    is_reached = False
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        is_ahead = group._training_state is TrainingState.PRE_BACKWARD and not is_reached
+        return None if is_ahead and is_needless() else unshard(*args, **kwargs)
+
+    def reach(*args: Any) -> Any:
+        nonlocal is_reached
+        is_reached = True
+        try:
+            return pre_backward(*args)
+        finally:
+            is_reached = False
+
+    def restore() -> None:
+        for name, ours, theirs in (
+            ("unshard", gather, unshard),
+            ("pre_backward", reach, pre_backward),
+        ):
+            if getattr(group, name) is ours:  # else somebody has wrapped it
+                setattr(group, name, theirs)
+
+    group.unshard, group.pre_backward = gather, reach
+    return restore
 
 
 def _split_by_gradient(group: Any) -> tuple[list[str], list[str]]:

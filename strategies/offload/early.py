@@ -7,12 +7,13 @@ asks for the parameters before all of it is done gets an error and not a mixture
 """
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from boltmesh.errors import OffloadError
@@ -21,7 +22,7 @@ from boltmesh.strategies.offload.gradients import BucketGradients
 from boltmesh.strategies.offload.rule import Update
 from boltmesh.strategies.offload.stepper import BucketStep, Stepper
 from boltmesh.strategies.offload.worker import Job
-from boltmesh.strategies.torch_compat import is_in_backward, not_compiled
+from boltmesh.strategies.torch_compat import is_in_backward, not_compiled, skip_gathers_ahead
 
 WAITING_BYTES = 64 << 20
 """Gradients that may wait for the disk. The next forward pass needs first what is stepped last, so
@@ -67,12 +68,13 @@ class EarlySteps:
     def __init__(self) -> None:
         self._is_on = False
         self._calls: Counter[str] = Counter()
+        self._complete: set[str] = set()
         self._begun: dict[Bucket, BegunStep] = {}
         self._waiting: deque[tuple[Job, int]] = deque()
         self._limit_bytes = WAITING_BYTES
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
 
-    def start(self, units: Mapping[str, Module]) -> None:
+    def start(self, units: Mapping[str, FSDPModule]) -> None:
         """Allow early steps.
 
         Args:
@@ -80,8 +82,10 @@ class EarlySteps:
         """
         self._is_on = True
         for name, unit in units.items():
+            assert isinstance(unit, Module)
             count = not_compiled(partial(self._count, name))
-            self._hooks.append(unit.register_forward_pre_hook(count))
+            self._undo.append(unit.register_forward_pre_hook(count).remove)
+            self._undo.append(skip_gathers_ahead(unit, partial(self._is_over, name)))
 
     def limit(self, buckets: Sequence[Bucket]) -> None:
         """Fit what may wait to the model: who offloads to a disk is short of memory."""
@@ -90,9 +94,11 @@ class EarlySteps:
 
     def close(self) -> None:
         """Forget everything."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._calls.clear()
+        self._complete.clear()
         self._begun.clear()
         self._waiting.clear()
         self._is_on = False
@@ -106,12 +112,14 @@ class EarlySteps:
 
     def allows(self, bucket: Bucket, num_arrivals: int) -> bool:
         """Whether a bucket with so many gradients has all of them, and may be stepped."""
-        return (
-            self._is_on
-            and num_arrivals == len(bucket.slots)
-            and self._calls[bucket.name] <= 1
-            and any(chunk.place == "disk" for chunk in bucket.chunks)
-        )
+        if not self._is_on or num_arrivals != len(bucket.slots) or self._calls[bucket.name] > 1:
+            return False
+        self._complete.add(bucket.name)
+        return any(chunk.place == "disk" for chunk in bucket.chunks)
+
+    def _is_over(self, name: str) -> bool:
+        # All ranks say the same, also those that have nothing of the unit on their disk.
+        return name in self._complete and self._calls[name] <= 1
 
     def begin(self, bucket: Bucket, step: BucketStep, stepper: Stepper) -> None:
         """Step a bucket, once there is room for its gradients to wait in."""
@@ -153,6 +161,7 @@ class EarlySteps:
     def end_step(self) -> None:
         """The optimizer has stepped."""
         self._calls.clear()
+        self._complete.clear()
 
     def check(self, bucket: Bucket, doing: str) -> None:
         """Raise when a bucket has been stepped in a step that is not over.

@@ -80,7 +80,7 @@ class OffloadEngine(Settling):
         self._clipper: Clipper | None = None
         self._failure: Exception | None = None
         self._units: dict[str, list[Held]] = {}
-        self._modules: dict[str, Module] = {}
+        self._modules: dict[str, FSDPModule] = {}
         self._optimizers: list[Optimizer] = []
         self._restores: list[Callable[[], None]] = []
         self._reduced = ReusedMemory()
@@ -98,7 +98,6 @@ class OffloadEngine(Settling):
         """
         self._units = held_units(module, units, self._compute_dtypes)
         for name, unit in units.items():
-            assert isinstance(unit, Module)
             self._modules[name] = unit
             watch_dropped_gathers(unit, _abandon)
             if self.device.type == "cpu":
