@@ -135,7 +135,10 @@ def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
-    state = unit._get_fsdp_state()
+    return _groups_of_state(unit._get_fsdp_state())
+
+
+def _groups_of_state(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)  # a list from torch 2.13 on
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -358,6 +361,40 @@ def whole_gradients(unit: FSDPModule) -> list[Tensor]:
     found = [getattr(each, "unsharded_accumulated_grad", None) for each in parameters]
     found += [getattr(getattr(each, "_unsharded_param", None), "grad", None) for each in parameters]
     return [each for each in found if each is not None]
+
+
+def forget_step(root: FSDPModule) -> None:
+    """Let the next step begin as the first did, whatever an error has left of one.
+
+    FSDP2 otherwise takes the end of its next backward pass for announced, and a unit whose inputs
+    need no gradients, as the first, is not reduced ever after. Its own remedy leaves gradients that
+    were whole, and is new in torch 2.13.
+
+    Args:
+        root: The unit that holds the others.
+    """
+    state = root._get_fsdp_state()
+    if state._is_root is None:
+        return  # no step has begun
+    has_remedy = hasattr(root, "reset_iter_state")
+    if has_remedy:
+        root.reset_iter_state()
+    else:
+        state._comm_ctx.post_forward_order.clear()
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+    for each in state._state_ctx.all_states:
+        for group in _groups_of_state(each):
+            if not has_remedy:
+                group.finalize_backward()
+                group._training_state = TrainingState.IDLE
+                group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                    whole.grad = None
+        if not has_remedy:
+            each._training_state = TrainingState.IDLE
 
 
 class StepUnits:

@@ -79,6 +79,7 @@ class OffloadEngine(Settling):
         self._arrivals: Arrivals | None = None
         self._clipper: Clipper | None = None
         self._failure: Exception | None = None
+        self.is_lost = False
         self._units: dict[str, list[Held]] = {}
         self._modules: dict[str, FSDPModule] = {}
         self._optimizers: list[Optimizer] = []
@@ -180,7 +181,8 @@ class OffloadEngine(Settling):
             if arrivals.early.is_half_done:
                 self._failure = OffloadError(
                     "The last step was not finished: the run ended in the midst of a backward "
-                    "pass that had begun to step. Resume from the last checkpoint."
+                    "pass that had begun to step. Give the next fit the last checkpoint, "
+                    "Trainer.fit(ckpt_path=...), or build the module anew."
                 )
                 stepper.drain()
             else:
@@ -202,10 +204,17 @@ class OffloadEngine(Settling):
             self._reduced.close()
             self._optimizers.clear()
 
-    def restore(self, parking: ParkingLot | None = None) -> None:
-        """``close``, and bring all parameters back to the device, or to where they are parked."""
+    def restore(self, parking: ParkingLot | None = None) -> Exception | None:
+        """``close``, and bring all parameters back to the device, or to where they are parked.
+
+        Returns:
+            The error of a step that failed. All parameters are NaN then, to be loaded.
+        """
         self.close()
+        failure, self._failure = self._failure, None
+        self.is_lost = failure is not None
         self.kept.restore(parking)
+        return failure
 
     # What sources ask.
 
@@ -333,6 +342,16 @@ class OffloadEngine(Settling):
     def disk_report(self) -> DiskReport | None:
         """What was measured of this rank's disk; None when nothing is stored on one."""
         return next((each.disk for each in self.kept.stores if each.disk is not None), None)
+
+    @property
+    def has_whole_steps(self) -> bool:
+        """Whether every step that was begun has ended, or can; ``synchronize`` raises otherwise."""
+        try:
+            self._raise_failure()
+            self.synchronize()
+        except Exception:  # noqa: BLE001 - the run is ending by it, or by what came before it
+            return False
+        return True
 
     def drain(self) -> None:
         """Return when the thread has nothing to do; guesses stay guesses."""
