@@ -62,23 +62,28 @@ class EarlySteps:
     """Knows which buckets may be stepped early, and which have been.
 
     A unit that runs twice in a step has its gradients reduced twice, and nothing tells the first
-    time from the last. Such units wait until the step; they are known by their calls.
+    time from the last; nor of a weight that several graphs compute with. Those wait until the step;
+    they are known by their calls.
     """
 
     def __init__(self) -> None:
         self._is_on = False
         self._calls: Counter[str] = Counter()
+        self._in_graph: set[str] = set()
         self._complete: set[str] = set()
         self._begun: dict[Bucket, BegunStep] = {}
         self._waiting: deque[tuple[Job, int]] = deque()
         self._limit_bytes = WAITING_BYTES
         self._undo: list[Callable[[], None]] = []
 
-    def start(self, units: Mapping[str, FSDPModule]) -> None:
+    def start(
+        self, units: Mapping[str, FSDPModule], layers: Mapping[str, Sequence[Module]]
+    ) -> None:
         """Allow early steps.
 
         Args:
             units: What is gathered as one, by the names of buckets.
+            layers: What computes with a weight of no unit, by its name.
         """
         self._is_on = True
         for name, unit in units.items():
@@ -86,6 +91,9 @@ class EarlySteps:
             count = not_compiled(partial(self._count, name))
             self._undo.append(unit.register_forward_pre_hook(count).remove)
             self._undo.append(skip_gathers_ahead(unit, partial(self._is_over, name)))
+        for name, users in layers.items():
+            count = not_compiled(partial(self._count_layer, name))
+            self._undo.extend(each.register_forward_pre_hook(count).remove for each in users)
 
     def limit(self, buckets: Sequence[Bucket]) -> None:
         """Fit what may wait to the model: who offloads to a disk is short of memory."""
@@ -97,8 +105,7 @@ class EarlySteps:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        self._calls.clear()
-        self._complete.clear()
+        self._forget_calls()
         self._begun.clear()
         self._waiting.clear()
         self._is_on = False
@@ -108,6 +115,17 @@ class EarlySteps:
         # they may run without gradients, as the root (named "") never does but in an evaluation.
         is_training = torch.is_grad_enabled() or (bool(name) and module.training)
         if is_training and not is_in_backward():
+            self._calls[name] += 1
+
+    def _count_layer(self, name: str, module: Module, _: Any) -> None:
+        # A graph's gradients are added up before they arrive, once. What is checkpointed by the
+        # reentrant way is a graph by itself, made within the backward pass.
+        if is_in_backward():
+            return
+        if not torch.is_grad_enabled():
+            self._calls[name] += module.training
+        elif name not in self._in_graph:
+            self._in_graph.add(name)
             self._calls[name] += 1
 
     def allows(self, bucket: Bucket, num_arrivals: int) -> bool:
@@ -160,7 +178,11 @@ class EarlySteps:
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
         self._calls.clear()
+        self._in_graph.clear()
         self._complete.clear()
 
     def check(self, bucket: Bucket, doing: str) -> None:

@@ -82,6 +82,7 @@ class OffloadEngine(Settling):
         self.is_lost = False
         self._units: dict[str, list[Held]] = {}
         self._modules: dict[str, FSDPModule] = {}
+        self._layers: dict[str, list[Module]] = {}
         self._optimizers: list[Optimizer] = []
         self._restores: list[Callable[[], None]] = []
         self._reduced = ReusedMemory()
@@ -98,6 +99,11 @@ class OffloadEngine(Settling):
             units: All modules of ``fully_shard`` by name, in the order of the forward pass.
         """
         self._units = held_units(module, units, self._compute_dtypes)
+        alone = {held[0].parameter: n for n, held in self._units.items() if n not in units}
+        for layer in module.modules():
+            for parameter in dict.fromkeys(layer.parameters(recurse=False)):
+                if parameter in alone:
+                    self._layers.setdefault(alone[parameter], []).append(layer)
         for name, unit in units.items():
             self._modules[name] = unit
             watch_dropped_gathers(unit, _abandon)
@@ -143,7 +149,7 @@ class OffloadEngine(Settling):
         self._clipper = Clipper(self.kept, self._arrivals, self.device)
         self._take(optimizers)
         if never_clips:
-            self._arrivals.step_early(self._modules)
+            self._arrivals.step_early(self._modules, self._layers)
         self._optimizers = list(optimizers)
         for optimizer in optimizers:
             restore = take_over(
@@ -172,9 +178,18 @@ class OffloadEngine(Settling):
         has ended may be evaluated, and saved. Unless a step has failed: what is half stepped is
         not given out.
         """
-        stepper, arrivals = self._stepper, self._arrivals
-        if stepper is None or arrivals is None:
-            return
+        try:
+            if self._stepper is not None and self._arrivals is not None:
+                self._finish(self._stepper, self._arrivals)
+        finally:
+            self._stepper = self._arrivals = self._clipper = None
+            for restore in self._restores:
+                restore()
+            self._restores.clear()
+            self._reduced.close()
+            self._optimizers.clear()
+
+    def _finish(self, stepper: Stepper, arrivals: Arrivals) -> None:
         try:
             for bucket in self.kept.buckets:
                 arrivals.drop(bucket)
@@ -197,12 +212,6 @@ class OffloadEngine(Settling):
         finally:
             stepper.worker.close()
             arrivals.close()
-            self._stepper = self._arrivals = self._clipper = None
-            for restore in self._restores:
-                restore()
-            self._restores.clear()
-            self._reduced.close()
-            self._optimizers.clear()
 
     def restore(self, parking: ParkingLot | None = None) -> Exception | None:
         """``close``, and bring all parameters back to the device, or to where they are parked.
