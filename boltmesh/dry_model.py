@@ -23,6 +23,7 @@ from boltmesh.quiet import quiet_lightning
 from boltmesh.strategies.data.autocast import full_precision_modules
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.units import find_units
+from boltmesh.strategies.lightning_compat import module_keeps_gradients, module_reads_gradients
 from boltmesh.strategies.planner.model import Activations, ModelShape, TensorShape, UnitShape
 from boltmesh.strategies.planner.precision import Widths
 from boltmesh.strategies.torch_compat import (
@@ -79,6 +80,8 @@ def describe_model(
             buffer_bytes=sum(each.numel() * each.element_size() for each in module.buffers()),
             activations=activations,
             forward_flops=measured.flops if activations is not None else None,
+            reads_gradients=module_reads_gradients(module),
+            keeps_gradients=module_keeps_gradients(module),
         ),
         optimizer,
         tuple(notes),

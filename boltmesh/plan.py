@@ -130,8 +130,7 @@ def make_plan(
         name: sharing_of(name, STRATEGIES[name], {}) for name in STRATEGIES if name != PIPELINE
     }
     options = own_options(STRATEGIES[own], given, source)
-    if options is not None:
-        sharings[own] = sharing_of(own, STRATEGIES[own], given)
+    sharings[own] = sharing_of(own, STRATEGIES[own], given)
     model, copies, notes = _describe(loaded, widths, options, source)
     shard_size = None if options is None else options.shard_size
     job = Job(
@@ -140,6 +139,10 @@ def make_plan(
         shard_size=ranks_per_node if shard_size == "node" else shard_size,  # type: ignore[arg-type]
         num_microbatches=loaded.trainer.accumulate_grad_batches,
         state_copies=copies,
+        reads_gradients=(
+            loaded.trainer.precision == "16-mixed"
+            or loaded.trainer.gradient_clip_algorithm == "value"
+        ),
         is_on_host=loaded.trainer.accelerator == "cpu",
     )
     if job.num_ranks % job.num_shards:

@@ -343,18 +343,31 @@ def reads_gradients(trainer: Trainer, module: LightningModule) -> bool:
 
     A callback with the class attribute ``reads_gradients = False`` is taken at its word.
     """
-    if not module.automatic_optimization or trainer.gradient_clip_algorithm == "value":
+    if trainer.gradient_clip_algorithm == "value":
         return True
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return True
-    hooks = (*_GRADIENT_HOOKS, "backward", "configure_gradient_clipping", "optimizer_zero_grad")
-    if any(is_overridden(name, module, LightningModule) for name in hooks):
+    if module_reads_gradients(module):
         return True
     return any(
         is_overridden(name, callback, Callback)
         for callback in _readers(trainer)
         for name in _GRADIENT_HOOKS[:3]
     )
+
+
+def module_reads_gradients(module: LightningModule) -> bool:
+    """Whether a module's own hooks may look at ``.grad`` before an optimizer has stepped."""
+    hooks = (*_GRADIENT_HOOKS, "backward", "configure_gradient_clipping", "optimizer_zero_grad")
+    is_automatic = module.automatic_optimization
+    return not is_automatic or any(is_overridden(h, module, LightningModule) for h in hooks)
+
+
+def module_keeps_gradients(module: LightningModule) -> bool:
+    """Whether gradients of the step before are there until a module's own code zeroes them."""
+    hooks = ("optimizer_zero_grad", "on_before_zero_grad")
+    is_automatic = module.automatic_optimization
+    return not is_automatic or any(is_overridden(h, module, LightningModule) for h in hooks)
 
 
 def zeroes_gradients(trainer: Trainer) -> bool:
@@ -364,17 +377,14 @@ def zeroes_gradients(trainer: Trainer) -> bool:
     look at what is there.
     """
     module = trainer.lightning_module
-    if not (trainer.training and module.automatic_optimization):
+    if not trainer.training or module_keeps_gradients(module):
         return False
     if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
         return False  # whose steps say nothing dependable of a batch's number
     if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
         return False
-    if is_overridden("optimizer_zero_grad", module, LightningModule):
-        return False
     return not any(
-        is_overridden("on_before_zero_grad", each, kind)
-        for each, kind in [(module, LightningModule), *((c, Callback) for c in _readers(trainer))]
+        is_overridden("on_before_zero_grad", each, Callback) for each in _readers(trainer)
     )
 
 

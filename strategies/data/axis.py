@@ -56,6 +56,11 @@ class DataAxis(ABC):
     """Whether ranks hold parts: parameters are then DTensors, in training and evaluation alike,
     the axis itself places them on devices, and checkpoints are written by shards."""
 
+    @property
+    def has_whole_steps(self) -> bool:
+        """Whether what this rank holds is not left half-way between two steps."""
+        return True
+
     @abstractmethod
     def wrap(self, module: Module, context: AxisContext) -> Module:
         """Prepare the module and return what the forward pass goes through.
