@@ -19,13 +19,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from boltmesh.strategies.clipping import gradients_of, scale_to_norm
-from boltmesh.strategies.pipeline.counting import Counts
 from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
 from boltmesh.strategies.pipeline.microbatches import cut, even_sizes, num_rows
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
+from boltmesh.strategies.pipeline.proofs import Proofs
 from boltmesh.strategies.pipeline.replay.absent import make_absent
 from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
 from boltmesh.strategies.pipeline.sharing import SharedParameters, norm_over_stages
@@ -100,6 +100,7 @@ class PipelineAxis:
             )
         self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
+        self.proofs = Proofs(context.device)
         self.sharing = Sharing(context.group, self.last, context.device)
         self._executor = Executor(
             context.group,
@@ -181,8 +182,8 @@ class PipelineAxis:
                 for number, part in enumerate(run.parts)
             ]
         # Autograd knows what a mean was taken over; without it operators are watched.
-        counts = None if trains else Counts()
-        logs, dropped = StepLogs(self.module, counts), StepLogs(self.module)
+        counts = None
+        logs, dropped = StepLogs(self.module), StepLogs(self.module)
         stages = [
             RunStage(
                 index,

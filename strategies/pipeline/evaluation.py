@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from boltmesh.strategies.pipeline.log_rules import MicrobatchWeights
 from boltmesh.strategies.pipeline.outputs import merge
 from boltmesh.strategies.pipeline.runs import Around, Run
 from boltmesh.strategies.pipeline.step_logs import repeat
@@ -52,7 +53,9 @@ def evaluation_step(
     output = None
     if axis.holds_last_stage:
         output = merge([found[number] for number in range(len(sizes))], sizes, rows)
-        logged = logs.collected(dict(enumerate(rows)))
+        logged = logs.collected(
+            MicrobatchWeights(dict(enumerate(rows)), dict(enumerate(map(float, sizes))))
+        )
         axis.sharing.send(None, 1.0, logged, is_mapping=False)
     else:
         _, _, logged = axis.sharing.receive()

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from boltmesh.strategies.pipeline.counting import Counts
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.step_logs import StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
@@ -41,7 +40,7 @@ class RunStage:
         finish: Finish,
         around: Around,
         logs: StepLogs,
-        counts: Counts | None,
+        counts: Any,
     ) -> None:
         self.index = index
         self.is_first = index == 0
