@@ -1,4 +1,4 @@
-"""What a branch of a loss's graph comes from: parameters, values with rows, or scalars of layers."""
+"""What a branch of a loss's graph comes from: parameters, rows, or scalars of layers."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
