@@ -33,7 +33,6 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -68,11 +67,13 @@ __all__ = [
     "all_reduce_copy",
     "autocast_dtype",
     "batches_to_skip",
+    "callbacks_of",
     "default_backend",
     "distributed_is_initialized",
     "draws_batches",
     "evaluation_is_over",
     "evaluation_length",
+    "evaluation_ordinal",
     "forbid_inference_mode",
     "has_norm_clipping",
     "hear_sigterm_once",
@@ -84,7 +85,6 @@ __all__ = [
     "prepare_for_backward",
     "rank_loader",
     "reads_gradients",
-    "reads_outputs",
     "requested_loader",
     "reset_seed",
     "restart_fetching",
@@ -372,10 +372,14 @@ def zeroes_gradients(trainer: Trainer) -> bool:
     )
 
 
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """Return the callbacks; Lightning sets the attribute without declaring it."""
+    return list(trainer.callbacks)  # type: ignore[attr-defined]
+
+
 def _readers(trainer: Trainer) -> list[Callback]:
     """The callbacks that do not say of themselves that they look at no gradients."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [each for each in callbacks if getattr(each, "reads_gradients", True)]
+    return [each for each in callbacks_of(trainer) if getattr(each, "reads_gradients", True)]
 
 
 def forbid_inference_mode(trainer: Trainer) -> None:
@@ -412,6 +416,11 @@ def evaluation_length(trainer: Trainer) -> float:
 def draws_batches(trainer: Trainer) -> bool:
     """Whether the steps of an evaluation take an iterator instead of a batch."""
     return isinstance(_evaluating_loop(trainer)._data_fetcher, _DataLoaderIterDataFetcher)
+
+
+def evaluation_ordinal(trainer: Trainer) -> int:
+    """Return which batch of an evaluation is in work, over all of its loaders, from 0."""
+    return int(_evaluating_loop(trainer).batch_progress.current.ready) - 1
 
 
 class _WatchedBatches:
@@ -474,12 +483,3 @@ def transferred_to_host(trainer: Trainer, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, 0)
     return module._apply_batch_transfer_handler(batch, torch.device("cpu"), 0)
-
-
-def reads_outputs(trainer: Trainer, step: str) -> bool:
-    """Whether a hook of the user's is given what an evaluation's steps return."""
-    name = f"on_{step.removesuffix('_step')}_batch_end"
-    return is_overridden(name, trainer.lightning_module, LightningModule) or any(
-        is_overridden(name, each, Callback) and not isinstance(each, ProgressBar)
-        for each in trainer.callbacks  # type: ignore[attr-defined]
-    )

@@ -18,7 +18,8 @@ from boltmesh.strategies.data.lone import LoneRank
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
-from boltmesh.strategies.pipeline.evaluation import evaluation_step
+from boltmesh.strategies.pipeline.evaluation import Evaluation
+from boltmesh.strategies.pipeline.metrics.local import keep_local, let_gather
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.sample import sample_batch
@@ -123,9 +124,14 @@ class PipelineParallelStrategy(MeshStrategy):
                 self._pipeline_context(),
                 self._around(step),
             )
+            self._evaluation = Evaluation(axis)
+        keep_local(self._metric_owners(trainer))
         super().setup(trainer)
         if is_new:
             axis.start()
+
+    def _metric_owners(self, trainer: Trainer) -> list[object]:
+        return [self.lightning_module, *compat.callbacks_of(trainer)]
 
     def _pipeline_context(self) -> PipelineContext:
         return PipelineContext(
@@ -187,14 +193,17 @@ class PipelineParallelStrategy(MeshStrategy):
     def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
-        return evaluation_step(
-            self.pipeline_axis,
+        if compat.draws_batches(trainer):
+            raise ConfigError(
+                f"{step} takes dataloader_iter, and in a pipeline several ranks run it on parts of "
+                f"one batch, which has to be there before. Let it take batch and batch_idx."
+            )
+        return self._evaluation.step(
             step,
             args,
             kwargs,
-            ordinal=args[1],
+            ordinal=compat.evaluation_ordinal(trainer),
             around=self._around(step),
-            returns=step == "predict_step" or compat.reads_outputs(trainer, step),
         )
 
     # Gradients.
@@ -248,6 +257,9 @@ class PipelineParallelStrategy(MeshStrategy):
 
     @override
     def teardown(self) -> None:
+        trainer = compat.trainer_of(self.lightning_module)
+        if trainer is not None:
+            let_gather(self._metric_owners(trainer))
         self.pipeline_axis.close()
         super().teardown()
 

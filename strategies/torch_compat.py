@@ -398,6 +398,11 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return mode.from_tensor(tensor)
 
 
+def functions_unwatched() -> AbstractContextManager[None]:
+    """Within it, no mode sees calls of torch's functions."""
+    return torch._C.DisableTorchFunction()
+
+
 def swapped_state(module: Module, tensors: dict[str, Tensor]) -> AbstractContextManager[Any]:
     """Within it, a module has other parameters and buffers, by dotted name; ties are kept."""
     return _reparametrize_module(module, tensors, tie_weights=True)

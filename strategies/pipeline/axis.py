@@ -6,6 +6,7 @@ batch of training is made of is in ``training.py``, one of the other loops in ``
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,12 +22,15 @@ from torch.nn import Parameter
 from boltmesh.strategies.clipping import gradients_of, scale_to_norm
 from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
+from boltmesh.strategies.pipeline.metrics.replacing import find_metrics
 from boltmesh.strategies.pipeline.microbatches import cut, even_sizes, num_rows
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.proofs import Proofs
+from boltmesh.strategies.pipeline.quiet import quiet
 from boltmesh.strategies.pipeline.replay.absent import make_absent
+from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
 from boltmesh.strategies.pipeline.sharing import SharedParameters, norm_over_stages
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
@@ -85,6 +89,7 @@ class PipelineAxis:
         """
         self.context = context
         self.module = module
+        self.metrics = find_metrics(module)
         num_ranks = context.group.size()
         self._programs = Programs(self.options, num_ranks, context.group.rank())
         parts, sizes = self.cut(batch)
@@ -163,17 +168,9 @@ class PipelineAxis:
 
     # Steps.
 
-    def work_off(
-        self,
-        run: Run,
-        finish: Finish,
-        around: Around,
-        *,
-        trains: bool,
-    ) -> StepLogs:
+    def work_off(self, run: Run, finish: Finish, around: Around) -> StepLogs:
         """Run all chunks of this rank; return what the last stage logged."""
         assert self.placement is not None
-        program = self._programs.of(len(run.parts))
         with around():
             runs = [
                 self.placement.plans.stages(
@@ -181,23 +178,64 @@ class PipelineAxis:
                 )
                 for number, part in enumerate(run.parts)
             ]
-        # Autograd knows what a mean was taken over; without it operators are watched.
-        counts = None
-        logs, dropped = StepLogs(self.module), StepLogs(self.module)
+        logs = StepLogs(self.module)
+        program = self._programs.of(len(runs))
+        end = self._programs.num_stages - 1
         stages = [
             RunStage(
-                index,
                 [each[index] for each in runs],
                 run,
-                finish,
                 around,
-                logs if index == self._programs.num_stages - 1 else dropped,
-                counts if index == self._programs.num_stages - 1 else None,
+                logs.of_microbatch if index == end else self._quiet,
+                finish if index == end else None,
+                is_last=index == end,
             )
             for index in program.stages
         ]
-        self._executor.run(program if trains else program.forward_only, stages)
+        self._executor.run(program, stages)
         return logs
+
+    def _quiet(self, microbatch: int) -> AbstractContextManager[None]:
+        return quiet(self.module, self.metrics)
+
+    def pass_through(
+        self, run: Run, last: Sequence[StageRun], around: Around
+    ) -> list[tuple[Tensor, ...]]:
+        """Run the units of all stages forward.
+
+        Args:
+            run: The step and its microbatches.
+            last: The last stage, by microbatch; ends behind its last unit.
+            around: Precision.
+
+        Returns:
+            What it gave for each microbatch; nothing on the other stages' ranks.
+        """
+        assert self.placement is not None
+        program = self._programs.of(len(run.parts)).forward_only
+        end = self._programs.num_stages - 1
+        with around():
+            runs = [
+                (
+                    *self.placement.plans.stages(
+                        run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
+                    )[:end],
+                    last[number],
+                )
+                for number, part in enumerate(run.parts)
+            ]
+        stages = [
+            RunStage(
+                [each[index] for each in runs],
+                run,
+                around,
+                lambda _: nullcontext(),
+                is_last=index == end,
+            )
+            for index in program.stages
+        ]
+        outputs = self._executor.run(program, stages).outputs
+        return [outputs[number] for number in sorted(outputs)]
 
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
         """Return a batch's microbatches and how many rows each has."""

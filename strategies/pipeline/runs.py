@@ -1,18 +1,20 @@
 """The stages of one step as the executor runs them, microbatch by microbatch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
-from boltmesh.strategies.pipeline.step_logs import StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
 
 Around = Callable[[], AbstractContextManager[None]]
 """The precision plugin's context of a step."""
+
+During = Callable[[int], AbstractContextManager[None]]
+"""Takes a microbatch's number; what its run of the step lies in."""
 
 Finish = Callable[[int, Any], tuple[Tensor, ...]]
 """Takes a microbatch's number and what the step returned; returns what to differentiate."""
@@ -34,23 +36,32 @@ class RunStage:
 
     def __init__(
         self,
-        index: int,
         runs: Sequence[StageRun],
         run: Run,
-        finish: Finish,
         around: Around,
-        logs: StepLogs,
-        counts: Any,
+        during: During,
+        finish: Finish | None = None,
+        *,
+        is_last: bool,
     ) -> None:
-        self.index = index
-        self.is_first = index == 0
-        self.is_last = runs[0].plan.is_last
+        """Prepare the stage.
+
+        Args:
+            runs: The stage, by microbatch.
+            run: What the step is called with.
+            around: Precision.
+            during: What each microbatch is run in.
+            finish: Takes what the last stage returned, where it runs to the end of the step.
+            is_last: Whether no other stage follows.
+        """
+        self.index = runs[0].plan.stage
+        self.is_first = self.index == 0
+        self.is_last = is_last
         self._runs = runs
         self._run = run
-        self._finish = finish
         self._around = around
-        self._logs = logs
-        self._counts = counts
+        self._during = during
+        self._finish = finish
 
     def values_in(self, microbatch: int) -> tuple[ValueSpec, ...]:
         """Return what the border before this stage carries."""
@@ -63,18 +74,14 @@ class RunStage:
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the step on a microbatch as far as this stage goes; return what it hands on."""
         run = self._run
-        with ExitStack() as stack:
-            stack.enter_context(self._around())
-            stack.enter_context(self._logs.of_microbatch(microbatch))
-            if self._counts is not None:
-                stack.enter_context(self._counts)
+        with self._around(), self._during(microbatch):
             result = self._runs[microbatch].forward(
                 received,
                 (run.parts[microbatch], *run.rest),
                 run.kwargs,
                 seed=run.seeds[microbatch],
             )
-            if self.is_last:
-                return self._finish(microbatch, result)
-        values: tuple[Tensor, ...] = result
+            values: tuple[Tensor, ...] = (
+                result if self._finish is None else self._finish(microbatch, result)
+            )
         return values

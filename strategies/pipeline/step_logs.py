@@ -27,6 +27,7 @@ from boltmesh.strategies.pipeline.log_rules import (
     note,
     usual_rule,
 )
+from boltmesh.strategies.pipeline.quiet import log_replaced
 
 Key = tuple[str, str | None]
 """The name of a call of ``self.log``, and the key of the dict that was logged under it."""
@@ -69,15 +70,8 @@ class StepLogs:
     def of_microbatch(self, index: int) -> Iterator[None]:
         """Within, calls of ``self.log`` are kept as this microbatch's."""
         self._microbatch = index
-        aside = self._module.__dict__.get("log")
-        self._module.__dict__["log"] = self._log
-        try:
+        with log_replaced(self._module, self._log):
             yield
-        finally:
-            if aside is None:
-                del self._module.__dict__["log"]
-            else:
-                self._module.__dict__["log"] = aside
 
     def _log(self, name: str, value: Any, *positional: Any, **options: Any) -> None:
         options = {**dict(zip(_OPTIONS, positional, strict=False)), **options}

@@ -61,7 +61,7 @@ def training_step(
     run = Run("training_step", parts, args[1:], kwargs, seeds)
     deposit = Deposit(axis.held)
     with deposit.taking():
-        logs = axis.work_off(run, finish, around, trains=True)
+        logs = axis.work_off(run, finish, around)
     loss, total = _tell(axis, results, weights, logs, proofs)
     if loss is None:
         return None

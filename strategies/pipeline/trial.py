@@ -8,15 +8,22 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torchmetrics import Metric
+from typing_extensions import override
 
 from boltmesh.strategies.pipeline.log_rules import Noted
+from boltmesh.strategies.pipeline.metrics.replacing import (
+    MetricCall,
+    find_metrics,
+    metrics_replaced,
+)
+from boltmesh.strategies.pipeline.metrics.stand_ins import answer
 from boltmesh.strategies.pipeline.microbatches import cut, num_rows
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.step_logs import Key, StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.torch_compat import tree_leaves
 
 
 @dataclass
@@ -95,10 +102,11 @@ class TailTrial:
         self, part: Any, values: Sequence[Tensor], during: AbstractContextManager[None]
     ) -> Outcome:
         """Run the end of the step once."""
-        logs = StepLogs(self._module)
+        logs = _TrialLogs(self._module)
         with self._untraced(), torch.enable_grad():
             end = self._tail(part)
-            with logs.of_microbatch(0), during:
+            metrics = metrics_replaced(find_metrics(self._module), logs.answer)
+            with logs.of_microbatch(0), metrics, during:
                 result = end.forward(
                     tuple(values), (part, *self._args[1:]), self._kwargs, seed=self._seed
                 )
@@ -112,7 +120,6 @@ class TailTrial:
             *self._args[1:],
             kwargs=self._kwargs,
             seed=self._seed,
-            has_parameters=True,
         )
         return tail.end
 
@@ -121,25 +128,25 @@ class TailTrial:
         with ExitStack() as stack:
             stack.enter_context(random_state_unchanged(self._device))
             stack.enter_context(modules_unchanged(self._module.modules()))
-            stack.enter_context(_metrics_unchanged(self._module))
             stack.enter_context(self._around())
             yield
 
 
-@contextmanager
-def _metrics_unchanged(module: LightningModule) -> Iterator[None]:
-    """Put back what metrics counted: they write into their states in place."""
-    metrics = [each for each in module.modules() if isinstance(each, Metric)]
-    kept = [
-        {
-            name: value.clone() if isinstance(value, Tensor) else list(value)
-            for name, value in each.metric_state.items()
-        }
-        for each in metrics
-    ]
-    try:
-        yield
-    finally:
-        for metric, states in zip(metrics, kept, strict=True):
-            for name, value in states.items():
-                setattr(metric, name, value)
+class _TrialLogs(StepLogs):
+    """Without what metrics gave: nothing puts that together from parts."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__(module)
+        self._answers: dict[int, Any] = {}
+
+    def answer(self, call: MetricCall) -> Any:
+        """Return what a metric could give."""
+        given = answer(call.metric, call.method, call.args, call.kwargs)
+        for each in tree_leaves(given):
+            self._answers[id(each)] = each
+        return given
+
+    @override
+    def _keep(self, name: str, key: str | None, value: Any, options: dict[str, Any]) -> None:
+        if id(value) not in self._answers:
+            super()._keep(name, key, value, options)

@@ -35,29 +35,15 @@ def plan_tail(
     stage_of_unit: Mapping[str, int],
     parameters_of_unit: Mapping[str, frozenset[str]],
     weight_only: frozenset[str] = frozenset(),
-    *,
-    has_parameters: bool,
 ) -> tuple[StagePlan, StagePlan]:
     """Return the last stage without what follows its last unit, and that as a stage of its own.
 
-    The arguments are those of :func:`plan_stages`, but for one.
-
-    Args:
-        trace: As there.
-        stage_of_unit: As there.
-        parameters_of_unit: As there.
-        weight_only: As there.
-        has_parameters: Whether the tail may use parameters outside of units, which not every
-            rank has. Without them it begins behind the last function that uses one.
+    The arguments are those of :func:`plan_stages`.
 
     Raises:
         ConfigError: When the step cannot be cut there.
     """
     begin = trace.unit_events()[-1] + 1
-    if not has_parameters:
-        begin = 1 + max(
-            number for number, each in enumerate(trace.events) if each.is_unit or each.parameters
-        )
     cut = _Cut(trace, stage_of_unit, weight_only, tail=begin)
     last, tail = (
         _StagePlanner(cut, stage, parameters_of_unit) for stage in (cut.count - 2, cut.count - 1)
@@ -282,6 +268,8 @@ class _StagePlanner:
         for number, names in self.trace.parameter_reads.items():
             if self.cut.stage_of_event(number - 1) <= self.stage:
                 used |= names
+        if self.cut.has_tail and self.is_last:
+            used |= self.trace.parameters_out
         return frozenset(used)
 
 

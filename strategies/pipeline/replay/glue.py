@@ -143,10 +143,23 @@ class GlueWatch(TorchFunctionMode):
         self.trace.answers.append(answer)
         self.after_read()
 
+    def add_foreign(self, tensors: list[Tensor], origin: str) -> None:
+        """Note tensors without data that something made of values of units, unseen by stages."""
+        for number, each in enumerate(tensors):
+            self.kept.append(each)
+            made_at = len(self.trace.events)
+            self.made[id(each)] = (made_at, number)
+            spec = TensorSpec(tuple(each.shape), each.stride(), each.dtype, each.device)
+            value = Value(made_at, number, origin, spec, self._storage_of(each), True)
+            value.needs_grad.append((NO_EVENT, each.requires_grad))
+            self.values[id(each)] = value
+            self.trace.values.append(value)
+
     def keep_to_end(self, tensors: list[Tensor]) -> None:
         """Note that the step hands tensors out."""
         found = [self.twins.get(id(each), each) for each in tensors]
         self.to_end += [self._value_of(each) for each in found if is_fake(each)]
+        self.trace.parameters_out |= self._parameters_of(found)
 
     def finish(self) -> None:
         """Note that the step has ended."""

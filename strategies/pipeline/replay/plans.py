@@ -32,7 +32,7 @@ class _Known:
     outputs: dict[Any, UnitOutput] = field(default_factory=dict)
     """What units gave."""
     runs: dict[tuple[Any, ...], tuple[StageRun, ...]] = field(default_factory=dict)
-    tails: dict[tuple[tuple[Any, ...], bool], Tail] = field(default_factory=dict)
+    tails: dict[tuple[Any, ...], Tail] = field(default_factory=dict)
 
 
 class StagePlans:
@@ -91,36 +91,22 @@ class StagePlans:
         *rest: Any,
         kwargs: Mapping[str, Any] | None = None,
         seed: int | None = None,
-        has_parameters: bool = False,
     ) -> Tail:
         """Return what ``step`` does with a batch like this one behind its last unit.
 
-        The arguments are those of :meth:`stages`, but for one.
-
-        Args:
-            step: As there.
-            batch: As there.
-            rest: As there.
-            kwargs: As there.
-            seed: As there.
-            has_parameters: Whether the tail is to use parameters outside of units itself, which
-                the rank of the last stage has. Without it every rank can run it.
+        The arguments are those of :meth:`stages`.
 
         Raises:
             ConfigError: When the step cannot be cut so.
         """
         known, answers = self._known_of(step, batch, rest, kwargs, seed)
-        tail = known.tails.get((answers, has_parameters))
+        tail = known.tails.get(answers)
         if tail is None:
             trace = known.traces[answers]
             last, end = plan_tail(
-                trace,
-                self.stage_of_unit,
-                self.parameters_of_unit,
-                self.weight_only,
-                has_parameters=has_parameters,
+                trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only
             )
-            tail = known.tails[answers, has_parameters] = Tail(
+            tail = known.tails[answers] = Tail(
                 last=StageRun(self.root, self.units, step, last),
                 end=StageRun(self.root, self.units, step, end),
                 draws_before=any(each < end.begin for each in trace.draws),

@@ -7,18 +7,25 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.metrics.replacing import (
+    MetricCall,
+    find_metrics,
+    metrics_replaced,
+)
+from boltmesh.strategies.pipeline.metrics.stand_ins import answer
 from boltmesh.strategies.pipeline.replay.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.replay.glue import GlueWatch
 from boltmesh.strategies.pipeline.replay.remembering import key_of, recall, versions
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
-from boltmesh.strategies.pipeline.replay.structure import tensors_in
+from boltmesh.strategies.pipeline.replay.structure import replace_tensors, tensors_in
 from boltmesh.strategies.pipeline.replay.trace import NO_EVENT, Trace, UnitOutput
 from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
 from boltmesh.strategies.random_state import host_random_state, seed_random_state
-from boltmesh.strategies.torch_compat import fake_tensors
+from boltmesh.strategies.torch_compat import fake_tensors, is_fake, make_fake
 
 LOGGING = ("log", "log_dict")
 """Methods of a LightningModule that hand values out of the step."""
@@ -129,6 +136,8 @@ class _Probe:
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             stack.enter_context(forwards_replaced(self.units, forwards))
             self.stack = stack.enter_context(ExitStack())
+            metrics = find_metrics(self.root)
+            stack.enter_context(metrics_replaced(metrics, self._call_metric))
             for name in LOGGING:
                 if hasattr(self.root, name):
                     vars(self.root)[name] = self._hand_out
@@ -185,6 +194,19 @@ class _Probe:
         with self.glue.paused():
             self.glue.keep_to_end(tensors_in(list(values) + list(options.values())))
 
+    def _call_metric(self, call: MetricCall) -> Any:
+        """Note that a metric takes values out of the step, and guess what it gives for them."""
+        given = tensors_in((call.args, call.kwargs))
+        with self.glue.paused():
+            self.glue.keep_to_end(given)
+            args, kwargs = replace_tensors((call.args, call.kwargs), _with_data)
+            made = answer(call.metric, call.method, args, kwargs)
+            if call.method != "compute" and not any(map(is_fake, given)):
+                return made
+            made = replace_tensors(made, lambda each: make_fake(each.detach(), self.mode))
+            self.glue.add_foreign(tensors_in(made), f"what the metric {call.name!r} gave")
+            return made
+
     def _stop_if_known(self) -> None:
         trace = self.known.get(tuple(self.trace.answers))
         if trace is not None:
@@ -212,6 +234,14 @@ def _merge(trace: Trace, other: Trace) -> None:
         if twin is not None and value.made_at < first_reading:
             late = [use for use in twin.uses if use >= first_reading]
             value.uses += [end] if late else []
+
+
+def _with_data(tensor: Tensor) -> Tensor:
+    return (
+        torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if is_fake(tensor)
+        else tensor
+    )
 
 
 @contextmanager

@@ -105,6 +105,8 @@ class Trace:
     """What Python read out of the batch, in order: with other answers the run may differ."""
     parameter_reads: dict[int, frozenset[str]] = field(default_factory=dict)
     """Parameters that Python looked at, by the number of events before."""
+    parameters_out: frozenset[str] = frozenset()
+    """Parameters that the step hands out, itself or what was made of them."""
     draws_random: bool = False
     """Whether code between units draws random numbers after the first unit."""
     draws: list[int] = field(default_factory=list)
