@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from boltmesh.strategies.pipeline.graph_alone import count_of
+from boltmesh.strategies.torch_compat import functions_unwatched
 
 Fold = Literal["mean", "sum", "min", "max"]
 
@@ -69,9 +70,20 @@ class MicrobatchWeights:
         )
 
 
+Key = tuple[str, str | None]
+"""The name of a call of ``self.log``, and the key of the dict that was logged under it."""
+
+RETURNED = "training_step's result"
+"""Stands for the name, of numbers that a step returns in a dict beside its loss."""
+
+
 def note(microbatch: int, value: Any, options: Mapping[str, Any]) -> Noted:
     """Keep what is to be known of a logged value; its graph is let go."""
-    tensor = torch.as_tensor(value)
+    with functions_unwatched():  # the step is, and this is none of its doing
+        return _noted(microbatch, torch.as_tensor(value), options)
+
+
+def _noted(microbatch: int, tensor: Tensor, options: Mapping[str, Any]) -> Noted:
     found = count_of(tensor)
     batch_size = options.get("batch_size")
     return Noted(
@@ -85,6 +97,24 @@ def note(microbatch: int, value: Any, options: Mapping[str, Any]) -> Noted:
         batch_size=None if batch_size is None else float(batch_size),
         fold=_FOLDS.get(options.get("reduce_fx", "mean"), "mean"),
     )
+
+
+def returned_numbers(microbatch: int, result: Any) -> dict[Key, Noted]:
+    """Return the numbers that a step returned beside its loss, by their keys."""
+    if not isinstance(result, Mapping):
+        return {}
+    return {
+        (RETURNED, key): note(microbatch, value, {})
+        for key, value in result.items()
+        if key != "loss" and is_number(value)
+    }
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, in a tensor or not, and no truth."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and value.dtype != torch.bool
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def combine(rule: LogRule, noted: Sequence[Noted], weights: MicrobatchWeights) -> Tensor:

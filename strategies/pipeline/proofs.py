@@ -13,6 +13,8 @@ from torch import Tensor
 
 from boltmesh.strategies.pipeline.calibration import Proof, prove
 from boltmesh.strategies.pipeline.log_rules import (
+    RETURNED,
+    Key,
     LogRule,
     MicrobatchWeights,
     Noted,
@@ -21,7 +23,6 @@ from boltmesh.strategies.pipeline.log_rules import (
     usual_rule,
 )
 from boltmesh.strategies.pipeline.losses import Form, OtherFormError, read
-from boltmesh.strategies.pipeline.step_logs import Key
 from boltmesh.strategies.pipeline.trial import Trial
 from boltmesh.strategies.pipeline.tried_rows import Cut, Part
 
@@ -126,13 +127,15 @@ class Proofs:
         self._warned.add(key)
         name, inner = key
         label = name if inner is None else f"{name}[{inner!r}]"
+        what = f"returns {inner!r}" if name == RETURNED else f"logs {label!r}"
         warnings.warn(
-            f"training_step logs {label!r}, which for a batch is neither the mean, the sum, the "
+            f"training_step {what}, which for a batch is neither the mean, the sum, the "
             f"largest nor the smallest of what it is for the batch's microbatches, nor a power or "
             f"an exponential of their mean ({float(cut.whole.outcome.logged[key].value):g} for "
             f"{cut.whole.count} rows, "
             f"{' and '.join(f'{float(each.outcome.logged[key].value):g}' for each in cut.parts)} "
-            f"for parts of them). Logged is the mean over microbatches, weighed as their losses.",
+            f"for parts of them). What you see is put together as if it were a mean or, of whole "
+            f"numbers, a sum.",
             stacklevel=2,
         )
 

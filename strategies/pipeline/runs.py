@@ -5,9 +5,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from boltmesh.strategies.pipeline.microbatches import num_rows
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
+from boltmesh.strategies.pipeline.scalars import SentScalars
 from boltmesh.strategies.pipeline.values import ValueSpec
 
 Around = Callable[[], AbstractContextManager[None]]
@@ -62,6 +65,7 @@ class RunStage:
         self._around = around
         self._during = during
         self._finish = finish
+        self._scalars = SentScalars()
 
     def values_in(self, microbatch: int) -> tuple[ValueSpec, ...]:
         """Return what the border before this stage carries."""
@@ -84,4 +88,7 @@ class RunStage:
             values: tuple[Tensor, ...] = (
                 result if self._finish is None else self._finish(microbatch, result)
             )
+            if not self.is_last and len(run.parts) > 1 and torch.is_grad_enabled():
+                specs = self.values_out(microbatch)
+                self._scalars.check(values, specs, num_rows(run.parts[microbatch]))
         return values

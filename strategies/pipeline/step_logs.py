@@ -20,6 +20,7 @@ from torch.nn import Module
 from torchmetrics import Metric
 
 from boltmesh.strategies.pipeline.log_rules import (
+    Key,
     LogRule,
     MicrobatchWeights,
     Noted,
@@ -28,9 +29,6 @@ from boltmesh.strategies.pipeline.log_rules import (
     usual_rule,
 )
 from boltmesh.strategies.pipeline.quiet import log_replaced
-
-Key = tuple[str, str | None]
-"""The name of a call of ``self.log``, and the key of the dict that was logged under it."""
 
 RuleOf = Callable[[Key, list[Noted]], LogRule]
 """Tells how the values of a key are put together."""

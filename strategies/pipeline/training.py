@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from boltmesh.strategies.pipeline.deposit import Deposit
-from boltmesh.strategies.pipeline.log_rules import MicrobatchWeights
+from boltmesh.strategies.pipeline.log_rules import (
+    RETURNED,
+    Key,
+    MicrobatchWeights,
+    Noted,
+    combine,
+    returned_numbers,
+)
 from boltmesh.strategies.pipeline.outputs import merge
 from boltmesh.strategies.pipeline.proofs import StepProofs
 from boltmesh.strategies.pipeline.runs import Around, Run
@@ -69,7 +76,7 @@ def training_step(
     signed = deposit.sign(loss, total * scale)
     if not axis.sharing.is_mapping:
         return signed
-    return {**results.merged(), "loss": signed}
+    return {**results.merged(proofs), "loss": signed}
 
 
 def _trial(
@@ -124,6 +131,7 @@ class _Results:
         self._losses: dict[int, Tensor] = {}
         self._sum: Tensor | None = None
         self._extra: dict[int, dict[str, Any]] = {}
+        self._numbers: dict[Key, list[Noted]] = {}
 
     def add(
         self, number: int, loss: Tensor, result: Any, weight: Tensor | float, scaled: Tensor
@@ -134,6 +142,8 @@ class _Results:
         self._sum = value if self._sum is None else self._sum + value
         if isinstance(result, Mapping):
             self.is_mapping = True
+            for key, noted in returned_numbers(number, result).items():
+                self._numbers.setdefault(key, []).append(noted)
             self._extra[number] = {
                 key: _detached(each) for key, each in result.items() if key != "loss"
             }
@@ -155,7 +165,7 @@ class _Results:
         pairs = zip(self._losses.values(), sizes, strict=True)
         return sum((loss * size for loss, size in pairs), torch.zeros_like(self._sum)) / sum(sizes)
 
-    def merged(self) -> dict[str, Any]:
+    def merged(self, proofs: StepProofs) -> dict[str, Any]:
         """Return what else was returned, put together."""
         numbers = sorted(self._extra)
         if not numbers:
@@ -163,7 +173,17 @@ class _Results:
         parts = [self._extra[number] for number in numbers]
         weights = [self._weights[number] for number in numbers]
         merged: dict[str, Any] = merge(parts, [self._sizes[number] for number in numbers], weights)
+        known = self.weights()
+        rule_of = proofs.rules(known)
+        for (_, name), noted in self._numbers.items():
+            if name in merged and len(noted) > 1:
+                number = combine(rule_of((RETURNED, name), noted), noted, known)
+                merged[name] = _like(merged[name], number)
         return merged
+
+
+def _like(merged: Any, number: Tensor) -> Any:
+    return number.to(merged.dtype) if isinstance(merged, Tensor) else number.item()
 
 
 def _detached(value: Any) -> Any:

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.strategies.pipeline.log_rules import Noted
+from boltmesh.strategies.pipeline.log_rules import Key, Noted, returned_numbers
 from boltmesh.strategies.pipeline.metrics.replacing import (
     MetricCall,
     find_metrics,
@@ -21,7 +21,7 @@ from boltmesh.strategies.pipeline.microbatches import cut, num_rows
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
 from boltmesh.strategies.pipeline.runs import Around
-from boltmesh.strategies.pipeline.step_logs import Key, StepLogs
+from boltmesh.strategies.pipeline.step_logs import StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
 from boltmesh.strategies.torch_compat import tree_leaves
 
@@ -111,7 +111,9 @@ class TailTrial:
                     tuple(values), (part, *self._args[1:]), self._kwargs, seed=self._seed
                 )
         loss = result.get("loss") if isinstance(result, Mapping) else result
-        return Outcome(loss, {key: noted[-1] for key, noted in logs.noted().items()})
+        logs.read()
+        logged = {key: noted[-1] for key, noted in logs.noted().items()}
+        return Outcome(loss, logged | returned_numbers(0, result))
 
     def _tail(self, part: Any) -> Any:
         tail = self._plans.tail(
@@ -138,6 +140,7 @@ class _TrialLogs(StepLogs):
     def __init__(self, module: LightningModule) -> None:
         super().__init__(module)
         self._answers: dict[int, Any] = {}
+        self._unread: list[tuple[str, str | None, Any, dict[str, Any]]] = []
 
     def answer(self, call: MetricCall) -> Any:
         """Return what a metric could give."""
@@ -146,7 +149,13 @@ class _TrialLogs(StepLogs):
             self._answers[id(each)] = each
         return given
 
+    def read(self) -> None:
+        """Read what was logged, when nothing watches operators any more."""
+        for each in self._unread:
+            super()._keep(*each)
+        self._unread = []
+
     @override
     def _keep(self, name: str, key: str | None, value: Any, options: dict[str, Any]) -> None:
         if id(value) not in self._answers:
-            super()._keep(name, key, value, options)
+            self._unread.append((name, key, value, options))

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -48,3 +48,45 @@ class MaskedStack(Stack):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen: list[Tensor] = [*getattr(self, "seen", []), outputs["loss"].detach()]
+
+
+class RoutedBlock(nn.Module):
+    """Gives a scalar for the loss beside its output, as layers with routers do."""
+
+    def __init__(self, block: nn.Module, *, is_balanced: bool) -> None:
+        super().__init__()
+        self.block = block
+        self.is_balanced = is_balanced
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output and a mean of squares; or a product of two means."""
+        made = self.block(x)
+        mean = made.square().mean()
+        return made, mean * made.abs().mean() if self.is_balanced else mean
+
+
+class RoutedStack(Stack):
+    """Adds up what its blocks give for the loss."""
+
+    def __init__(self, *, is_balanced: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.blocks = nn.ModuleList(
+            RoutedBlock(each, is_balanced=is_balanced) for each in self.blocks
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        x, extra = self.embedding(tokens), torch.zeros(())
+        for block in self.blocks:
+            x, own = block(x)
+            extra = extra + own
+        logits = self.head(self.norm(x))
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.1 * extra
+        self.log("train_loss", loss)
+        return loss
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.head(self.norm(x))

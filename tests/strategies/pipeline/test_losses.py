@@ -56,13 +56,6 @@ def few_rows(x: Tensor, b: Batch) -> Tensor:
     return flat(x, b)
 
 
-def mixup(x: Tensor, b: Batch) -> Tensor:
-    order, share = torch.randperm(len(x)), torch.rand(())
-    return share * each(x, b).mean() + (1 - share) * F.cross_entropy(
-        x.transpose(1, 2), b.known[order]
-    )
-
-
 def ctc(x: Tensor, b: Batch, reduction: str = "mean") -> Tensor:
     lengths = torch.full((len(x),), TOKENS)
     labels = b.known[:, :3].clamp(min=1)
@@ -286,3 +279,51 @@ def test_what_no_weights_put_together_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         weighed(loss, logits.detach().float().requires_grad_(), data, sizes, proofs)
     assert "microbatches=1" in str(error.value)
+
+
+def test_what_no_weights_put_together_may_be_one_microbatch() -> None:
+    logits, data = logits_for([4])
+    for loss, _ in REFUSED.values():
+        weights = StepWeights(lambda _: None, is_single=True)
+        scaled, _ = weights.weigh(loss(logits.float()[:3], data.part(0, 3)), 3)
+        torch.testing.assert_close(
+            scaled / weights.total, loss(logits.float()[:3], data.part(0, 3))
+        )
+
+
+def test_a_batch_in_which_nothing_counts_has_the_loss_of_one_process() -> None:
+    logits, data = logits_for([4])
+    data.labels[:] = -100
+    value, gradients = weighed(flat, logits, data, [2, 2], Proofs(torch.device("cpu")))
+    assert value.isnan()
+    assert flat(logits, data).isnan()
+    assert gradients[0].isnan().all() or not gradients[0].any()
+
+
+def test_microbatches_without_a_graph_are_worth_nothing() -> None:
+    weights = StepWeights(lambda _: None)
+    scaled, weight = weights.weigh(torch.tensor(3.0, requires_grad=True), 2)
+    assert (float(scaled.detach()), weight, weights.total) == (0.0, 0.0, 0.0)
+
+
+def test_a_loss_in_16_bits_is_weighed_in_32() -> None:
+    logits, data = logits_for([7])
+    step = Proofs(torch.device("cpu")).of_step(lambda: FunctionTrial(flat, data))
+    weights = StepWeights(step.form_of)
+    for start, size in ((0, 4), (4, 3)):
+        loss = flat(logits[start : start + size].bfloat16(), data.part(start, size))
+        scaled, weight = weights.weigh(loss, size)
+        assert scaled.dtype == torch.float32
+        assert isinstance(weight, Tensor)
+        assert weight.dtype == torch.float32
+
+
+def test_another_form_of_the_loss_is_proved_when_it_comes() -> None:
+    """Such as a term that is added after a number of steps."""
+    logits, data = logits_for([7])
+    proofs = Proofs(torch.device("cpu"))
+    for loss in (RIGHT["mean"], RIGHT["two means over the same"], RIGHT["mean"]):
+        value, _ = weighed(loss, logits, data, [4, 3], proofs)
+        torch.testing.assert_close(value, loss(logits, data).detach())
+    with pytest.raises(ConfigError, match="Sqrt is not linear"):
+        weighed(REFUSED["root of a mean"][0], logits, data, [4, 3], proofs)
