@@ -304,6 +304,18 @@ class MeshStrategy(CheckpointingStrategy):
             return []
         return self.data_axis.expected_memory(self.model, self.optimizers)
 
+    # Resuming.
+
+    def kept_for_resume(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the strategy, beside random states and places in the data.
+
+        Alike on all ranks; plain numbers and strings.
+        """
+        return {}
+
+    def take_kept(self, state: dict[str, Any]) -> None:
+        """Take what ``kept_for_resume`` gave in the run that is gone on with."""
+
     # The loops.
 
     @override

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,7 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available as all_reduce_copy,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states
@@ -50,6 +51,7 @@ from lightning.pytorch.trainer.connectors.data_connector import (
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -71,10 +73,12 @@ __all__ = [
     "default_backend",
     "distributed_is_initialized",
     "draws_batches",
+    "draws_from_iterator",
+    "evaluation_batch_index",
     "evaluation_is_over",
     "evaluation_length",
-    "evaluation_ordinal",
     "forbid_inference_mode",
+    "gives_last_batch",
     "has_norm_clipping",
     "hear_sigterm_once",
     "init_process_group",
@@ -88,6 +92,8 @@ __all__ = [
     "requested_loader",
     "reset_seed",
     "restart_fetching",
+    "seed_workers",
+    "step_arguments",
     "sync_module_states",
     "trainer_of",
     "training_loaders",
@@ -418,11 +424,6 @@ def draws_batches(trainer: Trainer) -> bool:
     return isinstance(_evaluating_loop(trainer)._data_fetcher, _DataLoaderIterDataFetcher)
 
 
-def evaluation_ordinal(trainer: Trainer) -> int:
-    """Return which batch of an evaluation is in work, over all of its loaders, from 0."""
-    return int(_evaluating_loop(trainer).batch_progress.current.ready) - 1
-
-
 class _WatchedBatches:
     """An iterator over batches that says when it ends."""
 
@@ -483,3 +484,38 @@ def transferred_to_host(trainer: Trainer, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, 0)
     return module._apply_batch_transfer_handler(batch, torch.device("cpu"), 0)
+
+
+def step_arguments(module: LightningModule, step: str) -> tuple[int, ...]:
+    """What the loops call a step with behind its batch, for the first batch of the first loader.
+
+    The index of the batch and that of the loader are given where the step has them.
+    """
+    method = getattr(module, step)
+    if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
+        return ()
+    has_loader = is_param_in_hook_signature(method, "dataloader_idx", explicit=True)
+    return (0, 0) if has_loader and step != "training_step" else (0,)
+
+
+def draws_from_iterator(module: LightningModule, step: str) -> bool:
+    """Whether a step takes an iterator over batches instead of a batch."""
+    return is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
+
+
+def evaluation_batch_index(trainer: Trainer) -> int:
+    """How many batches of this evaluation came before the one in work, over all its loaders."""
+    return int(_evaluating_loop(trainer).batch_progress.current.ready) - 1
+
+
+def gives_last_batch(trainer: Trainer) -> bool:
+    """Whether the running loop's loaders have no batch after the one that was fetched last."""
+    loop: Any = trainer.fit_loop if trainer.training else _evaluating_loop(trainer)
+    return loop._data_fetcher is not None and bool(loop._data_fetcher.done)
+
+
+def seed_workers(loader: object, rank: int) -> None:
+    """Seed a loader's workers as the Trainer is about to, by another rank than the global one."""
+    is_asked = int(os.environ.get("PL_SEED_WORKERS", "0"))
+    if is_asked and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -17,12 +18,14 @@ from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.data.lone import LoneRank
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.pipeline.alike import of_first_rank, share_random_state
 from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
+from boltmesh.strategies.pipeline.digest import BatchDigest, batch_digest
 from boltmesh.strategies.pipeline.evaluation import Evaluation
 from boltmesh.strategies.pipeline.metrics.local import keep_local, let_gather
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
 from boltmesh.strategies.pipeline.runs import Around
-from boltmesh.strategies.pipeline.sample import sample_batch
+from boltmesh.strategies.pipeline.sample import batch_sizes, sample_batch
 from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -83,6 +86,10 @@ class PipelineParallelStrategy(MeshStrategy):
         )
         super().__init__(data_axis=LoneRank(), **kwargs)
         self.pipeline_axis = PipelineAxis(self.options)
+        self._resumed_seed: int | None = None
+        """What random numbers within steps started from in the run that is gone on with."""
+        self._digest: tuple[Any, BatchDigest] | None = None
+        """The batch that was made ready last, and what it was before its transfer."""
 
     # Starting.
 
@@ -111,37 +118,55 @@ class PipelineParallelStrategy(MeshStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        _refuse(trainer, module)
         assert trainer.state.fn is not None
         step = _STEPS[trainer.state.fn]
+        _refuse(trainer, module, step)
+        share_random_state(self.groups["pipeline"], self.root_device)
         axis = self.pipeline_axis
+        axis.begin(self._pipeline_context())
         is_new = axis.placement is None or axis.placement.plans.root is not module
-        if is_new:
-            axis.place(
-                module,
-                step,
-                sample_batch(trainer),
-                self._pipeline_context(),
-                self._around(step),
-            )
-            self._evaluation = Evaluation(axis)
-        keep_local(self._metric_owners(trainer))
+        if is_new or self._is_fitting:
+            sample = sample_batch(trainer)
+            axis.cutter.batch_sizes |= sample.batch_sizes
+            rest, around = compat.step_arguments(module, step), self._around(step)
+            if is_new:
+                axis.place(module, step, sample.batch, rest, around)
+                self._evaluation = Evaluation(axis)
+            if self._is_fitting:
+                axis.expect(sample.batch, rest, around)
+        keep_local(self._metric_owners())
         super().setup(trainer)
         if is_new:
             axis.start()
-
-    def _metric_owners(self, trainer: Trainer) -> list[object]:
-        return [self.lightning_module, *compat.callbacks_of(trainer)]
+        axis.tell()
 
     def _pipeline_context(self) -> PipelineContext:
         return PipelineContext(
             group=self.groups["pipeline"],
             device=self.root_device,
             recorder=self.recorder,
-            seed=self.broadcast(torch.initial_seed() % 2**62),
+            seed=self._step_seed(),
             timeout=timedelta(seconds=self.timeout_s),
             scaler=getattr(self.precision_plugin, "scaler", None),
         )
+
+    def _step_seed(self) -> int:
+        """What random numbers within steps start from; alike on all ranks of a pipeline."""
+        if self._resumed_seed is not None and self._is_fitting:
+            return self._resumed_seed
+        if self.seed is not None:
+            return self.seed + self.coordinates["data"]
+        return of_first_rank(torch.initial_seed() % 2**62, self.groups["pipeline"])
+
+    @override
+    def kept_for_resume(self) -> dict[str, Any]:
+        return {"step_seed": self.pipeline_axis.context.seed}
+
+    @override
+    def take_kept(self, state: dict[str, Any]) -> None:
+        if "step_seed" in state:
+            self._resumed_seed = state["step_seed"]
+            self.pipeline_axis.begin(self._pipeline_context())
 
     @override
     def _share_weights(self) -> None:
@@ -154,6 +179,53 @@ class PipelineParallelStrategy(MeshStrategy):
         return self.pipeline_axis.expected_traffic(trainer.accumulate_grad_batches)
 
     # The loops.
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._adopt_metrics()
+
+    @override
+    def _begin_evaluation(self) -> None:
+        super()._begin_evaluation()
+        self._adopt_metrics()
+
+    def _adopt_metrics(self) -> None:
+        """Metrics may have been made as late as in the user's hooks at the start of a loop."""
+        keep_local(self._metric_owners())
+        self.pipeline_axis.find_metrics()
+
+    def _metric_owners(self) -> list[object]:
+        trainer = compat.trainer_of(self.lightning_module)
+        callbacks = [] if trainer is None else compat.callbacks_of(trainer)
+        return [self.lightning_module, *callbacks]
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        # Lightning would seed them by the global rank: other crops and masks on every stage.
+        compat.seed_workers(dataloader, self.coordinates["data"])
+        self.pipeline_axis.cutter.batch_sizes |= batch_sizes(dataloader)
+        return dataloader
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        trainer = compat.trainer_of(self.lightning_module)
+        is_last = trainer is not None and compat.gives_last_batch(trainer)
+        ready = super().batch_to_device(batch, device, dataloader_idx)
+        # Before the transfer, so that no device is waited for; on the CPU as the step gets it.
+        seen = ready if self.root_device.type == "cpu" else batch
+        self._digest = ready, batch_digest(seen, is_last=is_last)
+        return ready
+
+    def _digest_of(self, batch: Any) -> BatchDigest:
+        """Return the digest of a batch that a step is given."""
+        made, self._digest = self._digest, None
+        if made is not None and made[0] is batch:
+            return made[1]
+        return batch_digest(batch)
 
     def _around(self, step: str) -> Around:
         plugin = self.precision_plugin
@@ -169,6 +241,7 @@ class PipelineParallelStrategy(MeshStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
+        self.pipeline_axis.digest = self._digest_of(args[0])
         with self.recorder.phase("forward"):
             return training_step(
                 self.pipeline_axis,
@@ -193,16 +266,12 @@ class PipelineParallelStrategy(MeshStrategy):
     def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
-        if compat.draws_batches(trainer):
-            raise ConfigError(
-                f"{step} takes dataloader_iter, and in a pipeline several ranks run it on parts of "
-                f"one batch, which has to be there before. Let it take batch and batch_idx."
-            )
+        self.pipeline_axis.digest = self._digest_of(args[0])
         return self._evaluation.step(
             step,
             args,
             kwargs,
-            ordinal=compat.evaluation_ordinal(trainer),
+            ordinal=compat.evaluation_batch_index(trainer),
             around=self._around(step),
         )
 
@@ -257,14 +326,13 @@ class PipelineParallelStrategy(MeshStrategy):
 
     @override
     def teardown(self) -> None:
-        trainer = compat.trainer_of(self.lightning_module)
-        if trainer is not None:
-            let_gather(self._metric_owners(trainer))
+        let_gather(self._metric_owners())
         self.pipeline_axis.close()
+        self._resumed_seed = None
         super().teardown()
 
 
-def _refuse(trainer: Trainer, module: LightningModule) -> None:
+def _refuse(trainer: Trainer, module: LightningModule, step: str) -> None:
     """Refuse what a pipeline cannot do, before it takes any memory.
 
     Raises:
@@ -277,6 +345,21 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
             f"so manual_backward has no place in training_step. Return the loss from "
             f"training_step, or use bolt_ddp or bolt_zero3."
         )
+    if compat.draws_from_iterator(module, step):
+        raise ConfigError(
+            f"{type(module).__name__}.{step} takes a dataloader_iter, and a pipeline runs it on "
+            f"microbatches of a batch that is there before. Let it take a batch."
+        )
+    if any(isinstance(each, BatchSizeFinder) for each in _callbacks(trainer)):
+        raise ConfigError(
+            "scale_batch_size looks for the batch that the memory of one rank holds, and in a "
+            "pipeline each rank has other layers and another memory peak: one would run out and "
+            "the others not know. Choose the batch size, and the memory with microbatches."
+        )
+
+
+def _callbacks(trainer: Trainer) -> list[Any]:
+    return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
 
 
 def _is_stored_apart(value: Any) -> bool:

@@ -41,9 +41,3 @@ def seed_random_state(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-def host_random_state() -> tuple[Any, ...]:
-    """Where the generators of Python and numpy stand: equal until something draws from them."""
-    numpy_state: Any = np.random.get_state(legacy=True)
-    return random.getstate(), numpy_state[1].tobytes(), numpy_state[2:]

@@ -9,28 +9,38 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from msgspec import structs
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from boltmesh.errors import ConfigError
 from boltmesh.strategies.clipping import gradients_of, scale_to_norm
+from boltmesh.strategies.pipeline.digest import BatchDigest
 from boltmesh.strategies.pipeline.executor.executor import Executor
+from boltmesh.strategies.pipeline.executor.program import Program
+from boltmesh.strategies.pipeline.executor.step import Outcome
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
+from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
 from boltmesh.strategies.pipeline.metrics.replacing import find_metrics
-from boltmesh.strategies.pipeline.microbatches import cut, even_sizes, num_rows
+from boltmesh.strategies.pipeline.metrics.sharing import MetricSharing
+from boltmesh.strategies.pipeline.microbatches import Cutter
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.proofs import Proofs
 from boltmesh.strategies.pipeline.quiet import quiet
 from boltmesh.strategies.pipeline.replay.absent import make_absent
+from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
+from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
+from boltmesh.strategies.pipeline.replay.trace import MetricTrace
 from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
 from boltmesh.strategies.pipeline.sharing import SharedParameters, norm_over_stages
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
@@ -64,15 +74,26 @@ class PipelineAxis:
         self.options = options
         self.placement: Placement | None = None
         """None before a model was placed."""
+        self.cutter = Cutter()
+        self.digest = BatchDigest()
+        """Of the batch that the next step gets."""
+        self._expected: list[ExpectedTraffic] | None = None
+        """Of one batch of training, over this rank's borders; None before one was seen."""
 
     # Placing the model.
+
+    def begin(self, context: PipelineContext) -> None:
+        """Take where the axis finds itself now: called for every run, before ``place``."""
+        self.context = context
+        if self.placement is not None:
+            self._executor.open()
 
     def place(
         self,
         module: LightningModule,
         step: str,
         batch: Any,
-        context: PipelineContext,
+        rest: tuple[Any, ...],
         around: Around,
     ) -> None:
         """Cut the model, and let go of what other ranks hold. Collective over the pipeline.
@@ -81,63 +102,112 @@ class PipelineAxis:
             module: The whole model.
             step: The method that the run begins with.
             batch: One that it is called with.
-            context: Where the axis finds itself.
+            rest: What it is called with behind the batch.
             around: Precision.
 
         Raises:
             ConfigError: When model or batch cannot be cut.
         """
-        self.context = context
+        self.close()
+        self.placement = None
+        self._expected = None
+        context = self.context
         self.module = module
         self.metrics = find_metrics(module)
         num_ranks = context.group.size()
         self._programs = Programs(self.options, num_ranks, context.group.rank())
-        parts, sizes = self.cut(batch)
+        parts = self._cut(batch)[0]
         with around():
-            self.placement = place(
+            placement = place(
                 module,
                 step,
-                (parts[0], 0),
-                num_stages=self._programs.num_stages,
+                (parts[0], *rest),
                 rank_of_stage=self._programs.rank_of_stage,
                 split=self.options.split,
                 seed=context.seed,
+                group=context.group,
             )
         self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
         self.proofs = Proofs(context.device)
         self.sharing = Sharing(context.group, self.last, context.device)
+        self.metric_sharing = MetricSharing(self.metrics, context.group, self.last, context.device)
         self._executor = Executor(
             context.group,
             context.device,
             on_chunk=self._record_chunk,
             name_of=self._name_of,
             timeout=context.timeout,
-            on_stuck=context.recorder.fail,
+            on_stuck=self._fail,
         )
-        self._sample = (step, parts)
-        self._num_microbatches = len(sizes)
-        self._let_go()
+        self._num_microbatches = len(parts)
+        self._let_go(placement)
+        placement.plans.check = self._refuse_unheld
+        self.placement = placement
 
-    def _let_go(self) -> None:
+    def expect(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
+        """Work out what one batch of training moves, where that is not known yet.
+
+        Args:
+            batch: Of training, before its transfer.
+            rest: What ``training_step`` is called with behind it.
+            around: Precision.
+        """
         assert self.placement is not None
+        if self._expected is not None:
+            return
+        parts = self._cut(batch)[0]
+        with around():
+            runs = [
+                self.placement.plans.stages("training_step", part, *rest, seed=self.context.seed)
+                for part in parts
+            ]
+
+        def values_at(border: int, microbatch: int) -> tuple[ValueSpec, ...]:
+            return runs[microbatch][border].plan.values_in
+
+        self._expected = expected_traffic(self._programs.of(len(parts)), values_at)
+
+    def _let_go(self, placement: Placement) -> None:
         rank = self.context.group.rank()
-        holders = self.placement.ranks_of_parameter
+        holders = placement.ranks_of_parameter
         named = dict(self.module.named_parameters())
         first_names = {id(each): name for name, each in named.items()}
         self._first_names = {
             name: first_names[id(each)]
             for name, each in self.module.named_parameters(remove_duplicate=False)
         }
-        self.held = [each for name, each in named.items() if rank in holders[name]]
+        self._held_names = frozenset(name for name in named if rank in holders[name])
+        self.held = [each for name, each in named.items() if name in self._held_names]
         make_absent(each for name, each in named.items() if rank not in holders[name])
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
         self.shared = SharedParameters(own, shared, self.context.group)
 
+    def _refuse_unheld(self, plans: tuple[StagePlan, ...]) -> None:
+        """Refuse a step that uses parameters of other ranks in stages of this one.
+
+        The model was divided by what another step does with another batch.
+        """
+        rank = self.context.group.rank()
+        for plan in plans:
+            if self._programs.rank_of_stage[plan.stage] != rank:
+                continue
+            missing = sorted(plan.parameters - self._held_names)
+            if missing:
+                raise ConfigError(
+                    f"stage {plan.stage} uses {missing[0]!r} in this step, and the model was "
+                    f"divided by a batch whose step does not: rank {rank} of the pipeline does "
+                    f"not hold it. Let every step use the same parameters outside of layers, put "
+                    f"{missing[0]!r} into a layer of its own, or begin with the run that uses it."
+                )
+
     def start(self) -> None:
         """Called when parameters are on their device. Collective over the pipeline."""
         self.shared.broadcast()
+
+    def tell(self) -> None:
+        """Tell the run's recorder what will be run; called for every run."""
         recorder = self.context.recorder
         for group in self.shared.groups():
             recorder.name_group(group, "pipeline")
@@ -168,18 +238,27 @@ class PipelineAxis:
 
     # Steps.
 
+    def find_metrics(self) -> None:
+        """Take note of the module's metrics, which it may make at any time before a loop begins."""
+        self.metrics.clear()
+        self.metrics.update(find_metrics(self.module))
+
     def work_off(self, run: Run, finish: Finish, around: Around) -> StepLogs:
         """Run all chunks of this rank; return what the last stage logged."""
         assert self.placement is not None
-        with around():
-            runs = [
-                self.placement.plans.stages(
-                    run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
-                )
-                for number, part in enumerate(run.parts)
-            ]
-        logs = StepLogs(self.module)
-        program = self._programs.of(len(runs))
+        program = self._programs.of(len(run.parts))
+        try:
+            with around():
+                runs = [
+                    self.placement.plans.stages(
+                        run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
+                    )
+                    for number, part in enumerate(run.parts)
+                ]
+                metrics = self._metric_calls(run, [each[0].plan.metrics for each in runs])
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.refuse(error)
+        logs = StepLogs(self.module, metrics)
         end = self._programs.num_stages - 1
         stages = [
             RunStage(
@@ -192,8 +271,19 @@ class PipelineAxis:
             )
             for index in program.stages
         ]
-        self._executor.run(program, stages)
+        self._run(program, stages)
         return logs
+
+    def _metric_calls(self, run: Run, called: Sequence[tuple[MetricTrace, ...]]) -> MetricCalls:
+        """Return what keeps the calls of metrics that a step makes."""
+        assert self.placement is not None
+        of_batch: tuple[MetricTrace, ...] = ()
+        if any(called):
+            plans = self.placement.plans.stages(
+                run.step, run.batch, *run.rest, kwargs=run.kwargs, seed=run.seeds[0]
+            )
+            of_batch = plans[0].plan.metrics
+        return MetricCalls(self.metrics, of_batch, len(run.parts))
 
     def _quiet(self, microbatch: int) -> AbstractContextManager[None]:
         return quiet(self.module, self.metrics)
@@ -214,16 +304,19 @@ class PipelineAxis:
         assert self.placement is not None
         program = self._programs.of(len(run.parts)).forward_only
         end = self._programs.num_stages - 1
-        with around():
-            runs = [
-                (
-                    *self.placement.plans.stages(
-                        run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
-                    )[:end],
-                    last[number],
-                )
-                for number, part in enumerate(run.parts)
-            ]
+        try:
+            with around():
+                runs = [
+                    (
+                        *self.placement.plans.stages(
+                            run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
+                        )[:end],
+                        last[number],
+                    )
+                    for number, part in enumerate(run.parts)
+                ]
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.refuse(error)
         stages = [
             RunStage(
                 [each[index] for each in runs],
@@ -234,16 +327,40 @@ class PipelineAxis:
             )
             for index in program.stages
         ]
-        outputs = self._executor.run(program, stages).outputs
+        outputs = self._run(program, stages).outputs
         return [outputs[number] for number in sorted(outputs)]
 
+    def _run(self, program: Program, stages: Sequence[RunStage]) -> Outcome:
+        digest, self.digest = self.digest, BatchDigest()
+        with host_random_kept():
+            return self._executor.run(program, stages, digest)
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise what keeps this rank from a step, on all ranks. In the place of the step."""
+        self._executor.refuse(self._programs.of(self._num_microbatches), error)
+
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """Return a batch's microbatches and how many rows each has."""
+        """Return a batch's microbatches and how many rows each has.
+
+        Collective over the pipeline where it cannot be cut, so that no rank waits for this one.
+        """
+        try:
+            return self._cut(batch)
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.refuse(error)
+
+    def cut_if_possible(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """Return the same, and the whole batch where it cannot be cut."""
+        try:
+            return self._cut(batch)
+        except ConfigError:
+            return [batch], [1]
+
+    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
         wanted = self.options.num_microbatches(self.context.group.size())
         if wanted == 1:
             return [batch], [1]
-        sizes = even_sizes(num_rows(batch), wanted)
-        return cut(batch, sizes), sizes
+        return self.cutter.cut(batch, wanted)
 
     def seeds(self, ordinal: int, count: int) -> list[int]:
         """Return what the random numbers of each microbatch start from."""
@@ -256,6 +373,9 @@ class PipelineAxis:
         self.context.recorder.chunk(
             stage=stage, microbatch=microbatch, kind=kind, start_ns=start_ns, end_ns=end_ns
         )
+
+    def _fail(self, error: BaseException) -> None:
+        self.context.recorder.fail(error)
 
     def _name_of(self, module: torch.nn.Module) -> str | None:
         return next((name for name, each in self.module.named_modules() if each is module), None)
@@ -275,15 +395,19 @@ class PipelineAxis:
     # Telling.
 
     def expected_traffic(self, accumulated: int) -> list[ExpectedTraffic]:
-        """What one optimizer step should move over this rank's borders."""
-        assert self.placement is not None
-        step, parts = self._sample
-        runs = [self.placement.plans.stages(step, part, 0) for part in parts]
+        """What one optimizer step should move over this rank's borders.
 
-        def values_at(border: int, microbatch: int) -> tuple[ValueSpec, ...]:
-            return runs[microbatch][border].plan.values_in
-
-        return expected_traffic(self._programs.of(len(parts)), values_at, accumulated=accumulated)
+        Args:
+            accumulated: Batches in it.
+        """
+        return [
+            structs.replace(
+                each,
+                payload_bytes=each.payload_bytes * accumulated,
+                calls=None if each.calls is None else each.calls * accumulated,
+            )
+            for each in self._expected or ()
+        ]
 
     def close(self) -> None:
         """End what runs beside the training. Parameters stay as they are."""

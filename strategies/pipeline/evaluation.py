@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.joining import Joints, find_joints, join
 from boltmesh.strategies.pipeline.metrics.replacing import metrics_replaced
 from boltmesh.strategies.pipeline.quiet import quiet
+from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged
 from boltmesh.strategies.pipeline.replay.tail import Tail
 from boltmesh.strategies.pipeline.runs import Around, Run
@@ -43,8 +43,9 @@ class Evaluation:
         """Of batches that microbatches cannot be joined to: they go through whole."""
         assert axis.placement is not None
         self._plans = axis.placement.plans
-        inside = {part for unit in self._plans.units.values() for part in unit.modules()}
-        self._around_units = [each for each in axis.module.modules() if each not in inside]
+        apart = (*self._plans.units.values(), *axis.metrics.values())
+        inside = {id(part) for each in apart for part in each.modules()}
+        self._glue = [each for each in axis.module.modules() if id(each) not in inside]
 
     def step(
         self,
@@ -71,16 +72,20 @@ class Evaluation:
             ConfigError: When the step cannot be cut into stages.
         """
         axis = self._axis
-        whole = Run(step, [args[0]], args[1:], kwargs, axis.seeds(ordinal, 1))
-        with around():
-            tail = self._tail(whole, 0)
-            run, tails, joints = self._divided(whole, tail, ordinal)
+        whole = Run(step, args[0], [args[0]], args[1:], kwargs, axis.seeds(ordinal, 1))
+        try:
+            with around():
+                tail = self._tail(whole, 0)
+                run, tails, joints = self._divided(whole, tail, ordinal)
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            axis.refuse(error)
         specs = tail.end.plan.values_in
         values = self._values(run, tails, joints, specs, around)
         values = [self._broadcast(each, spec) for each, spec in zip(values, specs, strict=True)]
         lent = self._lent(tail)
         with ExitStack() as stack:
             stack.enter_context(around())
+            stack.enter_context(host_random_kept())
             stack.enter_context(metrics_replaced(axis.metrics, lambda call: call.do()))
             if lent:
                 stack.enter_context(swapped_state(axis.module, lent))
@@ -95,10 +100,7 @@ class Evaluation:
         )
         if tail.draws_before or tail in self._undivided:
             return undivided
-        try:
-            parts, sizes = self._axis.cut(whole.parts[0])
-        except ConfigError:  # it has no rows that all of its parts agree on
-            return undivided
+        parts, sizes = self._axis.cut_if_possible(whole.parts[0])
         if len(parts) == 1:
             return undivided
         run = dataclasses.replace(whole, parts=parts, seeds=self._axis.seeds(ordinal, len(parts)))
@@ -126,7 +128,7 @@ class Evaluation:
         axis = self._axis
         with ExitStack() as stack:
             # Every stage runs the beginning of the step, and only the end is to leave traces.
-            stack.enter_context(modules_unchanged(self._around_units))
+            stack.enter_context(modules_unchanged(self._glue))
             stack.enter_context(quiet(axis.module, axis.metrics))
             parts = axis.pass_through(run, [each.last for each in tails], around)
         if axis.holds_last_stage:

@@ -5,10 +5,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from boltmesh.strategies.pipeline.microbatches import num_rows
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.scalars import SentScalars
 from boltmesh.strategies.pipeline.values import ValueSpec
@@ -28,10 +26,13 @@ class Run:
     """What a step is called with, microbatch by microbatch."""
 
     step: str
+    batch: Any
     parts: list[Any]
     rest: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     seeds: list[int]
+    sizes: Sequence[int] = ()
+    """Rows of the parts, where their losses are put together."""
 
 
 class RunStage:
@@ -78,17 +79,17 @@ class RunStage:
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the step on a microbatch as far as this stage goes; return what it hands on."""
         run = self._run
-        with self._around(), self._during(microbatch):
-            result = self._runs[microbatch].forward(
-                received,
-                (run.parts[microbatch], *run.rest),
-                run.kwargs,
-                seed=run.seeds[microbatch],
-            )
+        with self._around():
+            with self._during(microbatch):
+                result = self._runs[microbatch].forward(
+                    received,
+                    (run.parts[microbatch], *run.rest),
+                    run.kwargs,
+                    seed=run.seeds[microbatch],
+                )
             values: tuple[Tensor, ...] = (
                 result if self._finish is None else self._finish(microbatch, result)
             )
-            if not self.is_last and len(run.parts) > 1 and torch.is_grad_enabled():
-                specs = self.values_out(microbatch)
-                self._scalars.check(values, specs, num_rows(run.parts[microbatch]))
+            if not self.is_last and len(run.sizes) > 1:
+                self._scalars.check(values, self.values_out(microbatch), run.sizes[microbatch])
         return values

@@ -28,7 +28,13 @@ from boltmesh.strategies.pipeline.log_rules import (
     note,
     usual_rule,
 )
+from boltmesh.strategies.pipeline.metrics.recording import MetricCalls, MetricValue
+from boltmesh.strategies.pipeline.metrics.replacing import find_metrics
+from boltmesh.strategies.pipeline.metrics.sharing import Given
 from boltmesh.strategies.pipeline.quiet import log_replaced
+
+METRIC_ARGUMENT = "an argument of a metric"
+"""What numbers that metrics are called with are kept under, beside what is logged."""
 
 RuleOf = Callable[[Key, list[Noted]], LogRule]
 """Tells how the values of a key are put together."""
@@ -48,19 +54,21 @@ class _Entry:
     options: dict[str, Any]
     noted: list[Noted] = field(default_factory=list)
     batch_size: int | None = None
-    metric: MetricName | None = None
+    metric: MetricName | MetricValue | None = None
 
 
 class StepLogs:
     """Takes the place of ``module.log`` while a step runs. Made anew for each step."""
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, metrics: MetricCalls | None = None) -> None:
         """Keep what a step logs.
 
         Args:
             module: Whose ``log`` is taken.
+            metrics: Keeps what it calls metrics with; thrown away if None.
         """
         self._module = module
+        self.metrics = MetricCalls(find_metrics(module)) if metrics is None else metrics
         self._entries: dict[tuple[str, str | None], _Entry] = {}
         self._microbatch = 0
 
@@ -68,8 +76,14 @@ class StepLogs:
     def of_microbatch(self, index: int) -> Iterator[None]:
         """Within, calls of ``self.log`` are kept as this microbatch's."""
         self._microbatch = index
-        with log_replaced(self._module, self._log):
+        with (
+            log_replaced(self._module, self._log),
+            self.metrics.of_microbatch(index, self._keep_number),
+        ):
             yield
+
+    def _keep_number(self, key: str, value: Tensor | float, is_count: bool) -> None:
+        self._keep(METRIC_ARGUMENT, key, value, {"reduce_fx": "sum"} if is_count else {})
 
     def _log(self, name: str, value: Any, *positional: Any, **options: Any) -> None:
         options = {**dict(zip(_OPTIONS, positional, strict=False)), **options}
@@ -88,6 +102,9 @@ class StepLogs:
         if isinstance(value, Metric):
             entry.metric = MetricName(_attribute_of(self._module, value))
             return
+        if (given := self.metrics.given(value)) is not None:
+            entry.metric = given
+            return
         entry.noted.append(note(self._microbatch, value, options))
 
     def noted(self) -> dict[Key, list[Noted]]:
@@ -105,7 +122,7 @@ class StepLogs:
         """
         logged = []
         for (name, key), entry in self._entries.items():
-            value: Tensor | MetricName
+            value: Tensor | MetricName | MetricValue
             if entry.metric is not None:
                 value = entry.metric
             else:
@@ -126,18 +143,38 @@ class Logged:
     name: str
     key: str | None
     """Of the dict that was logged under ``name``; None where it was a value."""
-    value: Tensor | MetricName
-    """0-dim, float64; or which metric of the module."""
+    value: Tensor | MetricName | MetricValue
+    """0-dim, float64; or which metric of the module, or what a call of one gives."""
     options: dict[str, Any]
 
 
-def repeat(module: LightningModule, logged: Iterable[Logged]) -> None:
-    """Make the calls again, on this rank's module."""
+def take_numbers(logged: Iterable[Logged]) -> tuple[list[Logged], dict[str, Tensor]]:
+    """Return what was logged, and apart from it numbers that metrics were called with, by key."""
+    kept: list[Logged] = []
+    numbers: dict[str, Tensor] = {}
+    for each in logged:
+        if each.name != METRIC_ARGUMENT:
+            kept.append(each)
+        elif each.key is not None and isinstance(each.value, Tensor):
+            numbers[each.key] = each.value
+    return kept, numbers
+
+
+def repeat(module: LightningModule, logged: Iterable[Logged], given: Given = ()) -> None:
+    """Make the calls again, on this rank's module.
+
+    Args:
+        module: Whose ``log`` is called.
+        logged: By the last stage.
+        given: What calls of metrics gave for the whole batch.
+    """
     groups: dict[str, dict[str, Any]] = {}
     for each in logged:
         value: Any = each.value
         if isinstance(value, MetricName):
             value = module.get_submodule(value.attribute)
+        elif isinstance(value, MetricValue):
+            value = given[value.call][value.leaf]
         else:
             value = value.to(module.device, torch.get_default_dtype())
         if each.key is None:
@@ -245,5 +282,5 @@ class Sharing:
         return row
 
 
-def _told(value: Tensor | MetricName) -> MetricName | None:
-    return value if isinstance(value, MetricName) else None
+def _told(value: Tensor | MetricName | MetricValue) -> MetricName | MetricValue | None:
+    return None if isinstance(value, Tensor) else value

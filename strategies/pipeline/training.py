@@ -18,13 +18,14 @@ from boltmesh.strategies.pipeline.log_rules import (
 from boltmesh.strategies.pipeline.outputs import merge
 from boltmesh.strategies.pipeline.proofs import StepProofs
 from boltmesh.strategies.pipeline.runs import Around, Run
-from boltmesh.strategies.pipeline.step_logs import StepLogs, repeat
+from boltmesh.strategies.pipeline.step_logs import StepLogs, repeat, take_numbers
 from boltmesh.strategies.pipeline.trial import TailTrial
 from boltmesh.strategies.pipeline.weights import StepWeights
 from boltmesh.strategies.torch_compat import tree_map_only
 
 if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.axis import PipelineAxis
+    from boltmesh.strategies.pipeline.metrics.sharing import Given
 
 
 def training_step(
@@ -65,7 +66,7 @@ def training_step(
         results.add(number, loss, result, weight, scaled)
         return (scaled * scale,)
 
-    run = Run("training_step", parts, args[1:], kwargs, seeds)
+    run = Run("training_step", args[0], parts, args[1:], kwargs, seeds, sizes)
     deposit = Deposit(axis.held)
     with deposit.taking():
         logs = axis.work_off(run, finish, around)
@@ -94,6 +95,7 @@ def _trial(
         kwargs,
         around=around,
         seed=seed,
+        rows=axis.cutter.rows(args[0]),
         device=axis.context.device,
     )
 
@@ -108,13 +110,20 @@ def _tell(
     """Let all ranks know the loss, what it was weighed by, and what was logged."""
     if axis.holds_last_stage:
         known = results.weights()
-        logged = logs.collected(known, proofs.rules(known))
+        logged, numbers = take_numbers(logs.collected(known, proofs.rules(known)))
         loss = results.loss(weights.total)
         total: Tensor | float = torch.as_tensor(weights.total).double()
         axis.sharing.send(loss, total, logged, is_mapping=results.is_mapping)
     else:
         loss, total, logged = axis.sharing.receive()
-    repeat(axis.module, logged)
+    given: Given = ()
+    if logs.metrics.has_calls:
+        given = (
+            axis.metric_sharing.send(logs.metrics.joined, numbers)
+            if axis.holds_last_stage
+            else axis.metric_sharing.receive()
+        )
+    repeat(axis.module, logged, given)
     # Of one type on all ranks: what Lightning divides it by comes back as a factor of gradients.
     dtype = next((each.dtype for each in axis.module.parameters()), torch.float32)
     dtype = torch.promote_types(dtype, torch.float32)

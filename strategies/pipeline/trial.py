@@ -11,19 +11,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.strategies.pipeline.log_rules import Key, Noted, returned_numbers
-from boltmesh.strategies.pipeline.metrics.replacing import (
-    MetricCall,
-    find_metrics,
-    metrics_replaced,
-)
-from boltmesh.strategies.pipeline.metrics.stand_ins import answer
-from boltmesh.strategies.pipeline.microbatches import cut, num_rows
+from boltmesh.strategies.pipeline.microbatches import Rows, cut
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.step_logs import StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
-from boltmesh.strategies.torch_compat import tree_leaves
 
 
 @dataclass
@@ -66,6 +59,7 @@ class TailTrial:
         *,
         around: Around,
         seed: int,
+        rows: Rows,
         device: torch.device,
     ) -> None:
         """Take what is tried.
@@ -77,9 +71,11 @@ class TailTrial:
             kwargs: Also of it.
             around: Precision.
             seed: What its random numbers start from.
+            rows: Of the batch.
             device: Where it runs.
         """
-        self.num_rows = num_rows(args[0])
+        self.num_rows = rows.count
+        self._rows = rows
         self._module = module
         self._plans = plans
         self._args = args
@@ -90,7 +86,7 @@ class TailTrial:
 
     def rows(self, start: int, count: int) -> Any:
         """Return some rows of the batch: views."""
-        return cut(self._args[0], [start, count, self.num_rows - start - count])[1]
+        return cut(self._args[0], self._rows, [start, count, self.num_rows - start - count])[1]
 
     def values_in(self, part: Any) -> tuple[tuple[ValueSpec, bool], ...]:
         """Return the values that live behind the last unit, for some rows."""
@@ -105,8 +101,7 @@ class TailTrial:
         logs = _TrialLogs(self._module)
         with self._untraced(), torch.enable_grad():
             end = self._tail(part)
-            metrics = metrics_replaced(find_metrics(self._module), logs.answer)
-            with logs.of_microbatch(0), metrics, during:
+            with logs.of_microbatch(0), during:
                 result = end.forward(
                     tuple(values), (part, *self._args[1:]), self._kwargs, seed=self._seed
                 )
@@ -135,19 +130,11 @@ class TailTrial:
 
 
 class _TrialLogs(StepLogs):
-    """Without what metrics gave: nothing puts that together from parts."""
+    """Keeps what is logged to be read later."""
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__(module)
-        self._answers: dict[int, Any] = {}
         self._unread: list[tuple[str, str | None, Any, dict[str, Any]]] = []
-
-    def answer(self, call: MetricCall) -> Any:
-        """Return what a metric could give."""
-        given = answer(call.metric, call.method, call.args, call.kwargs)
-        for each in tree_leaves(given):
-            self._answers[id(each)] = each
-        return given
 
     def read(self) -> None:
         """Read what was logged, when nothing watches operators any more."""
@@ -157,5 +144,4 @@ class _TrialLogs(StepLogs):
 
     @override
     def _keep(self, name: str, key: str | None, value: Any, options: dict[str, Any]) -> None:
-        if id(value) not in self._answers:
-            self._unread.append((name, key, value, options))
+        self._unread.append((name, key, value, options))

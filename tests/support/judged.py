@@ -38,7 +38,7 @@ class Judged(LightningModule):
         self.layers = nn.ModuleList(Layer() for _ in range(6))
         self.head = nn.Linear(WIDTH, CLASSES)
         self.temperature = nn.Parameter(torch.tensor(1.3))
-        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro", dist_sync_on_step=True)
         self.by_loader = nn.ModuleDict({"0": MeanMetric(), "1": MeanMetric()})
         self.collection = MetricCollection(
             {"macro": MulticlassAccuracy(CLASSES), "f1": MulticlassF1Score(CLASSES)}
@@ -202,3 +202,39 @@ MODELS = {
     each.__name__: each
     for each in (Judged, SequenceFirst, FlatByTime, ScalarOfLayer, Contrastive, ReadsOnItsWay)
 }
+
+
+class Counting(Judged):
+    """Counts what it sees while it trains, by metrics of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches, self.rows, self.mean = SumMetric(), SumMetric(), MeanMetric()
+        self.by_epoch: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.rows.update(len(x))
+        logits = self(x)
+        loss = functional.cross_entropy(logits, y)
+        self.accuracy(logits, y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("value", self.by_loader["0"](loss, weight=len(y)), on_step=True, on_epoch=True)
+        self.log_dict(self.collection(logits.softmax(-1), y), on_step=True, on_epoch=True)
+        self.area.update(logits[:, 0], target=y == 0)
+        self.mean.update(functional.cross_entropy(logits, y, reduction="none"))
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.total.update((logits.argmax(-1) == y).sum())
+        self.log("sofar", self.total.compute(), on_step=True)
+        return {"loss": loss, "logits": logits}
+
+    def on_train_epoch_end(self) -> None:
+        everything = {
+            "area": self.area, "total": self.total, "rows": self.rows,
+            "macro": self.collection["macro"], "by_loader": self.by_loader["0"],
+        }  # fmt: skip
+        found = {name: metric.compute() for name, metric in everything.items()}
+        self.by_epoch.append(found | {"updates": self.accuracy.update_count})
+        self.log("epoch_area", found["area"])
+        for metric in everything.values():
+            metric.reset()

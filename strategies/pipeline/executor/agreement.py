@@ -1,8 +1,9 @@
 """What the ranks of a pipeline agree on, at both ends of a step.
 
 At its beginning, that both sides of each border await the same: ranks that were given different
-batches would otherwise hang, or take bytes for something that they are not. The question is asked
-while the first stage computes already, and answered before the first message.
+batches would otherwise hang, or take bytes for something that they are not. Beside it each tells a
+digest of its batch, which has to be the same on all. The question is asked while the first stage
+computes already, and answered before the first message.
 
 At its end, that nobody has failed. So no rank is in a later step than one that fails, and all
 raise in the same step. See [Note: Failing together] in ``failure.py``.
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.digest import BatchDigest, explain_difference
 from boltmesh.strategies.pipeline.executor.border import describe_specs, digest
 from boltmesh.strategies.pipeline.executor.program import Program
 from boltmesh.strategies.pipeline.values import ValueSpec
@@ -41,18 +43,30 @@ class Agreement:
         program: What this rank does.
         specs: What this rank's stages give and what they await; None where that could not be
             found out.
+        batch: What this rank says of its batch.
     """
 
     def __init__(
-        self, group: ProcessGroup | None, program: Program, specs: tuple[Specs, Specs] | None
+        self,
+        group: ProcessGroup | None,
+        program: Program,
+        specs: tuple[Specs, Specs] | None,
+        batch: BatchDigest,
     ) -> None:
         self._group = group
         self._rank_of_stage = program.rank_of_stage
         self._specs = specs
-        self._digests = self._own_digests(program)
+        self._batch = batch
+        borders = self._own_digests(program)
+        size = 1 if group is None else group.size()
+        row = torch.zeros(borders.numel() + size, dtype=torch.int64)
+        # Both lie in one row, of a length that no batch changes.
+        self._digests = row[: borders.numel()].view_as(borders).copy_(borders)
+        self._batches = row[borders.numel() :]
+        self._batches[0 if group is None else group.rank()] = batch.number
         self._question: Work | None = None
         if group is not None:
-            self._question = dist.all_reduce(self._digests, group=group, async_op=True)
+            self._question = dist.all_reduce(row, group=group, async_op=True)
 
     def _own_digests(self, program: Program) -> torch.Tensor:
         """Return what this rank knows, and zeros for what others know.
@@ -76,7 +90,8 @@ class Agreement:
         """Wait for the answer. Collective the first time, then nothing.
 
         Raises:
-            DisagreementError: Two stages await different things, or one does not know what.
+            DisagreementError: Two stages await different things, or one does not know what, or
+                ranks have different batches.
         """
         question, self._question = self._question, None
         if question is None:
@@ -84,10 +99,21 @@ class Agreement:
         question.wait()
         if bool((self._digests < 0).any()):
             raise DisagreementError  # whoever does not know has told why
+        if len(set(self._batches.tolist()) - {0}) > 1:
+            raise DisagreementError(self._explain_batches())
         given, awaited = self._digests[0, :-1], self._digests[1, 1:]
         differing = torch.nonzero(given != awaited).flatten().tolist()
         if differing:
             raise DisagreementError(self._explain(differing[0]))
+
+    def _explain_batches(self) -> str:
+        """Say how the batches of ranks differ. Collective."""
+        assert self._group is not None
+        told: list[BatchDigest] = [BatchDigest()] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, self._batch, group=self._group)
+        ranks = dist.get_process_group_ranks(self._group)
+        pairs = zip(ranks, told, strict=True)
+        return explain_difference({rank: each for rank, each in pairs if each.number})
 
     def _explain(self, stage: int) -> str:
         """Say what both sides of the border behind a stage know of it. Collective."""

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Final, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from boltmesh.errors import PipelineError
+from boltmesh.errors import ConfigError, PipelineError
+from boltmesh.strategies.pipeline.digest import BatchDigest
 from boltmesh.strategies.pipeline.executor.agreement import Agreement, DisagreementError
 from boltmesh.strategies.pipeline.executor.failure import Alarm, describe_failure
 from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Action, Program
@@ -16,6 +18,8 @@ from boltmesh.strategies.pipeline.executor.spans import OnChunk, build_spans
 from boltmesh.strategies.pipeline.executor.stage import Stage
 from boltmesh.strategies.pipeline.executor.step import Outcome, Specs, Step
 from boltmesh.strategies.pipeline.executor.transport import Transport
+
+_NO_BATCH: Final = BatchDigest()
 
 _COMMUNICATION = SENDS | RECEIVES
 
@@ -61,7 +65,13 @@ class Executor:
         name = "alone" if self.control_group is None else self.control_group.group_name
         self._alarm = Alarm(self._global_rank, name, on_stuck=on_stuck)
 
-    def run(self, program: Program, stages: Sequence[Stage]) -> Outcome:
+    def open(self) -> None:
+        """Look for failures again after ``close``."""
+        self._alarm.open()
+
+    def run(
+        self, program: Program, stages: Sequence[Stage], batch: BatchDigest = _NO_BATCH
+    ) -> Outcome:
         """Work off a list of actions. Collective over the group.
 
         Gradients are added to those that parameters have. A run that fails on any rank fails on
@@ -70,25 +80,55 @@ class Executor:
         Args:
             program: The actions of this rank.
             stages: Its stages, ready for the microbatches of this step.
+            batch: What this rank says of the batch that they compute with.
 
         Raises:
-            PipelineError: A stage raised, on whichever rank, or stages do not fit together.
+            PipelineError: A stage raised, on whichever rank, or stages do not fit together, or
+                ranks have different batches.
         """
         with self._alarm.watching():
-            return self._run(program, {stage.index: stage for stage in stages})
+            return self._run(program, {stage.index: stage for stage in stages}, batch)
+
+    def refuse(self, program: Program, error: Exception) -> NoReturn:
+        """Take part in a step that this rank cannot begin: the other ranks end it with its cause.
+
+        Collective over the group, in the place of ``run``.
+
+        Args:
+            program: Any of this rank.
+            error: Why it cannot.
+
+        Raises:
+            PipelineError: With the first cause of any rank; ``error`` itself where the user can
+                mend it.
+        """
+        stages = ", ".join(map(str, program.stages))
+        cause = (
+            f"Rank {self._global_rank}, which has stage {stages}, could not begin the step: "
+            f"{type(error).__name__}: {error}"
+        )
+        try:
+            with self._alarm.watching():
+                self._alarm.ring(cause)
+                self._end(Agreement(self.control_group, program, None, _NO_BATCH), Outcome(), error)
+        except PipelineError as told:
+            if isinstance(error, ConfigError):
+                raise error from None
+            raise told from error
+        raise error
 
     def close(self) -> None:
-        """End the thread that looks for failures, for good."""
+        """End the thread that looks for failures."""
         self._alarm.close()
 
-    def _run(self, program: Program, stages: dict[int, Stage]) -> Outcome:
+    def _run(self, program: Program, stages: dict[int, Stage], batch: BatchDigest) -> Outcome:
         error: BaseException | None = None
         specs: tuple[Specs, Specs] | None = None
         try:
             specs = _ask_specs(program, stages)
         except Exception as caught:  # noqa: BLE001 - told to all ranks and raised by _end
             error = self._ring(caught, None)
-        agreement = Agreement(self.control_group, program, specs)
+        agreement = Agreement(self.control_group, program, specs, batch)
         if specs is None:
             return self._end(agreement, Outcome(), error)
         step = Step(program, stages, *specs, self._transport, self._spans, self._device)

@@ -46,11 +46,12 @@ def metrics_replaced(metrics: Mapping[str, MetricKind], act: Act) -> Iterator[No
     none that is called meanwhile.
     """
     replacement = _Replacement(act)
-    kept = [(vars(each), methods_aside(each)) for each in metrics.values()]
-    for (name, metric), (attributes, before) in zip(metrics.items(), kept, strict=True):
+    kept = []
+    for name, metric in metrics.items():
+        attributes, before = vars(metric), methods_aside(metric)
+        kept.append((attributes, before))
         for method in METHODS:
-            own = before.get(method) or getattr(type(metric), method).__get__(metric)
-            attributes[method] = partial(replacement.call, name, metric, method, own)
+            attributes[method] = partial(replacement.call, name, metric, method, before)
     try:
         yield
     finally:
@@ -72,8 +73,16 @@ class _Replacement:
         self.is_inside = False
 
     def call(
-        self, name: str, metric: MetricKind, method: str, own: Any, /, *args: Any, **kwargs: Any
+        self,
+        name: str,
+        metric: MetricKind,
+        method: str,
+        before: Mapping[str, Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
+        own = before.get(method) or getattr(type(metric), method).__get__(metric)
         if self.is_inside:
             return own(*args, **kwargs)
         self.is_inside = True

@@ -20,7 +20,7 @@ def stand_in(metric: MetricKind) -> MetricKind:
     """Return a copy without state, on the metric's device, that talks to no other rank."""
     known = _KNOWN.get(id(metric))
     if known is None or known[0]() is not metric or _device(known[1]) != _device(metric):
-        known = _KNOWN[id(metric)] = weakref.ref(metric, _forget(id(metric))), _copy(metric)
+        known = _KNOWN[id(metric)] = (weakref.ref(metric, _forget(id(metric))), copy_of(metric))
     known[1].reset()
     return known[1]
 
@@ -40,7 +40,8 @@ def answer(metric: MetricKind, method: str, args: tuple[Any, ...], kwargs: dict[
         return torch.tensor(torch.nan)
 
 
-def _copy(metric: MetricKind) -> MetricKind:
+def copy_of(metric: MetricKind) -> MetricKind:
+    """Return a copy with its state, on the metric's device, that talks to no other rank."""
     # While methods are replaced, a copy would have the replacements.
     aside = [
         (vars(each), methods_aside(each))

@@ -24,6 +24,8 @@ def make_absent(parameters: Iterable[Parameter]) -> None:
 
 def is_absent(parameter: torch.Tensor) -> bool:
     """Whether another stage holds the parameter, and this one only its shape."""
+    if parameter.is_meta:  # nobody holds it yet
+        return False
     if parameter.untyped_storage().nbytes() != parameter.element_size():
         return False
     return parameter.numel() > 1 or bool(parameter.isnan().all())

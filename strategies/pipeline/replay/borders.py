@@ -231,7 +231,9 @@ class _StagePlanner:
             sent_numbers=tuple(numbers[id(each)] for each in sent),
             row_values=tuple(each.follows_batch for each in received),
             parameters=self._parameters(),
+            metrics=tuple(self.trace.metrics),
             draws_random=self.trace.draws_random,
+            draws_host_random=self.trace.draws_host_random,
         )
 
     def _at(self, event: int) -> Handling:

@@ -1,9 +1,9 @@
 """Remembers how to run a step, for every signature of a batch that came by."""
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn import Module
@@ -15,6 +15,9 @@ from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.replay.tail import Tail
 from boltmesh.strategies.pipeline.replay.trace import Trace, UnitOutput
 from boltmesh.strategies.pipeline.replay.units import unit_parameters
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
 
 MOST_SIGNATURES = 256
 """The least recently used one is forgotten: sequence lengths may all differ."""
@@ -56,6 +59,8 @@ class StagePlans:
         self.weight_only = frozenset(
             name for name, unit in self.units.items() if type(unit) in WEIGHTS_ONLY
         )
+        self.check: Callable[[tuple[StagePlan, ...]], None] | None = None
+        """Called with every new cut of a step; raises where this rank cannot run it."""
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
 
     def stages(
@@ -74,8 +79,9 @@ class StagePlans:
         Args:
             step: The name of the method, such as ``training_step``.
             batch: Its first argument.
-            rest: Its other positional arguments, which must not decide what it does.
-            kwargs: Its keyword arguments, as ``rest``.
+            rest: Its other positional arguments; the first one, the number of the batch, must not
+                decide what it does.
+            kwargs: Its keyword arguments.
             seed: What its random numbers start from, as for :meth:`StageRun.forward`.
 
         Raises:
@@ -123,7 +129,7 @@ class StagePlans:
     ) -> tuple[_Known, tuple[Any, ...]]:
         """Return what is known of batches like this one, and what the step reads out of it."""
         signature = batch_signature(
-            self.root, self.parameters, step, batch, kwargs and dict(kwargs)
+            self.root, self.parameters, step, batch, (rest[1:], dict(kwargs or {}))
         )
         known = self._known.setdefault(signature, _Known())
         self._known.move_to_end(signature)
@@ -149,4 +155,6 @@ class StagePlans:
 
     def _cut(self, step: str, trace: Trace) -> tuple[StageRun, ...]:
         plans = plan_stages(trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only)
+        if self.check is not None:
+            self.check(plans)
         return tuple(StageRun(self.root, self.units, step, each) for each in plans)

@@ -19,12 +19,13 @@ from boltmesh.strategies.pipeline.metrics.replacing import (
 from boltmesh.strategies.pipeline.metrics.stand_ins import answer
 from boltmesh.strategies.pipeline.replay.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.replay.glue import GlueWatch
+from boltmesh.strategies.pipeline.replay.randomness import host_random_state
 from boltmesh.strategies.pipeline.replay.remembering import key_of, recall, versions
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
-from boltmesh.strategies.pipeline.replay.structure import replace_tensors, tensors_in
-from boltmesh.strategies.pipeline.replay.trace import NO_EVENT, Trace, UnitOutput
+from boltmesh.strategies.pipeline.replay.structure import replace_tensors, take_apart, tensors_in
+from boltmesh.strategies.pipeline.replay.trace import NO_EVENT, MetricTrace, Trace, UnitOutput
 from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
-from boltmesh.strategies.random_state import host_random_state, seed_random_state
+from boltmesh.strategies.random_state import seed_random_state
 from boltmesh.strategies.torch_compat import fake_tensors, is_fake, make_fake
 
 LOGGING = ("log", "log_dict")
@@ -112,6 +113,8 @@ class _Probe:
         self.has_recalled = False
         self.has_run: set[str] = set()
         self.is_inside = False
+        self.host_random: tuple[Any, Any] | None = None
+        """Where numpy and Python stood when the first unit was called."""
         self.trace = Trace()
         self.mode = fake_tensors()
 
@@ -148,6 +151,8 @@ class _Probe:
             stack.enter_context(self.glue)
             returned = getattr(self.root, step)(*args, **kwargs)
             self._hand_out(returned)
+            if self.host_random is not None:
+                self.trace.draws_host_random = host_random_state() != self.host_random
             if host_random_state() != before:
                 self.trace.draws.append(NO_EVENT)
         self.glue.finish()
@@ -156,6 +161,8 @@ class _Probe:
     def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.is_inside:
             return forward(*args, **kwargs)
+        if self.host_random is None:
+            self.host_random = host_random_state()
         with self.glue.paused():
             self.is_inside = True
             try:
@@ -196,7 +203,16 @@ class _Probe:
 
     def _call_metric(self, call: MetricCall) -> Any:
         """Note that a metric takes values out of the step, and guess what it gives for them."""
-        given = tensors_in((call.args, call.kwargs))
+        if self.is_inside:
+            raise ConfigError(
+                f"a layer calls the metric {call.name!r}, and other ranks than the one of that "
+                f"layer would not count. Return what it counts from the layer, and call it in "
+                f"the step."
+            )
+        leaves, _ = take_apart((call.args, call.kwargs))
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else None for each in leaves]
+        self.trace.metrics.append(MetricTrace(call.name, call.method, tuple(shapes)))
+        given = [each for each in leaves if isinstance(each, Tensor)]
         with self.glue.paused():
             self.glue.keep_to_end(given)
             args, kwargs = replace_tensors((call.args, call.kwargs), _with_data)
@@ -226,6 +242,7 @@ def _merge(trace: Trace, other: Trace) -> None:
             f"{reading.name}() of {reading.origin} ({reading.place}) decides which layers the step "
             f"runs, and other stages do not see it. Decide inside a layer, or by the batch alone."
         )
+    trace.draws_host_random |= other.draws_host_random
     by_making = {(each.made_at, each.leaf): each for each in other.values}
     end = len(trace.events)
     for value in trace.values:

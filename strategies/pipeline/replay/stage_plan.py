@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from boltmesh.strategies.pipeline.replay.trace import Event, UnitOutput
+from boltmesh.strategies.pipeline.replay.trace import Event, MetricTrace, UnitOutput
 from boltmesh.strategies.pipeline.values import ValueSpec
 
 
@@ -51,8 +51,12 @@ class StagePlan:
     """Of each received value whether it was made of the batch's data, or may have been."""
     parameters: frozenset[str]
     """The parameters that this stage uses, by their first names."""
+    metrics: tuple[MetricTrace, ...]
+    """What metrics the whole step calls."""
     draws_random: bool
     """Whether random numbers between units have to be apart from those inside of them."""
+    draws_host_random: bool
+    """The same of those that numpy and Python draw."""
 
     @property
     def is_last(self) -> bool:

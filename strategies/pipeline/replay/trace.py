@@ -90,6 +90,16 @@ class Reading:
     """What was looked at."""
 
 
+@dataclass(frozen=True)
+class MetricTrace:
+    """A call of a metric by the step."""
+
+    name: str
+    method: str
+    shapes: tuple[tuple[int, ...] | None, ...]
+    """Of the leaves of its arguments; None for what is no tensor."""
+
+
 @dataclass
 class Trace:
     """One run of a step on one batch, without what its layers compute."""
@@ -105,12 +115,16 @@ class Trace:
     """What Python read out of the batch, in order: with other answers the run may differ."""
     parameter_reads: dict[int, frozenset[str]] = field(default_factory=dict)
     """Parameters that Python looked at, by the number of events before."""
+    metrics: list[MetricTrace] = field(default_factory=list)
+    """The calls of metrics, in order."""
     parameters_out: frozenset[str] = frozenset()
     """Parameters that the step hands out, itself or what was made of them."""
     draws_random: bool = False
     """Whether code between units draws random numbers after the first unit."""
     draws: list[int] = field(default_factory=list)
     """The events between units that drew random numbers; NO_EVENT where it was none of torch's."""
+    draws_host_random: bool = False
+    """Whether numpy or Python draw random numbers once the first unit has begun, anywhere."""
     flops: dict[str, int] = field(default_factory=dict)
     """Of all forward calls of a unit together; empty unless they were counted."""
 

@@ -18,6 +18,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.calibration import prove
 from boltmesh.strategies.pipeline.draws import SharedDraws
 from boltmesh.strategies.pipeline.log_rules import LogRule, MicrobatchWeights
+from boltmesh.strategies.pipeline.microbatches import Rows
 from boltmesh.strategies.pipeline.proofs import Proofs
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
@@ -229,7 +230,7 @@ def traced() -> tuple[Traced, TailTrial]:
     plans = StagePlans(module, units, {name: index > 1 for index, name in enumerate(units)})
     data = torch.randn(8, 4), torch.arange(8) % 5
     trial = TailTrial(
-        module, plans, (data, 0), {}, around=nullcontext, seed=5, device=torch.device("cpu")
+        module, plans, (data, 0), {}, around=nullcontext, seed=5, rows=Rows(8), device=CPU
     )
     return module, trial
 

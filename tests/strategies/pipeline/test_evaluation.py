@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
-from tests.support.judged import MODELS, points
+from tests.support.judged import MODELS, Judged, Noisy, points
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -50,6 +50,7 @@ def trainer_of(strategy: Any, devices: int, callbacks: list[Callback], **options
             "strategy": strategy,
             "devices": devices,
             "logger": False,
+            "use_distributed_sampler": False,  # which would shuffle what one process does not
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
@@ -120,3 +121,53 @@ def test_every_rank_finds_what_one_process_finds(
             assert len(wanted["outputs"]) == 2 * 5 + 2
             assert not math.isnan(wanted["1 spread/dataloader_idx_0"])
             assert_same(found[name], wanted, f"rank {rank} {name}")
+
+
+class Writer(Callback):
+    """Reads predictions that nobody returns."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    @override
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
+    ) -> None:
+        self.seen.append(outputs)
+
+
+def predict(rank: int, world_size: int) -> list[Any]:
+    seed_everything(3, verbose=False)
+    writer = Writer()
+    strategy = (
+        PipelineParallelStrategy(telemetry=False, microbatches=3) if world_size > 1 else "auto"
+    )
+    trainer = trainer_of(strategy, world_size, [writer])
+    assert trainer.predict(Judged(), points(11, 8), return_predictions=False) is None
+    return writer.seen
+
+
+def test_callbacks_read_predictions_on_every_rank() -> None:
+    wanted = run_ranks(predict, 1)[0]
+    assert len(wanted) == 2
+    for rank, found in enumerate(run_ranks(predict, 2)):
+        assert_same(found, wanted, f"rank {rank}")
+
+
+def denoise(rank: int, world_size: int) -> list[dict[str, Any]]:
+    found = []
+    for options in PIPELINES:
+        seed_everything(3, verbose=False)
+        strategy = PipelineParallelStrategy(telemetry=False, **options)
+        trainer = trainer_of(strategy, world_size, [])
+        trainer.validate(Noisy(), points(16, 8), verbose=False)
+        found.append(dict(trainer.callback_metrics))
+    return found
+
+
+def test_noise_behind_the_layers_is_the_one_before_them() -> None:
+    ranks = run_ranks(denoise, 2)
+    for found in ranks:
+        assert [each["left"].item() for each in found] == [0.0] * len(PIPELINES)
+        assert all(each["noise"] > 0.5 for each in found)
+    assert ranks[0] == ranks[1]
