@@ -38,6 +38,7 @@ from boltmesh.strategies.pipeline.microbatches import Cutter
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
+from boltmesh.strategies.pipeline.proofs import Proofs
 from boltmesh.strategies.pipeline.quiet import quiet
 from boltmesh.strategies.pipeline.replay.absent import make_absent
 from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
@@ -145,6 +146,7 @@ class PipelineAxis:
             )
         self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
+        self.proofs = Proofs(context.device)
         self.sharing = Sharing(context.group, self.last, context.device)
         self.metric_sharing = MetricSharing(self.metrics, context.group, self.last, context.device)
         self._executor = Executor(

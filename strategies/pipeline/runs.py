@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
+from boltmesh.strategies.pipeline.scalars import SentScalars
 from boltmesh.strategies.pipeline.values import ValueSpec
 
 Around = Callable[[], AbstractContextManager[None]]
@@ -30,6 +31,8 @@ class Run:
     rest: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     seeds: list[int]
+    sizes: Sequence[int] = ()
+    """Rows of the parts, where their losses are put together."""
 
 
 class RunStage:
@@ -63,6 +66,7 @@ class RunStage:
         self._around = around
         self._during = during
         self._finish = finish
+        self._scalars = SentScalars()
 
     def values_in(self, microbatch: int) -> tuple[ValueSpec, ...]:
         """Return what the border before this stage carries."""
@@ -86,4 +90,6 @@ class RunStage:
             values: tuple[Tensor, ...] = (
                 result if self._finish is None else self._finish(microbatch, result)
             )
+            if not self.is_last and len(run.sizes) > 1:
+                self._scalars.check(values, self.values_out(microbatch), run.sizes[microbatch])
         return values

@@ -9,7 +9,7 @@ values everywhere. What the other stages log on their way is worth nothing and d
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,15 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torchmetrics import Metric
 
-from boltmesh.strategies.pipeline.losses import Reduction, reductions
+from boltmesh.strategies.pipeline.log_rules import (
+    Key,
+    LogRule,
+    MicrobatchWeights,
+    Noted,
+    combine,
+    note,
+    usual_rule,
+)
 from boltmesh.strategies.pipeline.metrics.recording import MetricCalls, MetricValue
 from boltmesh.strategies.pipeline.metrics.replacing import find_metrics
 from boltmesh.strategies.pipeline.metrics.sharing import Given
@@ -28,12 +36,8 @@ from boltmesh.strategies.pipeline.quiet import log_replaced
 METRIC_ARGUMENT = "an argument of a metric"
 """What numbers that metrics are called with are kept under, beside what is logged."""
 
-Fold = Literal["mean", "sum", "min", "max"]
-
-_FOLDS: dict[Any, Fold] = {
-    "mean": "mean", torch.mean: "mean", "sum": "sum", torch.sum: "sum", "avg": "mean",
-    "min": "min", torch.min: "min", min: "min", "max": "max", torch.max: "max", max: "max",
-}  # fmt: skip
+RuleOf = Callable[[Key, list[Noted]], LogRule]
+"""Tells how the values of a key are put together."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,8 @@ class MetricName:
 class _Entry:
     """One key that a step logged, over its microbatches."""
 
-    fold: Fold
     options: dict[str, Any]
-    values: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor | float | None] = field(default_factory=list)
-    """None: as much as the microbatch's loss."""
-    microbatches: list[int] = field(default_factory=list)
+    noted: list[Noted] = field(default_factory=list)
     batch_size: int | None = None
     metric: MetricName | MetricValue | None = None
 
@@ -94,11 +94,10 @@ class StepLogs:
             self._keep(name, None, value, options)
 
     def _keep(self, name: str, key: str | None, value: Any, options: dict[str, Any]) -> None:
-        fold = _FOLDS.get(options.get("reduce_fx", "mean"), "mean")
-        entry = self._entries.setdefault((name, key), _Entry(fold, options))
+        entry = self._entries.setdefault((name, key), _Entry(options))
         batch_size = options.get("batch_size")
         if batch_size is not None:
-            is_new = self._microbatch not in entry.microbatches
+            is_new = self._microbatch not in {each.microbatch for each in entry.noted}
             entry.batch_size = (entry.batch_size or 0) + (batch_size if is_new else 0)
         if isinstance(value, Metric):
             entry.metric = MetricName(_attribute_of(self._module, value))
@@ -106,52 +105,35 @@ class StepLogs:
         if (given := self.metrics.given(value)) is not None:
             entry.metric = given
             return
-        entry.microbatches.append(self._microbatch)
-        weight: Tensor | float | None = None if batch_size is None else float(batch_size)
-        if isinstance(value, Tensor) and batch_size is None:
-            found = self._reductions(value)
-            if found and all(each.kind == "sum" for each in found) and entry.fold == "mean":
-                entry.fold = "sum"
-            elif found and found[0].kind == "mean":
-                weight = found[0].count
-        entry.values.append(torch.as_tensor(value).detach().double().reshape(()))
-        entry.weights.append(weight)
+        entry.noted.append(note(self._microbatch, value, options))
 
-    def _reductions(self, value: Tensor) -> list[Reduction]:
-        return [] if value.grad_fn is None else reductions(value)
+    def noted(self) -> dict[Key, list[Noted]]:
+        """Return the values of each key, in the order of the first calls."""
+        return {key: entry.noted for key, entry in self._entries.items() if entry.noted}
 
-    def collected(self, loss_weights: Mapping[int, Tensor | float]) -> list["Logged"]:
+    def collected(
+        self, weights: MicrobatchWeights, rule_of: RuleOf | None = None
+    ) -> list["Logged"]:
         """Return what the step logged as a whole, in the order of the first calls.
 
         Args:
-            loss_weights: Of each microbatch; values of which nothing else tells what they were
-                averaged over are weighed like the loss.
+            weights: What the microbatches are worth.
+            rule_of: Tells how the values of a key are put together; by default as they look.
         """
-        return [
-            Logged(name, key, self._value(entry, loss_weights), _options(entry))
-            for (name, key), entry in self._entries.items()
-        ]
-
-    def _value(
-        self, entry: _Entry, loss_weights: Mapping[int, Tensor | float]
-    ) -> "Tensor | MetricName | MetricValue":
-        if entry.metric is not None:
-            return entry.metric
-        values = torch.stack(entry.values)
-        if entry.fold != "mean":
-            folds: dict[Fold, Callable[[Tensor], Tensor]] = {
-                "sum": torch.sum, "min": torch.amin, "max": torch.amax,
-            }  # fmt: skip
-            return folds[entry.fold](values)
-        pairs = zip(entry.weights, entry.microbatches, strict=True)
-        chosen = [
-            loss_weights.get(index, 1.0) if weight is None else weight for weight, index in pairs
-        ]
-        weights = torch.stack(
-            [torch.as_tensor(each, device=values.device).double() for each in chosen]
-        )
-        # A mean over nothing is not a number, and worth nothing.
-        return torch.where(weights == 0, 0.0, values * weights).sum() / weights.sum()
+        logged = []
+        for (name, key), entry in self._entries.items():
+            value: Tensor | MetricName | MetricValue
+            if entry.metric is not None:
+                value = entry.metric
+            else:
+                rule = (
+                    usual_rule(entry.noted)
+                    if rule_of is None or len(entry.noted) == 1
+                    else rule_of((name, key), entry.noted)
+                )
+                value = combine(rule, entry.noted, weights)
+            logged.append(Logged(name, key, value, _options(entry)))
+        return logged
 
 
 @dataclass(frozen=True)

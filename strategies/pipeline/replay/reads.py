@@ -76,7 +76,8 @@ def guess(name: str, args: tuple[Any, ...], *, answer: bool) -> Any:
     made = torch.full(shape, answer, device="cpu").to(like.dtype)
     if name in SCALARS:
         value = made.item()
-        return int(value) if name in {"__index__", "__int__"} else value
+        kind = {"__index__": int, "__int__": int, "__float__": float}.get(name)
+        return value if kind is None else kind(value)
     return made.tolist() if name == "tolist" else made.float().numpy()
 
 
