@@ -17,10 +17,16 @@ if TYPE_CHECKING:
         DivergenceError,
         LayoutError,
         OffloadError,
+        PipelineError,
         RankError,
         TelemetryError,
     )
-    from boltmesh.strategies import DDPStrategy, MeshStrategy, ZeROStrategy
+    from boltmesh.strategies import (
+        DDPStrategy,
+        MeshStrategy,
+        PipelineParallelStrategy,
+        ZeROStrategy,
+    )
 
 __version__ = "0.1.0"
 
@@ -33,6 +39,8 @@ __all__ = [
     "LayoutError",
     "MeshStrategy",
     "OffloadError",
+    "PipelineError",
+    "PipelineParallelStrategy",
     "RankError",
     "TelemetryError",
     "ZeROStrategy",
@@ -48,6 +56,8 @@ _HOMES = {
     "LayoutError": "boltmesh.errors",
     "MeshStrategy": "boltmesh.strategies",
     "OffloadError": "boltmesh.errors",
+    "PipelineError": "boltmesh.errors",
+    "PipelineParallelStrategy": "boltmesh.strategies",
     "RankError": "boltmesh.errors",
     "TelemetryError": "boltmesh.errors",
     "ZeROStrategy": "boltmesh.strategies",

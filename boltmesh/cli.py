@@ -155,9 +155,10 @@ def plan(
     cluster: Path | None,
     as_json: bool,
 ) -> int:
-    """Predict the memory and the traffic of every ZeRO stage and offload.
+    """Predict the memory and the traffic of every ZeRO stage and offload, or a pipeline's stages.
 
-    Nothing is built: the devices, and the memory, need not be here.
+    Nothing is built: the devices, and the memory, need not be here. Of a config with a pipeline,
+    or with --strategy pipeline, the stages with their cost and memory, and the expected bubble.
     """
     from boltmesh.plan import plan as predict
 
@@ -466,9 +467,13 @@ def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> in
     loaded, placement, source = _prepare(verb, config, overrides, for_show=True)
 
     from boltmesh.run import RunBuilder, describe
+    from boltmesh.stage_plan import PIPELINE, plan_stages, strategy_section, write_stages
 
     built = RunBuilder(loaded, verb, placement, rank, source=source).build(for_show=True)
     print(describe(built, loaded, verb, placement))
+    if verb == "fit" and loaded.strategy.name == PIPELINE:
+        given = strategy_section(loaded)
+        print(f"\n{write_stages(plan_stages(loaded, placement.world_size, given, source=source))}")
     return 0
 
 

@@ -23,6 +23,7 @@ from boltmesh.quiet import quiet_lightning
 from boltmesh.strategies.data.autocast import full_precision_modules
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.units import find_units
+from boltmesh.strategies.lightning_compat import module_keeps_gradients, module_reads_gradients
 from boltmesh.strategies.planner.model import Activations, ModelShape, TensorShape, UnitShape
 from boltmesh.strategies.planner.precision import Widths
 from boltmesh.strategies.torch_compat import (
@@ -52,19 +53,19 @@ def describe_model(
         ConfigError: When the model's class or arguments are wrong.
     """
     quiet_lightning()
-    batch, complaint = _first_batch(config, source)
+    batch, complaint = first_batch(config, source)
     with fake_tensors() as mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a module without a Trainer
         dtype = DTYPES[config.trainer.precision.partition("-")[0]]
         autocast = dtype if widths.is_autocast else None
         stored = torch.float32 if widths.is_autocast else dtype
-        with _default_dtype(stored):  # as Lightning converts a module: fake ones cannot be
+        with default_dtype(stored):  # as Lightning converts a module: fake ones cannot be
             module = build(config.model, "model", source=source)
-            notes = _configure(module)
+            notes = configure(module)
         measured = DryStep()
         if complaint is None:
-            complaint = measured.run(module, tree_map(_faked(mode, stored), batch), autocast)
-        optimizer = _own_optimizer(module)
+            complaint = measured.run(module, tree_map(faked(mode, stored), batch), autocast)
+        optimizer = own_optimizer(module)
     if complaint is None:
         how = "counted by running training_step on one batch of the data, without memory"
         activations = Activations(measured.saved_bytes, measured.transient_bytes, how)
@@ -79,6 +80,8 @@ def describe_model(
             buffer_bytes=sum(each.numel() * each.element_size() for each in module.buffers()),
             activations=activations,
             forward_flops=measured.flops if activations is not None else None,
+            reads_gradients=module_reads_gradients(module),
+            keeps_gradients=module_keeps_gradients(module),
         ),
         optimizer,
         tuple(notes),
@@ -150,7 +153,7 @@ def _shape(
     )
 
 
-def _configure(module: LightningModule) -> list[str]:
+def configure(module: LightningModule) -> list[str]:
     """Make the layers that a module makes in ``configure_model``; say what is missing."""
     try:
         module.configure_model()
@@ -159,7 +162,8 @@ def _configure(module: LightningModule) -> list[str]:
     return []
 
 
-def _own_optimizer(module: LightningModule) -> Optimizer | None:
+def own_optimizer(module: LightningModule) -> Optimizer | None:
+    """Return the optimizer that a module makes without a Trainer."""
     try:
         made = module.configure_optimizers()
     except Exception:  # noqa: BLE001 - most often it asks a Trainer for the number of steps
@@ -167,7 +171,7 @@ def _own_optimizer(module: LightningModule) -> Optimizer | None:
     return next((each for each in tree_leaves(made) if isinstance(each, Optimizer)), None)
 
 
-def _first_batch(config: DictConfig, source: str) -> tuple[Any, str | None]:
+def first_batch(config: DictConfig, source: str) -> tuple[Any, str | None]:
     """One batch of the training data, or why there is none."""
     if config.data.class_path is None:
         return None, "data.class_path is not given, so there is no batch to run"
@@ -180,7 +184,7 @@ def _first_batch(config: DictConfig, source: str) -> tuple[Any, str | None]:
         return None, f"the data gives no batch: {one_line(error)}"
 
 
-def _faked(mode: Any, dtype: torch.dtype) -> Callable[[Any], Any]:
+def faked(mode: Any, dtype: torch.dtype) -> Callable[[Any], Any]:
     """What takes the data out of a batch and, like a precision plugin, converts its floats."""
 
     def fake(each: Any) -> Any:
@@ -193,7 +197,8 @@ def _faked(mode: Any, dtype: torch.dtype) -> Callable[[Any], Any]:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within, new floating point tensors are of another type."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

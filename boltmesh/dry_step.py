@@ -1,13 +1,14 @@
 """One training step of a module without data: what it keeps, what it computes, what it casts."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
@@ -28,6 +29,28 @@ class DryStep:
         self.transient_bytes = 0
         self.flops = 0
         self.cast_names: set[str] = set()
+        self.saved_by: dict[str, int] = {}
+        """By module of ``attributing``, the bytes of ``saved_bytes`` that it was the first to save;
+        what is saved outside of them has no name."""
+        self._inside: list[str] = []
+
+    @contextlib.contextmanager
+    def attributing(self, modules: Mapping[str, Module]) -> Iterator[None]:
+        """Within, note which of these modules saves what; none holds another one."""
+        handles = []
+        for name, module in modules.items():
+            handles += [
+                module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
+                module.register_forward_hook(lambda *_: self._leave()),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _leave(self) -> None:
+        self._inside.pop()
 
     def run(self, module: LightningModule, batch: Any, autocast: torch.dtype | None) -> str | None:
         """Run one training step; return why that is not possible, or None."""
@@ -41,12 +64,16 @@ class DryStep:
         def keep(tensor: Tensor) -> Tensor:
             at = storage_key(tensor)
             if at not in known and at not in watch.casts:
+                if at not in saved and self._inside:
+                    owner = self._inside[-1]
+                    size = tensor.untyped_storage().nbytes()
+                    self.saved_by[owner] = self.saved_by.get(owner, 0) + size
                 saved.setdefault(at, tensor)
             return tensor
 
         module.train()
         try:
-            with _autocast(autocast), watch:
+            with computing_in(autocast), watch:
                 with flops, saved_tensors_hooks(keep, lambda each: each):
                     output = module.training_step(batch, 0)
                 loss: Any = output["loss"] if isinstance(output, Mapping) else output
@@ -115,7 +142,8 @@ def _attention_flops(
     return products // 2 if is_causal else products
 
 
-def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+def computing_in(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that computes in ``dtype``; with None one that changes nothing."""
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast("cpu", dtype=dtype)

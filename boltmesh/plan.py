@@ -5,7 +5,6 @@ needs torch, and its activations are counted on one batch of the config's data.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -17,8 +16,10 @@ from omegaconf import OmegaConf
 from boltmesh.configs.advice import name_choices, nearest
 from boltmesh.configs.load import RECIPE_FOLDER, find, load
 from boltmesh.errors import ConfigError
+from boltmesh.plan_optimizer import optimizer_copies
 from boltmesh.plan_strategies import PREFIX, own_options, sharing_of
 from boltmesh.plan_text import Row, write_row, write_table
+from boltmesh.stage_plan import PIPELINE, PipelinePlan, plan_stages, strategy_section, write_stages
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.planner.gpt import GPTSize, describe_gpt, size_named
 from boltmesh.strategies.planner.layout import Job, Sharing
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 
 KNOWN_MODEL = (RECIPE_FOLDER.parent / "examples" / "gpt.py").resolve()
 KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
-
-STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "SGD": 0}
-"""Tensors of a parameter's size that torch's optimizers keep as they come."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +84,13 @@ def plan(
     Raises:
         ConfigError: When the config cannot be planned.
     """
+    changes = [*([] if size is None else _size_overrides(size)), *overrides]
+    wanted = None if strategy is None else strategy.removeprefix(PREFIX)
+    loaded = load(config, changes)
+    if wanted == "pipeline" or (wanted is None and loaded.strategy.get("name") == PIPELINE):
+        stages = _plan_pipeline(loaded, devices, str(find(config)))
+        print(json.dumps(stages.as_data()) if as_json else write_stages(stages))
+        return 0
     made = make_plan(config, overrides, devices=devices, size=size, cluster=cluster)
     chosen = list(made.sharings) if strategy is None else [_find_strategy(strategy, made)]
     rows = [made.row(each) for each in chosen]
@@ -119,11 +124,13 @@ def make_plan(
     widths = widths_of(loaded.trainer.precision)
     ranks_per_node = _ranks_per_node(loaded, devices, source)
     own = loaded.strategy.name
-    given = _as_container(loaded.strategy)
-    sharings = {name: sharing_of(name, STRATEGIES[name], {}) for name in STRATEGIES}
+    given = strategy_section(loaded)
+    # A pipeline divides the model otherwise, see ``stage_plan.py``.
+    sharings = {
+        name: sharing_of(name, STRATEGIES[name], {}) for name in STRATEGIES if name != PIPELINE
+    }
     options = own_options(STRATEGIES[own], given, source)
-    if options is not None:
-        sharings[own] = sharing_of(own, STRATEGIES[own], given)
+    sharings[own] = sharing_of(own, STRATEGIES[own], given)
     model, copies, notes = _describe(loaded, widths, options, source)
     shard_size = None if options is None else options.shard_size
     job = Job(
@@ -132,6 +139,10 @@ def make_plan(
         shard_size=ranks_per_node if shard_size == "node" else shard_size,  # type: ignore[arg-type]
         num_microbatches=loaded.trainer.accumulate_grad_batches,
         state_copies=copies,
+        reads_gradients=(
+            loaded.trainer.precision == "16-mixed"
+            or loaded.trainer.gradient_clip_algorithm == "value"
+        ),
         is_on_host=loaded.trainer.accelerator == "cpu",
     )
     if job.num_ranks % job.num_shards:
@@ -141,10 +152,12 @@ def make_plan(
         )
     if loaded.trainer.accelerator == "auto":
         notes += ("accelerator=auto is planned as for GPUs; accelerator=cpu plans for the CPU",)
+    if given.get("activation_checkpointing") is not None:
+        notes += ("activations and work are those without activation_checkpointing",)
     machine = Machine() if cluster is None else _read_machine(cluster)
     if not _is_kept_in_fp32(model, widths):
         precision = loaded.trainer.precision
-        if sharings[own].has_engine:
+        if own in sharings and sharings[own].has_engine:
             raise ConfigError(
                 f"{source}: trainer.precision={precision} keeps weights in another type than fp32, "
                 f"and offloaded state is fp32. Set trainer.precision=bf16-mixed."
@@ -152,6 +165,13 @@ def make_plan(
         sharings = {name: each for name, each in sharings.items() if not each.has_engine}
         notes += (f"offload keeps state in fp32, so it cannot be had with precision={precision}",)
     return Plan(model, job, own, sharings, machine, notes)
+
+
+def _plan_pipeline(config: "DictConfig", devices: int | None, source: str) -> PipelinePlan:
+    check_strategy_name(config.strategy.get("name"), source=source)
+    given = strategy_section(config) if config.strategy.name == PIPELINE else {}
+    ranks = _ranks_per_node(config, devices, source) * config.trainer.num_nodes
+    return plan_stages(config, ranks, given, source=source)
 
 
 def _describe(
@@ -169,25 +189,8 @@ def _describe(
         size = GPTSize.of(_as_container(config.model.init_args))
         model, notes = describe_gpt(size, batch=known, widths=widths), ()
         name, arguments = "AdamW", {}
-    if config.optimizer.class_path is not None:
-        name = re.split(r"[.:]", config.optimizer.class_path)[-1]
-        arguments = config.optimizer.init_args
-    copies, note = _optimizer_copies(name, arguments)
+    copies, note = optimizer_copies(config, name, arguments)
     return model, copies, (*notes, *note)
-
-
-def _optimizer_copies(
-    name: str | None, arguments: Mapping[str, Any]
-) -> tuple[int, tuple[str, ...]]:
-    """Tensors of a parameter's size that an optimizer keeps, and what is assumed where unknown."""
-    if name not in STATE_COPIES:
-        who = (
-            "the optimizer is made beside a Trainer only" if name is None else f"{name} is unknown"
-        )
-        return 2, (f"{who}: two tensors of state for each parameter are assumed, as Adam has",)
-    copies = STATE_COPIES[name]
-    copies += bool(arguments.get("amsgrad")) + (name == "SGD" and bool(arguments.get("momentum")))
-    return copies, ()
 
 
 def _is_kept_in_fp32(model: ModelShape, widths: Widths) -> bool:

@@ -45,7 +45,7 @@ def sharing_of(name: str, entry: Entry, given: Mapping[str, Any]) -> Sharing:
     short = name.removeprefix(PREFIX)
     options = options_of(entry, given)
     if options is None:
-        return Sharing(short, 0)
+        return Sharing(short, 0, keeps_in_buckets=given.get("gradient_as_bucket_view"))
     places = {None: "device", "cpu": "host", "nvme": "disk"}
     return Sharing(
         short,

@@ -50,11 +50,12 @@ def write_table(model: ModelShape, job: Job, rows: Sequence[Row], notes: Sequenc
     for place in ("device", "host", "disk"):
         if any(getattr(each, place) for each in peaks):
             if place != "disk" and (place == "device" or job.is_on_host):
-                columns.append((f"{place}, kept", [_size(getattr(each, place)) for each in kept]))
-                columns.append((f"{place}, peak", [_size(getattr(each, place)) for each in peaks]))
+                for when, sizes in (("kept", kept), ("peak", peaks)):
+                    cells = [size_text(getattr(each, place)) for each in sizes]
+                    columns.append((f"{place}, {when}", cells))
             else:
-                columns.append((place, [_size(getattr(each, place)) for each in peaks]))
-    columns.append(("sent a step", [_size(_sent(row)) for row in rows]))
+                columns.append((place, [size_text(getattr(each, place)) for each in peaks]))
+    columns.append(("sent a step", [size_text(_sent(row)) for row in rows]))
     if any(row.time.least_s is not None for row in rows):
         columns.append(("least time", [_time(row.time) for row in rows]))
     if any(row.too_large for row in rows):
@@ -63,7 +64,7 @@ def write_table(model: ModelShape, job: Job, rows: Sequence[Row], notes: Sequenc
     return "\n".join(
         [
             _title(model, job),
-            *_align(columns),
+            *align(columns),
             *_remarks(model, job, notes, has_own=any(row.is_own for row in rows)),
         ]
     )
@@ -75,23 +76,23 @@ def write_row(model: ModelShape, job: Job, row: Row, notes: Sequence[str]) -> st
     kinds.append(("peak", row.memory.peak))
     columns = [("between steps", [f"  {kind}" for kind, _ in kinds])]
     columns += [
-        (place, [_size(getattr(each, place)) for _, each in kinds])
+        (place, [size_text(getattr(each, place)) for _, each in kinds])
         for place in ("device", "host", "disk")
         if any(getattr(each, place) for _, each in kinds)
     ]
-    lines = [_title(model, job, _short(row.name)), *_align(columns), ""]
+    lines = [_title(model, job, _short(row.name)), *align(columns), ""]
     where = "host" if job.is_on_host else "device"
     moments = list(row.memory.moments.items())
     words = [f"  {name}{' (the peak)' if name == row.memory.peak_moment else ''}"
              for name, _ in moments]  # fmt: skip
-    lines += _align([(f"on the {where} in a step", words), ("", [_size(b) for _, b in moments])])
+    lines += align([(f"on the {where} in a step", words), ("", [size_text(b) for _, b in moments])])
     if row.traffic:
-        lines += ["", *_align(_traffic_columns(row.traffic))]
+        lines += ["", *align(_traffic_columns(row.traffic))]
     known = {each.name: getattr(row.time, each.name) for each in fields(row.time)}
     if any(known.values()):
         names = [f"  {name.removesuffix('_s')}" for name in known]
         values = ["?" if each is None else f"{each:.3g} s" for each in known.values()]
-        lines += ["", *_align([("time of each part", names), ("at least", values)])]
+        lines += ["", *align([("time of each part", names), ("at least", values)])]
     for place in row.too_large:
         lines.append(f"needs more than the {place} has")
     return "\n".join([*lines, *_remarks(model, job, notes, has_own=False)])
@@ -102,8 +103,8 @@ def _traffic_columns(traffic: Sequence[Moved]) -> list[tuple[str, list[str]]]:
     return [
         ("between ranks in a step", [f"  {each.operator}" for each in traffic]),
         ("calls", calls),
-        ("whole", [_size(each.whole_bytes) for each in traffic]),
-        ("sent by a rank", [_size(each.wire_bytes) for each in traffic]),
+        ("whole", [size_text(each.whole_bytes) for each in traffic]),
+        ("sent by a rank", [size_text(each.wire_bytes) for each in traffic]),
     ]
 
 
@@ -123,7 +124,7 @@ def _remarks(model: ModelShape, job: Job, notes: Sequence[str], *, has_own: bool
     if model.activations is None:
         said.append("activations are not counted: add them to every peak")
     else:
-        size = _size(model.activations.saved_bytes).strip()
+        size = size_text(model.activations.saved_bytes).strip()
         said.append(f"activations {size}, {model.activations.how}")
     if job.is_on_host:
         said.append("the ranks compute on the CPU: device and host are one memory")
@@ -135,7 +136,18 @@ def _remarks(model: ModelShape, job: Job, notes: Sequence[str], *, has_own: bool
     return ["", *(f"{each}." if not each.startswith("*") else each for each in [*said, *notes])]
 
 
-def _align(columns: Sequence[tuple[str, list[str]]]) -> list[str]:
+def align(
+    columns: Sequence[tuple[str, list[str]]], last: tuple[str, list[str]] | None = None
+) -> list[str]:
+    """Return a table, its head first: all columns but the first to the right.
+
+    Args:
+        columns: Of each its title and its cells.
+        last: One more, to the left.
+    """
+    if last is not None:
+        bodies = align(columns)
+        return [f"{line}  {cell}" for line, cell in zip(bodies, [last[0], *last[1]], strict=True)]
     widths = [max(len(each) for each in (title, *cells)) for title, cells in columns]
     lines = [[title for title, _ in columns], *zip(*(cells for _, cells in columns), strict=True)]
     return [
@@ -155,7 +167,8 @@ def _time(time: StepTime) -> str:
     return "?" if time.least_s is None else f"{time.least_s:.3g} s, {time.slowest}"
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """Return bytes in a unit that suits them."""
     if num_bytes == 0:
         return "-"
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):

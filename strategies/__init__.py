@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from boltmesh.strategies.ddp import DDPStrategy
     from boltmesh.strategies.engine import MeshStrategy
     from boltmesh.strategies.mesh import MeshLayout
+    from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
     from boltmesh.strategies.zero import ZeROStrategy
 
 __all__ = [
     "DDPStrategy",
     "MeshLayout",
     "MeshStrategy",
+    "PipelineParallelStrategy",
     "ZeROStrategy",
     "deferred_init",
     "gathered_parameters",
@@ -24,6 +26,7 @@ _HOMES = {
     "DDPStrategy": "boltmesh.strategies.ddp",
     "MeshLayout": "boltmesh.strategies.mesh",
     "MeshStrategy": "boltmesh.strategies.engine",
+    "PipelineParallelStrategy": "boltmesh.strategies.pipeline_parallel",
     "ZeROStrategy": "boltmesh.strategies.zero",
     "deferred_init": "boltmesh.strategies.building.deferred",
     "gathered_parameters": "boltmesh.strategies.access",

@@ -90,7 +90,7 @@ class CheckpointingStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self.stores_shards:
             return super().lightning_module_state_dict()
-        if self._is_alone:
+        if self._obstacle:
             return {}  # it will not be written, and what failed may be what is asked here
         assert self.lightning_module is not None
         self.data_axis.synchronize()
@@ -113,7 +113,7 @@ class CheckpointingStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self.stores_shards:
             return super().optimizer_state(optimizer)
-        if self._is_alone:
+        if self._obstacle:
             return {}
         assert self.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
@@ -130,10 +130,10 @@ class CheckpointingStrategy(ParallelStrategy):
     ) -> None:
         with self.recorder.phase("checkpoint"):
             trainer = compat.trainer_of(self.lightning_module)
-            if self.stores_shards and self._is_alone:
+            if self.stores_shards and (obstacle := self._obstacle):
                 warnings.warn(
-                    f"{filepath} was not written: the run is ending by an error, and a checkpoint "
-                    f"of shards needs all ranks. The one before it is intact.",
+                    f"{filepath} was not written: the run is ending by an error, and {obstacle}. "
+                    f"The one before it is intact.",
                     stacklevel=2,
                 )
                 return
@@ -147,11 +147,23 @@ class CheckpointingStrategy(ParallelStrategy):
             self.recorder.event("checkpoint", str(filepath))
 
     @property
+    def _obstacle(self) -> str | None:
+        """Why nothing can be saved, of a run that is ending by an error, which is to be seen."""
+        if self._is_alone:
+            return "a checkpoint of shards needs all ranks"
+        if self._is_failing and not self.data_axis.has_whole_steps:
+            return "its last step is half done"
+        return None
+
+    @property
+    def _is_failing(self) -> bool:
+        trainer = compat.trainer_of(self.lightning_module)
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @property
     def _is_alone(self) -> bool:
         """Whether this rank is on its way out by an error, and others may be anywhere."""
-        trainer = compat.trainer_of(self.lightning_module)
-        is_failing = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-        return is_failing and self.world_size > 1
+        return self._is_failing and self.world_size > 1
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -39,7 +39,8 @@ class DDPStrategy(MeshStrategy):
         powersgd_rank: Rank of the factors: more is closer to the gradient and more to send.
         powersgd_start_step: Steps without compression before PowerSGD begins, 2 at least.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
-            ``process_group_backend``, ``start_method`` and Lightning's own.
+            ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
+            Lightning's own.
 
     Raises:
         ConfigError: When options contradict each other or do not exist.

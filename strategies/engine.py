@@ -5,7 +5,7 @@ business of that axis's part (``data/``), and the doors (``ddp.py``, ...) choose
 LightningModule stays as its author wrote it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -32,6 +32,7 @@ from boltmesh.strategies.checkpointing import CheckpointingStrategy
 from boltmesh.strategies.data.axis import AxisContext, DataAxis
 from boltmesh.strategies.mesh import AXES, MeshLayout
 from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.recomputation import Recomputation, Recompute
 from boltmesh.strategies.resume import ResumeManager
 from boltmesh.strategies.torch_compat import device_index
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
@@ -51,6 +52,10 @@ class MeshStrategy(CheckpointingStrategy):
         tensor: Size of the tensor axis. The data axis takes the ranks that are left.
         timeout_s: How long a collective may take before the run ends with an error, seconds.
         telemetry: Record what ``boltmesh top`` shows.
+        activation_checkpointing: ``"full"`` keeps the inputs of each repeated block alone for the
+            backward pass, which runs the blocks again: a third more work for the memory of all but
+            one block. ``"selective"`` also keeps what matrix products, convolutions and attention
+            give, and repeats the rest. None keeps everything. The numbers are the same.
         seed: Give every data rank a random stream of its own, derived from this number, once the
             model is built: dropout then differs between ranks and repeats between runs. With None
             the streams stay as ``seed_everything`` left them, alike on every rank.
@@ -74,6 +79,7 @@ class MeshStrategy(CheckpointingStrategy):
         tensor: int = 1,
         timeout_s: float = 1800.0,
         telemetry: bool = True,
+        activation_checkpointing: Recompute | None = None,
         seed: int | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
@@ -95,6 +101,7 @@ class MeshStrategy(CheckpointingStrategy):
             self.checkpoint_io = checkpoint_io  # which a sharded axis refuses
         self.timeout_s = timeout_s
         self.telemetry = telemetry
+        self.recomputation = Recomputation(activation_checkpointing)
         self.seed = seed
         self.groups: dict[str, ProcessGroup] = {}
         self.recorder: Recorder | NullRecorder = NullRecorder()
@@ -232,6 +239,8 @@ class MeshStrategy(CheckpointingStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            self.recomputation.put_on(self.model)
         if is_fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -279,6 +288,7 @@ class MeshStrategy(CheckpointingStrategy):
             scaler=getattr(self.precision_plugin, "scaler", None),
             zeroes_gradients=partial(compat.zeroes_gradients, trainer),
             recorder=self.recorder,
+            recomputed=self.recomputation.blocks,
         )
 
     @override
@@ -303,6 +313,22 @@ class MeshStrategy(CheckpointingStrategy):
         if self.model is None:
             return []
         return self.data_axis.expected_memory(self.model, self.optimizers)
+
+    def held_parameters(self) -> Sequence[Parameter]:
+        """The module's parameters of which this rank has values, shards among them."""
+        return [] if self.lightning_module is None else list(self.lightning_module.parameters())
+
+    # Resuming.
+
+    def kept_for_resume(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the strategy, beside random states and places in the data.
+
+        Alike on all ranks; plain numbers and strings.
+        """
+        return {}
+
+    def take_kept(self, state: dict[str, Any]) -> None:
+        """Take what ``kept_for_resume`` gave in the run that is gone on with."""
 
     # The loops.
 
@@ -516,6 +542,7 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def teardown(self) -> None:
+        self.recomputation.take_off()
         module = self.lightning_module
         self.model = module
         trainer = compat.trainer_of(module)
@@ -530,10 +557,10 @@ class MeshStrategy(CheckpointingStrategy):
         self.data_axis.release()
         self.recorder.close()
         self.recorder = NullRecorder()
-        if not self.data_axis.is_sharded:
+        if not self.stores_shards:
             super().teardown()
             return
-        # Shards stay where their axis has put them.
+        # What ranks hold parts of stays where its axis has put it.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

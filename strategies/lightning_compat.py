@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,9 +32,8 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available as all_reduce_copy,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -51,6 +51,7 @@ from lightning.pytorch.trainer.connectors.data_connector import (
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -67,12 +68,16 @@ __all__ = [
     "all_reduce_copy",
     "autocast_dtype",
     "batches_to_skip",
+    "callbacks_of",
     "default_backend",
     "distributed_is_initialized",
     "draws_batches",
+    "draws_from_iterator",
+    "evaluation_batch_index",
     "evaluation_is_over",
     "evaluation_length",
     "forbid_inference_mode",
+    "gives_last_batch",
     "has_norm_clipping",
     "hear_sigterm_once",
     "init_process_group",
@@ -83,10 +88,11 @@ __all__ = [
     "prepare_for_backward",
     "rank_loader",
     "reads_gradients",
-    "reads_outputs",
     "requested_loader",
     "reset_seed",
     "restart_fetching",
+    "seed_workers",
+    "step_arguments",
     "sync_module_states",
     "trainer_of",
     "training_loaders",
@@ -337,18 +343,31 @@ def reads_gradients(trainer: Trainer, module: LightningModule) -> bool:
 
     A callback with the class attribute ``reads_gradients = False`` is taken at its word.
     """
-    if not module.automatic_optimization or trainer.gradient_clip_algorithm == "value":
+    if trainer.gradient_clip_algorithm == "value":
         return True
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return True
-    hooks = (*_GRADIENT_HOOKS, "backward", "configure_gradient_clipping", "optimizer_zero_grad")
-    if any(is_overridden(name, module, LightningModule) for name in hooks):
+    if module_reads_gradients(module):
         return True
     return any(
         is_overridden(name, callback, Callback)
         for callback in _readers(trainer)
         for name in _GRADIENT_HOOKS[:3]
     )
+
+
+def module_reads_gradients(module: LightningModule) -> bool:
+    """Whether a module's own hooks may look at ``.grad`` before an optimizer has stepped."""
+    hooks = (*_GRADIENT_HOOKS, "backward", "configure_gradient_clipping", "optimizer_zero_grad")
+    is_automatic = module.automatic_optimization
+    return not is_automatic or any(is_overridden(h, module, LightningModule) for h in hooks)
+
+
+def module_keeps_gradients(module: LightningModule) -> bool:
+    """Whether gradients of the step before are there until a module's own code zeroes them."""
+    hooks = ("optimizer_zero_grad", "on_before_zero_grad")
+    is_automatic = module.automatic_optimization
+    return not is_automatic or any(is_overridden(h, module, LightningModule) for h in hooks)
 
 
 def zeroes_gradients(trainer: Trainer) -> bool:
@@ -358,24 +377,25 @@ def zeroes_gradients(trainer: Trainer) -> bool:
     look at what is there.
     """
     module = trainer.lightning_module
-    if not (trainer.training and module.automatic_optimization):
+    if not trainer.training or module_keeps_gradients(module):
         return False
     if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
         return False  # whose steps say nothing dependable of a batch's number
     if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
         return False
-    if is_overridden("optimizer_zero_grad", module, LightningModule):
-        return False
     return not any(
-        is_overridden("on_before_zero_grad", each, kind)
-        for each, kind in [(module, LightningModule), *((c, Callback) for c in _readers(trainer))]
+        is_overridden("on_before_zero_grad", each, Callback) for each in _readers(trainer)
     )
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """Return the callbacks; Lightning sets the attribute without declaring it."""
+    return list(trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def _readers(trainer: Trainer) -> list[Callback]:
     """The callbacks that do not say of themselves that they look at no gradients."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [each for each in callbacks if getattr(each, "reads_gradients", True)]
+    return [each for each in callbacks_of(trainer) if getattr(each, "reads_gradients", True)]
 
 
 def forbid_inference_mode(trainer: Trainer) -> None:
@@ -476,10 +496,36 @@ def transferred_to_host(trainer: Trainer, batch: Any) -> Any:
     return module._apply_batch_transfer_handler(batch, torch.device("cpu"), 0)
 
 
-def reads_outputs(trainer: Trainer, step: str) -> bool:
-    """Whether a hook of the user's is given what an evaluation's steps return."""
-    name = f"on_{step.removesuffix('_step')}_batch_end"
-    return is_overridden(name, trainer.lightning_module, LightningModule) or any(
-        is_overridden(name, each, Callback) and not isinstance(each, ProgressBar)
-        for each in trainer.callbacks  # type: ignore[attr-defined]
-    )
+def step_arguments(module: LightningModule, step: str) -> tuple[int, ...]:
+    """What the loops call a step with behind its batch, for the first batch of the first loader.
+
+    The index of the batch and that of the loader are given where the step has them.
+    """
+    method = getattr(module, step)
+    if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
+        return ()
+    has_loader = is_param_in_hook_signature(method, "dataloader_idx", explicit=True)
+    return (0, 0) if has_loader and step != "training_step" else (0,)
+
+
+def draws_from_iterator(module: LightningModule, step: str) -> bool:
+    """Whether a step takes an iterator over batches instead of a batch."""
+    return is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
+
+
+def evaluation_batch_index(trainer: Trainer) -> int:
+    """How many batches of this evaluation came before the one in work, over all its loaders."""
+    return int(_evaluating_loop(trainer).batch_progress.current.ready) - 1
+
+
+def gives_last_batch(trainer: Trainer) -> bool:
+    """Whether the running loop's loaders have no batch after the one that was fetched last."""
+    loop: Any = trainer.fit_loop if trainer.training else _evaluating_loop(trainer)
+    return loop._data_fetcher is not None and bool(loop._data_fetcher.done)
+
+
+def seed_workers(loader: object, rank: int) -> None:
+    """Seed a loader's workers as the Trainer is about to, by another rank than the global one."""
+    is_asked = int(os.environ.get("PL_SEED_WORKERS", "0"))
+    if is_asked and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)

@@ -57,7 +57,7 @@ def tensors_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | 
         held = strategy.data_axis.tensors_by_kind(strategy.model, strategy.optimizers)
         if held is not None:
             return held
-    parameters: list[Tensor] = list(module.parameters()) if module is not None else []
+    parameters: list[Tensor] = list(strategy.held_parameters())
     return {
         "parameters": parameters,
         "gradients": [each.grad for each in parameters if each.grad is not None],

@@ -1,6 +1,7 @@
 """``PipelineParallelStrategy``: each rank holds some layers, and passes activations on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -8,26 +9,37 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.errors import LayoutError
+from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.building.deferred import deferred_init
 from boltmesh.strategies.data.lone import LoneRank
 from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
+from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.pipeline.alike import of_first_rank, share_random_state
 from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
 from boltmesh.strategies.pipeline.broadcasting import gathered
-from boltmesh.strategies.pipeline.evaluation import evaluation_step
+from boltmesh.strategies.pipeline.digest import BatchDigest, batch_digest
+from boltmesh.strategies.pipeline.evaluation import Evaluation
+from boltmesh.strategies.pipeline.kinds import schedule_kind
+from boltmesh.strategies.pipeline.metrics.local import keep_local, let_gather
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
 from boltmesh.strategies.pipeline.refusals import refuse_optimizers, refuse_run
 from boltmesh.strategies.pipeline.runs import Around
-from boltmesh.strategies.pipeline.sample import sample_batch
+from boltmesh.strategies.pipeline.sample import batch_sizes, sample_batch
 from boltmesh.strategies.pipeline.small_state import joined_state
 from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.strategies.torch_compat import TOTAL_NORM, total_norm_replaced
+from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
+
+BUBBLE = "boltmesh/bubble_ratio"
+"""Idle over total time of the pipeline in the batch before, see ``executor/idle.py``."""
 
 _STEPS = {
     TrainerFn.FITTING: "training_step",
@@ -63,11 +75,16 @@ class PipelineParallelStrategy(MeshStrategy):
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
             ``"zero_bubble"``, ``"zbv"`` or ``"dualpipev"``; ``boltmesh schedule`` draws them.
         stages_per_rank: How many stages each rank has, for schedules that interleave them.
-        split: ``"auto"`` balances floating point operations and parameters; else the names of the
-            modules at which the second and later stages begin, or a function of the modules' costs
-            and the number of stages that returns the names of each stage's.
+        split: ``"auto"`` balances counted floating point operations and parameters,
+            ``"measured"`` times that the first rank takes of each part with one microbatch; else
+            the names of the modules at which the second and later stages begin, or a function of
+            the modules' costs and the number of stages that returns the names of each stage's.
+        max_memory_bytes: What the stages of a rank may take: parameters, gradients, Adam's state
+            and the activations that the schedule keeps. Cuts that need more are passed over, and
+            refused where there is no other. By default a GPU's memory, which refuses nothing.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
-            ``process_group_backend``, ``start_method`` and Lightning's own.
+            ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
+            Lightning's own.
 
     Raises:
         ConfigError: When options contradict each other or do not exist.
@@ -87,6 +104,7 @@ class PipelineParallelStrategy(MeshStrategy):
         schedule: str = "1f1b",
         stages_per_rank: int | None = None,
         split: Split = "auto",
+        max_memory_bytes: int | None = None,
         **kwargs: Any,
     ) -> None:
         self.options = PipelineOptions(
@@ -95,9 +113,21 @@ class PipelineParallelStrategy(MeshStrategy):
             schedule=schedule,
             stages_per_rank=stages_per_rank,
             split=split,
+            max_memory_bytes=max_memory_bytes,
         )
         super().__init__(data_axis=LoneRank(), **kwargs)
+        if self.recomputation.kind is not None and schedule_kind(schedule).splits_backward:
+            raise ConfigError(
+                f"schedule={schedule!r} takes each backward pass in two halves, and "
+                f"activation_checkpointing={self.recomputation.kind!r} would run the blocks again "
+                f"for each part of both. Use schedule='1f1b' or 'interleaved_1f1b', or leave "
+                f"activation_checkpointing out."
+            )
         self.pipeline_axis = PipelineAxis(self.options)
+        self._resumed_seed: int | None = None
+        """What random numbers within steps started from in the run that is gone on with."""
+        self._digest: tuple[Any, BatchDigest] | None = None
+        """The batch that was made ready last, and what it was before its transfer."""
 
     # Starting.
 
@@ -126,38 +156,72 @@ class PipelineParallelStrategy(MeshStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        refuse_callbacks(trainer.callbacks, type(self).__name__)  # type: ignore[attr-defined]
+        refuse_callbacks(compat.callbacks_of(trainer), type(self).__name__)
         if self.world_size > 1:
-            refuse_lone_saves(trainer.callbacks)  # type: ignore[attr-defined]
-        refuse_run(trainer, module, synchronises_norms=self._layer_sync is not None)
+            refuse_lone_saves(compat.callbacks_of(trainer))
         assert trainer.state.fn is not None
         step = _STEPS[trainer.state.fn]
+        refuse_run(trainer, module, step, synchronises_norms=self._layer_sync is not None)
+        share_random_state(self.groups["pipeline"], self.root_device)
+        if self._is_fitting:
+            self.recomputation.put_on(module)
         axis = self.pipeline_axis
+        axis.begin(self._pipeline_context())
         is_new = axis.placement is None or axis.placement.plans.root is not module
-        if is_new:
-            # What crosses borders is of the type that the model will have.
-            self.model = self.precision_plugin.convert_module(module)
-            axis.place(
-                module,
-                step,
-                sample_batch(trainer),
-                self._pipeline_context(),
-                self._around(step),
-            )
+        if is_new or self._is_fitting:
+            sample = sample_batch(trainer)
+            axis.cutter.batch_sizes |= sample.batch_sizes
+            rest, around = compat.step_arguments(module, step), self._around(step)
+            if is_new:
+                # What crosses borders is of the type that the model will have.
+                self.model = self.precision_plugin.convert_module(module)
+                axis.place(module, step, sample.batch, rest, around)
+                self._evaluation = Evaluation(axis)
+            if self._is_fitting:
+                axis.expect(sample.batch, rest, around)
+        keep_local(self._metric_owners())
         super().setup(trainer)
         if is_new:
             axis.start()
         axis.follow_scaler()
+        axis.tell(trainer.accumulate_grad_batches)
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # What ``configure_model`` makes may be larger than this rank's memory. Of each rank's own
+        # stages it is given the weights that its author's initialisation gives it.
+        with deferred_init(), self.precision_plugin.tensor_init_context():
+            yield
 
     def _pipeline_context(self) -> PipelineContext:
         return PipelineContext(
             group=self.groups["pipeline"],
             device=self.root_device,
             recorder=self.recorder,
-            seed=self.broadcast(torch.initial_seed() % 2**62),
+            seed=self._step_seed(),
             timeout=timedelta(seconds=self.timeout_s),
             scaler=getattr(self.precision_plugin, "scaler", None),
+            recomputed=self.recomputation.blocks,
         )
+
+    def _step_seed(self) -> int:
+        """What random numbers within steps start from; alike on all ranks of a pipeline."""
+        if self._resumed_seed is not None and self._is_fitting:
+            return self._resumed_seed
+        if self.seed is not None:
+            return self.seed + self.coordinates["data"]
+        return of_first_rank(torch.initial_seed() % 2**62, self.groups["pipeline"])
+
+    @override
+    def kept_for_resume(self) -> dict[str, Any]:
+        return {"step_seed": self.pipeline_axis.context.seed}
+
+    @override
+    def take_kept(self, state: dict[str, Any]) -> None:
+        if "step_seed" in state:
+            self._resumed_seed = state["step_seed"]
+            self.pipeline_axis.begin(self._pipeline_context())
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -177,9 +241,71 @@ class PipelineParallelStrategy(MeshStrategy):
     def expected_traffic(self) -> list[ExpectedTraffic]:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
-        return self.pipeline_axis.expected_traffic(trainer.accumulate_grad_batches)
+        return self.pipeline_axis.expected_traffic(
+            trainer.accumulate_grad_batches, num_norms=int(compat.has_norm_clipping(trainer))
+        )
+
+    @override
+    def expected_memory(self) -> list[MemoryKind]:
+        assert self.lightning_module is not None
+        axis = self.pipeline_axis
+        # What selective checkpointing keeps is not seen before the first step.
+        is_known = self.recomputation.kind != "selective"
+        held = expected_held_memory(self.lightning_module, self.optimizers, axis.held)
+        return held + (axis.expected_activations() if is_known else [])
+
+    @override
+    def held_parameters(self) -> Sequence[Parameter]:
+        return self.pipeline_axis.held if self.pipeline_axis.placement is not None else []
 
     # The loops.
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._adopt_metrics()
+
+    @override
+    def _begin_evaluation(self) -> None:
+        super()._begin_evaluation()
+        self._adopt_metrics()
+
+    def _adopt_metrics(self) -> None:
+        """Metrics may have been made as late as in the user's hooks at the start of a loop."""
+        keep_local(self._metric_owners())
+        self.pipeline_axis.find_metrics()
+
+    def _metric_owners(self) -> list[object]:
+        trainer = compat.trainer_of(self.lightning_module)
+        callbacks = [] if trainer is None else compat.callbacks_of(trainer)
+        return [self.lightning_module, *callbacks]
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        # Lightning would seed them by the global rank: other crops and masks on every stage.
+        compat.seed_workers(dataloader, self.coordinates["data"])
+        self.pipeline_axis.cutter.batch_sizes |= batch_sizes(dataloader)
+        return dataloader
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        trainer = compat.trainer_of(self.lightning_module)
+        is_last = trainer is not None and compat.gives_last_batch(trainer)
+        ready = super().batch_to_device(batch, device, dataloader_idx)
+        # Before the transfer, so that no device is waited for; on the CPU as the step gets it.
+        seen = ready if self.root_device.type == "cpu" else batch
+        self._digest = ready, batch_digest(seen, is_last=is_last)
+        return ready
+
+    def _digest_of(self, batch: Any) -> BatchDigest:
+        """Return the digest of a batch that a step is given."""
+        made, self._digest = self._digest, None
+        if made is not None and made[0] is batch:
+            return made[1]
+        return batch_digest(batch)
 
     def _around(self, step: str) -> Around:
         plugin = self.precision_plugin
@@ -195,14 +321,28 @@ class PipelineParallelStrategy(MeshStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
+        axis = self.pipeline_axis
+        axis.digest = self._digest_of(args[0])
+        told = axis.sharing.size_per_batch()
         with self.recorder.phase("forward"), total_norm_replaced(TOTAL_NORM):
-            return training_step(
-                self.pipeline_axis,
+            output = training_step(
+                axis,
                 args,
                 kwargs,
                 ordinal=trainer.fit_loop.total_batch_idx,
                 around=self._around("training_step"),
             )
+        if axis.sharing.size_per_batch() != told:  # the step logs something else than before
+            self.recorder.expect(self.expected_traffic())
+        self._log_bubble()
+        return output
+
+    def _log_bubble(self) -> None:
+        """Log the newest bubble that is known, the same on all ranks; of the first batch none."""
+        bubble = self.pipeline_axis.bubble
+        if bubble is not None:
+            assert self.lightning_module is not None
+            self.lightning_module.log(BUBBLE, bubble, on_step=True, on_epoch=False, batch_size=1)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,14 +359,13 @@ class PipelineParallelStrategy(MeshStrategy):
     def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
-        return evaluation_step(
-            self.pipeline_axis,
+        self.pipeline_axis.digest = self._digest_of(args[0])
+        return self._evaluation.step(
             step,
             args,
             kwargs,
-            ordinal=args[1],
+            ordinal=compat.evaluation_batch_index(trainer),
             around=self._around(step),
-            returns=step == "predict_step" or compat.reads_outputs(trainer, step),
         )
 
     # Gradients.
@@ -290,6 +429,8 @@ class PipelineParallelStrategy(MeshStrategy):
 
     @override
     def teardown(self) -> None:
+        let_gather(self._metric_owners())
         self.pipeline_axis.close()
         self.pipeline_axis.move_absent(torch.device("cpu"))
+        self._resumed_seed = None
         super().teardown()

@@ -70,6 +70,11 @@ STRATEGIES: dict[str, Entry] = {
         offload_parameters="nvme",
         offload_path=OFFLOAD_FOLDER,
     ),
+    "bolt_pipeline": Entry(
+        "boltmesh.strategies.pipeline_parallel",
+        "PipelineParallelStrategy",
+        "Pipeline parallelism: each rank holds some layers, microbatches pass through them.",
+    ),
 }
 
 

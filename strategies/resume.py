@@ -104,6 +104,7 @@ class ResumeManager:
             "mesh": self._strategy.layout.sizes,
             "is_mid_epoch": not is_over,
             "ranks": ranks,
+            "strategy": self._strategy.kept_for_resume(),
         }
         # A copy: callbacks may keep the dictionary that they were shown.
         return {**checkpoint, KEY: entry}
@@ -122,6 +123,7 @@ class ResumeManager:
         if entry is None:
             self.point.begin(None)
             return
+        self._strategy.take_kept(entry.get("strategy", {}))
         then, now = entry["mesh"], self._strategy.layout.sizes
         if entry["is_mid_epoch"] and then["data"] != now["data"]:
             raise CheckpointError(

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter as DefaultReduceScatter,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -134,7 +135,10 @@ def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
-    state = unit._get_fsdp_state()
+    return _groups_of_state(unit._get_fsdp_state())
+
+
+def _groups_of_state(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)  # a list from torch 2.13 on
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -274,6 +278,57 @@ def _telling_of_drops(
     return drop_and_tell
 
 
+def skip_gathers_ahead(unit: FSDPModule, is_needless: Callable[[], bool]) -> Callable[[], None]:
+    """Leave out gathers of a unit ahead of a backward pass that is not going to reach it.
+
+    FSDP2 gathers ahead in the reverse order of all forward passes since the last backward pass,
+    those without gradients among them, for it cannot tell them from checkpointed ones.
+
+    Args:
+        unit: Of ``fully_shard``.
+        is_needless: The same on all ranks of the unit. A unit that is reached nevertheless is
+            gathered when it is.
+
+    Returns:
+        A function that gathers ahead again.
+    """
+    restores = [_skip_group_ahead(group, is_needless) for group in _parameter_groups(unit)]
+
+    def restore() -> None:
+        for each in restores:
+            each()
+
+    return restore
+
+
+def _skip_group_ahead(group: Any, is_needless: Callable[[], bool]) -> Callable[[], None]:
+    unshard, pre_backward = group.unshard, group.pre_backward
+    is_reached = False
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        is_ahead = group._training_state is TrainingState.PRE_BACKWARD and not is_reached
+        return None if is_ahead and is_needless() else unshard(*args, **kwargs)
+
+    def reach(*args: Any) -> Any:
+        nonlocal is_reached
+        is_reached = True
+        try:
+            return pre_backward(*args)
+        finally:
+            is_reached = False
+
+    def restore() -> None:
+        for name, ours, theirs in (
+            ("unshard", gather, unshard),
+            ("pre_backward", reach, pre_backward),
+        ):
+            if getattr(group, name) is ours:  # else somebody has wrapped it
+                setattr(group, name, theirs)
+
+    group.unshard, group.pre_backward = gather, reach
+    return restore
+
+
 def _split_by_gradient(group: Any) -> tuple[list[str], list[str]]:
     reduced: list[str] = []
     missing: list[str] = []
@@ -306,6 +361,40 @@ def whole_gradients(unit: FSDPModule) -> list[Tensor]:
     found = [getattr(each, "unsharded_accumulated_grad", None) for each in parameters]
     found += [getattr(getattr(each, "_unsharded_param", None), "grad", None) for each in parameters]
     return [each for each in found if each is not None]
+
+
+def forget_step(root: FSDPModule) -> None:
+    """Let the next step begin as the first did, whatever an error has left of one.
+
+    FSDP2 otherwise takes the end of its next backward pass for announced, and a unit whose inputs
+    need no gradients, as the first, is not reduced ever after. Its own remedy leaves gradients that
+    were whole, and is new in torch 2.13.
+
+    Args:
+        root: The unit that holds the others.
+    """
+    state = root._get_fsdp_state()
+    if state._is_root is None:
+        return  # no step has begun
+    has_remedy = hasattr(root, "reset_iter_state")
+    if has_remedy:
+        root.reset_iter_state()
+    else:
+        state._comm_ctx.post_forward_order.clear()
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+    for each in state._state_ctx.all_states:
+        for group in _groups_of_state(each):
+            if not has_remedy:
+                group.finalize_backward()
+                group._training_state = TrainingState.IDLE
+                group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                    whole.grad = None
+        if not has_remedy:
+            each._training_state = TrainingState.IDLE
 
 
 class StepUnits:
@@ -383,6 +472,18 @@ CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The CPU's fused attention, which torch's own ``FlopCounterMode`` does not count."""
 
 
+COSTLY_OPERATORS: frozenset[Any] = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+)  # fmt: skip
+"""Operators that are worth their outputs' memory: everything else is quickly done again."""
+
+
 def fake_tensors() -> FakeTensorMode:
     """Return a mode in which tensors have shape and type and no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -396,6 +497,11 @@ def is_fake(value: Any) -> bool:
 def make_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """Return a tensor without data of the same shape, type, device and class."""
     return mode.from_tensor(tensor)
+
+
+def functions_unwatched() -> AbstractContextManager[None]:
+    """Within it, no mode sees calls of torch's functions."""
+    return torch._C.DisableTorchFunction()
 
 
 def swapped_state(module: Module, tensors: dict[str, Tensor]) -> AbstractContextManager[Any]:

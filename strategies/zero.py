@@ -48,7 +48,8 @@ class ZeROStrategy(MeshStrategy):
         shard_size: Over how many ranks to shard; groups of that size hold the same shards and
             average their gradients. ``"node"`` shards inside each host. By default all ranks.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
-            ``process_group_backend``, ``start_method`` and Lightning's own.
+            ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
+            Lightning's own.
 
     Raises:
         ConfigError: When options contradict each other or do not exist.

@@ -9,7 +9,7 @@ and the gradient of the weights (W) for that of the input (I).
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 Order = tuple[tuple[str | None, ...], ...]
@@ -151,14 +151,25 @@ def peak_live_activations(order: Order) -> list[int]:
     the whole backward (B), or the gradient of the weights (W), for linear layers need their input
     for that one too. When a rank does what, and so how long that takes, is not asked.
     """
-    peaks = []
+    return [_peak(row) for row in actions(order)]
+
+
+@functools.lru_cache(maxsize=16)
+def peaks_by_stage(order: Order) -> dict[int, int]:
+    """Return the same for each stage by itself."""
+    rows: dict[int, list[Action]] = {}
     for row in actions(order):
-        live = peak = 0
         for action in row:
-            live += {"F": 1, "I": 0}.get(action.kind, -1)
-            peak = max(peak, live)
-        peaks.append(peak)
-    return peaks
+            rows.setdefault(action.stage, []).append(action)
+    return {stage: _peak(row) for stage, row in rows.items()}
+
+
+def _peak(row: Iterable[Action]) -> int:
+    live = peak = 0
+    for action in row:
+        live += {"F": 1, "I": 0}.get(action.kind, -1)
+        peak = max(peak, live)
+    return peak
 
 
 @functools.lru_cache(maxsize=16)

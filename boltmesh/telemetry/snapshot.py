@@ -186,6 +186,14 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     end: float
 
 
+class LiveMicrobatches(msgspec.Struct, frozen=True, gc=False):
+    """What one stage keeps for its backward passes."""
+
+    stage: int
+    most: int
+    """Microbatches whose activations it has kept at once at most, as its executor counted them."""
+
+
 class PipelinePlan(msgspec.Struct, frozen=True):
     """The schedule that the pipeline's ranks follow."""
 
@@ -196,6 +204,11 @@ class PipelinePlan(msgspec.Struct, frozen=True):
     order: tuple[tuple[str | None, ...], ...]
     """For each pipeline rank its actions in order, as torch writes them: stage, kind, microbatch
     (``0F3``); None where the schedule leaves a slot empty."""
+    rank_of_stage: tuple[int, ...] = ()
+    """Where each stage runs, counted within the pipeline; empty where that is not told."""
+    border_bytes: tuple[tuple[float, float], ...] = ()
+    """What one optimizer step should move over the border behind each stage but the last: values
+    forward, gradients back. Empty where that is not told."""
 
 
 class AlertThresholds(msgspec.Struct, frozen=True):
@@ -268,6 +281,8 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     """Empty where nothing was ever offloaded."""
     chunks: tuple[Chunk, ...] = ()
     """The newest pipeline chunks that the ring still holds, oldest first."""
+    live_microbatches: tuple[LiveMicrobatches, ...] = ()
+    """Of each of this rank's stages; empty until a batch has trained in a pipeline."""
     flops_per_batch: float | None = None
     """Model FLOPs of one batch on this rank, forward and backward, as the LightningModule says."""
     peak_flops_per_second: float | None = None

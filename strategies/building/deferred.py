@@ -66,9 +66,9 @@ def deferred_init(*, min_bytes: int = MIN_BYTES) -> Iterator[None]:
     generators as they would be. Construction may look at values (they are made for the moment).
     Buffers and small tensors are real. A context inside of another one adds nothing.
 
-    After the context, parameters are on ``meta`` until ``ZeROStrategy`` or ``materialize`` makes
-    them. In between they can be cast, and not changed, copied or pickled (so not sent to ranks that
-    are started with ``spawn``: build the model in ``configure_model`` there).
+    After the context, parameters are on ``meta`` until a strategy or ``materialize`` makes them. In
+    between they can be cast, and not changed, copied or pickled (so not sent to ranks that are
+    started with ``spawn``: build the model in ``configure_model`` there).
 
     Args:
         min_bytes: From which size on a tensor is deferred.

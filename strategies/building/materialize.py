@@ -48,10 +48,10 @@ def prepare_unit(
     Raises:
         ConfigError: When a module on ``meta`` has no ``reset_parameters``.
     """
-    modules = _own_modules([unit] if isinstance(unit, nn.Module) else unit, name)
+    modules = own_modules([unit] if isinstance(unit, nn.Module) else unit, name)
     give_back_free_memory()  # of the unit before, which has been sharded
     _make_modules(modules, device, has_values=group.rank() == 0)
-    made = [tensor for module in modules for _, tensor in _own_tensors(module)]
+    made = [tensor for module in modules for _, tensor in own_tensors(module)]
     broadcast_tensors(made, group)
 
 
@@ -65,7 +65,7 @@ def materialize(module: nn.Module, device: torch.device | str = "cpu") -> None:
     Raises:
         ConfigError: When a module on ``meta`` has no ``reset_parameters``.
     """
-    _make_modules(_own_modules([module], ""), torch.device(device), has_values=True)
+    _make_modules(own_modules([module], ""), torch.device(device), has_values=True)
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
@@ -93,13 +93,13 @@ def _make_modules(modules: dict[nn.Module, str], device: torch.device, *, has_va
             known[id(tensor)] = tensor, _make(tensor, name, device, has_values=has_values)
         return known[id(tensor)][1]
 
-    to_reset = [module for module, path in modules.items() if _is_to_reset(module, path)]
+    to_reset = [module for module, path in modules.items() if is_to_reset(module, path)]
     for module, path in modules.items():
-        for key, tensor in _own_tensors(module):
+        for key, tensor in own_tensors(module):
             made = make(tensor, f"{path}.{key}".lstrip("."), has_values=has_values)
             if made is not tensor:
                 setattr(module, key, made)
-        _make_attributes(module, lambda tensor: make(tensor, "", has_values=True))
+        make_attributes(module, lambda tensor: make(tensor, "", has_values=True))
     # Children first: a parent may set what its children have just reset.
     for module in reversed(to_reset):
         module.reset_parameters()  # type: ignore[operator]
@@ -111,10 +111,7 @@ def _make(tensor: Tensor, name: str, device: torch.device, *, has_values: bool) 
         tensor.data = tensor.data.to(device)
         return tensor
     if is_deferred(tensor) and has_values:
-        made = replay(tensor, name).to(device).contiguous()
-        if made.untyped_storage().nbytes() > made.nbytes:
-            made = made.clone()  # of a view, which would keep the whole
-        give_back_free_memory()
+        made = make_values(tensor, name, device)
     else:
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
@@ -123,9 +120,22 @@ def _make(tensor: Tensor, name: str, device: torch.device, *, has_values: bool) 
     return made
 
 
-def _is_to_reset(module: nn.Module, path: str) -> bool:
-    """Whether a module's own tensors are on plain ``meta``, so that it has to set them itself."""
-    own = dict(_own_tensors(module))
+def make_values(tensor: Tensor, name: str, device: torch.device) -> Tensor:
+    """Make what a deferred tensor holds, on a device, in memory of its own."""
+    made = replay(tensor, name).to(device).contiguous()
+    if made.untyped_storage().nbytes() > made.nbytes:
+        made = made.clone()  # of a view, which would keep the whole
+    give_back_free_memory()
+    return made
+
+
+def is_to_reset(module: nn.Module, path: str) -> bool:
+    """Whether a module's own tensors are on plain ``meta``, so that it has to set them itself.
+
+    Raises:
+        ConfigError: When it cannot.
+    """
+    own = dict(own_tensors(module))
     bare = [key for key, each in own.items() if each.is_meta and not is_deferred(each)]
     if not bare:
         return False
@@ -146,7 +156,7 @@ def _is_to_reset(module: nn.Module, path: str) -> bool:
     return True
 
 
-def _own_modules(roots: Sequence[nn.Module], name: str) -> dict[nn.Module, str]:
+def own_modules(roots: Sequence[nn.Module], name: str) -> dict[nn.Module, str]:
     """Return the modules of a unit with their dotted names, parents first."""
     found: dict[nn.Module, str] = {}
 
@@ -163,7 +173,7 @@ def _own_modules(roots: Sequence[nn.Module], name: str) -> dict[nn.Module, str]:
     return found
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's own parameters and buffers that nobody has sharded."""
     own = {
         **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
@@ -174,7 +184,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield key, tensor
 
 
-def _make_attributes(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+def make_attributes(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     """Make what a module keeps beside its parameters and buffers, also in plain containers."""
 
     def make_deferred(value: Any) -> Any:

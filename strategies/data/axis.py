@@ -45,6 +45,8 @@ class AxisContext:
     """Whether the Trainer zeroes gradients after the forward pass that is about to begin, and
     nobody looks at them before."""
     recorder: Recorder | NullRecorder = field(default_factory=NullRecorder)
+    recomputed: frozenset[Module] = frozenset()
+    """Blocks whose forward pass runs once more in the backward pass."""
 
 
 class DataAxis(ABC):
@@ -53,6 +55,11 @@ class DataAxis(ABC):
     is_sharded = False
     """Whether ranks hold parts: parameters are then DTensors, in training and evaluation alike,
     the axis itself places them on devices, and checkpoints are written by shards."""
+
+    @property
+    def has_whole_steps(self) -> bool:
+        """Whether what this rank holds is not left half-way between two steps."""
+        return True
 
     @abstractmethod
     def wrap(self, module: Module, context: AxisContext) -> Module:

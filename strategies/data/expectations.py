@@ -88,6 +88,7 @@ class Expectations:
                     self._model.tiled,
                     num_batches=context.num_microbatches,
                     compute_dtype=context.compute_dtype,
+                    recomputed={part for block in context.recomputed for part in block.modules()},
                 ),
                 *self._model.scalars.expected_traffic(num_batches=context.num_microbatches),
             ],

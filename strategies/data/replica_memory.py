@@ -1,30 +1,40 @@
 """What a rank needs in memory for the parameters that it holds: whole ones, or its shards."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import SGD, Adam, Optimizer
 
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace
 
 
-def expected_held_memory(module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
+def expected_held_memory(
+    module: Module,
+    optimizers: Sequence[Optimizer],
+    held: Collection[Parameter] | None = None,
+) -> list[MemoryKind]:
     """Return the bytes of parameters, gradients, optimizer state and buffers.
+
+    Args:
+        module: The model.
+        optimizers: All of them.
+        held: Which parameters this rank has, each with its gradient and state; None: all.
 
     Optimizer state is left out where an optimizer's class does not say how much it keeps. What
     ``DistributedDataParallel`` copies gradients into to send them is no part of it.
     """
-    parameters = list(module.parameters())
+    parameters = list(module.parameters() if held is None else held)
+    kept = set(parameters)
     trained = [each for each in parameters if each.requires_grad]
     found = {
         "parameters": _by_place(parameters),
         "gradients": _by_place(trained),
         "buffers": _by_place(module.buffers()),
     }
-    states = [_optimizer_state(each) for each in optimizers]
+    states = [_optimizer_state(each, kept) for each in optimizers]
     if all(state is not None for state in states):
         total: dict[MemoryPlace, int] = {}
         for state in states:
@@ -59,7 +69,7 @@ def _place(tensor: Tensor) -> MemoryPlace:
     return "host" if tensor.device.type == "cpu" else "device"
 
 
-def _optimizer_state(optimizer: Optimizer) -> dict[MemoryPlace, int] | None:
+def _optimizer_state(optimizer: Optimizer, held: Set[Parameter]) -> dict[MemoryPlace, int] | None:
     """Return the bytes that an optimizer keeps once it has stepped; None where nobody knows."""
     sizes: dict[MemoryPlace, int] = {}
     for group in optimizer.param_groups:
@@ -67,7 +77,7 @@ def _optimizer_state(optimizer: Optimizer) -> dict[MemoryPlace, int] | None:
         if copies is None:
             return None
         for parameter in group["params"]:
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or parameter not in held:
                 continue
             size = copies * _held_bytes(parameter)
             place = _place(parameter)

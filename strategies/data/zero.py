@@ -33,7 +33,7 @@ from boltmesh.strategies.data.stale_gradients import StaleGradients
 from boltmesh.strategies.offload.disk.preflight import announce_disks
 from boltmesh.strategies.planner.layout import Job
 from boltmesh.strategies.planner.model import ModelShape
-from boltmesh.strategies.torch_compat import agree_on_overflow
+from boltmesh.strategies.torch_compat import agree_on_overflow, forget_step
 from boltmesh.telemetry.recording.memory_walk import StoredBytes
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -60,6 +60,9 @@ class Shards(DataAxis):
         self._forget_scaler: Callable[[], None] = _nothing
         self._step_hooks: list[RemovableHandle] = []
         self._has_ended_step = False
+        self._lost: Exception | None = None
+        """Why there are no parameters until a checkpoint is loaded: a step of a run before this
+        one ended half-way."""
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
@@ -71,6 +74,8 @@ class Shards(DataAxis):
             self._guard = self._build_guard(context)
             if self.options.stage < 3:  # stage 3 gathers little at a time
                 self._stale = StaleGradients(self.sharded.root, self.sharded.units)
+        else:
+            forget_step(self.sharded.root_unit)  # the run before may have ended by an error
         sharded = self.sharded  # kept in a second fit, and in an evaluation after one
         sharded.mesh.name_groups(context.recorder)
         is_automatic = module.automatic_optimization
@@ -121,6 +126,7 @@ class Shards(DataAxis):
             self._guard.explain(error)
 
     def _before_forward(self, root: Module, *_: object) -> None:
+        self._refuse_lost()
         self._follow_shards()
         if self._stale is not None:
             assert self._context is not None
@@ -129,6 +135,10 @@ class Shards(DataAxis):
                 self._stale.begin()
         if root.training and torch.is_grad_enabled() and self._is_synchronised:
             self._model.buffers.send()
+
+    def _refuse_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost
 
     def _follow_shards(self) -> None:
         self._model.step_units.follow_shards()
@@ -154,7 +164,8 @@ class Shards(DataAxis):
         if self._offload is not None:
             if not optimizers:
                 return  # an evaluation of what a run has left
-            self._offload.restore(open_parking(self.options, self._context))
+            parking = open_parking(self.options, self._context)
+            self._lost = self._offload.restore(parking) or self._lost
         self._offload = open_engine(self._model, self.options, self._context)
         if self._offload is not None:
             self._offload.adopt(
@@ -237,12 +248,21 @@ class Shards(DataAxis):
 
     @override
     def parameters_loaded(self) -> None:
+        self._lost = None
         self._model.reshard()
 
     @override
     def synchronize(self) -> None:
+        self._refuse_lost()
         if self._offload is not None:
             self._offload.synchronize()
+
+    @property
+    @override
+    def has_whole_steps(self) -> bool:
+        if self._lost is not None:
+            return False
+        return self._offload is None or self._offload.has_whole_steps
 
     @override
     def prepare_state(self, optimizer: Optimizer) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -82,10 +83,12 @@ class Arrivals:
         trained = [each for each, owner in self._kept.owner.items() if owner is not None]
         self.early.limit(trained)
 
-    def step_early(self, units: Mapping[str, Module]) -> None:
+    def step_early(
+        self, units: Mapping[str, FSDPModule], layers: Mapping[str, Sequence[Module]]
+    ) -> None:
         """Step with them for good as they come; see ``EarlySteps.start``."""
         if not self.exposes_gradients:
-            self.early.start(units)
+            self.early.start(units, layers)
 
     def close(self) -> None:
         """Take no more."""

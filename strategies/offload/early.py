@@ -7,12 +7,13 @@ asks for the parameters before all of it is done gets an error and not a mixture
 """
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from boltmesh.errors import OffloadError
@@ -21,7 +22,7 @@ from boltmesh.strategies.offload.gradients import BucketGradients
 from boltmesh.strategies.offload.rule import Update
 from boltmesh.strategies.offload.stepper import BucketStep, Stepper
 from boltmesh.strategies.offload.worker import Job
-from boltmesh.strategies.torch_compat import is_in_backward, not_compiled
+from boltmesh.strategies.torch_compat import is_in_backward, not_compiled, skip_gathers_ahead
 
 WAITING_BYTES = 64 << 20
 """Gradients that may wait for the disk. The next forward pass needs first what is stepped last, so
@@ -61,27 +62,38 @@ class EarlySteps:
     """Knows which buckets may be stepped early, and which have been.
 
     A unit that runs twice in a step has its gradients reduced twice, and nothing tells the first
-    time from the last. Such units wait until the step; they are known by their calls.
+    time from the last; nor of a weight that several graphs compute with. Those wait until the step;
+    they are known by their calls.
     """
 
     def __init__(self) -> None:
         self._is_on = False
         self._calls: Counter[str] = Counter()
+        self._in_graph: set[str] = set()
+        self._complete: set[str] = set()
         self._begun: dict[Bucket, BegunStep] = {}
         self._waiting: deque[tuple[Job, int]] = deque()
         self._limit_bytes = WAITING_BYTES
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
 
-    def start(self, units: Mapping[str, Module]) -> None:
+    def start(
+        self, units: Mapping[str, FSDPModule], layers: Mapping[str, Sequence[Module]]
+    ) -> None:
         """Allow early steps.
 
         Args:
             units: What is gathered as one, by the names of buckets.
+            layers: What computes with a weight of no unit, by its name.
         """
         self._is_on = True
         for name, unit in units.items():
+            assert isinstance(unit, Module)
             count = not_compiled(partial(self._count, name))
-            self._hooks.append(unit.register_forward_pre_hook(count))
+            self._undo.append(unit.register_forward_pre_hook(count).remove)
+            self._undo.append(skip_gathers_ahead(unit, partial(self._is_over, name)))
+        for name, users in layers.items():
+            count = not_compiled(partial(self._count_layer, name))
+            self._undo.extend(each.register_forward_pre_hook(count).remove for each in users)
 
     def limit(self, buckets: Sequence[Bucket]) -> None:
         """Fit what may wait to the model: who offloads to a disk is short of memory."""
@@ -90,9 +102,10 @@ class EarlySteps:
 
     def close(self) -> None:
         """Forget everything."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._forget_calls()
         self._begun.clear()
         self._waiting.clear()
         self._is_on = False
@@ -104,14 +117,27 @@ class EarlySteps:
         if is_training and not is_in_backward():
             self._calls[name] += 1
 
+    def _count_layer(self, name: str, module: Module, _: Any) -> None:
+        # A graph's gradients are added up before they arrive, once. What is checkpointed by the
+        # reentrant way is a graph by itself, made within the backward pass.
+        if is_in_backward():
+            return
+        if not torch.is_grad_enabled():
+            self._calls[name] += module.training
+        elif name not in self._in_graph:
+            self._in_graph.add(name)
+            self._calls[name] += 1
+
     def allows(self, bucket: Bucket, num_arrivals: int) -> bool:
         """Whether a bucket with so many gradients has all of them, and may be stepped."""
-        return (
-            self._is_on
-            and num_arrivals == len(bucket.slots)
-            and self._calls[bucket.name] <= 1
-            and any(chunk.place == "disk" for chunk in bucket.chunks)
-        )
+        if not self._is_on or num_arrivals != len(bucket.slots) or self._calls[bucket.name] > 1:
+            return False
+        self._complete.add(bucket.name)
+        return any(chunk.place == "disk" for chunk in bucket.chunks)
+
+    def _is_over(self, name: str) -> bool:
+        # All ranks say the same, also those that have nothing of the unit on their disk.
+        return name in self._complete and self._calls[name] <= 1
 
     def begin(self, bucket: Bucket, step: BucketStep, stepper: Stepper) -> None:
         """Step a bucket, once there is room for its gradients to wait in."""
@@ -152,7 +178,12 @@ class EarlySteps:
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
         self._calls.clear()
+        self._in_graph.clear()
+        self._complete.clear()
 
     def check(self, bucket: Bucket, doing: str) -> None:
         """Raise when a bucket has been stepped in a step that is not over.

@@ -79,8 +79,10 @@ class OffloadEngine(Settling):
         self._arrivals: Arrivals | None = None
         self._clipper: Clipper | None = None
         self._failure: Exception | None = None
+        self.is_lost = False
         self._units: dict[str, list[Held]] = {}
-        self._modules: dict[str, Module] = {}
+        self._modules: dict[str, FSDPModule] = {}
+        self._layers: dict[str, list[Module]] = {}
         self._optimizers: list[Optimizer] = []
         self._restores: list[Callable[[], None]] = []
         self._reduced = ReusedMemory()
@@ -97,8 +99,12 @@ class OffloadEngine(Settling):
             units: All modules of ``fully_shard`` by name, in the order of the forward pass.
         """
         self._units = held_units(module, units, self._compute_dtypes)
+        alone = {held[0].parameter: n for n, held in self._units.items() if n not in units}
+        for layer in module.modules():
+            for parameter in dict.fromkeys(layer.parameters(recurse=False)):
+                if parameter in alone:
+                    self._layers.setdefault(alone[parameter], []).append(layer)
         for name, unit in units.items():
-            assert isinstance(unit, Module)
             self._modules[name] = unit
             watch_dropped_gathers(unit, _abandon)
             if self.device.type == "cpu":
@@ -143,7 +149,7 @@ class OffloadEngine(Settling):
         self._clipper = Clipper(self.kept, self._arrivals, self.device)
         self._take(optimizers)
         if never_clips:
-            self._arrivals.step_early(self._modules)
+            self._arrivals.step_early(self._modules, self._layers)
         self._optimizers = list(optimizers)
         for optimizer in optimizers:
             restore = take_over(
@@ -172,16 +178,26 @@ class OffloadEngine(Settling):
         has ended may be evaluated, and saved. Unless a step has failed: what is half stepped is
         not given out.
         """
-        stepper, arrivals = self._stepper, self._arrivals
-        if stepper is None or arrivals is None:
-            return
+        try:
+            if self._stepper is not None and self._arrivals is not None:
+                self._finish(self._stepper, self._arrivals)
+        finally:
+            self._stepper = self._arrivals = self._clipper = None
+            for restore in self._restores:
+                restore()
+            self._restores.clear()
+            self._reduced.close()
+            self._optimizers.clear()
+
+    def _finish(self, stepper: Stepper, arrivals: Arrivals) -> None:
         try:
             for bucket in self.kept.buckets:
                 arrivals.drop(bucket)
             if arrivals.early.is_half_done:
                 self._failure = OffloadError(
                     "The last step was not finished: the run ended in the midst of a backward "
-                    "pass that had begun to step. Resume from the last checkpoint."
+                    "pass that had begun to step. Give the next fit the last checkpoint, "
+                    "Trainer.fit(ckpt_path=...), or build the module anew."
                 )
                 stepper.drain()
             else:
@@ -196,17 +212,18 @@ class OffloadEngine(Settling):
         finally:
             stepper.worker.close()
             arrivals.close()
-            self._stepper = self._arrivals = self._clipper = None
-            for restore in self._restores:
-                restore()
-            self._restores.clear()
-            self._reduced.close()
-            self._optimizers.clear()
 
-    def restore(self, parking: ParkingLot | None = None) -> None:
-        """``close``, and bring all parameters back to the device, or to where they are parked."""
+    def restore(self, parking: ParkingLot | None = None) -> Exception | None:
+        """``close``, and bring all parameters back to the device, or to where they are parked.
+
+        Returns:
+            The error of a step that failed. All parameters are NaN then, to be loaded.
+        """
         self.close()
+        failure, self._failure = self._failure, None
+        self.is_lost = failure is not None
         self.kept.restore(parking)
+        return failure
 
     # What sources ask.
 
@@ -334,6 +351,16 @@ class OffloadEngine(Settling):
     def disk_report(self) -> DiskReport | None:
         """What was measured of this rank's disk; None when nothing is stored on one."""
         return next((each.disk for each in self.kept.stores if each.disk is not None), None)
+
+    @property
+    def has_whole_steps(self) -> bool:
+        """Whether every step that was begun has ended, or can; ``synchronize`` raises otherwise."""
+        try:
+            self._raise_failure()
+            self.synchronize()
+        except Exception:  # noqa: BLE001 - the run is ending by it, or by what came before it
+            return False
+        return True
 
     def drain(self) -> None:
         """Return when the thread has nothing to do; guesses stay guesses."""

@@ -15,6 +15,9 @@ from boltmesh.strategies.offload.tiers import ParameterStore
 class Settling(Protocol):
     """The part of the engine that sources need."""
 
+    is_lost: bool
+    """Whether what is kept is to be forgotten, after a step that failed."""
+
     def settle(self, bucket: Bucket) -> None:
         """Return when no step of the bucket is pending, nor guessed."""
 
@@ -51,6 +54,8 @@ class StateSource(ShardSource):
     def read(self) -> Tensor:
         self._engine.rest(self._bucket)
         slot = self._slot
+        if self._engine.is_lost:
+            return torch.full(slot.shape, torch.nan, dtype=torch.float32)
         value = torch.empty(slot.numel, dtype=torch.float32)
         self._visit(lambda stored, here: value[here].copy_(stored), is_dirty=False)
         return value.view(slot.shape)

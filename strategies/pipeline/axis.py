@@ -5,39 +5,57 @@ each, as far as its stages go (``replay/``), in the order of the schedule (``exe
 batch of training is made of is in ``training.py``, one of the other loops in ``evaluation.py``.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
+from torch.nn import Module
 
-from boltmesh.strategies.pipeline.counting import Counts
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.bubble import peak_live_bytes
+from boltmesh.strategies.pipeline.building import UnmadeModel
+from boltmesh.strategies.pipeline.cutting import find_budget
+from boltmesh.strategies.pipeline.digest import BatchDigest
+from boltmesh.strategies.pipeline.executor.agreement import agreement_size
 from boltmesh.strategies.pipeline.executor.executor import Executor
+from boltmesh.strategies.pipeline.executor.program import Program
+from boltmesh.strategies.pipeline.executor.step import Outcome
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
+from boltmesh.strategies.pipeline.expected import border_bytes, expected_collectives
 from boltmesh.strategies.pipeline.glue_state import GlueState
-from boltmesh.strategies.pipeline.microbatches import cut, even_sizes, num_rows
+from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
+from boltmesh.strategies.pipeline.metrics.replacing import find_metrics
+from boltmesh.strategies.pipeline.metrics.sharing import MetricSharing
+from boltmesh.strategies.pipeline.microbatches import Cutter
 from boltmesh.strategies.pipeline.normalizing import fewest_rows, vector_norms
 from boltmesh.strategies.pipeline.norms import StageNorms
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
+from boltmesh.strategies.pipeline.proofs import Proofs
+from boltmesh.strategies.pipeline.quiet import quiet
 from boltmesh.strategies.pipeline.replay.absent import make_absent
 from boltmesh.strategies.pipeline.replay.guard import StateGuard
+from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
+from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
+from boltmesh.strategies.pipeline.replay.stage_run import StageRun
+from boltmesh.strategies.pipeline.replay.trace import MetricTrace
 from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
 from boltmesh.strategies.pipeline.sharing import SharedParameters
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
 from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
-from boltmesh.telemetry.snapshot import PipelinePlan
+from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace, PipelinePlan
 from boltmesh.telemetry.traffic import ExpectedTraffic
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SEED_STRIDE = 1_000_003
 """Between the seeds of two steps: a prime above any number of microbatches."""
@@ -55,6 +73,8 @@ class PipelineContext:
     """What random numbers within steps start from; alike on all ranks of the pipeline."""
     timeout: timedelta | None = None
     scaler: GradScaler | None = None
+    recomputed: frozenset[Module] = frozenset()
+    """Blocks whose forward pass runs once more in the backward pass."""
 
 
 class PipelineAxis:
@@ -65,75 +85,125 @@ class PipelineAxis:
         self.placement: Placement | None = None
         """None before a model was placed."""
         self._forget_scaler: Callable[[], None] = _nothing
+        self.cutter = Cutter()
+        self.digest = BatchDigest()
+        """Of the batch that the next step gets."""
+        self._crossing: list[tuple[tuple[ValueSpec, ...], ...]] | None = None
+        """By microbatch and stage of a batch of training, what the border before the stage carries;
+        None before one was seen."""
 
     # Placing the model.
+
+    def begin(self, context: PipelineContext) -> None:
+        """Take where the axis finds itself now: called for every run, before ``place``."""
+        self.context = context
+        if self.placement is not None:
+            self._executor.open()
 
     def place(
         self,
         module: LightningModule,
         step: str,
         batch: Any,
-        context: PipelineContext,
+        rest: tuple[Any, ...],
         around: Around,
     ) -> None:
         """Cut the model, and let go of what other ranks hold. Collective over the pipeline.
 
         Args:
-            module: The whole model.
+            module: The whole model. What of it was deferred is made for this rank's stages alone.
             step: The method that the run begins with.
             batch: One that it is called with.
-            context: Where the axis finds itself.
+            rest: What it is called with behind the batch.
             around: Precision.
 
         Raises:
             ConfigError: When model or batch cannot be cut.
         """
-        self.context = context
+        self.close()
+        self.placement = None
+        self._crossing = None
+        context = self.context
         self.module = module
         self._vector_norms = vector_norms(module)
+        self.metrics = find_metrics(module)
         num_ranks = context.group.size()
         self._programs = Programs(self.options, num_ranks, context.group.rank())
-        parts, sizes = self.cut(batch)
+        parts = self._cut(batch)[0]
+        unmade = UnmadeModel(module)
         with around():
-            self.placement = place(
+            placement = place(
                 module,
                 step,
-                (parts[0], 0),
-                num_stages=self._programs.num_stages,
+                (parts[0], *rest),
                 rank_of_stage=self._programs.rank_of_stage,
                 split=self.options.split,
                 seed=context.seed,
+                group=context.group,
+                device=context.device,
+                budget=find_budget(
+                    self.options.max_memory_bytes,
+                    self._programs.live(len(parts)),
+                    group=context.group,
+                    device=context.device,
+                ),
+                unmade=unmade,
+                recomputed=context.recomputed,
             )
         self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
+        self.proofs = Proofs(context.device)
         self.sharing = Sharing(context.group, self.last, context.device)
+        self.metric_sharing = MetricSharing(self.metrics, context.group, self.last, context.device)
         self._executor = Executor(
             context.group,
             context.device,
             on_chunk=self._record_chunk,
+            on_peak=self._record_peak,
             name_of=self._name_of,
             timeout=context.timeout,
-            on_stuck=context.recorder.fail,
+            on_stuck=self._fail,
         )
-        stages = self._programs.of(len(sizes)).stages
+        self._num_microbatches = len(parts)
+        stages = self._programs.of(len(parts)).stages
         self._glue_state = GlueState(module, stages, self._programs.rank_of_stage, context.group)
-        self._sample = (step, parts)
-        self._num_microbatches = len(sizes)
-        self._let_go()
+        self._let_go(placement)
+        unmade.make(set(self.held), context.device)
+        placement.plans.check = self._refuse_unheld
+        self.placement = placement
 
-    def _let_go(self) -> None:
+    def expect(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
+        """Work out what one batch of training moves, where that is not known yet.
+
+        Args:
+            batch: Of training, before its transfer.
+            rest: What ``training_step`` is called with behind it.
+            around: Precision.
+        """
         assert self.placement is not None
+        if self._crossing is not None:
+            return
+        parts = self._cut(batch)[0]
+        with around():
+            runs = [
+                self.placement.plans.stages("training_step", part, *rest, seed=self.context.seed)
+                for part in parts
+            ]
+        self._crossing = [tuple(stage.plan.values_in for stage in stages) for stages in runs]
+
+    def _let_go(self, placement: Placement) -> None:
         rank = self.context.group.rank()
-        holders = self.placement.ranks_of_parameter
+        holders = placement.ranks_of_parameter
         named = dict(self.module.named_parameters())
         first_names = {id(each): name for name, each in named.items()}
         self._first_names = {
             name: first_names[id(each)]
             for name, each in self.module.named_parameters(remove_duplicate=False)
         }
-        self.held = [each for name, each in named.items() if rank in holders[name]]
-        self._absent = [each for name, each in named.items() if rank not in holders[name]]
-        self.move_absent(self.context.device)
+        self._held_names = frozenset(name for name in named if rank in holders[name])
+        self.held = [each for name, each in named.items() if name in self._held_names]
+        self._absent = [each for name, each in named.items() if name not in self._held_names]
+        make_absent(self._absent, self.context.device)
         absent = [each for each, first in self._first_names.items() if rank not in holders[first]]
         self.guard = StateGuard(self.module, absent)
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
@@ -147,21 +217,49 @@ class PipelineAxis:
         if self.placement is not None:
             make_absent(self._absent, device)
 
+    def _refuse_unheld(self, plans: tuple[StagePlan, ...]) -> None:
+        """Refuse a step that uses parameters of other ranks in stages of this one.
+
+        The model was divided by what another step does with another batch.
+        """
+        rank = self.context.group.rank()
+        for plan in plans:
+            if self._programs.rank_of_stage[plan.stage] != rank:
+                continue
+            missing = sorted(plan.parameters - self._held_names)
+            if missing:
+                raise ConfigError(
+                    f"stage {plan.stage} uses {missing[0]!r} in this step, and the model was "
+                    f"divided by a batch whose step does not: rank {rank} of the pipeline does "
+                    f"not hold it. Let every step use the same parameters outside of layers, put "
+                    f"{missing[0]!r} into a layer of its own, or begin with the run that uses it."
+                )
+
     def start(self) -> None:
         """Called when parameters are on their device. Collective over the pipeline."""
         assert self.placement is not None
         self.shared.broadcast()
         # Where nobody seeds, ranks have drawn different ones.
-        self._glue_state.broadcast(self.placement.loose_buffers)
+        self._glue_state.broadcast(self.placement.division.loose_buffers)
+
+    def tell(self, accumulated: int) -> None:
+        """Tell the run's recorder what will be run; called for every run.
+
+        Args:
+            accumulated: Batches in an optimizer step.
+        """
         recorder = self.context.recorder
-        for group in self.shared.groups():
-            recorder.name_group(group, "pipeline")
+        for group in [*self.shared.groups(), self._executor.control_group]:
+            if group is not None:
+                recorder.name_group(group, "pipeline")
         recorder.schedule(
             PipelinePlan(
                 schedule=self.options.schedule,
                 num_stages=self._programs.num_stages,
                 num_microbatches=self._num_microbatches,
                 order=self._programs.order(self._num_microbatches),
+                rank_of_stage=self._programs.rank_of_stage,
+                border_bytes=border_bytes(self._crossing or (), accumulated),
             )
         )
 
@@ -186,56 +284,138 @@ class PipelineAxis:
         if known is not None:
             return self.placement.ranks_of_parameter[known]
         # Every rank has all buffers and extra state, and one of them the model's.
-        first = self.placement.rank_of_state(name)
+        first = self.placement.division.rank_of_state(name)
         return (first, *(each for each in range(self.context.group.size()) if each != first))
 
     # Steps.
 
-    def work_off(
-        self,
-        run: Run,
-        finish: Finish,
-        around: Around,
-        *,
-        trains: bool,
-    ) -> StepLogs:
+    def find_metrics(self) -> None:
+        """Take note of the module's metrics, which it may make at any time before a loop begins."""
+        self.metrics.clear()
+        self.metrics.update(find_metrics(self.module))
+
+    def work_off(self, run: Run, finish: Finish, around: Around) -> StepLogs:
         """Run all chunks of this rank; return what the last stage logged."""
         assert self.placement is not None
         program = self._programs.of(len(run.parts))
-        with around():
-            runs = [
-                self.placement.plans.stages(
-                    run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
-                )
-                for number, part in enumerate(run.parts)
-            ]
-        # Autograd knows what a mean was taken over; without it operators are watched.
-        counts = None if trains else Counts()
-        logs, dropped = StepLogs(self.module, counts), StepLogs(self.module)
+        try:
+            with around():
+                runs = [
+                    self.placement.plans.stages(
+                        run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
+                    )
+                    for number, part in enumerate(run.parts)
+                ]
+                metrics = self._metric_calls(run, [each[0].plan.metrics for each in runs])
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.refuse(error)
+        logs = StepLogs(self.module, metrics)
+        end = self._programs.num_stages - 1
         stages = [
             RunStage(
-                index,
                 [each[index] for each in runs],
                 run,
-                finish,
                 around,
-                logs if index == self._programs.num_stages - 1 else dropped,
-                counts if index == self._programs.num_stages - 1 else None,
-                self._glue_state,
+                self._glue_state.during(
+                    logs.of_microbatch if index == end else self._quiet,
+                    [each[index].plan for each in runs],
+                ),
+                finish if index == end else None,
+                is_last=index == end,
             )
             for index in program.stages
         ]
-        self._executor.run(program if trains else program.forward_only, stages)
+        self._run(program, stages)
         self._glue_state.share(each[0].plan for each in runs)
         return logs
 
+    def _metric_calls(self, run: Run, called: Sequence[tuple[MetricTrace, ...]]) -> MetricCalls:
+        """Return what keeps the calls of metrics that a step makes."""
+        assert self.placement is not None
+        of_batch: tuple[MetricTrace, ...] = ()
+        if any(called):
+            plans = self.placement.plans.stages(
+                run.step, run.batch, *run.rest, kwargs=run.kwargs, seed=run.seeds[0]
+            )
+            of_batch = plans[0].plan.metrics
+        return MetricCalls(self.metrics, of_batch, len(run.parts))
+
+    def _quiet(self, microbatch: int) -> AbstractContextManager[None]:
+        return quiet(self.module, self.metrics)
+
+    def pass_through(
+        self, run: Run, last: Sequence[StageRun], around: Around
+    ) -> list[tuple[Tensor, ...]]:
+        """Run the units of all stages forward.
+
+        Args:
+            run: The step and its microbatches.
+            last: The last stage, by microbatch; ends behind its last unit.
+            around: Precision.
+
+        Returns:
+            What it gave for each microbatch; nothing on the other stages' ranks.
+        """
+        assert self.placement is not None
+        program = self._programs.of(len(run.parts)).forward_only
+        end = self._programs.num_stages - 1
+        try:
+            with around():
+                runs = [
+                    (
+                        *self.placement.plans.stages(
+                            run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
+                        )[:end],
+                        last[number],
+                    )
+                    for number, part in enumerate(run.parts)
+                ]
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.refuse(error)
+        stages = [
+            RunStage(
+                [each[index] for each in runs],
+                run,
+                around,
+                lambda _: nullcontext(),
+                is_last=index == end,
+            )
+            for index in program.stages
+        ]
+        outputs = self._run(program, stages).outputs
+        return [outputs[number] for number in sorted(outputs)]
+
+    def _run(self, program: Program, stages: Sequence[RunStage]) -> Outcome:
+        digest, self.digest = self.digest, BatchDigest()
+        with host_random_kept():
+            return self._executor.run(program, stages, digest)
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise what keeps this rank from a step, on all ranks. In the place of the step."""
+        self._executor.refuse(self._programs.of(self._num_microbatches), error)
+
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """Return a batch's microbatches and how many rows each has."""
+        """Return a batch's microbatches and how many rows each has.
+
+        Collective over the pipeline where it cannot be cut, so that no rank waits for this one.
+        """
+        try:
+            return self._cut(batch)
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.refuse(error)
+
+    def cut_if_possible(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """Return the same, and the whole batch where it cannot be cut."""
+        try:
+            return self._cut(batch)
+        except ConfigError:
+            return [batch], [1]
+
+    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
         wanted = self.options.num_microbatches(self.context.group.size())
         if wanted == 1:
             return [batch], [1]
-        sizes = even_sizes(num_rows(batch), wanted, fewest_rows(self._vector_norms))
-        return cut(batch, sizes), sizes
+        return self.cutter.cut(batch, wanted, fewest_rows(self._vector_norms))
 
     def seeds(self, ordinal: int, count: int) -> list[int]:
         """Return what the random numbers of each microbatch start from."""
@@ -249,21 +429,58 @@ class PipelineAxis:
             stage=stage, microbatch=microbatch, kind=kind, start_ns=start_ns, end_ns=end_ns
         )
 
+    def _record_peak(self, peaks: Mapping[int, int]) -> None:
+        self.context.recorder.live_microbatches(peaks)
+
+    def _fail(self, error: BaseException) -> None:
+        self.context.recorder.fail(error)
+
     def _name_of(self, module: torch.nn.Module) -> str | None:
         return next((name for name, each in self.module.named_modules() if each is module), None)
 
     # Telling.
 
-    def expected_traffic(self, accumulated: int) -> list[ExpectedTraffic]:
-        """What one optimizer step should move over this rank's borders."""
-        assert self.placement is not None
-        step, parts = self._sample
-        runs = [self.placement.plans.stages(step, part, 0) for part in parts]
+    @property
+    def bubble(self) -> float | None:
+        """Return the idle share of a batch of training, see ``Executor.bubble``."""
+        return self._executor.bubble
+
+    def expected_traffic(self, accumulated: int, *, num_norms: int) -> list[ExpectedTraffic]:
+        """What one optimizer step should move on this rank.
+
+        Args:
+            accumulated: Batches in it.
+            num_norms: Norms over all stages in it.
+        """
+        crossing = self._crossing
+        if crossing is None:
+            return []
 
         def values_at(border: int, microbatch: int) -> tuple[ValueSpec, ...]:
-            return runs[microbatch][border].plan.values_in
+            return crossing[microbatch][border]
 
-        return expected_traffic(self._programs.of(len(parts)), values_at, accumulated=accumulated)
+        over_borders = expected_traffic(
+            self._programs.of(len(crossing)), values_at, accumulated=accumulated
+        )
+        if self._executor.control_group is None:
+            return over_borders
+        return over_borders + expected_collectives(
+            agreements=agreement_size(self._programs.num_stages, self.context.group.size()),
+            shared=self.shared.size_per_batch(),
+            told=self.sharing.size_per_batch(),
+            accumulated=accumulated,
+            num_norms=num_norms,
+        )
+
+    def expected_activations(self) -> list[MemoryKind]:
+        """What this rank keeps for its backward passes at most; nothing where that is unknown."""
+        assert self.placement is not None
+        kept = self.placement.kept_bytes
+        if kept is None:
+            return []
+        order = self._programs.order(self._num_microbatches)[self.context.group.rank()]
+        place: MemoryPlace = "host" if self.context.device.type == "cpu" else "device"
+        return [MemoryKind("activations", place, None, peak_live_bytes(order, kept))]
 
     def close(self) -> None:
         """End what runs beside the training. Parameters stay as they are."""

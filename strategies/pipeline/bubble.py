@@ -5,7 +5,7 @@ the mean over the ranks ("of total"). Transfers take no time here.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from boltmesh.strategies.pipeline.table import ScheduleTable
 from boltmesh.telemetry.schedule import (
     Action,
     Timetable,
+    actions,
     idle_shares,
     of_ideal,
     peak_live_activations,
@@ -98,6 +99,21 @@ class Ideal:
     def peak_live_activations(self) -> tuple[int, ...]:
         """Of each rank: microbatches of one stage that it keeps at once for their backward."""
         return tuple(peak_live_activations(self.table.order))
+
+
+def peak_live_bytes(row: Sequence[str | None], kept_bytes: Sequence[int]) -> int:
+    """Return the most that one rank keeps at once for its backward passes.
+
+    Args:
+        row: The rank's actions, as in ``Order``; a microbatch counts from its forward (F) to its
+            whole backward (B) or to the gradient of its weights (W).
+        kept_bytes: Of one microbatch, by stage.
+    """
+    live = peak = 0
+    for action in actions((tuple(row),))[0]:
+        live += {"F": 1, "I": 0}.get(action.kind, -1) * kept_bytes[action.stage]
+        peak = max(peak, live)
+    return peak
 
 
 def simulate_ideal(

@@ -1,84 +1,172 @@
-"""One batch of validation, testing or prediction, put together over its microbatches."""
+"""One batch of validation, testing or prediction.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+Microbatches go through the units of all stages as a pipeline. Behind the last unit their values
+are joined to the batch's and given to every rank, and every rank runs the rest of the step once, on
+the whole batch: what it logs, returns, and leaves in metrics and on the module is what one process
+would have, on every rank. See [Note: The tail of a step] in ``replay/tail.py``.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boltmesh.strategies.pipeline.outputs import merge
+from boltmesh.strategies.pipeline.joining import Joints, find_joints, join
+from boltmesh.strategies.pipeline.metrics.replacing import metrics_replaced
+from boltmesh.strategies.pipeline.quiet import quiet
+from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
+from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged
+from boltmesh.strategies.pipeline.replay.tail import Tail
 from boltmesh.strategies.pipeline.runs import Around, Run
-from boltmesh.strategies.pipeline.step_logs import repeat
-from boltmesh.strategies.torch_compat import tree_map_only
+from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.torch_compat import swapped_state
 
 if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.axis import PipelineAxis
 
 
-def evaluation_step(
-    axis: "PipelineAxis",
-    step: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    ordinal: int,
-    around: Around,
-    returns: bool,
-) -> Any:
-    """Run a step that trains nothing. Collective over the pipeline.
+class Evaluation:
+    """Runs steps that train nothing.
 
     Args:
-        axis: Of the pipeline.
-        step: ``validation_step``, ``test_step`` or ``predict_step``.
-        args: Of the step: the batch on the device, and its number.
-        kwargs: Also of it.
-        ordinal: Of the batch in this loop.
-        around: Precision.
-        returns: Whether somebody on the other ranks needs what the step returns.
-
-    Returns:
-        What the step returned, put together over the microbatches; on ranks without the last
-        stage only if ``returns``, else None.
+        axis: Of the pipeline, on which a model was placed.
     """
-    parts, sizes = axis.cut(args[0])
-    found: dict[int, Any] = {}
 
-    def finish(number: int, result: Any) -> tuple[Tensor, ...]:
-        found[number] = result
-        return ()
+    def __init__(self, axis: "PipelineAxis") -> None:
+        self._axis = axis
+        self._undivided: WeakSet[Tail] = WeakSet()
+        """Of batches that microbatches cannot be joined to: they go through whole."""
+        assert axis.placement is not None
+        self._plans = axis.placement.plans
+        apart = (*self._plans.units.values(), *axis.metrics.values())
+        inside = {id(part) for each in apart for part in each.modules()}
+        self._glue = [each for each in axis.module.modules() if id(each) not in inside]
 
-    run = Run(step, parts, args[1:], kwargs, axis.seeds(ordinal, len(parts)))
-    logs = axis.work_off(run, finish, around, trains=False)
-    rows: list[Tensor | float] = [float(size) for size in sizes]
-    output = None
-    if axis.holds_last_stage:
-        output = merge([found[number] for number in range(len(sizes))], sizes, rows)
-        logged = logs.collected(dict(enumerate(rows)))
-        axis.sharing.send(None, 1.0, logged, is_mapping=False)
-    else:
-        _, _, logged = axis.sharing.receive()
-    if step != "predict_step":
-        repeat(axis.module, logged)
-    return _give_all(axis, output) if returns else output
+    def step(
+        self,
+        step: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        ordinal: int,
+        around: Around,
+    ) -> Any:
+        """Run one on a batch. Collective over the pipeline.
 
+        Args:
+            step: ``validation_step``, ``test_step`` or ``predict_step``.
+            args: Of the step, the batch on the device first.
+            kwargs: Also of it.
+            ordinal: Of the batch in this loop.
+            around: Precision.
 
-def _give_all(axis: "PipelineAxis", output: Any) -> Any:
-    """Send an output to all ranks, where tensors are on their own devices again."""
-    # Pickled, a tensor goes to the device that it came from: that of the last stage's rank.
-    holder = [tree_map_only(Tensor, _sent, output) if axis.holds_last_stage else None]
-    dist.broadcast_object_list(holder, axis.last, group=axis.context.group)
-    if axis.holds_last_stage:
-        return output
-    return tree_map_only(_Sent, lambda each: each.value.to(axis.context.device), holder[0])
+        Returns:
+            What the step returned for the whole batch.
 
+        Raises:
+            ConfigError: When the step cannot be cut into stages.
+        """
+        axis = self._axis
+        whole = Run(step, args[0], [args[0]], args[1:], kwargs, axis.seeds(ordinal, 1))
+        try:
+            with around():
+                tail = self._tail(whole, 0)
+                run, tails, joints = self._divided(whole, tail, ordinal)
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            axis.refuse(error)
+        specs = tail.end.plan.values_in
+        values = self._values(run, tails, joints, specs, around)
+        values = [self._broadcast(each, spec) for each, spec in zip(values, specs, strict=True)]
+        lent = self._lent(tail)
+        with ExitStack() as stack:
+            stack.enter_context(around())
+            stack.enter_context(host_random_kept())
+            stack.enter_context(metrics_replaced(axis.metrics, lambda call: call.do()))
+            if lent:
+                stack.enter_context(swapped_state(axis.module, lent))
+            return tail.end.forward(values, args, kwargs, seed=whole.seeds[0])
 
-@dataclass(frozen=True)
-class _Sent:
-    """A tensor that was on a device."""
+    def _divided(self, whole: Run, tail: Tail, ordinal: int) -> tuple[Run, list[Tail], Joints]:
+        """Return the batch's microbatches, what they give, and how that is joined."""
+        undivided: tuple[Run, list[Tail], Joints] = (
+            whole,
+            [tail],
+            (None,) * len(tail.end.plan.values_in),
+        )
+        if tail.draws_before or tail in self._undivided:
+            return undivided
+        parts, sizes = self._axis.cut_if_possible(whole.parts[0])
+        if len(parts) == 1:
+            return undivided
+        run = dataclasses.replace(whole, parts=parts, seeds=self._axis.seeds(ordinal, len(parts)))
+        tails = [self._tail(run, number) for number in range(len(parts))]
+        joints = find_joints(tail.end.plan, [each.end.plan for each in tails], sizes)
+        if joints is None:
+            self._undivided.add(tail)
+            return undivided
+        return run, tails, joints
 
-    value: Tensor
+    def _tail(self, run: Run, number: int) -> Tail:
+        """Return what follows the last unit for one microbatch of a run."""
+        args = (run.step, run.parts[number], *run.rest)
+        return self._plans.tail(*args, kwargs=run.kwargs, seed=run.seeds[number])
 
+    def _values(
+        self,
+        run: Run,
+        tails: Sequence[Tail],
+        joints: Joints,
+        specs: Sequence[ValueSpec],
+        around: Around,
+    ) -> list[Tensor]:
+        """Return what lives behind the last unit, on its rank; on others room for it."""
+        axis = self._axis
+        with ExitStack() as stack:
+            # Every stage runs the beginning of the step, and only the end is to leave traces.
+            stack.enter_context(modules_unchanged(self._glue))
+            stack.enter_context(quiet(axis.module, axis.metrics))
+            parts = axis.pass_through(run, [each.last for each in tails], around)
+        if axis.holds_last_stage:
+            return join(parts, joints, specs)
+        device = axis.context.device
+        return [torch.empty(each.shape, dtype=each.dtype, device=device) for each in specs]
 
-def _sent(value: Tensor) -> "Tensor | _Sent":
-    return value if value.device.type == "cpu" else _Sent(value.cpu())
+    def _broadcast(self, value: Tensor, spec: ValueSpec) -> Tensor:
+        axis = self._axis
+        if axis.context.group.size() == 1 or not spec.num_bytes:
+            return value
+        whole = value.resolve_conj().resolve_neg().contiguous()
+        # As bytes: NCCL knows neither complex numbers nor 16-bit integers.
+        dist.broadcast(whole.reshape(-1).view(torch.uint8), axis.last, group=axis.context.group)
+        return value if axis.holds_last_stage else whole
+
+    def _parameters(self, tail: Tail) -> dict[str, Tensor]:
+        """Return the parameters that the tail uses and not every rank has."""
+        placement = self._axis.placement
+        assert placement is not None
+        everywhere = self._axis.context.group.size()
+        return {
+            name: self._axis.module.get_parameter(name)
+            for name in sorted(tail.end.plan.parameters)
+            if len(placement.ranks_of_parameter[name]) < everywhere
+        }
+
+    def _lent(self, tail: Tail) -> dict[str, Tensor]:
+        """Return values of these on ranks that have none."""
+        axis = self._axis
+        assert axis.placement is not None
+        lent = {}
+        for name, each in self._parameters(tail).items():
+            holders = axis.placement.ranks_of_parameter[name]
+            is_holder = axis.context.group.rank() in holders
+            value = each.detach() if is_holder else torch.empty_like(each).contiguous()
+            source = dist.get_global_rank(axis.context.group, holders[0])
+            dist.broadcast(value, source, group=axis.context.group)
+            if not is_holder:
+                lent[name] = value
+        return lent

@@ -17,6 +17,7 @@ from torch.nn import Module
 from boltmesh.strategies.pipeline.broadcasting import broadcast
 from boltmesh.strategies.pipeline.replay.restoring import CONTAINERS
 from boltmesh.strategies.pipeline.replay.stage_plan import ANY_STAGE, StagePlan
+from boltmesh.strategies.pipeline.runs import During
 
 
 class GlueState:
@@ -42,8 +43,23 @@ class GlueState:
         self._rank_of_stage = rank_of_stage
         self._group = group
 
+    def during(self, inner: During, plans: Sequence[StagePlan]) -> During:
+        """Return what microbatches of a stage are run in.
+
+        Args:
+            inner: What they are run in besides.
+            plans: Of the stage, by microbatch.
+        """
+
+        @contextmanager
+        def both(microbatch: int) -> Iterator[None]:
+            with inner(microbatch), self._around(plans[microbatch]):
+                yield
+
+        return both
+
     @contextmanager
-    def around(self, plan: StagePlan) -> Iterator[None]:
+    def _around(self, plan: StagePlan) -> Iterator[None]:
         """Within, a stage runs; afterwards stands what it has to leave behind, and no more."""
         foreign = [
             name

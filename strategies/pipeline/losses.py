@@ -1,250 +1,309 @@
-"""What a loss was averaged over, so that the losses of microbatches add up to the batch's.
+"""What a loss was divided by, read from the graph that autograd keeps of it.
 
 The mean of means is not the mean where microbatches hold different numbers of rows, or of tokens
-that count. Autograd knows what was divided by what: the graph behind a loss is read from its end
-down to the reductions that made it a scalar. A mean over n is worth n; sums are added as they are.
+that count. From a loss down to the values of the rows, the graph tells every reduction and every
+scalar factor on the way. Their product is the *count* of a term: what a sum was divided by. Whether
+a count grows with the rows or is a constant of the user's cannot be seen in one graph;
+:mod:`calibration <boltmesh.strategies.pipeline.calibration>` finds out, and proves what was read.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from typing_extensions import override
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.leaves import Leaves
+from boltmesh.strategies.pipeline.operators import (
+    Factor,
+    factor_of,
+    is_sum,
+    is_transparent,
+    masks_of,
+    operands,
+    plain_name,
+    reduction_of,
+)
 
-_LINEAR = {
-    "AddBackward0", "CatBackward0", "CloneBackward0", "ExpandBackward0", "MulBackward1",
-    "NegBackward0", "ReshapeAliasBackward0", "SelectBackward0", "SqueezeBackward0",
-    "SqueezeBackward1", "StackBackward0", "SubBackward0", "ToCopyBackward0", "UnsqueezeBackward0",
-    "ViewBackward0",
-}  # fmt: skip
-"""Behind these a loss is still a sum of its parts, each times a number."""
+Kind = Literal["mean", "sum", "penalty", "received"]
+"""What a term of a loss is over the rows of a batch: its mean or its sum, the same whatever the
+rows are (``penalty``), or a scalar that a layer made (``received``)."""
 
-_MEAN, _SUM = 1, 2
-"""torch's numbers of reductions, as its kernels save them."""
+Place = tuple[int, ...]
+"""Where a node is: which operand was followed at each node from the loss on."""
+
+MOST_NODES = 256
+"""Of one loss. Sums of that many terms are read no further; the proof tells if that matters."""
+
+_STACKS = ("StackBackward0", "CatBackward0")
+_LEAF = "torch::autograd::AccumulateGrad"
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """How one part of a loss became a scalar."""
+class Term:
+    """One part of a loss: something that is added, less what it was divided by."""
 
-    kind: Literal["mean", "sum"]
+    place: Place
     count: Tensor | float
-    """Elements that a mean was taken over; of ``cross_entropy`` those that it did not ignore, each
-    with the weight of its class. 0-dim, on the loss's device, or a number. 1 for a sum."""
+    """The product of what it was divided by: 0-dim, or a number."""
     size: float
-    """How many elements there were, those that do not count included; at least 1."""
+    """About how large ``count`` is; at least 1 and known without asking a device."""
     operator: str
-    """torch's name of it, for messages."""
+    """torch's name of the reduction, for messages."""
+    end: Node
+    """Where reading ended."""
+    is_reduced: bool
+    has_divisor: bool
+    """Whether ``count`` has a factor that is not the size of what was reduced."""
+    reductions: frozenset[Literal["mean", "sum"]]
+    """Those over rows, as far as the graph tells."""
+    divisors: frozenset[Literal["number", "tensor"]]
+    """What else it was divided by, or multiplied with."""
+    empty: tuple[Tensor | bool, ...] = ()
+    """Whether masks let nothing through, each 0-dim."""
 
+    def counting(self, rows: float | None = None) -> "Term":
+        """Return the term with a count of 0 where nothing counts.
 
-def reductions(loss: Tensor) -> list[Reduction]:
-    """Return the reductions that a scalar loss consists of.
-
-    Terms that no reduction over data made (a penalty on weights) are left out.
-    """
-    found: list[Reduction] = []
-    pending: list[tuple[Node | None, float | Tensor | None]] = [(loss.grad_fn, None)]
-    while pending:
-        node, divisor = pending.pop()
-        if node is None:
-            continue
-        name = node.name()
-        reduction = _reduction(node, name, divisor)
-        if reduction is not None:
-            found.append(reduction)
-        elif name in _LINEAR or _is_sum_of_scalars(node, name):
-            pending.extend((each, divisor) for each, _ in node.next_functions)
-        elif name in {"DivBackward0", "DivBackward1", "MulBackward0"}:
-            pending.extend(_behind_product(node, name, divisor))
-    return found[::-1]
-
-
-def _behind_product(
-    node: Node, name: str, divisor: float | Tensor | None
-) -> Iterator[tuple[Node | None, float | Tensor | None]]:
-    other = getattr(node, "_saved_other", None)
-    is_division = name.startswith("Div")
-    for position, (each, _) in enumerate(node.next_functions):
-        if is_division and position == 0 and _is_scalar(other):
-            yield each, other
-        elif not is_division or position == 0:
-            yield each, divisor
-
-
-def _reduction(node: Node, name: str, divisor: float | Tensor | None) -> Reduction | None:
-    if name in {"NllLossBackward0", "NllLoss2DBackward0"}:
-        weight: Tensor = _saved(node, "total_weight")
-        if _saved(node, "reduction") == _MEAN:
-            return Reduction("mean", weight, _saved(node, "target").numel(), name)
-        return _divided(divisor, tuple(_saved(node, "target").shape), name)
-    if name == "MeanBackward0":
-        return _mean(_saved(node, "self_sym_numel"), name)
-    if name == "MeanBackward1":
-        return _partial_mean(node, name)
-    if name == "SumBackward0" and not _is_sum_of_scalars(node, name):
-        inner = node.next_functions[0][0]
-        if inner is not None and inner.name() == "MeanBackward1":
-            over_rows = _partial_mean(inner, "MeanBackward1")
-            if over_rows is not None:
-                return over_rows
-        return _divided(divisor, _saved(node, "self_sym_sizes"), name)
-    kept = getattr(node, "_saved_reduction", None)
-    if kept == _MEAN:
-        return _mean(_saved(node, "self").numel(), name)
-    if kept == _SUM:
-        return _divided(divisor, tuple(_saved(node, "self").shape), name)
-    return None
-
-
-def _partial_mean(node: Node, name: str) -> Reduction | None:
-    """A mean over some dimensions: of the rows, if the first dimension is among them."""
-    sizes = _saved(node, "self_sym_sizes")
-    dims = [_signed(dim) % len(sizes) for dim in _saved(node, "dim")] or list(range(len(sizes)))
-    if 0 not in dims:
-        return None
-    return _mean(math.prod(sizes[dim] for dim in dims), name)
-
-
-def _mean(count: float, name: str) -> Reduction:
-    return Reduction("mean", float(count), max(float(count), 1.0), name)
-
-
-def _divided(divisor: float | Tensor | None, sizes: Sequence[int], name: str) -> Reduction:
-    """A sum, which may have been divided by what it was summed over."""
-    if divisor is None:
-        return Reduction("sum", 1.0, 1.0, name)
-    if isinstance(divisor, Tensor) and not _is_number(divisor):
-        size = float(max(math.prod(sizes), 1))
-        return Reduction("mean", divisor, size, name)  # counted from data: a mask's sum
-    value = float(divisor)
-    leading = {math.prod(sizes[: end + 1]) for end in range(len(sizes))}
-    if value in leading:
-        return _mean(value, name)
-    return Reduction("sum", 1.0, 1.0, name)
-
-
-def _is_sum_of_scalars(node: Node, name: str) -> bool:
-    if name not in {"SumBackward0", "SumBackward1"}:
-        return False
-    inner = node.next_functions[0][0]
-    return inner is not None and inner.name() in {"StackBackward0", "CatBackward0"}
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
-
-
-def _is_number(value: Tensor) -> bool:
-    """Whether a saved operand was a number of Python's rather than a tensor of somebody's.
-
-    Both are saved as 0-dim tensors; numbers give way to any tensor's type.
-    """
-    narrow = torch.int8 if not value.is_floating_point() else torch.float16
-    return torch.result_type(torch.zeros((), dtype=narrow), value) != value.dtype
-
-
-def _signed(number: int) -> int:
-    """Autograd shows saved integers without their sign."""
-    return number - 2**64 if number >= 2**63 else number
-
-
-def _saved(node: Node, name: str) -> Any:
-    return getattr(node, f"_saved_{name}")
-
-
-class StepWeights:
-    """Weighs the microbatches of a step, one after the other, while the total is not known yet.
-
-    Each loss is scaled by what it counts, relative to the size of the step's first microbatch, so
-    that backward passes may begin at once; what was accumulated is divided by ``total`` in the
-    end. Made anew for each step.
-    """
-
-    def __init__(self) -> None:
-        self.total: Tensor | float = 0.0
-        """What the weights add up to so far: the step's gradients and losses are divided by it."""
-        self._kind: str | None = None
-        self._first: list[Reduction] = []
-
-    def weigh(self, loss: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
-        """Return a microbatch's loss scaled by its weight, and the weight.
+        Whoever divides by ``max(n, 1)`` says 1 there.
 
         Args:
-            loss: Scalar, with its graph.
-            rows: Of the microbatch; what a loss without any reduction over data is worth.
-
-        Raises:
-            ConfigError: When the loss has parts that count different things, which no one number
-                can weigh.
+            rows: What it would say if it counted rows that masks do not hide, which is true.
         """
-        found = reductions(loss) or [_mean(rows, "rows")]
-        kinds = {each.kind for each in found}
-        if len(kinds) > 1 or self._kind not in {None, *kinds}:
-            raise ConfigError(
-                "training_step adds a mean and a sum over the batch, so its loss depends on how "
-                "the batch is cut into microbatches. Divide the sum by the number of its rows, or "
-                "use microbatches=1."
-            )
-        (self._kind,) = kinds
-        if self._kind == "sum":
-            self.total = 1.0
-            return loss, 1.0
-        self._first = self._first or found
-        weight = found[0].count / self._first[0].size
-        self._refuse_uneven(found, weight)
-        self.total = self.total + weight
-        return _scaled(loss, weight, found[0]), weight
+        count = self.count
+        for each in self.empty if self.has_divisor else ():
+            if isinstance(each, Tensor):
+                counted = torch.as_tensor(count, device=each.device)
+                says_rows = False if rows is None else (counted - rows).abs() <= 1e-5 * rows
+                count = torch.where(
+                    each & ~torch.as_tensor(says_rows, device=each.device),
+                    torch.zeros_like(counted),
+                    counted,
+                )
+            elif each and (rows is None or not math.isclose(float(count), rows, rel_tol=1e-5)):
+                count = 0.0
+        return replace(self, count=count)
 
-    def _refuse_uneven(self, found: list[Reduction], weight: Tensor | float) -> None:
-        if len(found) == 1 and len(self._first) == 1:
-            return
-        size = self._first[0].size
-        same = len(found) == len(self._first) and all(
-            math.isclose(
-                float(each.count) * float(self._first[0].count),
-                float(weight) * size * float(first.count),
-                rel_tol=1e-6,
-            )
-            for each, first in zip(found, self._first, strict=True)
+
+@dataclass(frozen=True)
+class Visit:
+    """What is done at one node of a loss."""
+
+    name: str
+    follow: tuple[int, ...]
+    """Operands to go on with; none at the end of a term."""
+    takes_factor: bool = False
+    """Whether the other operand is a scalar that the term is multiplied or divided by."""
+
+
+@dataclass
+class Form:
+    """The shape of a loss's graph, as it was read once."""
+
+    visits: dict[Place, Visit] = field(default_factory=dict)
+    kinds: dict[Place, Kind] = field(default_factory=dict)
+    """Of every term, by its place."""
+    per_row: dict[Place, float] = field(default_factory=dict)
+    """By what a term is divided for every row, where that was the same for all rows tried."""
+
+
+class OtherFormError(Exception):
+    """A loss does not have the form that it was to be read by."""
+
+
+@dataclass(frozen=True)
+class _Position:
+    """A node on the way, and what was gathered before it."""
+
+    node: Node | None
+    place: Place = ()
+    count: Tensor | float = 1.0
+    size: float = 1.0
+    operator: str = ""
+    is_reduced: bool = False
+    has_divisor: bool = False
+    reductions: frozenset[Literal["mean", "sum"]] = frozenset()
+    divisors: frozenset[Literal["number", "tensor"]] = frozenset()
+    empty: tuple[Tensor | bool, ...] = ()
+    is_mixed: bool = False
+    """Whether rows of several branches were added: none of them alone tells if there is nothing."""
+
+
+def read(loss: Tensor, form: Form) -> list[Term]:
+    """Return the terms of a loss whose form is known.
+
+    Raises:
+        OtherFormError: When it has another form.
+    """
+    return list(terms_of(loss.grad_fn, form))
+
+
+def find_form(loss: Tensor, leaves_of: Callable[[Node], Leaves]) -> tuple[Form, list[Term]]:
+    """Return the form of a loss, without kinds, and its terms.
+
+    Args:
+        loss: Scalar, with its graph.
+        leaves_of: Tells what a branch comes from.
+
+    Raises:
+        ConfigError: When a scalar of the batch goes through a function that is not linear, after
+            which no weight makes the losses of microbatches the batch's.
+    """
+    form = Form()
+    return form, list(terms_of(loss.grad_fn, form, leaves_of))
+
+
+def terms_of(
+    start: Node | None, form: Form, leaves_of: Callable[[Node], Leaves] | None = None
+) -> Iterator[Term]:
+    """Yield the terms behind a node.
+
+    Args:
+        start: Where to begin.
+        form: What is known of the graph; what is not is added.
+        leaves_of: Tells what a branch comes from. Without it the form is all there is.
+
+    Raises:
+        OtherFormError: When the graph has another form.
+        ConfigError: As :func:`find_form`.
+    """
+    pending = [_Position(start)]
+    while pending:
+        position = pending.pop()
+        position = replace(position, node=behind_transparent(position.node))
+        node = position.node
+        if node is None:
+            continue
+        if leaves_of is not None and position.place not in form.visits:
+            is_full = len(form.visits) >= MOST_NODES
+            form.visits[position.place] = _visit(position, leaves_of, is_full=is_full)
+        visit = form.visits.get(position.place)
+        if visit is None or (visit.follow and visit.name != node.name()):
+            raise OtherFormError(node.name())
+        position = _gather(position, visit)
+        if not visit.follow:
+            yield _term(position)
+        for index in reversed(visit.follow):
+            if index >= len(node.next_functions):
+                raise OtherFormError(node.name())
+            onward = node.next_functions[index][0]
+            pending.append(replace(position, node=onward, place=(*position.place, index)))
+
+
+def behind_transparent(node: Node | None) -> Node | None:
+    """Return the first node from here on that says something about a count."""
+    while node is not None and is_transparent(node):
+        node = node.next_functions[0][0]
+    return node
+
+
+def _visit(position: _Position, leaves_of: Callable[[Node], Leaves], *, is_full: bool) -> Visit:
+    """Decide what is done at a node that is met for the first time."""
+    node = position.node
+    assert node is not None
+    name = node.name()
+    end = Visit(name, ())
+    if name == _LEAF or is_full:
+        return end
+    reduction = reduction_of(node)
+    if reduction is not None:
+        return Visit(name, (0,) if reduction.goes_on else ())
+    if is_sum(node):
+        return Visit(name, tuple(operands(node)))
+    factor = factor_of(node)
+    if factor is not None:
+        return _visit_of_product(position, node, factor, leaves_of)
+    if position.is_reduced:
+        # Beyond, it is about rows: each is worth what it is worth.
+        return Visit(name, tuple(operands(node))) if masks_of(node) else end
+    found = leaves_of(node)
+    if found.rows or found.scalars:
+        raise ConfigError(_not_linear(node, "is not linear in the batch's mean"))
+    return end
+
+
+def _visit_of_product(
+    position: _Position, node: Node, factor: Factor, leaves_of: Callable[[Node], Leaves]
+) -> Visit:
+    name = node.name()
+    branches = operands(node)
+    onward = []
+    for each in branches:
+        branch = node.next_functions[each][0]
+        assert branch is not None
+        found = leaves_of(branch)
+        if found.rows or found.scalars:
+            onward.append(each)
+    if not onward:  # of parameters alone
+        return Visit(name, branches[:1], factor.is_scalar and len(branches) == 1)
+    if len(onward) == 1 and (onward == [0] or not factor.is_division):
+        return Visit(name, tuple(onward), factor.is_scalar and len(branches) == 1)
+    if position.is_reduced:
+        return Visit(name, ())
+    what = "divides by a number that is made of the batch and trained" if factor.is_division else (
+        "multiplies two numbers that are made of the batch"
+    )  # fmt: skip
+    raise ConfigError(_not_linear(node, what))
+
+
+def _not_linear(node: Node, what: str) -> str:
+    return (
+        f"The loss of training_step cannot be put together from microbatches: {plain_name(node)} "
+        f"{what}. Use microbatches=1, or a loss that is a mean or a sum over the rows of losses of "
+        f"single rows."
+    )
+
+
+def _gather(position: _Position, visit: Visit) -> _Position:
+    """Take in what a node says about the count."""
+    node = position.node
+    assert node is not None
+    reduction = None if node.name() == _LEAF else reduction_of(node)
+    if reduction is not None:
+        kind: Literal["mean", "sum"] = "mean" if reduction.is_mean else "sum"
+        return replace(
+            position,
+            count=position.count * reduction.count,
+            size=position.size * max(reduction.size, 1.0),
+            operator=position.operator or plain_name(node),
+            is_reduced=True,
+            reductions=position.reductions | ({kind} if reduction.is_over_rows else set()),
+            empty=(*position.empty, *reduction.empty),
         )
-        if not same:
-            parts = ", ".join(
-                f"{each.operator.removesuffix('Backward0')} over {float(each.count):g}"
-                for each in found
-            )
-            raise ConfigError(
-                f"training_step adds means over different things ({parts}), which microbatches "
-                f"hold in different proportions, so no weight makes their losses the batch's. "
-                f"Use microbatches=1, or take both means over the same elements."
-            )
+    if visit.takes_factor:
+        factor = factor_of(node)
+        if factor is None or not factor.is_scalar:
+            raise OtherFormError(node.name())
+        return replace(
+            position,
+            count=factor.divide(position.count),
+            size=position.size * factor.size,
+            has_divisor=True,
+            divisors=position.divisors | {"number" if factor.is_number else "tensor"},
+        )
+    if position.is_reduced and is_sum(node):
+        return replace(position, is_mixed=position.is_mixed or not node.name().endswith(_STACKS))
+    if position.is_reduced and position.has_divisor and not position.is_mixed:
+        return replace(position, empty=(*position.empty, *masks_of(node)))
+    return position
 
 
-def _scaled(loss: Tensor, weight: Tensor | float, reduction: Reduction) -> Tensor:
-    """Scale; a mean over nothing is not a number, and worth nothing."""
-    if not isinstance(weight, Tensor):
-        return loss * weight
-    if reduction.operator.startswith("NllLoss"):  # whose backward pass divides no zero by zero
-        return _Weighed.apply(loss, weight)  # type: ignore[no-any-return, no-untyped-call]
-    return loss * weight if bool(weight != 0) else torch.zeros_like(loss)
-
-
-class _Weighed(torch.autograd.Function):
-    """``loss * weight``, and 0 where the weight is, without asking a device for it."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, loss: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        return gradients[0] * weight, None
+def _term(position: _Position) -> Term:
+    count = position.count
+    assert position.node is not None
+    return Term(
+        position.place,
+        count.detach().float() if isinstance(count, Tensor) else count,
+        position.size,
+        position.operator,
+        position.node,
+        position.is_reduced,
+        position.has_divisor,
+        position.reductions,
+        position.divisors,
+        position.empty,
+    )

@@ -8,7 +8,9 @@ from boltmesh.strategies.pipeline.kinds import check_schedule, schedule_kind
 from boltmesh.strategies.pipeline.split import UnitCost
 
 Split = str | Sequence[str] | Callable[[Sequence[UnitCost], int], Sequence[Sequence[str]]]
-"""``"auto"``, the names at which later stages begin, or a function that cuts units into stages."""
+"""``"auto"`` or ``"measured"``, the names at which later stages begin, or a function that cuts."""
+
+AUTOMATIC = ("auto", "measured")
 
 UNBUILT: Mapping[str, str] = {
     "pipedream_2bw": "keeps two versions of the weights, which is not built yet",
@@ -31,6 +33,8 @@ class PipelineOptions:
     stages_per_rank: int | None = None
     """None: what is usual with the schedule."""
     split: Split = "auto"
+    max_memory_bytes: int | None = None
+    """Of a rank; None: what its device has, where that is a GPU."""
 
     def __post_init__(self) -> None:
         schedule_kind(self.schedule)
@@ -39,10 +43,16 @@ class PipelineOptions:
                 f"schedule={self.schedule!r} {UNBUILT[self.schedule]}. Use 1f1b, which has its "
                 f"order and waits at the end of each step, or zero_bubble."
             )
-        if isinstance(self.split, str) and self.split != "auto":
+        if isinstance(self.split, str) and self.split not in AUTOMATIC:
             raise ConfigError(
-                f"split={self.split!r} is no way to cut a model. Use 'auto', a list of the names "
-                f"of the modules at which the second and later stages begin, or a function."
+                f"split={self.split!r} is no way to cut a model. Use 'auto', 'measured', a list of "
+                f"the names of the modules at which the second and later stages begin, or a "
+                f"function."
+            )
+        if self.max_memory_bytes is not None and self.max_memory_bytes <= 0:
+            raise ConfigError(
+                f"max_memory_bytes={self.max_memory_bytes} leaves nothing for a stage. Give the "
+                f"bytes that a rank may take, such as 16 * 10**9, or leave it out."
             )
         if self.stages is not None:
             self.num_stages(self.stages)

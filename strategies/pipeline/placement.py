@@ -1,32 +1,41 @@
-"""Decides which rank holds what of a model: units, parameters and buffers of every stage."""
+"""Decides which rank holds what of a model: units, parameters and buffers of every stage.
 
-from collections.abc import Iterable, Mapping, Sequence
+The first rank of the pipeline decides, by its sample of the data, and the others do as it says: a
+sample of other lengths could make another split, and parameters that nobody holds.
+"""
+
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
+from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.alike import of_first_rank
+from boltmesh.strategies.pipeline.building import UnmadeModel
+from boltmesh.strategies.pipeline.cutting import Budget, cut_units, unit_cost
+from boltmesh.strategies.pipeline.measuring import measure_units
 from boltmesh.strategies.pipeline.options import Split
-from boltmesh.strategies.pipeline.replay.costs import UnitUse, units_in_call_order
+from boltmesh.strategies.pipeline.replay.costs import (
+    kept_by_stage,
+    units_in_call_order,
+)
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.probe import probe
+from boltmesh.strategies.pipeline.replay.trace import Trace
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
-from boltmesh.strategies.pipeline.split import UnitCost, balanced_split, named_split
-
-BYTES_PER_PARAMETER = 16
-"""Parameter, gradient and two moments in fp32: what the rank of a unit keeps for it."""
-
-SECONDS_PER_ELEMENT = 0.5
-"""A parameter that is only looked up (an embedding) costs about this part of one that is
-multiplied: reading it and adding to its gradient, in units of its floating point operations."""
+from boltmesh.strategies.pipeline.split import UnitCost
 
 
 @dataclass(frozen=True)
-class Placement:
-    """What stands where. Alike on every rank."""
+class Division:
+    """What stands where, in names. The same on every rank."""
 
-    plans: StagePlans
+    rank_of_stage: tuple[int, ...]
+    stage_of_unit: Mapping[str, int]
     stages: tuple[tuple[UnitCost, ...], ...]
     """The units of each stage, in the order of their calls."""
     ranks_of_parameter: Mapping[str, tuple[int, ...]]
@@ -35,9 +44,11 @@ class Placement:
     """By the buffer's name, each of several, the pipeline rank whose value is the model's."""
     loose_buffers: tuple[str, ...]
     """Buffers outside of units."""
-    rank_of_unit: Mapping[str, int]
-    last_rank: int
-    """The rank of the last stage."""
+    kept_bytes: tuple[int, ...] | None
+    """What each stage keeps of a microbatch like the one it was cut by, from its forward to its
+    backward pass; None where that cannot be seen."""
+    parameters: tuple[str, ...]
+    """All names of the module, by which ranks see that they have the same one."""
 
     def rank_of_state(self, name: str) -> int:
         """Return the pipeline rank that has the model's value of what is no parameter.
@@ -46,8 +57,37 @@ class Placement:
         """
         if name in self.rank_of_buffer:
             return self.rank_of_buffer[name]
-        unit = _unit_holding(name, self.rank_of_unit)
-        return self.last_rank if unit is None else self.rank_of_unit[unit]
+        for unit, stage in self.stage_of_unit.items():
+            if name.startswith(f"{unit}."):
+                return self.rank_of_stage[stage]
+        return self.rank_of_stage[-1]
+
+
+_DIVISIONS: "WeakKeyDictionary[Module, Division]" = WeakKeyDictionary()
+"""Of modules that are divided already, of which this process has no more than its part."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A division, and how steps run on it."""
+
+    plans: StagePlans
+    division: Division
+
+    @property
+    def stages(self) -> tuple[tuple[UnitCost, ...], ...]:
+        """The units of each stage, in the order of their calls."""
+        return self.division.stages
+
+    @property
+    def ranks_of_parameter(self) -> Mapping[str, tuple[int, ...]]:
+        """By the parameter's first name, the ranks that hold it; the first one counts it."""
+        return self.division.ranks_of_parameter
+
+    @property
+    def kept_bytes(self) -> tuple[int, ...] | None:
+        """What each stage keeps of a microbatch for its backward pass; None where unknown."""
+        return self.division.kept_bytes
 
 
 def place(
@@ -55,41 +95,121 @@ def place(
     step: str,
     args: tuple[Any, ...],
     *,
-    num_stages: int,
     rank_of_stage: Sequence[int],
     split: Split,
     seed: int,
+    group: ProcessGroup,
+    device: torch.device,
+    budget: Budget,
+    unmade: UnmadeModel,
+    recomputed: Set[Module],
 ) -> Placement:
+    """Cut a model into stages, as its first rank says. Collective over the pipeline.
+
+    A model that another strategy has divided for as many ranks and stages stays divided so.
+
+    Args:
+        module: The whole model; nothing of it is computed.
+        step: The method that is run as a pipeline, such as ``training_step``.
+        args: What it is called with.
+        rank_of_stage: The rank of each stage of the pipeline.
+        split: As the user gave it.
+        seed: What the step's random numbers start from.
+        group: The ranks of the pipeline.
+        device: Where it will run.
+        budget: What memory its ranks have for it.
+        unmade: What of the model does not exist yet.
+        recomputed: Units whose forward pass runs once more in the backward pass.
+
+    Raises:
+        ConfigError: When the model cannot be cut so, or is divided otherwise already.
+    """
+    mine: Division | ConfigError | None = None
+    plans: StagePlans | None = None
+    if group.rank() == 0:
+        try:
+            mine = _DIVISIONS.get(module)
+            if mine is None:
+                _refuse_parts(module, unmade)
+                mine, plans = divide(
+                    module,
+                    step,
+                    args,
+                    rank_of_stage=rank_of_stage,
+                    split=split,
+                    seed=seed,
+                    device=device,
+                    budget=budget,
+                    unmade=unmade,
+                    recomputed=recomputed,
+                )
+        except ConfigError as error:
+            mine = error
+    answer = of_first_rank(mine, group)
+    assert answer is not None
+    if isinstance(answer, ConfigError):
+        raise answer
+    _check_module(module, answer, rank_of_stage, group, unmade)
+    _DIVISIONS[module] = answer
+    if plans is None:
+        plans = StagePlans(module, find_stage_units(module), answer.stage_of_unit)
+    return Placement(plans, answer)
+
+
+def divide(
+    module: Module,
+    step: str,
+    args: tuple[Any, ...],
+    *,
+    rank_of_stage: Sequence[int],
+    split: Split,
+    seed: int,
+    device: torch.device,
+    budget: Budget,
+    unmade: UnmadeModel,
+    recomputed: Set[Module],
+) -> tuple[Division, StagePlans]:
     """Cut a model into stages, by a look at what a step does with one microbatch.
 
     Args:
         module: The whole model; nothing of it is computed.
         step: The method that is run as a pipeline, such as ``training_step``.
         args: What it is called with.
-        num_stages: Of the whole pipeline.
-        rank_of_stage: The rank of each.
+        rank_of_stage: The rank of each stage.
         split: As the user gave it.
         seed: What the step's random numbers start from.
+        device: Where it will run.
+        budget: What memory its ranks have for it.
+        unmade: What of it does not exist yet.
+        recomputed: Units whose forward pass runs once more in the backward pass.
 
     Raises:
         ConfigError: When the model cannot be cut so.
     """
     units = find_stage_units(module)
-    trace = probe(module, units, step, args, seed=seed, counts_flops=True)
+    trace = _probe_costs(module, units, step, args, seed)
     uses = units_in_call_order(trace, units)
-    costs = {each.name: _cost(each) for each in uses if each.is_called}
-    names = _cut(split, list(costs.values()), num_stages)
+    seconds = None
+    if split == "measured":
+        seconds = measure_units(module, units, step, args, seed=seed, device=device, unmade=unmade)
+    costs = {
+        each.name: unit_cost(each, seconds, is_recomputed=units[each.name] in recomputed)
+        for each in uses
+        if each.is_called
+    }
+    names = cut_units(split, list(costs.values()), rank_of_stage, budget)
     stage_of_unit = {name: stage for stage, members in enumerate(names) for name in members}
     stage = 0
     for each in uses:  # one that this step does not call stands with its neighbour
         stage = stage_of_unit.setdefault(each.name, stage)
     plans = StagePlans(module, units, stage_of_unit)
     rank_of_unit = {unit: rank_of_stage[each] for unit, each in stage_of_unit.items()}
-    last_rank = rank_of_stage[num_stages - 1]
+    last_rank = rank_of_stage[-1]
     unit_of_buffer = _units_of_buffers(module, units)
     used = [run.plan.parameters for run in plans.stages(step, *args, seed=seed)]
-    return Placement(
-        plans=plans,
+    division = Division(
+        rank_of_stage=tuple(rank_of_stage),
+        stage_of_unit=stage_of_unit,
         stages=tuple(tuple(costs[name] for name in members) for members in names),
         ranks_of_parameter=_ranks_of_parameters(module, plans, used, rank_of_stage),
         rank_of_buffer={
@@ -97,42 +217,73 @@ def place(
             for name, unit in unit_of_buffer.items()
         },
         loose_buffers=tuple(name for name, unit in unit_of_buffer.items() if unit is None),
-        rank_of_unit=rank_of_unit,
-        last_rank=last_rank,
+        kept_bytes=kept_by_stage(trace, stage_of_unit),
+        parameters=tuple(name for name, _ in module.named_parameters()),
     )
+    return division, plans
 
 
-def _cost(unit: UnitUse) -> UnitCost:
-    # A backward pass computes two gradients: three times the forward in all.
-    work = 3.0 * unit.flops + SECONDS_PER_ELEMENT * unit.num_parameters
-    return UnitCost(unit.name, work, float(BYTES_PER_PARAMETER * unit.num_parameters))
-
-
-def _cut(split: Split, costs: Sequence[UnitCost], num_stages: int) -> Sequence[Sequence[str]]:
-    if callable(split):
-        return _checked(split(costs, num_stages), costs, num_stages)
-    if isinstance(split, str):
-        return balanced_split(costs, num_stages)
-    return _checked(named_split(split, [each.name for each in costs]), costs, num_stages)
-
-
-def _checked(
-    stages: Sequence[Sequence[str]], costs: Sequence[UnitCost], num_stages: int
-) -> Sequence[Sequence[str]]:
-
-    given = [name for stage in stages for name in stage]
-    wanted = [each.name for each in costs]
-    if len(stages) != num_stages:
+def _refuse_parts(module: Module, unmade: UnmadeModel) -> None:
+    """Refuse a copy of a model that has been divided: most of its values are elsewhere."""
+    absent = [name for name, each in module.named_parameters() if unmade.is_lost(each)]
+    if absent:
         raise ConfigError(
-            f"split makes {len(stages)} stages, and the pipeline has {num_stages}. "
-            f"Name {num_stages - 1} modules at which a stage begins."
+            f"{type(module).__name__} was part of a pipeline before, and this rank does not have "
+            f"the values of {_told(absent)}. Go on with the module that was trained itself and as "
+            f"many ranks and stages, or make a new module and give the Trainer the run's "
+            f"checkpoint as ckpt_path."
         )
-    if given != wanted or not all(stages):
+
+
+def _check_module(
+    module: Module,
+    division: Division,
+    rank_of_stage: Sequence[int],
+    group: ProcessGroup,
+    unmade: UnmadeModel,
+) -> None:
+    """Refuse a module that does not fit to what the first rank has decided."""
+    if division.rank_of_stage != tuple(rank_of_stage):
+        before = division.rank_of_stage
         raise ConfigError(
-            f"split gives {given}, and the model calls {wanted}: every part belongs to one stage, "
-            f"in the order of the calls, and every stage holds one at least."
+            f"{type(module).__name__} was divided into {len(before)} stages on {max(before) + 1} "
+            f"ranks by an earlier run, and this one has {len(rank_of_stage)} stages on "
+            f"{max(rank_of_stage) + 1}. Use the same schedule and ranks again, or make a new "
+            f"module and give the Trainer the run's checkpoint as ckpt_path."
         )
-    return stages
+    own = dict(module.named_parameters())
+    differing = sorted(set(own) ^ set(division.parameters))
+    if differing:
+        raise ConfigError(
+            f"{type(module).__name__} has other parameters on rank {group.rank()} of the pipeline "
+            f"than on its first rank: {_told(differing)} on one of them only. Every rank has to "
+            f"build the same module."
+        )
+    lost = [
+        name
+        for name, ranks in division.ranks_of_parameter.items()
+        if group.rank() in ranks and unmade.is_lost(own[name])
+    ]
+    if lost:
+        raise ConfigError(
+            f"{type(module).__name__} was part of a pipeline before, and rank {group.rank()} does "
+            f"not have the values of {_told(lost)}. Make a new module and give the Trainer the "
+            f"run's checkpoint as ckpt_path."
+        )
+
+
+def _told(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _probe_costs(
+    module: Module, units: Mapping[str, Module], step: str, args: tuple[Any, ...], seed: int
+) -> Trace:
+    try:
+        return probe(module, units, step, args, seed=seed, counts_flops=True, notes_kept=True)
+    except ConfigError:
+        # What is saved cannot be seen under torch.func. Any other error comes once more.
+        return probe(module, units, step, args, seed=seed, counts_flops=True)
 
 
 def _ranks_of_parameters(
@@ -157,7 +308,3 @@ def _units_of_buffers(module: Module, units: Mapping[str, Module]) -> dict[str, 
     holding = {id(each): unit for unit, part in units.items() for each in part.buffers()}
     named = module.named_buffers(remove_duplicate=False)
     return {name: holding.get(id(each)) for name, each in named}
-
-
-def _unit_holding(name: str, units: Iterable[str]) -> str | None:
-    return next((unit for unit in units if name.startswith(f"{unit}.")), None)

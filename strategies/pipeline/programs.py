@@ -1,6 +1,7 @@
 """The actions of this rank for any number of microbatches."""
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.bubble import peak_live_bytes
 from boltmesh.strategies.pipeline.executor.program import Program
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.schedules import schedule_table, with_communication
@@ -37,6 +38,14 @@ class Programs:
                 rank_of_stage=table.rank_of_stage,
             )
         return self._programs[num_microbatches]
+
+    def live(self, num_microbatches: int) -> tuple[int, ...]:
+        """Return how many microbatches each stage keeps at once at most."""
+        order = self._table(num_microbatches).order
+        return tuple(
+            peak_live_bytes(order[rank], [int(each == stage) for each in range(self.num_stages)])
+            for stage, rank in enumerate(self.rank_of_stage)
+        )
 
     def order(self, num_microbatches: int) -> Order:
         """Return what all ranks compute, as telemetry shows it."""

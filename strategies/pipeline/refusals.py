@@ -5,12 +5,13 @@ from types import CodeType
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import grad_norm
 from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.pipeline.joint_steps import joins_gradients
 
 _GRADIENT_HOOKS = (
@@ -27,18 +28,25 @@ _LOCAL_NORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-def refuse_run(trainer: Trainer, module: LightningModule, *, synchronises_norms: bool) -> None:
+def refuse_run(
+    trainer: Trainer, module: LightningModule, step: str, *, synchronises_norms: bool
+) -> None:
     """Refuse what the stages of a pipeline would do apart, each with its part of the model.
 
     Args:
         trainer: About to run.
         module: What it runs.
+        step: The method that it begins with.
         synchronises_norms: Whether batch norms are to be made of all ranks' batches.
 
     Raises:
         ConfigError: Naming it, and what to do instead.
     """
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if compat.draws_from_iterator(module, step):
+        raise ConfigError(
+            f"{type(module).__name__}.{step} takes a dataloader_iter, and a pipeline runs it on "
+            f"microbatches of a batch that is there before. Let it take a batch."
+        )
     if trainer.state.fn != TrainerFn.FITTING:
         return
     if not module.automatic_optimization:
@@ -54,7 +62,7 @@ def refuse_run(trainer: Trainer, module: LightningModule, *, synchronises_norms:
             "rank runs it: on one microbatch after the other, each by its own moments. Leave it "
             "out, or use GroupNorm or LayerNorm, which do not depend on how a batch is cut."
         )
-    for each in (module, *callbacks):
+    for each in (module, *compat.callbacks_of(trainer)):
         _refuse_local_norms(each)
 
 

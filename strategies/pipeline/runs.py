@@ -1,20 +1,21 @@
 """The stages of one step as the executor runs them, microbatch by microbatch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from boltmesh.strategies.pipeline.counting import Counts
-from boltmesh.strategies.pipeline.glue_state import GlueState
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
-from boltmesh.strategies.pipeline.step_logs import StepLogs
+from boltmesh.strategies.pipeline.scalars import SentScalars
 from boltmesh.strategies.pipeline.values import ValueSpec
 
 Around = Callable[[], AbstractContextManager[None]]
 """The precision plugin's context of a step."""
+
+During = Callable[[int], AbstractContextManager[None]]
+"""Takes a microbatch's number; what its run of the step lies in."""
 
 Finish = Callable[[int, Any], tuple[Tensor, ...]]
 """Takes a microbatch's number and what the step returned; returns what to differentiate."""
@@ -25,10 +26,13 @@ class Run:
     """What a step is called with, microbatch by microbatch."""
 
     step: str
+    batch: Any
     parts: list[Any]
     rest: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     seeds: list[int]
+    sizes: Sequence[int] = ()
+    """Rows of the parts, where their losses are put together."""
 
 
 class RunStage:
@@ -36,25 +40,33 @@ class RunStage:
 
     def __init__(
         self,
-        index: int,
         runs: Sequence[StageRun],
         run: Run,
-        finish: Finish,
         around: Around,
-        logs: StepLogs,
-        counts: Counts | None,
-        state: GlueState,
+        during: During,
+        finish: Finish | None = None,
+        *,
+        is_last: bool,
     ) -> None:
-        self.index = index
-        self.is_first = index == 0
-        self.is_last = runs[0].plan.is_last
+        """Prepare the stage.
+
+        Args:
+            runs: The stage, by microbatch.
+            run: What the step is called with.
+            around: Precision.
+            during: What each microbatch is run in.
+            finish: Takes what the last stage returned, where it runs to the end of the step.
+            is_last: Whether no other stage follows.
+        """
+        self.index = runs[0].plan.stage
+        self.is_first = self.index == 0
+        self.is_last = is_last
         self._runs = runs
         self._run = run
-        self._finish = finish
         self._around = around
-        self._logs = logs
-        self._counts = counts
-        self._state = state
+        self._during = during
+        self._finish = finish
+        self._scalars = SentScalars()
 
     def values_in(self, microbatch: int) -> tuple[ValueSpec, ...]:
         """Return what the border before this stage carries."""
@@ -67,19 +79,17 @@ class RunStage:
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the step on a microbatch as far as this stage goes; return what it hands on."""
         run = self._run
-        with ExitStack() as stack:
-            stack.enter_context(self._around())
-            stack.enter_context(self._logs.of_microbatch(microbatch))
-            stack.enter_context(self._state.around(self._runs[microbatch].plan))
-            if self._counts is not None:
-                stack.enter_context(self._counts)
-            result = self._runs[microbatch].forward(
-                received,
-                (run.parts[microbatch], *run.rest),
-                run.kwargs,
-                seed=run.seeds[microbatch],
+        with self._around():
+            with self._during(microbatch):
+                result = self._runs[microbatch].forward(
+                    received,
+                    (run.parts[microbatch], *run.rest),
+                    run.kwargs,
+                    seed=run.seeds[microbatch],
+                )
+            values: tuple[Tensor, ...] = (
+                result if self._finish is None else self._finish(microbatch, result)
             )
-            if self.is_last:
-                return self._finish(microbatch, result)
-        values: tuple[Tensor, ...] = result
+            if not self.is_last and len(run.sizes) > 1:
+                self._scalars.check(values, self.values_out(microbatch), run.sizes[microbatch])
         return values

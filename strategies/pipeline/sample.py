@@ -4,7 +4,7 @@ The loaders of the run are not touched: the user's own is asked once more, and t
 random numbers stand afterwards as they stood before.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -15,7 +15,15 @@ from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 
 
-def sample_batch(trainer: Trainer) -> Any:
+class Sample(NamedTuple):
+    """What a run is about to see."""
+
+    batch: Any
+    batch_sizes: set[int]
+    """How many rows its loaders give, where they say so."""
+
+
+def sample_batch(trainer: Trainer) -> Sample:
     """Return a batch of the loop that is about to run, on the CPU, as the module's hooks leave it.
 
     Raises:
@@ -25,9 +33,32 @@ def sample_batch(trainer: Trainer) -> Any:
     try:
         loader = compat.requested_loader(trainer)
         batch = _first_batch(loader)
-        return compat.transferred_to_host(trainer, batch)
+        return Sample(compat.transferred_to_host(trainer, batch), batch_sizes(loader))
     finally:
         restore_random_state(state)
+
+
+def batch_sizes(loader: Any) -> set[int]:
+    """Return how many rows the batches of a loader have, those of the last one as well.
+
+    Empty where nobody knows before they come.
+    """
+    if isinstance(loader, CombinedLoader):
+        loader = loader.iterables
+    if isinstance(loader, dict):
+        loader = list(loader.values())
+    if isinstance(loader, list | tuple):
+        return {size for each in loader for size in batch_sizes(each)}
+    if not isinstance(loader, DataLoader):
+        return set()
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if not isinstance(size, int):
+        return set()
+    try:
+        last = len(loader.sampler) % size  # type: ignore[arg-type]
+    except TypeError:
+        return {size}
+    return {size, last} - {0}
 
 
 def _first_batch(loader: Any) -> Any:

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+_FLAG = torch.int32
+
 
 class SharedParameters:
     """Parameters of stages on more than one rank: tied weights, and what code between units uses.
@@ -49,6 +51,13 @@ class SharedParameters:
         """Return the groups that gradients are added up in."""
         return [group for group, _ in self._members]
 
+    def size_per_batch(self) -> tuple[int, int]:
+        """Return the bytes and the calls of ``add_up``, with a gradient for every parameter."""
+        trained = [[each for each in held if each.requires_grad] for _, held in self._members]
+        flags = [len(held) * _FLAG.itemsize for held in trained if held]
+        gradients = [each.numel() * each.element_size() for held in trained for each in held]
+        return sum(flags) + sum(gradients), len(flags) + len(gradients)
+
     def add_up(self, gradients: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
         """Sum gradients over the ranks that hold the same parameter; return the sums.
 
@@ -64,7 +73,7 @@ class SharedParameters:
                 continue
             found = [gradients.get(id(each)) for each in trained]
             # Without a gradient on any rank there is none, which optimizers tell from zeros.
-            flags = torch.tensor([each is not None for each in found], dtype=torch.int32)
+            flags = torch.tensor([each is not None for each in found], dtype=_FLAG)
             flags = flags.to(trained[0].device)
             dist.all_reduce(flags, group=group)
             for each, own, count in zip(trained, found, flags.tolist(), strict=True):

@@ -22,10 +22,16 @@ class UnitCost:
     """Forward and backward of a microbatch; any unit will do, as long as it is one for all."""
     num_bytes: float = 0.0
     """Parameters, gradients, optimizer state: what its rank keeps for it."""
+    kept_bytes: float = 0.0
+    """Of one microbatch, from its forward to its backward pass."""
 
 
 def balanced_split(
-    units: Sequence[UnitCost], num_stages: int, *, max_bytes: float = math.inf
+    units: Sequence[UnitCost],
+    num_stages: int,
+    *,
+    max_bytes: float = math.inf,
+    live: Sequence[int] | None = None,
 ) -> list[list[str]]:
     """Return the names of each stage's units.
 
@@ -33,6 +39,7 @@ def balanced_split(
         units: In the order of their calls.
         num_stages: Each gets one unit at least.
         max_bytes: What the units of one stage may need.
+        live: How many microbatches each stage keeps at once; None: their bytes do not count.
 
     Raises:
         ConfigError: When there are fewer units than stages, or no cut keeps within the memory.
@@ -44,14 +51,19 @@ def balanced_split(
             f"Use stages={max(len(units), 1)} or fewer."
         )
     seconds = _prefix_sums([each.seconds for each in units])
-    memory = _prefix_sums([each.num_bytes for each in units])
-    ends = _best_ends(seconds, memory, num_stages, max_bytes)
+    live = [0] * num_stages if live is None else live
+    memory = [
+        _prefix_sums([each.num_bytes + count * each.kept_bytes for each in units]) for count in live
+    ]
+    ends = _best_ends(seconds, memory, max_bytes)
     if ends is None:
-        needed = max(each.num_bytes for each in units)
+        most = max(live)
+        needed = [each.num_bytes + most * each.kept_bytes for each in units]
         raise ConfigError(
-            f"No cut into {num_stages} stages keeps each within {max_bytes / 1e9:.3g} GB: the "
-            f"model needs {memory[-1] / 1e9:.3g} GB in all, and its largest part "
-            f"{needed / 1e9:.3g} GB. Use more stages, or shard what a stage holds."
+            f"No cut into {num_stages} stages keeps each within {max_bytes / 1e9:.3g} GB: with "
+            f"gradients, Adam's state and {most} live microbatches the model needs "
+            f"{sum(needed) / 1e9:.3g} GB in all, and its largest part {max(needed) / 1e9:.3g} GB. "
+            f"Use more stages, smaller microbatches, or shard what a stage holds."
         )
     starts = [0, *ends[:-1]]
     return [
@@ -60,10 +72,16 @@ def balanced_split(
 
 
 def _best_ends(
-    seconds: Sequence[float], memory: Sequence[float], num_stages: int, max_bytes: float
+    seconds: Sequence[float], memory: Sequence[Sequence[float]], max_bytes: float
 ) -> list[int] | None:
-    """Return where each stage ends; costs are compared by the slowest, then by the squares."""
-    count = len(seconds) - 1
+    """Return where each stage ends; costs are compared by the slowest, then by the squares.
+
+    Args:
+        seconds: Sums over the units before each.
+        memory: The same of bytes, for each stage.
+        max_bytes: Of one stage.
+    """
+    count, num_stages = len(seconds) - 1, len(memory)
     worst = (math.inf, math.inf)
     best: list[tuple[float, float]] = [(0.0, 0.0), *[worst] * count]
     choices: list[list[int]] = []
@@ -72,7 +90,7 @@ def _best_ends(
         chosen = [0] * (count + 1)
         for end in range(stage, count - (num_stages - stage) + 1):
             for start in range(end - 1, stage - 2, -1):
-                if memory[end] - memory[start] > max_bytes:
+                if memory[stage - 1][end] - memory[stage - 1][start] > max_bytes:
                     break
                 own = seconds[end] - seconds[start]
                 if own > reached[end][0]:

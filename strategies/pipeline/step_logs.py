@@ -9,7 +9,7 @@ values everywhere. What the other stages log on their way is worth nothing and d
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,25 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torchmetrics import Metric
 
-from boltmesh.strategies.pipeline.counting import Counts
-from boltmesh.strategies.pipeline.losses import Reduction, reductions
+from boltmesh.strategies.pipeline.log_rules import (
+    Key,
+    LogRule,
+    MicrobatchWeights,
+    Noted,
+    combine,
+    note,
+    usual_rule,
+)
+from boltmesh.strategies.pipeline.metrics.recording import MetricCalls, MetricValue
+from boltmesh.strategies.pipeline.metrics.replacing import find_metrics
+from boltmesh.strategies.pipeline.metrics.sharing import Given
+from boltmesh.strategies.pipeline.quiet import log_replaced
 
-Fold = Literal["mean", "sum", "min", "max"]
+METRIC_ARGUMENT = "an argument of a metric"
+"""What numbers that metrics are called with are kept under, beside what is logged."""
 
-_FOLDS: dict[Any, Fold] = {
-    "mean": "mean", torch.mean: "mean", "sum": "sum", torch.sum: "sum", "avg": "mean",
-    "min": "min", torch.min: "min", min: "min", "max": "max", torch.max: "max", max: "max",
-}  # fmt: skip
-
-
-_LOSS_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+RuleOf = Callable[[Key, list[Noted]], LogRule]
+"""Tells how the values of a key are put together."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +51,24 @@ class MetricName:
 class _Entry:
     """One key that a step logged, over its microbatches."""
 
-    fold: Fold
     options: dict[str, Any]
-    values: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor | float | None] = field(default_factory=list)
-    """None: as much as the microbatch's loss."""
-    microbatches: list[int] = field(default_factory=list)
+    noted: list[Noted] = field(default_factory=list)
     batch_size: int | None = None
-    metric: MetricName | None = None
+    metric: MetricName | MetricValue | None = None
 
 
 class StepLogs:
     """Takes the place of ``module.log`` while a step runs. Made anew for each step."""
 
-    def __init__(self, module: LightningModule, counts: Counts | None = None) -> None:
+    def __init__(self, module: LightningModule, metrics: MetricCalls | None = None) -> None:
         """Keep what a step logs.
 
         Args:
             module: Whose ``log`` is taken.
-            counts: Tells what values were averaged over where they have no graph.
+            metrics: Keeps what it calls metrics with; thrown away if None.
         """
         self._module = module
-        self._counts = counts
+        self.metrics = MetricCalls(find_metrics(module)) if metrics is None else metrics
         self._entries: dict[tuple[str, str | None], _Entry] = {}
         self._microbatch = 0
 
@@ -73,15 +76,14 @@ class StepLogs:
     def of_microbatch(self, index: int) -> Iterator[None]:
         """Within, calls of ``self.log`` are kept as this microbatch's."""
         self._microbatch = index
-        aside = self._module.__dict__.get("log")
-        self._module.__dict__["log"] = self._log
-        try:
+        with (
+            log_replaced(self._module, self._log),
+            self.metrics.of_microbatch(index, self._keep_number),
+        ):
             yield
-        finally:
-            if aside is None:
-                del self._module.__dict__["log"]
-            else:
-                self._module.__dict__["log"] = aside
+
+    def _keep_number(self, key: str, value: Tensor | float, is_count: bool) -> None:
+        self._keep(METRIC_ARGUMENT, key, value, {"reduce_fx": "sum"} if is_count else {})
 
     def _log(self, name: str, value: Any, *positional: Any, **options: Any) -> None:
         options = {**dict(zip(_OPTIONS, positional, strict=False)), **options}
@@ -92,64 +94,46 @@ class StepLogs:
             self._keep(name, None, value, options)
 
     def _keep(self, name: str, key: str | None, value: Any, options: dict[str, Any]) -> None:
-        fold = _FOLDS.get(options.get("reduce_fx", "mean"), "mean")
-        entry = self._entries.setdefault((name, key), _Entry(fold, options))
+        entry = self._entries.setdefault((name, key), _Entry(options))
         batch_size = options.get("batch_size")
         if batch_size is not None:
-            is_new = self._microbatch not in entry.microbatches
+            is_new = self._microbatch not in {each.microbatch for each in entry.noted}
             entry.batch_size = (entry.batch_size or 0) + (batch_size if is_new else 0)
         if isinstance(value, Metric):
             entry.metric = MetricName(_attribute_of(self._module, value))
             return
-        entry.microbatches.append(self._microbatch)
-        weight: Tensor | float | None = None if batch_size is None else float(batch_size)
-        if isinstance(value, Tensor) and batch_size is None:
-            found = self._reductions(value)
-            if found and all(each.kind == "sum" for each in found) and entry.fold == "mean":
-                entry.fold = "sum"
-            elif found and found[0].kind == "mean":
-                weight = found[0].count
-        entry.values.append(torch.as_tensor(value).detach().double().reshape(()))
-        entry.weights.append(weight)
+        if (given := self.metrics.given(value)) is not None:
+            entry.metric = given
+            return
+        entry.noted.append(note(self._microbatch, value, options))
 
-    def _reductions(self, value: Tensor) -> list[Reduction]:
-        if value.grad_fn is not None:
-            return reductions(value)
-        known = None if self._counts is None else self._counts.of(value)
-        return [] if known is None else [known]
+    def noted(self) -> dict[Key, list[Noted]]:
+        """Return the values of each key, in the order of the first calls."""
+        return {key: entry.noted for key, entry in self._entries.items() if entry.noted}
 
-    def collected(self, loss_weights: Mapping[int, Tensor | float]) -> list["Logged"]:
+    def collected(
+        self, weights: MicrobatchWeights, rule_of: RuleOf | None = None
+    ) -> list["Logged"]:
         """Return what the step logged as a whole, in the order of the first calls.
 
         Args:
-            loss_weights: Of each microbatch; values of which nothing else tells what they were
-                averaged over are weighed like the loss.
+            weights: What the microbatches are worth.
+            rule_of: Tells how the values of a key are put together; by default as they look.
         """
-        return [
-            Logged(name, key, self._value(entry, loss_weights), _options(entry))
-            for (name, key), entry in self._entries.items()
-        ]
-
-    def _value(
-        self, entry: _Entry, loss_weights: Mapping[int, Tensor | float]
-    ) -> "Tensor | MetricName":
-        if entry.metric is not None:
-            return entry.metric
-        values = torch.stack(entry.values)
-        if entry.fold != "mean":
-            folds: dict[Fold, Callable[[Tensor], Tensor]] = {
-                "sum": torch.sum, "min": torch.amin, "max": torch.amax,
-            }  # fmt: skip
-            return folds[entry.fold](values)
-        pairs = zip(entry.weights, entry.microbatches, strict=True)
-        chosen = [
-            loss_weights.get(index, 1.0) if weight is None else weight for weight, index in pairs
-        ]
-        weights = torch.stack(
-            [torch.as_tensor(each, device=values.device).double() for each in chosen]
-        )
-        # A mean over nothing is not a number, and worth nothing.
-        return torch.where(weights == 0, 0.0, values * weights).sum() / weights.sum()
+        logged = []
+        for (name, key), entry in self._entries.items():
+            value: Tensor | MetricName | MetricValue
+            if entry.metric is not None:
+                value = entry.metric
+            else:
+                rule = (
+                    usual_rule(entry.noted)
+                    if rule_of is None or len(entry.noted) == 1
+                    else rule_of((name, key), entry.noted)
+                )
+                value = combine(rule, entry.noted, weights)
+            logged.append(Logged(name, key, value, _options(entry)))
+        return logged
 
 
 @dataclass(frozen=True)
@@ -159,18 +143,38 @@ class Logged:
     name: str
     key: str | None
     """Of the dict that was logged under ``name``; None where it was a value."""
-    value: Tensor | MetricName
-    """0-dim, float64; or which metric of the module."""
+    value: Tensor | MetricName | MetricValue
+    """0-dim, float64; or which metric of the module, or what a call of one gives."""
     options: dict[str, Any]
 
 
-def repeat(module: LightningModule, logged: Iterable[Logged]) -> None:
-    """Make the calls again, on this rank's module."""
+def take_numbers(logged: Iterable[Logged]) -> tuple[list[Logged], dict[str, Tensor]]:
+    """Return what was logged, and apart from it numbers that metrics were called with, by key."""
+    kept: list[Logged] = []
+    numbers: dict[str, Tensor] = {}
+    for each in logged:
+        if each.name != METRIC_ARGUMENT:
+            kept.append(each)
+        elif each.key is not None and isinstance(each.value, Tensor):
+            numbers[each.key] = each.value
+    return kept, numbers
+
+
+def repeat(module: LightningModule, logged: Iterable[Logged], given: Given = ()) -> None:
+    """Make the calls again, on this rank's module.
+
+    Args:
+        module: Whose ``log`` is called.
+        logged: By the last stage.
+        given: What calls of metrics gave for the whole batch.
+    """
     groups: dict[str, dict[str, Any]] = {}
     for each in logged:
         value: Any = each.value
         if isinstance(value, MetricName):
             value = module.get_submodule(value.attribute)
+        elif isinstance(value, MetricValue):
+            value = given[value.call][value.leaf]
         else:
             value = value.to(module.device, torch.get_default_dtype())
         if each.key is None:
@@ -202,6 +206,10 @@ def _attribute_of(module: Module, metric: Metric) -> str:
     raise ValueError("A metric that is no attribute of the module cannot be logged.")
 
 
+_HEAD = 6
+"""Numbers that every batch has."""
+
+
 class Sharing:
     """Sends what the last stage found out to the other ranks, in one small message a step.
 
@@ -216,6 +224,11 @@ class Sharing:
         self._known: list[tuple[Any, ...]] = []
         self.is_mapping = False
         """Whether the last step returned a dict."""
+
+    def size_per_batch(self) -> tuple[int, int]:
+        """Return the bytes and the calls of a batch that logs what the last one has logged."""
+        numbers = sum(each[2] is None for each in self._known)
+        return (_HEAD + numbers) * torch.float64.itemsize, 1 + bool(numbers)
 
     def send(
         self,
@@ -239,8 +252,7 @@ class Sharing:
         self.is_mapping = is_mapping
         head = [float(is_news), float(loss is not None), float(is_mapping), len(numbers)]
         value = torch.zeros(()) if loss is None else loss.detach()
-        dtype = torch.tensor(_LOSS_TYPES.index(value.dtype))
-        self._broadcast(self._row([*map(torch.tensor, head), value, torch.as_tensor(total), dtype]))
+        self._broadcast(self._row([*map(torch.tensor, head), value, torch.as_tensor(total)]))
         if is_news:
             self._known = told
             dist.broadcast_object_list([told], self._source, group=self._group)
@@ -253,7 +265,7 @@ class Sharing:
         Returns:
             What the last stage sent: loss, total and what to log.
         """
-        row = self._broadcast(torch.zeros(7, dtype=torch.float64, device=self._device))
+        row = self._broadcast(torch.zeros(_HEAD, dtype=torch.float64, device=self._device))
         is_news, has_loss, is_mapping, count = map(int, row[:4].tolist())
         self.is_mapping = bool(is_mapping)
         if is_news:
@@ -268,9 +280,7 @@ class Sharing:
             Logged(name, key, next(numbers) if value is None else value, options)
             for name, key, value, options in self._known
         ]
-        # Of the same type everywhere: what is made of a loss is rounded alike then.
-        loss = row[4].to(_LOSS_TYPES[int(row[6])]) if has_loss else None
-        return loss, row[5], logged
+        return row[4] if has_loss else None, row[5], logged
 
     def _row(self, values: list[Tensor]) -> Tensor:
         return torch.stack([each.to(self._device, torch.float64).reshape(()) for each in values])
@@ -280,5 +290,5 @@ class Sharing:
         return row
 
 
-def _told(value: Tensor | MetricName) -> MetricName | None:
-    return value if isinstance(value, MetricName) else None
+def _told(value: Tensor | MetricName | MetricValue) -> MetricName | MetricValue | None:
+    return None if isinstance(value, Tensor) else value

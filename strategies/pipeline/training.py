@@ -7,15 +7,26 @@ import torch
 from torch import Tensor
 
 from boltmesh.strategies.pipeline.deposit import Deposit
-from boltmesh.strategies.pipeline.losses import StepWeights
+from boltmesh.strategies.pipeline.log_rules import (
+    RETURNED,
+    Key,
+    MicrobatchWeights,
+    Noted,
+    combine,
+    returned_numbers,
+)
 from boltmesh.strategies.pipeline.outputs import merge
+from boltmesh.strategies.pipeline.proofs import StepProofs
 from boltmesh.strategies.pipeline.runs import Around, Run
 from boltmesh.strategies.pipeline.scaling import gradient_scale
-from boltmesh.strategies.pipeline.step_logs import StepLogs, repeat
+from boltmesh.strategies.pipeline.step_logs import StepLogs, repeat, take_numbers
+from boltmesh.strategies.pipeline.trial import TailTrial
+from boltmesh.strategies.pipeline.weights import StepWeights
 from boltmesh.strategies.torch_compat import tree_map_only
 
 if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.axis import PipelineAxis
+    from boltmesh.strategies.pipeline.metrics.sharing import Given
 
 
 def training_step(
@@ -42,7 +53,10 @@ def training_step(
         every microbatch gave None. What else is in the dict is on the last stage's rank.
     """
     parts, sizes = axis.cut(args[0])
-    weights, results = StepWeights(), _Results()
+    seeds = axis.seeds(ordinal, len(parts))
+    proofs = axis.proofs.of_step(lambda: _trial(axis, args, kwargs, around, seeds[0]))
+    weights = StepWeights(proofs.form_of, is_single=len(parts) == 1)
+    results = _Results(sizes)
     scale = gradient_scale(axis.context, len(parts)) if axis.holds_last_stage else 1.0
 
     def finish(number: int, result: Any) -> tuple[Tensor, ...]:
@@ -53,18 +67,38 @@ def training_step(
         results.add(number, loss, result, weight, scaled)
         return (scaled * scale,)
 
-    run = Run("training_step", parts, args[1:], kwargs, axis.seeds(ordinal, len(parts)))
+    run = Run("training_step", args[0], parts, args[1:], kwargs, seeds, sizes)
     deposit = Deposit(axis.held)
     with deposit.taking():
-        logs = axis.work_off(run, finish, around, trains=True)
-    loss, total = _tell(axis, results, weights, logs, scale)
+        logs = axis.work_off(run, finish, around)
+    loss, total = _tell(axis, results, weights, logs, proofs, scale)
     if loss is None:
         return None
     deposit.replace(axis.shared.add_up(deposit.made()))
     signed = deposit.sign(loss, total)
     if not axis.sharing.is_mapping:
         return signed
-    return {**results.merged(sizes), "loss": signed}
+    return {**results.merged(proofs), "loss": signed}
+
+
+def _trial(
+    axis: "PipelineAxis",
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    around: Around,
+    seed: int,
+) -> TailTrial:
+    assert axis.placement is not None
+    return TailTrial(
+        axis.module,
+        axis.placement.plans,
+        args,
+        kwargs,
+        around=around,
+        seed=seed,
+        rows=axis.cutter.rows(args[0]),
+        device=axis.context.device,
+    )
 
 
 def _tell(
@@ -72,54 +106,95 @@ def _tell(
     results: "_Results",
     weights: StepWeights,
     logs: StepLogs,
+    proofs: StepProofs,
     scale: Tensor | float,
 ) -> tuple[Tensor | None, Tensor | float]:
     """Let all ranks know the loss, what gradients are divided by, and what was logged."""
     if axis.holds_last_stage:
-        logged = logs.collected(results.weights)
+        known = results.weights()
+        logged, numbers = take_numbers(logs.collected(known, proofs.rules(known)))
         loss = results.loss(weights.total)
-        total: Tensor | float = weights.total * scale
+        total: Tensor | float = torch.as_tensor(weights.total).double() * scale
         axis.sharing.send(loss, total, logged, is_mapping=results.is_mapping)
     else:
         loss, total, logged = axis.sharing.receive()
-    repeat(axis.module, logged)
-    return loss, total
+    given: Given = ()
+    if logs.metrics.has_calls:
+        given = (
+            axis.metric_sharing.send(logs.metrics.joined, numbers)
+            if axis.holds_last_stage
+            else axis.metric_sharing.receive()
+        )
+    repeat(axis.module, logged, given)
+    # Of one type on all ranks: what Lightning divides it by comes back as a factor of gradients.
+    dtype = next((each.dtype for each in axis.module.parameters()), torch.float32)
+    dtype = torch.promote_types(dtype, torch.float32)
+    return None if loss is None else loss.to(dtype), total
 
 
 class _Results:
     """What the last stage returned, by microbatch."""
 
-    def __init__(self) -> None:
-        self.weights: dict[int, Tensor | float] = {}
+    def __init__(self, sizes: Sequence[int]) -> None:
         self.is_mapping = False
+        self._sizes = sizes
+        self._weights: dict[int, Tensor | float] = {}
+        self._losses: dict[int, Tensor] = {}
         self._sum: Tensor | None = None
-        self._dtype = torch.get_default_dtype()
         self._extra: dict[int, dict[str, Any]] = {}
+        self._numbers: dict[Key, list[Noted]] = {}
 
     def add(
         self, number: int, loss: Tensor, result: Any, weight: Tensor | float, scaled: Tensor
     ) -> None:
-        self.weights[number] = weight
+        self._weights[number] = weight
+        self._losses[number] = loss.detach()
         value = scaled.detach().double()  # a sum in the type of a half would be off by some bits
-        self._dtype = loss.dtype
         self._sum = value if self._sum is None else self._sum + value
         if isinstance(result, Mapping):
             self.is_mapping = True
+            for key, noted in returned_numbers(number, result).items():
+                self._numbers.setdefault(key, []).append(noted)
             self._extra[number] = {
                 key: _detached(each) for key, each in result.items() if key != "loss"
             }
 
-    def loss(self, total: Tensor | float) -> Tensor | None:
-        return None if self._sum is None else (self._sum / total).to(self._dtype)
+    def weights(self) -> MicrobatchWeights:
+        """What the microbatches are worth."""
+        return MicrobatchWeights(
+            self._weights, {number: float(size) for number, size in enumerate(self._sizes)}
+        )
 
-    def merged(self, sizes: Sequence[int]) -> dict[str, Any]:
+    def loss(self, total: Tensor | float) -> Tensor | None:
+        """Of the batch; None where no microbatch gave any."""
+        if self._sum is None:
+            return None
+        if isinstance(total, Tensor) or total:
+            return self._sum / total
+        # None of them is trained: what is left is to tell.
+        sizes = [self._sizes[number] for number in self._losses]
+        pairs = zip(self._losses.values(), sizes, strict=True)
+        return sum((loss * size for loss, size in pairs), torch.zeros_like(self._sum)) / sum(sizes)
+
+    def merged(self, proofs: StepProofs) -> dict[str, Any]:
+        """Return what else was returned, put together."""
         numbers = sorted(self._extra)
         if not numbers:
             return {}
         parts = [self._extra[number] for number in numbers]
-        weights = [self.weights[number] for number in numbers]
-        merged: dict[str, Any] = merge(parts, [sizes[number] for number in numbers], weights)
+        weights = [self._weights[number] for number in numbers]
+        merged: dict[str, Any] = merge(parts, [self._sizes[number] for number in numbers], weights)
+        known = self.weights()
+        rule_of = proofs.rules(known)
+        for (_, name), noted in self._numbers.items():
+            if name in merged and len(noted) > 1:
+                number = combine(rule_of((RETURNED, name), noted), noted, known)
+                merged[name] = _like(merged[name], number)
         return merged
+
+
+def _like(merged: Any, number: Tensor) -> Any:
+    return number.to(merged.dtype) if isinstance(merged, Tensor) else number.item()
 
 
 def _detached(value: Any) -> Any:

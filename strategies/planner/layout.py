@@ -23,6 +23,9 @@ class Sharing:
     """Where shards wait to be gathered: ``device``, ``host`` or ``disk``."""
     tile_bytes: int | None = None
     """Larger weights are gathered in tiles of about this size."""
+    keeps_in_buckets: bool | None = None
+    """Whether replicas have their gradients in the buckets that they reduce; None: where nobody
+    looks at them."""
 
     @property
     def has_engine(self) -> bool:
@@ -44,6 +47,8 @@ class Job:
     state_copies: int = 2
     """Tensors of a parameter's size that the optimizer keeps: 2 for Adam, 1 for momentum."""
     optimizer: str = "AdamW"
+    reads_gradients: bool = False
+    """The Trainer itself looks at gradients, as a scaler and clipping by value do."""
     is_on_host: bool = False
     """The ranks compute on the CPU: device and host are one memory."""
 

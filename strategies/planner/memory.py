@@ -48,7 +48,7 @@ def estimate_memory(model: ModelShape, sharing: Sharing, job: Job) -> MemoryEsti
     """Estimate what one rank needs."""
     model = model.in_tiles(sharing.tile_bytes)
     if sharing.stage == 0:
-        kept, moments = _replicas(model, job)
+        kept, moments = _replicas(model, sharing, job)
     else:
         kept, moments = _shards(model, sharing, job)
     moment = max(moments, key=lambda each: moments[each])
@@ -61,7 +61,9 @@ def estimate_memory(model: ModelShape, sharing: Sharing, job: Job) -> MemoryEsti
     return MemoryEstimate(kept, peak, moment, moments)
 
 
-def _replicas(model: ModelShape, job: Job) -> tuple[dict[str, Bytes], dict[str, int]]:
+def _replicas(
+    model: ModelShape, sharing: Sharing, job: Job
+) -> tuple[dict[str, Bytes], dict[str, int]]:
     """Everything whole, as DistributedDataParallel has it."""
     parameters, gradients = _stored(model, job, 1), _stored(model, job, 1, trained=True)
     state = job.state_copies * gradients
@@ -74,13 +76,17 @@ def _replicas(model: ModelShape, job: Job) -> tuple[dict[str, Bytes], dict[str, 
         "optimizer": Bytes(state),
         "buffers": Bytes(model.buffer_bytes),
     }
-    # DDP keeps gradients in the buckets that it reduces; those of the batches before the last one
-    # are added up beside them.
-    held = gradients if job.num_microbatches == 1 else 2 * gradients
+    # Gradients are in the buckets that DDP reduces where nobody looks at them; those of the batches
+    # before the last one are added up beside them.
+    is_in_buckets = sharing.keeps_in_buckets
+    if is_in_buckets is None:
+        is_in_buckets = not (model.reads_gradients or job.reads_gradients)
+    buckets = 0 if is_in_buckets else gradients
+    held = gradients + (buckets if job.num_microbatches == 1 else gradients)
     moments = {
         "forward pass": base + held + saved,
         "backward pass": base + held + saved + activations.transient_bytes,
-        "optimizer step": base + gradients,
+        "optimizer step": base + gradients + buckets,
     }
     return kept, moments
 
@@ -121,7 +127,7 @@ def _shards(
         gradients=shares,
     )
     first = flight.forward(is_freed=sharing.stage == 3)
-    if sharing.stage == 3 or sharing.has_engine:
+    if sharing.stage == 3 or sharing.has_engine or model.keeps_gradients:
         first += gradients.device  # of the step before: zeroed after the forward pass
     else:
         first = max(first, gradients.device)  # freed as units are gathered

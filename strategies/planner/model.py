@@ -101,6 +101,10 @@ class ModelShape:
     """None where nobody could tell."""
     forward_flops: int | None = None
     """Of the matrix products of one micro-batch on one rank, forward only."""
+    reads_gradients: bool = False
+    """Whether its hooks may look at gradients between backward pass and step."""
+    keeps_gradients: bool = False
+    """Whether it zeroes gradients by code of its own, or looks at them before they are."""
 
     def step_flops(self, num_microbatches: int) -> int | None:
         """Floating-point operations of an optimizer step; backward costs twice as much again."""

@@ -1,6 +1,6 @@
 """What layers that run in tiles move in an optimizer step, as telemetry counts it."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 from torch import nn
@@ -10,7 +10,11 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 
 
 def expected_tile_traffic(
-    tiled: Iterable[TiledWeight], *, num_batches: int, compute_dtype: torch.dtype | None
+    tiled: Iterable[TiledWeight],
+    *,
+    num_batches: int,
+    compute_dtype: torch.dtype | None,
+    recomputed: Container[nn.Module] = (),
 ) -> list[ExpectedTraffic]:
     """Return the traffic of one step, one entry per operator.
 
@@ -18,6 +22,7 @@ def expected_tile_traffic(
         tiled: Their weights.
         num_batches: Batches of an optimizer step.
         compute_dtype: What autocast computes in; None without.
+        recomputed: Layers whose forward pass runs once more in the backward pass.
     """
     calls = dict.fromkeys(("gather", "reduce", "average"), 0)
     moved = dict(calls)
@@ -25,7 +30,7 @@ def expected_tile_traffic(
         padded = weight.plan.ranks * weight.shard_numel
         for layer in weight.layers:
             # What an Embedding's gradient needs of its weight is the shape.
-            passes = 2 if isinstance(layer, nn.Linear) else 1
+            passes = (2 if isinstance(layer, nn.Linear) else 1) + (layer in recomputed)
             calls["gather"] += passes * weight.plan.count
             moved["gather"] += (
                 passes * padded * weight.gathered_dtype(layer, compute_dtype).itemsize

@@ -24,7 +24,24 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "boltmesh.strategies.ddp"]
+PRELOAD = [
+    "pytest",
+    "torch.distributed.checkpoint.format_utils",
+    "boltmesh.parity",
+    "boltmesh.run",
+    "boltmesh.strategies.checkpoint.directory",
+    "boltmesh.strategies.ddp",
+    "boltmesh.strategies.offload.engine",
+    "boltmesh.strategies.pipeline.executor.executor",
+    "boltmesh.strategies.zero",
+    "boltmesh.telemetry.callback",
+    "boltmesh.telemetry.reading.reader",
+    "tests.support.ranks",
+    "tests.support.sharded",
+    "tests.support.stack",
+]
+"""What ranks of tests import, and with that torch and Lightning. One that is missing is ignored."""
+
 GRACE_S = 3.0
 """How long the other ranks may take to tell their side once one has failed."""
 
@@ -137,6 +154,9 @@ def _rank_main(
     timeout_s: float,
     args: tuple[object, ...],
 ) -> None:
+    # A collection would visit all that the fork server imported; a visit writes, so that this
+    # process had to copy nearly all of that memory: longer than most ranks of tests live.
+    gc.freeze()
     try:
         with _group(rank, world_size, folder, run_dir, timeout_s):
             result = worker(rank, world_size, *args)

@@ -10,7 +10,7 @@ from boltmesh.tui.drawing.line import Line, Role
 from boltmesh.tui.drawing.look import Look, heading, labelled, wrap_facts
 from boltmesh.tui.drawing.pipeline import fit_rows, nothing_to_show, row_names, step_text
 from boltmesh.tui.drawing.table import Cell, Column, draw_table
-from boltmesh.tui.figures.bubble import Bubble, Parts, bubble
+from boltmesh.tui.figures.bubble import Bubble, BubbleRow, Parts, bubble
 from boltmesh.tui.state import State
 
 _ROLES: dict[str, Role] = {
@@ -23,7 +23,9 @@ _MEANINGS = {
     "imbalance": "uneven stages",
     "excess": "communication, host",
 }
+_IN_FLIGHT_TITLE = "in flight"
 _DEFINITION = "idle = 1 - busy / window, from the first start to the last end on any rank"
+_IN_FLIGHT = "in flight: microbatches that a stage keeps for their backward, at most"
 MIN_BAR_WIDTH = 10
 MAX_BAR_WIDTH = 60
 BARS_FROM_WIDTH = 70
@@ -36,11 +38,16 @@ def draw_bubble(state: State, width: int, height: int, look: Look) -> list[Line]
         return nothing_to_show(state, "bubble", width, height, look)
     lines: list[Line] = []
     if look.has_headings and height >= 2:
-        step = step_text(found.step, found.place, found.num_pipelines)
+        step = step_text(found.step, found.batch, found.place, found.num_pipelines)
         lines.append(heading(f"bubble: {step}", width, look, right=_share(found.mean.measured)))
     room = max(0, height - len(lines))
     table = _table(found, width, look)
-    cells = min(MAX_BAR_WIDTH, width - table[0].width - 2)
+    cells = width - table[0].width - 2
+    if width >= BARS_FROM_WIDTH and cells < MIN_BAR_WIDTH:
+        # The bars say more than how many microbatches are kept.
+        table = _table(found, width, look, has_kept=False)
+        cells = width - table[0].width - 2
+    cells = min(MAX_BAR_WIDTH, cells)
     has_bars = width >= BARS_FROM_WIDTH and cells >= MIN_BAR_WIDTH
     if has_bars:
         bars = _bars(found, cells, look)
@@ -50,7 +57,9 @@ def draw_bubble(state: State, width: int, height: int, look: Look) -> list[Line]
     summary = summary[: max(1, room - len(table))]
     room -= len(summary)
     legend = _legend(found, width, look) if has_bars else []
-    legend += [Line(_DEFINITION, "muted")] if len(_DEFINITION) <= width else []
+    definitions = [_DEFINITION]
+    definitions += [_IN_FLIGHT] if _IN_FLIGHT_TITLE in table[0].plain else []
+    legend += [Line(each, "muted") for each in definitions if len(each) <= width]
     legend = legend[: max(0, room - len(table))]
     room -= len(legend)
     if room >= 2:
@@ -75,7 +84,7 @@ def _schedule(found: Bubble) -> str:
     return f"{plan.schedule}, {plan.num_stages} stages, {plan.num_microbatches} microbatches"
 
 
-def _table(found: Bubble, width: int, look: Look) -> list[Line]:
+def _table(found: Bubble, width: int, look: Look, *, has_kept: bool = True) -> list[Line]:
     names = row_names([(row.rank, row.stages) for row in found.rows], width)
     # The mean stands first, for it is what stays where there are more ranks than lines.
     rows = [("mean", found.mean), *zip(names, (row.parts for row in found.rows), strict=True)]
@@ -87,6 +96,10 @@ def _table(found: Bubble, width: int, look: Look) -> list[Line]:
         Column("imbalance", is_number=True, rank=2),
         Column("excess", is_number=True, rank=2),
     ]
+    has_kept = has_kept and any(row.kept for row in found.rows)
+    if has_kept:
+        columns.append(Column(_IN_FLIGHT_TITLE, is_number=True, rank=4))
+    kept = [Line(""), *map(_kept, found.rows)]
     cells: list[list[Cell]] = [
         [
             Line(name.rstrip(), "strong" if parts is found.mean else "muted"),
@@ -95,10 +108,19 @@ def _table(found: Bubble, width: int, look: Look) -> list[Line]:
             _percent(parts.structural),
             _signed(parts.imbalance),
             _signed(parts.excess),
+            *([flight] if has_kept else []),
         ]
-        for name, parts in rows
+        for (name, parts), flight in zip(rows, kept, strict=True)
     ]
     return draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
+
+
+def _kept(row: BubbleRow) -> Line:
+    """What each stage has kept at once; and what the schedule plans, where that differs."""
+    text = "+".join(map(str, row.kept))
+    if not row.planned or row.kept == row.planned:
+        return Line(text, "muted")
+    return Line(f"{text} of {'+'.join(map(str, row.planned))}", "warn")
 
 
 def _bars(found: Bubble, cells: int, look: Look) -> list[Line]:

@@ -1,7 +1,14 @@
-"""A step of the pipeline over time: a row for each rank, a block for each microbatch."""
+"""A step of the pipeline over time: a row for each rank, a block for each microbatch.
+
+Where ranks have several stages and blocks are too short to name them, each stage has a row of its
+own, if there is room for so many. A block that is too short for its number has it in the line
+below, if there is room for such lines.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from boltmesh.tui import units
 from boltmesh.tui.drawing.line import Line, Role
@@ -32,14 +39,28 @@ def draw_gantt(state: State, width: int, height: int, look: Look) -> list[Line]:
     lines = [heading(_title(found), width, look)] if look.has_headings and height >= 2 else []
     room = max(0, height - len(lines))
     axis, legend = int(room >= LINES_WITH_AXIS), int(room >= LINES_WITH_LEGEND)
-    names = row_names([(row.rank, row.stages) for row in found.rows], width)
-    drawn = draw_rows(found.rows, names, found.window_s, width - len(names[0]), width, look)
-    lines += fit_rows(drawn.rows, room - axis - legend, width)
+    room -= axis + legend
+    rows = found.rows
+    num_stages = sum(len(row.stages) for row in rows)
+    if len(rows) < num_stages <= room and not _names_stages(rows, found.window_s, width):
+        rows = tuple(each for row in rows for each in _by_stage(row))
+    names = row_names([(row.rank, row.stages) for row in rows], width)
+    cells = width - len(names[0])
+    has_room = 2 * len(rows) <= room
+    drawn = draw_rows(rows, names, found.window_s, cells, width, look, has_room=has_room)
+    lines += fit_rows(drawn.rows, room, width)
     if axis:
         lines.append(_axis(found.window_s, len(names[0]), width))
     if legend:
         lines += drawn.legend[:1]
     return [line.crop(width) for line in lines[:height]]
+
+
+def _names_stages(rows: Sequence[GanttRow], window_s: float, width: int) -> bool:
+    """Whether each block of a row has room for the name of its stage."""
+    names = row_names([(row.rank, row.stages) for row in rows], width)
+    placed = [_place(row.bars, window_s, width - len(names[0])) for row in rows]
+    return _texts(rows, placed) is _stage_and_microbatch
 
 
 class Drawn(NamedTuple):
@@ -56,34 +77,70 @@ def draw_rows(
     cells: int,
     width: int,
     look: Look,
+    *,
+    has_room: bool = False,
 ) -> Drawn:
-    """The blocks of each rank behind its name, in so many cells; later ones are left out."""
+    """The blocks of each rank behind its name, in so many cells; later ones are left out.
+
+    Args:
+        rows: Of ranks, or of their stages.
+        names: Of the rows, all equally long.
+        window_s: What the cells stand for.
+        cells: Of a row.
+        width: Of the legend.
+        look: How to draw.
+        has_room: Each row may have a second line.
+    """
     placed = [_place(row.bars, window_s, cells) for row in rows]
     texts = _texts(rows, placed)
-    return Drawn(
-        [
-            Line(name, "muted").join(_row(bars, cells, texts, look))
-            for name, bars in zip(names, placed, strict=True)
-        ],
-        _legend(rows, width, look, texts),
-    )
+    drawn: list[Line] = []
+    for row, name, bars in zip(rows, names, placed, strict=True):
+        drawn.append(Line(name, "muted").join(_row(row, bars, cells, texts, look)))
+        below = _below(row, bars, texts) if has_room else ""
+        if below:
+            drawn.append(Line(" " * len(name)).add(below, "muted"))
+    return Drawn(drawn, _legend(rows, width, look, texts))
+
+
+def _by_stage(row: GanttRow) -> list[GanttRow]:
+    """Return a row for each stage, which still has the bars of the others."""
+    return [msgspec.structs.replace(row, stages=(stage,)) for stage in row.stages]
 
 
 def _title(found: Gantt) -> str:
     word = "last step" if found.is_whole else "the step in which it stopped"
-    return f"{word}: {step_text(found.step, found.place, found.num_pipelines)}"
+    return f"{word}: {step_text(found.step, found.batch, found.place, found.num_pipelines)}"
 
 
-def _row(placed: Sequence[Placed], cells: int, texts: Texts, look: Look) -> Line:
+def _row(row: GanttRow, placed: Sequence[Placed], cells: int, texts: Texts, look: Look) -> Line:
     line = Line()
     drawn = 0
     for bar, first, size in placed:
         line.add(look.glyphs.idle * (first - drawn), "faint")
-        # One cell at least keeps the pattern, which is what tells a forward from a backward.
-        text = texts(bar) if len(texts(bar)) < size else ""
-        line.add(text + look.glyphs.chunks[bar.kind] * (size - len(text)), _ROLES[bar.kind])
         drawn = first + size
+        if bar.stage not in row.stages:  # the rank is busy, in the row of another stage
+            line.add(" " * size)
+            continue
+        text = texts(bar) if _has_text_inside(bar, size, texts) else ""
+        line.add(text + look.glyphs.chunks[bar.kind] * (size - len(text)), _ROLES[bar.kind])
     return line.add(look.glyphs.idle * (cells - drawn), "faint")
+
+
+def _has_text_inside(bar: Bar, size: int, texts: Texts) -> bool:
+    # One cell at least keeps the pattern, which is what tells a forward from a backward.
+    return len(texts(bar)) < size
+
+
+def _below(row: GanttRow, placed: Sequence[Placed], texts: Texts) -> str:
+    """Return the names of blocks that are too short for them, each under its block."""
+    text = ""
+    gap = int(any(len(texts(bar)) > 1 for bar, _, _ in placed))
+    for bar, first, size in placed:
+        if bar.stage not in row.stages or _has_text_inside(bar, size, texts):
+            continue
+        if first >= len(text) + (gap if text else 0):
+            text = text.ljust(first) + texts(bar)
+    return text
 
 
 def _microbatch(bar: Bar) -> str:
@@ -96,10 +153,10 @@ def _stage_and_microbatch(bar: Bar) -> str:
 
 def _texts(rows: Sequence[GanttRow], placed: Sequence[Sequence[Placed]]) -> Texts:
     """Name the stage too where ranks have several, if each of the blocks has room for that."""
-    if not any(len(row.stages) > 1 for row in rows):
+    if all(len(row.stages) <= 1 for row in rows):
         return _microbatch
-    has_room = all(len(_stage_and_microbatch(bar)) < size for row in placed for bar, _, size in row)
-    return _stage_and_microbatch if has_room else _microbatch
+    fits = all(len(_stage_and_microbatch(bar)) < size for row in placed for bar, _, size in row)
+    return _stage_and_microbatch if fits else _microbatch
 
 
 def _place(bars: Sequence[Bar], window_s: float, cells: int) -> list[Placed]:

@@ -47,9 +47,11 @@ def _stages(stages: tuple[int, ...]) -> str:
     return f"{word} {','.join(map(str, stages))}"
 
 
-def step_text(step: int, place: Mapping[str, int], num_pipelines: int) -> str:
-    """Name a step, and of several pipelines the one that is shown."""
+def step_text(step: int, batch: int, place: Mapping[str, int], num_pipelines: int) -> str:
+    """Name a step, of accumulated batches which one, and of several pipelines the one shown."""
     text = f"step {units.count(step)}"
+    if batch:
+        text += f", batch {batch + 1} of it"
     if num_pipelines == 1:
         return text
     where = ", ".join(f"{axis} {at}" for axis, at in place.items())

@@ -21,6 +21,7 @@ from boltmesh.telemetry.schedule import (
     Order,
     actions,
     idle_shares,
+    peaks_by_stage,
     simulate,
 )
 from boltmesh.telemetry.snapshot import Chunk, JobSnapshot, PipelinePlan
@@ -50,12 +51,19 @@ class BubbleRow(msgspec.Struct, frozen=True):
     rank: int
     stages: tuple[int, ...]
     parts: Parts
+    kept: tuple[int, ...] = ()
+    """By stage, how many microbatches it has kept at once at most for their backward; empty where
+    nobody has counted."""
+    planned: tuple[int, ...] = ()
+    """The same of the schedule; empty where that is not known."""
 
 
 class Bubble(msgspec.Struct, frozen=True):
     """The newest whole step of the pipeline that took longest for it."""
 
     step: int
+    batch: int
+    """Of the optimizer step, from 0."""
     plan: PipelinePlan | None
     place: dict[str, int]
     """Where this pipeline stands on the other axes."""
@@ -86,6 +94,7 @@ def measure(step: PipelineStep, plan: PipelinePlan | None) -> Bubble:
         mean = _split(mean.measured, *map(statistics.fmean, simulated))
     return Bubble(
         step=step.step,
+        batch=step.batch,
         plan=plan,
         place=step.place,
         num_pipelines=step.num_pipelines,
@@ -101,7 +110,28 @@ def measure(step: PipelineStep, plan: PipelinePlan | None) -> Bubble:
 @remember_last
 def _bubble(job: JobSnapshot) -> Bubble | None:
     step = slowest_whole_step(job)
-    return None if step is None else _measure_once(_NamedStep(job, step))
+    return None if step is None else _with_kept(_measure_once(_NamedStep(job, step)), job)
+
+
+def _with_kept(found: Bubble, job: JobSnapshot) -> Bubble:
+    """Add how many microbatches each stage has kept, which no chunk tells."""
+    counted = {
+        rank.rank: {each.stage: each.most for each in rank.live_microbatches}
+        for rank in job.ranks
+        if rank.live_microbatches
+    }
+    if not counted:
+        return found
+    planned = {} if job.pipeline is None else peaks_by_stage(job.pipeline.order)
+    rows = tuple(
+        msgspec.structs.replace(
+            row,
+            kept=tuple(counted.get(row.rank, {}).get(stage, 0) for stage in row.stages),
+            planned=tuple(planned[stage] for stage in row.stages if stage in planned),
+        )
+        for row in found.rows
+    )
+    return msgspec.structs.replace(found, rows=rows)
 
 
 class _NamedStep:
@@ -111,7 +141,16 @@ class _NamedStep:
         self.step = step
         self.plan = job.pipeline
         shape = None if self.plan is None else (self.plan.schedule, self.plan.num_microbatches)
-        self._name = (job.id, job.started, shape, step.step, step.ranks, step.start, step.end)
+        self._name = (
+            job.id,
+            job.started,
+            shape,
+            step.step,
+            step.batch,
+            step.ranks,
+            step.start,
+            step.end,
+        )
 
     @override
     def __eq__(self, other: object) -> bool:

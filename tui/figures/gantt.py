@@ -35,6 +35,8 @@ class Gantt(msgspec.Struct, frozen=True):
     """One step of one pipeline."""
 
     step: int
+    batch: int
+    """Of the optimizer step, from 0."""
     place: dict[str, int]
     """Where this pipeline stands on the other axes."""
     num_pipelines: int
@@ -54,7 +56,7 @@ def gantt(state: State) -> Gantt | None:
 
 
 def _is_stuck(state: State, begun: PipelineStep, whole: PipelineStep | None) -> bool:
-    if whole is not None and begun.step <= whole.step:
+    if whole is not None and (begun.step, begun.batch) <= (whole.step, whole.batch):
         return False
     if state.job.state in {"failed", "crashed"}:
         return True
@@ -66,6 +68,7 @@ def _draw(step: PipelineStep) -> Gantt:
     start = step.start
     return Gantt(
         step=step.step,
+        batch=step.batch,
         place=step.place,
         num_pipelines=step.num_pipelines,
         is_whole=step.is_whole,

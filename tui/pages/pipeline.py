@@ -2,17 +2,22 @@
 
 from typing import Final
 
+from boltmesh.tui.drawing.borders import draw_borders
 from boltmesh.tui.drawing.bubble import draw_bubble
 from boltmesh.tui.drawing.gantt import draw_gantt
+from boltmesh.tui.figures.borders import borders
 from boltmesh.tui.layout.region import Item, Region, stack
 from boltmesh.tui.pages import tabs
 from boltmesh.tui.pages.page import Keys, Page, place
 from boltmesh.tui.pages.panel import Panel, Scene
 from boltmesh.tui.pages.table import Table
 
+LINES_BESIDE_RANKS = 7
+"""Of the bubble: summary, head of the table, mean, what the signs mean, definitions."""
+
 
 class PipelinePage:
-    """The bubble of each stage above, the last step as it ran below."""
+    """The bubble of each stage above, then what crosses the borders, then the last step."""
 
     tab = tabs.PIPELINE
     tables: tuple[Table, ...] = ()
@@ -21,15 +26,23 @@ class PipelinePage:
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The chart of the step grows; without a pipeline one panel says so."""
         state, look = scene.state, scene.look
-        stages = 0 if state.job.pipeline is None else state.job.pipeline.num_stages
-        bubble = scene.title + 6 + stages
-        items = [Item("bubble", min(4, body.height), bubble, 1, grows=not stages)]
-        if stages:
-            items.append(Item("gantt", scene.title + 3, scene.title + 4 + stages, 2, grows=True))
+        plan = state.job.pipeline
+        ranks = 0 if plan is None else len(plan.order) or state.job.mesh.get("pipeline", 1)
+        # Summary, table and mean; the legend comes when each rank has its row in the chart below.
+        bubble = scene.title + ranks + LINES_BESIDE_RANKS
+        items = [Item("bubble", min(4, body.height), bubble, 1, grows=not ranks)]
+        if ranks:
+            gantt = scene.title + ranks
+            items[0] = Item("bubble", min(scene.title + ranks + 3, body.height), bubble, 2)
+            items.append(Item("gantt", gantt + 1, gantt + 2, 1, grows=True))
+        if between := borders(state.job):
+            size = scene.title + 1 + len(between)
+            items.insert(1, Item("borders", size, size, 3))
         return place(
             stack(body, items),
             {
                 "bubble": lambda width, height: draw_bubble(state, width, height, look),
+                "borders": lambda width, height: draw_borders(state, width, height, look),
                 "gantt": lambda width, height: draw_gantt(state, width, height, look),
             },
         )

@@ -39,7 +39,14 @@ def clean_plan(plan: PipelinePlan) -> PipelinePlan | None:
     """Return a schedule that can be drawn; None when it is none."""
     if not (0 < plan.num_stages <= MAX_RANKS and 0 < plan.num_microbatches <= MAX_RANKS):
         return None
+    is_told = (
+        len(plan.rank_of_stage) == len(plan.border_bytes) + 1 == plan.num_stages
+        and all(0 <= rank < MAX_RANKS for rank in plan.rank_of_stage)
+        and all(0 <= size < math.inf for sizes in plan.border_bytes for size in sizes)
+    )
     return PipelinePlan(
+        rank_of_stage=plan.rank_of_stage if is_told else (),
+        border_bytes=plan.border_bytes if is_told else (),
         schedule=clean(plan.schedule, 60),
         num_stages=plan.num_stages,
         num_microbatches=plan.num_microbatches,

@@ -19,6 +19,7 @@ from boltmesh.telemetry.snapshot import (
     PHASES,
     Chunk,
     Event,
+    LiveMicrobatches,
     Memory,
     MetricPoint,
     PhaseTime,
@@ -28,6 +29,9 @@ from boltmesh.telemetry.snapshot import (
 )
 
 _NO_TIME: Final = tuple(PhaseTime(name, 0.0) for name in PHASES)
+
+MAX_STAGES_OF_RANK: Final = 64
+"""Of a file that may hold anything."""
 
 
 class RankView:
@@ -158,6 +162,11 @@ class RankView:
                 else before.offload
             ),
             chunks=self._chunks,
+            live_microbatches=tuple(
+                LiveMicrobatches(stage, most)
+                for stage, most in facts.live_microbatches[:MAX_STAGES_OF_RANK]
+                if stage >= 0 and most >= 0
+            ),
             flops_per_batch=_positive(facts.flops_per_batch),
             peak_flops_per_second=_positive(facts.peak_flops_per_second),
             skipped_records=reader.num_damaged,

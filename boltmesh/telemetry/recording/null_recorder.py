@@ -45,6 +45,9 @@ class NullRecorder:
     def chunk(self, *, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int) -> None:
         """See ``Recorder``."""
 
+    def live_microbatches(self, peaks: Mapping[int, int]) -> None:
+        """See ``Recorder``."""
+
     def offload(
         self,
         place: OffloadPlace,

@@ -137,6 +137,7 @@ class Recorder:
         self._status_ns = 0
         self._failing: tuple[int, int] | None = None
         self._nodes: NodeExchange | None = None
+        self._live: dict[int, int] = {}
 
     @classmethod
     def open(
@@ -295,6 +296,15 @@ class Recorder:
                 )
             except Exception as error:  # noqa: BLE001 - telemetry never stops training
                 self.turn_off(error)
+
+    @guarded
+    def live_microbatches(self, peaks: Mapping[int, int]) -> None:
+        """Say how many microbatches each stage has kept at once at most in a batch of training."""
+        if any(most > self._live.get(stage, 0) for stage, most in peaks.items()):
+            self._live = {
+                stage: max(most, self._live.get(stage, 0)) for stage, most in peaks.items()
+            }
+            self._file.write_facts({"live_microbatches": sorted(self._live.items())})
 
     @guarded
     def offload(

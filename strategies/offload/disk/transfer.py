@@ -84,14 +84,21 @@ Block = Callable[[], None]
 """Moves one block, or raises."""
 
 
+_stack_size_lock = threading.Lock()
+
+
 @contextmanager
-def _stacks_of(num_bytes: int) -> Iterator[None]:
-    """Within, threads begin with stacks of this size."""
-    before = threading.stack_size(num_bytes)
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
+def stacks_of(num_bytes: int) -> Iterator[None]:
+    """Within, threads begin with stacks of this size, one caller at a time.
+
+    So does, for that moment, a thread that anybody else begins: Python has no other way to say it.
+    """
+    with _stack_size_lock:
+        before = threading.stack_size(num_bytes)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
 
 
 class TransferPool:
@@ -106,7 +113,7 @@ class TransferPool:
             for n in range(num_threads)
         ]
         self._started = threading.Barrier(num_threads + 1)
-        with _stacks_of(STACK_BYTES):
+        with stacks_of(STACK_BYTES):
             for thread in self._threads:
                 thread.start()
         self._started.wait()

@@ -1,8 +1,9 @@
 """What the ranks of a pipeline agree on, at both ends of a step.
 
 At its beginning, that both sides of each border await the same: ranks that were given different
-batches would otherwise hang, or take bytes for something that they are not. The question is asked
-while the first stage computes already, and answered before the first message.
+batches would otherwise hang, or take bytes for something that they are not. Beside it each tells a
+digest of its batch, which has to be the same on all, and how long it computed in an earlier step.
+The question is asked while the first stage computes already, and answered before the first message.
 
 At its end, that nobody has failed. So no rank is in a later step than one that fails, and all
 raise in the same step. See [Note: Failing together] in ``failure.py``.
@@ -18,7 +19,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.digest import BatchDigest, explain_difference
 from boltmesh.strategies.pipeline.executor.border import describe_specs, digest
+from boltmesh.strategies.pipeline.executor.idle import FIGURES, IdleMeter
 from boltmesh.strategies.pipeline.executor.program import Program
 from boltmesh.strategies.pipeline.values import ValueSpec
 
@@ -26,6 +29,16 @@ Specs = Mapping[tuple[int, int], tuple[ValueSpec, ...]]
 """By stage and microbatch what it gives, or what it awaits."""
 
 _UNKNOWN: Final = -1
+
+
+_ROW = torch.int64
+_FLAG = torch.int32
+
+
+def agreement_size(num_stages: int, num_ranks: int) -> tuple[int, int]:
+    """Return the bytes and the calls of both agreements of a step."""
+    row = 2 * num_stages + (1 + FIGURES) * num_ranks
+    return row * _ROW.itemsize + _FLAG.itemsize, 2
 
 
 class DisagreementError(PipelineError):
@@ -41,23 +54,39 @@ class Agreement:
         program: What this rank does.
         specs: What this rank's stages give and what they await; None where that could not be
             found out.
+        batch: What this rank says of its batch.
+        meter: Whose figures of an earlier run are told beside.
     """
 
     def __init__(
-        self, group: ProcessGroup | None, program: Program, specs: tuple[Specs, Specs] | None
+        self,
+        group: ProcessGroup | None,
+        program: Program,
+        specs: tuple[Specs, Specs] | None,
+        batch: BatchDigest,
+        meter: IdleMeter,
     ) -> None:
         self._group = group
         self._rank_of_stage = program.rank_of_stage
         self._specs = specs
-        self._digests = self._own_digests(program)
+        self._batch = batch
+        self._meter = meter
+        digests = self._own_digests(program)
+        batches = [0] * (1 if group is None else group.size())
+        batches[0 if group is None else group.rank()] = batch.number
+        figures = meter.begin(is_training=program.has_backward)
+        # All lie in one row, of a length that no batch changes.
+        self._row = torch.tensor([*digests[0], *digests[1], *batches, *figures], dtype=_ROW)
         self._question: Work | None = None
-        if group is not None:
-            self._question = dist.all_reduce(self._digests, group=group, async_op=True)
+        if group is None:
+            meter.hear(figures)
+        else:
+            self._question = dist.all_reduce(self._row, group=group, async_op=True)
 
-    def _own_digests(self, program: Program) -> torch.Tensor:
+    def _own_digests(self, program: Program) -> list[list[int]]:
         """Return what this rank knows, and zeros for what others know.
 
-        Shape ``(2, num_stages)`` whatever the batch is: what each stage gives, and what it awaits.
+        By side and stage, whatever the batch is: what each stage gives, and what it awaits.
         """
         table = [[0] * len(program.rank_of_stage) for _ in range(2)]
         for side in range(2):
@@ -65,7 +94,7 @@ class Agreement:
                 table[side][stage] = (
                     _UNKNOWN if self._specs is None else digest(self._at(side, stage))
                 )
-        return torch.tensor(table, dtype=torch.int64)
+        return table
 
     def _at(self, side: int, stage: int) -> tuple[tuple[ValueSpec, ...], ...]:
         """What a stage gives (0) or awaits (1) in each microbatch."""
@@ -76,18 +105,34 @@ class Agreement:
         """Wait for the answer. Collective the first time, then nothing.
 
         Raises:
-            DisagreementError: Two stages await different things, or one does not know what.
+            DisagreementError: Two stages await different things, or one does not know what, or
+                ranks have different batches.
         """
         question, self._question = self._question, None
         if question is None:
             return
         question.wait()
-        if bool((self._digests < 0).any()):
+        told = self._row.tolist()
+        num_stages, num_ranks = len(self._rank_of_stage), max(self._rank_of_stage) + 1
+        given, awaited = told[:num_stages], told[num_stages : 2 * num_stages]
+        if min(given + awaited) < 0:
             raise DisagreementError  # whoever does not know has told why
-        given, awaited = self._digests[0, :-1], self._digests[1, 1:]
-        differing = torch.nonzero(given != awaited).flatten().tolist()
-        if differing:
-            raise DisagreementError(self._explain(differing[0]))
+        batches, figures = told[2 * num_stages :][:num_ranks], told[2 * num_stages + num_ranks :]
+        if len(set(batches) - {0}) > 1:
+            raise DisagreementError(self._explain_batches())
+        for stage, (behind, before) in enumerate(zip(given[:-1], awaited[1:], strict=True)):
+            if behind != before:
+                raise DisagreementError(self._explain(stage))
+        self._meter.hear(figures)
+
+    def _explain_batches(self) -> str:
+        """Say how the batches of ranks differ. Collective."""
+        assert self._group is not None
+        told: list[BatchDigest] = [BatchDigest()] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, self._batch, group=self._group)
+        ranks = dist.get_process_group_ranks(self._group)
+        pairs = zip(ranks, told, strict=True)
+        return explain_difference({rank: each for rank, each in pairs if each.number})
 
     def _explain(self, stage: int) -> str:
         """Say what both sides of the border behind a stage know of it. Collective."""
@@ -113,7 +158,7 @@ class Agreement:
         """Return whether any rank fails in this step. Collective; the last thing in a step."""
         if self._group is None:
             return is_failing
-        flag = torch.tensor([int(is_failing)], dtype=torch.int32)
+        flag = torch.tensor([int(is_failing)], dtype=_FLAG)
         dist.all_reduce(flag, group=self._group)
         return bool(flag.item())
 

@@ -1,23 +1,30 @@
 """Runs the steps of a pipeline on one rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import Final, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from boltmesh.errors import PipelineError
+from boltmesh.errors import ConfigError, PipelineError
+from boltmesh.strategies.pipeline.digest import BatchDigest
 from boltmesh.strategies.pipeline.executor.agreement import Agreement, DisagreementError
 from boltmesh.strategies.pipeline.executor.failure import Alarm, describe_failure
+from boltmesh.strategies.pipeline.executor.idle import IdleMeter
 from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Action, Program
 from boltmesh.strategies.pipeline.executor.spans import OnChunk, build_spans
 from boltmesh.strategies.pipeline.executor.stage import Stage
 from boltmesh.strategies.pipeline.executor.step import Outcome, Specs, Step
 from boltmesh.strategies.pipeline.executor.transport import Transport
 
+_NO_BATCH: Final = BatchDigest()
+
 _COMMUNICATION = SENDS | RECEIVES
+
+OnPeak = Callable[[Mapping[int, int]], None]
 
 
 class Executor:
@@ -29,6 +36,8 @@ class Executor:
         on_chunk: Told of each chunk when it was computed: stage, microbatch, kind (F, B, I, W),
             start after what it waits for was received and end before anything is sent, in ns of
             the monotonic clock. Of a GPU two steps late.
+        on_peak: Told after each run with backward passes, by stage, how many microbatches were
+            kept at once at most.
         name_of: Gives a module the name that errors call it by.
         timeout: How long ranks may wait for each other between steps; None: torch's default.
         on_stuck: See ``Alarm``.
@@ -39,7 +48,8 @@ class Executor:
         group: ProcessGroup | None,
         device: torch.device,
         *,
-        on_chunk: OnChunk | None = None,
+        on_chunk: OnChunk = lambda *_: None,
+        on_peak: OnPeak = lambda _: None,
         name_of: Callable[[Module], str | None] = lambda _: None,
         timeout: timedelta | None = None,
         on_stuck: Callable[[PipelineError], None] = lambda _: None,
@@ -48,7 +58,7 @@ class Executor:
         self._name_of = name_of
         self._global_rank = dist.get_rank() if group is not None else 0
         self._transport = Transport(group, device)
-        self._spans = build_spans(device, on_chunk)
+        self._on_peak = on_peak
         self.control_group: ProcessGroup | None = None
         """The ranks of the axis on the CPU, where they agree on whether a step is to be."""
         if group is not None and dist.get_world_size(group) > 1:
@@ -58,10 +68,27 @@ class Executor:
                 backend="gloo",
                 group_desc="pipeline control",
             )
+        self._meter = IdleMeter(self.control_group, device)
+        self._spans = build_spans(device, on_chunk, self._meter.measured)
         name = "alone" if self.control_group is None else self.control_group.group_name
         self._alarm = Alarm(self._global_rank, name, on_stuck=on_stuck)
 
-    def run(self, program: Program, stages: Sequence[Stage]) -> Outcome:
+    def open(self) -> None:
+        """Look for failures again after ``close``."""
+        self._alarm.open()
+
+    @property
+    def bubble(self) -> float | None:
+        """Return the bubble of the newest run that all ranks have told of, alike on all ranks.
+
+        Of runs with backward passes: idle time over the common window, in the mean over the ranks,
+        0 to 1. Known when the next run has begun; on a GPU two runs later.
+        """
+        return self._meter.bubble
+
+    def run(
+        self, program: Program, stages: Sequence[Stage], batch: BatchDigest = _NO_BATCH
+    ) -> Outcome:
         """Work off a list of actions. Collective over the group.
 
         Gradients are added to those that parameters have. A run that fails on any rank fails on
@@ -70,30 +97,66 @@ class Executor:
         Args:
             program: The actions of this rank.
             stages: Its stages, ready for the microbatches of this step.
+            batch: What this rank says of the batch that they compute with.
 
         Raises:
-            PipelineError: A stage raised, on whichever rank, or stages do not fit together.
+            PipelineError: A stage raised, on whichever rank, or stages do not fit together, or
+                ranks have different batches.
         """
         with self._alarm.watching():
-            return self._run(program, {stage.index: stage for stage in stages})
+            return self._run(program, {stage.index: stage for stage in stages}, batch)
+
+    def refuse(self, program: Program, error: Exception) -> NoReturn:
+        """Take part in a step that this rank cannot begin: the other ranks end it with its cause.
+
+        Collective over the group, in the place of ``run``.
+
+        Args:
+            program: Any of this rank.
+            error: Why it cannot.
+
+        Raises:
+            PipelineError: With the first cause of any rank; ``error`` itself where the user can
+                mend it.
+        """
+        stages = ", ".join(map(str, program.stages))
+        cause = (
+            f"Rank {self._global_rank}, which has stage {stages}, could not begin the step: "
+            f"{type(error).__name__}: {error}"
+        )
+        try:
+            with self._alarm.watching():
+                self._alarm.ring(cause)
+                self._end(
+                    Agreement(self.control_group, program, None, _NO_BATCH, self._meter),
+                    Outcome(),
+                    error,
+                )
+        except PipelineError as told:
+            if isinstance(error, ConfigError):
+                raise error from None
+            raise told from error
+        raise error
 
     def close(self) -> None:
-        """End the thread that looks for failures, for good."""
+        """End the thread that looks for failures."""
         self._alarm.close()
 
-    def _run(self, program: Program, stages: dict[int, Stage]) -> Outcome:
+    def _run(self, program: Program, stages: dict[int, Stage], batch: BatchDigest) -> Outcome:
         error: BaseException | None = None
         specs: tuple[Specs, Specs] | None = None
         try:
             specs = _ask_specs(program, stages)
         except Exception as caught:  # noqa: BLE001 - told to all ranks and raised by _end
             error = self._ring(caught, None)
-        agreement = Agreement(self.control_group, program, specs)
+        agreement = Agreement(self.control_group, program, specs, batch, self._meter)
         if specs is None:
             return self._end(agreement, Outcome(), error)
         step = Step(program, stages, *specs, self._transport, self._spans, self._device)
         error = self._perform(step, program.actions, agreement)
-        self._spans.end_step()
+        self._spans.end_step(self._meter.number)
+        if program.has_backward and error is None:
+            self._on_peak(step.outcome.peak_live)
         return self._end(agreement, step.outcome, error)
 
     def _perform(
@@ -147,6 +210,7 @@ class Executor:
             if not isinstance(error, DisagreementError) and not agreement.has_failed(
                 error is not None
             ):
+                self._meter.meet()
                 return outcome
         except DisagreementError as caught:
             error = caught

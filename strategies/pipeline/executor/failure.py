@@ -147,8 +147,15 @@ class Alarm:
         self.cause = None
         self._failures += 1
 
+    def open(self) -> None:
+        """Watch again after ``close``."""
+        if self._is_over.is_set():
+            # New events: the thread of before may still be about to see its own.
+            self._is_over, self._is_running = threading.Event(), threading.Event()
+            self._thread = None
+
     def close(self) -> None:
-        """Watch no longer, for good."""
+        """Watch no longer until ``open``."""
         self._is_over.set()
         self._is_running.set()
 

@@ -18,35 +18,52 @@ from boltmesh.strategies.pipeline.executor.program import Action
 OnChunk = Callable[[int, int, str, int, int], None]
 """Called with stage, microbatch, kind, and start and end on the monotonic clock in ns."""
 
+OnStep = Callable[[int, int, int, int], None]
+"""Called with a step's number, its first start and last end, and how long it computed, in ns."""
+
+DEVICE_STEPS_LATER: Final = 2
+"""How many steps later a device is asked."""
+
 _KEPT_OFFSETS: Final = 16
-_STEPS_LATER: Final = 2
 
 
-def build_spans(device: torch.device, on_chunk: OnChunk | None) -> "Spans":
-    """Return what measures on this device; without ``on_chunk`` nothing is measured."""
-    if on_chunk is None:
-        return NoSpans()
-    return DeviceSpans(on_chunk) if device.type == "cuda" else HostSpans(on_chunk)
+def build_spans(device: torch.device, on_chunk: OnChunk, on_step: OnStep) -> "Spans":
+    """Return what measures on this device."""
+    spans = DeviceSpans if device.type == "cuda" else HostSpans
+    return spans(on_chunk, on_step)
 
 
-class NoSpans:
-    """Measures nothing."""
+class Spans:
+    """What is common to both clocks.
+
+    Args:
+        on_chunk: Told of each chunk.
+        on_step: Told of each step when all of its chunks were told; not of one without any.
+    """
+
+    def __init__(self, on_chunk: OnChunk, on_step: OnStep = lambda *_: None) -> None:
+        self._on_chunk = on_chunk
+        self._on_step = on_step
 
     def begin(self) -> Any:
         """Take the start of a chunk."""
+        raise NotImplementedError
 
     def end(self, action: Action, start: Any) -> None:
         """Take its end."""
+        raise NotImplementedError
 
-    def end_step(self) -> None:
-        """Close the step."""
+    def end_step(self, number: int = 0) -> None:
+        """Close the step of this number."""
+        raise NotImplementedError
 
 
-class HostSpans(NoSpans):
+class HostSpans(Spans):
     """Measures chunks that are computed by the host itself."""
 
-    def __init__(self, on_chunk: OnChunk) -> None:
-        self._on_chunk = on_chunk
+    def __init__(self, on_chunk: OnChunk, on_step: OnStep = lambda *_: None) -> None:
+        super().__init__(on_chunk, on_step)
+        self._first_ns = self._last_ns = self._busy_ns = 0
 
     @override
     def begin(self) -> int:
@@ -54,7 +71,16 @@ class HostSpans(NoSpans):
 
     @override
     def end(self, action: Action, start: int) -> None:
-        self._on_chunk(action.stage, action.microbatch, action.kind, start, time.monotonic_ns())
+        end = self._last_ns = time.monotonic_ns()
+        self._first_ns = self._first_ns or start
+        self._busy_ns += end - start
+        self._on_chunk(action.stage, action.microbatch, action.kind, start, end)
+
+    @override
+    def end_step(self, number: int = 0) -> None:
+        if self._first_ns:
+            self._on_step(number, self._first_ns, self._last_ns, self._busy_ns)
+        self._first_ns = self._last_ns = self._busy_ns = 0
 
 
 class _Mark(NamedTuple):
@@ -68,7 +94,7 @@ class _Chunk(NamedTuple):
     end: _Mark
 
 
-class DeviceSpans(NoSpans):
+class DeviceSpans(Spans):
     """Measures chunks that run on a device behind the host.
 
     An event passes no earlier than the host records it. So the device's clock is behind the
@@ -78,15 +104,21 @@ class DeviceSpans(NoSpans):
 
     Args:
         on_chunk: Told of each chunk, two steps late.
+        on_step: Told of each step, as late.
         make_event: Makes what has ``record``, ``query`` and ``elapsed_time`` in ms.
     """
 
-    def __init__(self, on_chunk: OnChunk, make_event: Callable[[], Any] | None = None) -> None:
-        self._on_chunk = on_chunk
+    def __init__(
+        self,
+        on_chunk: OnChunk,
+        on_step: OnStep = lambda *_: None,
+        make_event: Callable[[], Any] | None = None,
+    ) -> None:
+        super().__init__(on_chunk, on_step)
         self._make_event = make_event or _cuda_event
         self._pool: list[Any] = []
         self._chunks: list[_Chunk] = []
-        self._steps: deque[list[_Chunk]] = deque()
+        self._steps: deque[tuple[int, list[_Chunk]]] = deque()
         self._anchor: tuple[Any, int] | None = None
         """An event, and when it passed on the device's clock, which begins with the first."""
         self._offsets: deque[int] = deque(maxlen=_KEPT_OFFSETS)
@@ -100,11 +132,11 @@ class DeviceSpans(NoSpans):
         self._chunks.append(_Chunk(action, start, self._mark()))
 
     @override
-    def end_step(self) -> None:
-        self._steps.append(self._chunks)
+    def end_step(self, number: int = 0) -> None:
+        self._steps.append((number, self._chunks))
         self._chunks = []
-        while len(self._steps) > _STEPS_LATER and self._has_passed(self._steps[0]):
-            self._read(self._steps.popleft())
+        while len(self._steps) > DEVICE_STEPS_LATER and self._has_passed(self._steps[0][1]):
+            self._read(*self._steps.popleft())
 
     def _mark(self) -> _Mark:
         event = self._pool.pop() if self._pool else self._make_event()
@@ -116,7 +148,7 @@ class DeviceSpans(NoSpans):
     def _has_passed(chunks: list[_Chunk]) -> bool:
         return all(chunk.end.event.query() for chunk in chunks[-1:])
 
-    def _read(self, chunks: list[_Chunk]) -> None:
+    def _read(self, number: int, chunks: list[_Chunk]) -> None:
         """Tell of a step that has passed, and use its events again."""
         if not chunks:
             return
@@ -151,9 +183,8 @@ class DeviceSpans(NoSpans):
                 if chunk.start.event is first
                 else [chunk.start.event, chunk.end.event]
             )
-
-
-Spans = NoSpans
+        busy = sum(end - start for start, end in times)
+        self._on_step(number, times[0][0] + offset, times[-1][1] + offset, busy)
 
 
 def _cuda_event() -> Any:

@@ -145,7 +145,8 @@ class Step:
         values = tuple(output.detach() for output in outputs)
         if stage.is_last:
             self.outcome.outputs[microbatch] = values
-            self._grads[chunk] = tuple(torch.ones_like(value) for value in values)
+            if self._is_training:
+                self._grads[chunk] = tuple(torch.ones_like(value) for value in values)
         elif self._program.is_local(index + 1):
             self._values[index + 1, microbatch] = values
         else:

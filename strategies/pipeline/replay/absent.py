@@ -21,14 +21,20 @@ def make_absent(parameters: Iterable[Parameter], device: torch.device | None = N
             would give them the memory of all their elements.
     """
     for parameter in parameters:
-        fill = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-        one = torch.full((), fill, dtype=parameter.dtype, device=device or parameter.device)
-        parameter.data = one.expand(parameter.shape)
+        parameter.data = absent_like(parameter, device or parameter.device)
         parameter.grad = None
+
+
+def absent_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the same shape and type whose elements are one element in memory."""
+    fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), fill, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def is_absent(parameter: torch.Tensor) -> bool:
     """Whether another stage holds the parameter, and this one only its shape."""
+    if parameter.is_meta:  # nobody holds it yet
+        return False
     if parameter.untyped_storage().nbytes() != parameter.element_size():
         return False
     return parameter.numel() > 1 or bool(parameter.isnan().all())

@@ -30,11 +30,36 @@ def plan_stages(
     return tuple(_StagePlanner(cut, stage, parameters_of_unit).plan() for stage in range(cut.count))
 
 
+def plan_tail(
+    trace: Trace,
+    stage_of_unit: Mapping[str, int],
+    parameters_of_unit: Mapping[str, frozenset[str]],
+    weight_only: frozenset[str] = frozenset(),
+) -> tuple[StagePlan, StagePlan]:
+    """Return the last stage without what follows its last unit, and that as a stage of its own.
+
+    The arguments are those of :func:`plan_stages`.
+
+    Raises:
+        ConfigError: When the step cannot be cut there.
+    """
+    begin = trace.unit_events()[-1] + 1
+    cut = _Cut(trace, stage_of_unit, weight_only, tail=begin)
+    last, tail = (
+        _StagePlanner(cut, stage, parameters_of_unit) for stage in (cut.count - 2, cut.count - 1)
+    )
+    return last.plan(), tail.plan()
+
+
 class _Cut:
     """Which event belongs to which stage, and what is alive at each border."""
 
     def __init__(
-        self, trace: Trace, stage_of_unit: Mapping[str, int], weight_only: frozenset[str]
+        self,
+        trace: Trace,
+        stage_of_unit: Mapping[str, int],
+        weight_only: frozenset[str],
+        tail: int | None = None,
     ) -> None:
         self.trace = trace
         self.calls = tuple(trace.unit_events())
@@ -50,6 +75,10 @@ class _Cut:
             self.calls[self.stage_of_call.index(stage)] for stage in range(self.count)
         ]
         self._refuse_early_readings()
+        self.has_tail = tail is not None
+        if tail is not None:  # one more stage, without units
+            self.count += 1
+            self.first_call.append(tail)
         self.alive = [self._alive_at(stage) for stage in range(self.count)]
 
     def stage_of_event(self, event: int) -> int:
@@ -67,13 +96,19 @@ class _Cut:
             value
             for value in self.trace.values
             if value.made_at < begin
-            and any(use >= begin for use in value.uses)
+            and (any(use >= begin for use in value.uses) or self._reads(stage, value))
             and (value.made_at != NO_EVENT or self._writes_before(value, begin))
         ]
         for value in alive:
             self._refuse_unreachable(value, stage)
         self._refuse_shared_memory(alive, stage)
         return sorted(alive, key=lambda each: (each.made_at, each.leaf))
+
+    def _reads(self, stage: int, value: Value) -> bool:
+        """Whether a stage looks at a value before its own part of the step, as only a tail may."""
+        if not self.has_tail or stage < self.count - 1:
+            return False
+        return any(value is each for reading in self.trace.readings for each in reading.values)
 
     def _writes_before(self, value: Value, event: int) -> bool:
         return any(write < event for write in self.trace.writes.get(value.storage, ()))
@@ -176,9 +211,12 @@ class _StagePlanner:
         for value in sent:
             if not any(value is each for each in received):
                 self._at(value.made_at).keep[value.leaf] = numbers[id(value)]
+        if self.cut.has_tail and self.stage == self.cut.count - 2:
+            self._at(self.end - 1).ends = True
         return StagePlan(
             stage=self.stage,
             num_stages=self.cut.count,
+            begin=self.begin,
             events=tuple(self.trace.events),
             unit_events=self.cut.calls,
             stage_of_call=self.cut.stage_of_call,
@@ -191,8 +229,11 @@ class _StagePlanner:
             values_out=tuple(_spec(each, self.end) for each in sent),
             received_numbers=tuple(numbers[id(each)] for each in received),
             sent_numbers=tuple(numbers[id(each)] for each in sent),
+            row_values=tuple(each.follows_batch for each in received),
             parameters=self._parameters(),
+            metrics=tuple(self.trace.metrics),
             draws_random=self.trace.draws_random,
+            draws_host_random=self.trace.draws_host_random,
             changed_buffers={
                 name: ANY_STAGE if event == NO_EVENT else self.cut.stage_of_event(event)
                 for name, event in self.trace.changed_buffers.items()
@@ -234,6 +275,8 @@ class _StagePlanner:
         for number, names in self.trace.parameter_reads.items():
             if self.cut.stage_of_event(number - 1) <= self.stage:
                 used |= names
+        if self.cut.has_tail and self.is_last:
+            used |= self.trace.parameters_out
         return frozenset(used)
 
 

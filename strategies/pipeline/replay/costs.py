@@ -23,6 +23,10 @@ class UnitUse:
     """Floating point operations of its forward calls, as torch counts them."""
     is_called: bool
     """Whether this step calls it at all; another batch may."""
+    trained_bytes: int = 0
+    """Of its parameters that get a gradient."""
+    kept_bytes: int | None = None
+    """What autograd keeps of one call of the step, up to the next unit; None where nobody noted."""
 
 
 def units_in_call_order(trace: Trace, units: Mapping[str, Module]) -> tuple[UnitUse, ...]:
@@ -56,9 +60,38 @@ def units_in_call_order(trace: Trace, units: Mapping[str, Module]) -> tuple[Unit
             output_bytes=sizes[name],
             flops=trace.flops.get(name, 0),
             is_called=name in called,
+            trained_bytes=sum(
+                each.nbytes for each in units[name].parameters() if each.requires_grad
+            ),
+            kept_bytes=sum(trace.kept.get(name, {}).values()) if trace.kept else None,
         )
         for name in order
     )
+
+
+def kept_by_stage(trace: Trace, stage_of_unit: Mapping[str, int]) -> tuple[int, ...] | None:
+    """Return the bytes that each stage keeps of one microbatch, from its forward to its backward.
+
+    That is what autograd saves, without parameters and the batch, and what the stage received, also
+    where it only hands it on. None where nobody noted it.
+
+    Args:
+        trace: One run of the step, probed with ``notes_kept=True``.
+        stage_of_unit: The stage of each unit, from 0 without gaps.
+    """
+    if not trace.kept:
+        return None
+    kept: list[dict[int, int]] = [{} for _ in range(max(stage_of_unit.values()) + 1)]
+    for name, storages in trace.kept.items():
+        kept[stage_of_unit.get(name, 0)].update(storages)
+    first_call: dict[int, int] = {}
+    for event in trace.unit_events():
+        first_call.setdefault(stage_of_unit[trace.events[event].name], event)
+    for stage, begin in first_call.items():
+        for value in trace.values:
+            if stage and value.made_at < begin and any(use >= begin for use in value.uses):
+                kept[stage].setdefault(value.storage, _bytes(value.spec))
+    return tuple(sum(each.values()) for each in kept)
 
 
 def _bytes(leaf: object) -> int:

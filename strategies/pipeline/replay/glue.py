@@ -17,6 +17,7 @@ from boltmesh.strategies.pipeline.replay.reads import (
     READS,
     SELECTIONS,
     answer_of,
+    draws,
     guess,
     has_mask,
     is_event,
@@ -75,6 +76,8 @@ class GlueWatch(TorchFunctionMode):
         self.tainted: set[int] = set()
         self.storage_behind: dict[int, int] = {}
         """The storage with data that a storage without data stands for."""
+        self.from_batch: set[int] = set()
+        """Memory that holds what was made of the batch."""
         self.kept: list[Tensor] = []
         """All tensors seen, so that no address is used twice."""
         self.to_end: list[Value] = []
@@ -110,7 +113,14 @@ class GlueWatch(TorchFunctionMode):
             self._note_results(index, take_apart(result)[0], name, given, parameters)
             if self.trace.outputs and RANDOM.match(name):
                 self.trace.draws_random = True
+            if draws(name, args, kwargs):
+                self.trace.draws.append(index)
         return result
+
+    def follow(self, batch: Any) -> None:
+        """Note of which tensors it is to be known what is made of them."""
+        self.kept += tensors_in(batch)
+        self.from_batch.update(map(storage_key, tensors_in(batch)))
 
     def begin_unit(self, name: str, arguments: Any) -> Any:
         """Note that a unit is called; return the arguments that it gets."""
@@ -133,10 +143,23 @@ class GlueWatch(TorchFunctionMode):
         self.trace.answers.append(answer)
         self.after_read()
 
+    def add_foreign(self, tensors: list[Tensor], origin: str) -> None:
+        """Note tensors without data that something made of values of units, unseen by stages."""
+        for number, each in enumerate(tensors):
+            self.kept.append(each)
+            made_at = len(self.trace.events)
+            self.made[id(each)] = (made_at, number)
+            spec = TensorSpec(tuple(each.shape), each.stride(), each.dtype, each.device)
+            value = Value(made_at, number, origin, spec, self._storage_of(each), True)
+            value.needs_grad.append((NO_EVENT, each.requires_grad))
+            self.values[id(each)] = value
+            self.trace.values.append(value)
+
     def keep_to_end(self, tensors: list[Tensor]) -> None:
         """Note that the step hands tensors out."""
         found = [self.twins.get(id(each), each) for each in tensors]
         self.to_end += [self._value_of(each) for each in found if is_fake(each)]
+        self.trace.parameters_out |= self._parameters_of(found)
 
     def last_change(self, tensor: Tensor) -> int:
         """Return the last event that put into a tensor what a unit gave; NO_EVENT if none did."""
@@ -148,6 +171,9 @@ class GlueWatch(TorchFunctionMode):
         """Note that the step has ended."""
         for value in self.to_end:
             value.uses.append(len(self.trace.events))
+        for value in self.trace.values:
+            # What Python reads out of a batch may come back anywhere, as a number.
+            value.follows_batch = value.storage in self.from_batch or bool(self.trace.answers)
 
     def _execute(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], *, has_fakes: bool
@@ -186,7 +212,7 @@ class GlueWatch(TorchFunctionMode):
         read = [self._value_of(each) for each in given if is_fake(each)]
         for value in read:
             value.uses.append(done - 1)
-        self.trace.readings.append(Reading(done, name, line_of_step(), read[0].origin))
+        self.trace.readings.append(Reading(done, name, line_of_step(), read[0].origin, read))
 
     def _note_parameter_read(self, name: str, parameters: frozenset[str]) -> None:
         values = dict(self.root.named_parameters())
@@ -228,9 +254,12 @@ class GlueWatch(TorchFunctionMode):
             if is_fake(each):
                 self._value_of(each).uses.append(index)
         has_values = event.is_unit or any(map(is_fake, given))
+        follows_batch = self._follows_batch(given)
         for each, version in before:
             if _version(each) == version:
                 continue
+            if follows_batch:
+                self.from_batch.add(self._storage_of(each))
             if is_fake(each):
                 self._note_write(index, self._storage_of(each))
             elif has_values:
@@ -240,6 +269,9 @@ class GlueWatch(TorchFunctionMode):
             elif parameters := self._parameters_of(given):
                 self.from_parameters[id(each)] = parameters
         return index
+
+    def _follows_batch(self, given: list[Tensor]) -> bool:
+        return any(self._storage_of(each) in self.from_batch for each in given)
 
     def _note_write(self, index: int, storage: int) -> None:
         self.trace.writes.setdefault(storage, []).append(index)
@@ -260,6 +292,9 @@ class GlueWatch(TorchFunctionMode):
         given: list[Tensor],
         parameters: frozenset[str],
     ) -> None:
+        if self._follows_batch(given):
+            made = [each for each in leaves if isinstance(each, Tensor)]
+            self.from_batch.update(map(self._storage_of, made))
         known = {id(each) for each in given} | self.made.keys() | self.values.keys()
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or id(leaf) in known:

@@ -1,19 +1,23 @@
 """Remembers how to run a step, for every signature of a batch that came by."""
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn import Module
 
-from boltmesh.strategies.pipeline.replay.borders import plan_stages
+from boltmesh.strategies.pipeline.replay.borders import plan_stages, plan_tail
 from boltmesh.strategies.pipeline.replay.probe import probe
 from boltmesh.strategies.pipeline.replay.signature import batch_signature
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
+from boltmesh.strategies.pipeline.replay.tail import Tail
 from boltmesh.strategies.pipeline.replay.trace import Trace, UnitOutput
 from boltmesh.strategies.pipeline.replay.units import unit_parameters
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
 
 MOST_SIGNATURES = 256
 """The least recently used one is forgotten: sequence lengths may all differ."""
@@ -31,6 +35,7 @@ class _Known:
     outputs: dict[Any, UnitOutput] = field(default_factory=dict)
     """What units gave."""
     runs: dict[tuple[Any, ...], tuple[StageRun, ...]] = field(default_factory=dict)
+    tails: dict[tuple[Any, ...], Tail] = field(default_factory=dict)
 
 
 class StagePlans:
@@ -54,6 +59,8 @@ class StagePlans:
         self.weight_only = frozenset(
             name for name, unit in self.units.items() if type(unit) in WEIGHTS_ONLY
         )
+        self.check: Callable[[tuple[StagePlan, ...]], None] | None = None
+        """Called with every new cut of a step; raises where this rank cannot run it."""
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
 
     def stages(
@@ -72,22 +79,64 @@ class StagePlans:
         Args:
             step: The name of the method, such as ``training_step``.
             batch: Its first argument.
-            rest: Its other positional arguments, which must not decide what it does.
-            kwargs: Its keyword arguments, as ``rest``.
+            rest: Its other positional arguments; the first one, the number of the batch, must not
+                decide what it does.
+            kwargs: Its keyword arguments.
             seed: What its random numbers start from, as for :meth:`StageRun.forward`.
 
         Raises:
             ConfigError: When the step cannot be cut so.
         """
+        known, answers = self._known_of(step, batch, rest, kwargs, seed)
+        return known.runs[answers]
+
+    def tail(
+        self,
+        step: str,
+        batch: Any,
+        *rest: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ) -> Tail:
+        """Return what ``step`` does with a batch like this one behind its last unit.
+
+        The arguments are those of :meth:`stages`.
+
+        Raises:
+            ConfigError: When the step cannot be cut so.
+        """
+        known, answers = self._known_of(step, batch, rest, kwargs, seed)
+        tail = known.tails.get(answers)
+        if tail is None:
+            trace = known.traces[answers]
+            last, end = plan_tail(
+                trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only
+            )
+            tail = known.tails[answers] = Tail(
+                last=StageRun(self.root, self.units, step, last),
+                end=StageRun(self.root, self.units, step, end),
+                draws_before=any(each < end.begin for each in trace.draws),
+            )
+        return tail
+
+    def _known_of(
+        self,
+        step: str,
+        batch: Any,
+        rest: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        seed: int | None,
+    ) -> tuple[_Known, tuple[Any, ...]]:
+        """Return what is known of batches like this one, and what the step reads out of it."""
         signature = batch_signature(
-            self.root, self.parameters, step, batch, kwargs and dict(kwargs)
+            self.root, self.parameters, step, batch, (rest[1:], dict(kwargs or {}))
         )
         known = self._known.setdefault(signature, _Known())
         self._known.move_to_end(signature)
         if len(self._known) > MOST_SIGNATURES:
             self._known.popitem(last=False)
         if () in known.traces:
-            return known.runs[()]
+            return known, ()
         trace = probe(
             self.root,
             self.units,
@@ -102,8 +151,10 @@ class StagePlans:
         if answers not in known.runs:
             runs = self._cut(step, trace)
             known.traces[answers], known.runs[answers] = trace, runs
-        return known.runs[answers]
+        return known, answers
 
     def _cut(self, step: str, trace: Trace) -> tuple[StageRun, ...]:
         plans = plan_stages(trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only)
+        if self.check is not None:
+            self.check(plans)
         return tuple(StageRun(self.root, self.units, step, each) for each in plans)

@@ -7,19 +7,28 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.metrics.replacing import (
+    MetricCall,
+    find_metrics,
+    metrics_replaced,
+)
+from boltmesh.strategies.pipeline.metrics.stand_ins import answer
 from boltmesh.strategies.pipeline.replay.changes import StateWatch, outside_of
 from boltmesh.strategies.pipeline.replay.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.replay.glue import GlueWatch
+from boltmesh.strategies.pipeline.replay.keeping import Keeping
+from boltmesh.strategies.pipeline.replay.randomness import host_random_state
 from boltmesh.strategies.pipeline.replay.remembering import key_of, recall, versions
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
-from boltmesh.strategies.pipeline.replay.structure import tensors_in
-from boltmesh.strategies.pipeline.replay.trace import Trace, UnitOutput
+from boltmesh.strategies.pipeline.replay.structure import replace_tensors, take_apart, tensors_in
+from boltmesh.strategies.pipeline.replay.trace import NO_EVENT, MetricTrace, Trace, UnitOutput
 from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
 from boltmesh.strategies.random_state import seed_random_state
-from boltmesh.strategies.torch_compat import fake_tensors
+from boltmesh.strategies.torch_compat import fake_tensors, is_fake, make_fake
 
 LOGGING = ("log", "log_dict")
 """Methods of a LightningModule that hand values out of the step."""
@@ -42,6 +51,7 @@ def probe(
     *,
     seed: int | None = None,
     counts_flops: bool = False,
+    notes_kept: bool = False,
     known: Mapping[tuple[Any, ...], Trace] | None = None,
     remembered: dict[Any, UnitOutput] | None = None,
 ) -> Trace:
@@ -59,6 +69,7 @@ def probe(
         kwargs: Also what it is called with.
         seed: What the generators of random numbers start from; as they stand if None.
         counts_flops: Whether to count each unit's floating point operations.
+        notes_kept: Whether to note what autograd keeps of each unit; ``torch.func`` fails then.
         known: Earlier traces of batches of the same signature, by what was read out of them. One
             that fits is returned as soon as that is clear.
         remembered: What units gave in earlier probes of batches of the same signature; filled here.
@@ -67,15 +78,16 @@ def probe(
         ConfigError: When a unit cannot be run on tensors without data, or the step does something
             with what units give that other stages could not do.
     """
-    first = _Probe(root, units, seed=seed, counts_flops=counts_flops, known=known or {})
+    counts = {"counts_flops": counts_flops, "notes_kept": notes_kept}
+    first = _Probe(root, units, seed=seed, known=known or {}, **counts)
     first.remembered = {} if remembered is None else remembered
     try:
         trace = first.run(step, args, kwargs or {}, answer=False)
         if first.has_recalled:  # nothing known fits: what units leave behind counts as well now
-            first = _Probe(root, units, seed=seed, counts_flops=counts_flops, known={})
+            first = _Probe(root, units, seed=seed, known={}, **counts)
             trace = first.run(step, args, kwargs or {}, answer=False)
         if trace.readings:
-            second = _Probe(root, units, seed=seed, counts_flops=False, known={})
+            second = _Probe(root, units, seed=seed, known={})
             _merge(trace, second.run(step, args, kwargs or {}, answer=True))
         if remembered is not None:
             remembered.update(first.learned)
@@ -93,8 +105,9 @@ class _Probe:
         units: Mapping[str, Module],
         *,
         seed: int | None,
-        counts_flops: bool,
         known: Mapping[tuple[Any, ...], Trace],
+        counts_flops: bool = False,
+        notes_kept: bool = False,
     ) -> None:
         self.root = root
         self.units = units
@@ -106,8 +119,11 @@ class _Probe:
         self.has_recalled = False
         self.has_run: set[str] = set()
         self.is_inside = False
+        self.host_random: tuple[Any, Any] | None = None
+        """Where numpy and Python stood when the first unit was called."""
         self.trace = Trace()
         self.mode = fake_tensors()
+        self.keeping = Keeping(root, self.trace, self.mode) if notes_kept else None
 
     def run(
         self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, answer: bool
@@ -123,21 +139,31 @@ class _Probe:
             around = outside_of(self.root, self.units.values())
             stack.enter_context(modules_unchanged(around.values()))
             stack.enter_context(random_state_unchanged(device))
-            stack.enter_context(_without_weight_cache())
+            stack.enter_context(without_weight_cache())
             stack.enter_context(warnings.catch_warnings())
             # Torch looks at .grad when it describes a tensor that meets one without data.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             stack.enter_context(forwards_replaced(self.units, forwards))
             self.stack = stack.enter_context(ExitStack())
+            metrics = find_metrics(self.root)
+            stack.enter_context(metrics_replaced(metrics, self._call_metric))
             for name in LOGGING:
                 if hasattr(self.root, name):
                     vars(self.root)[name] = self._hand_out
             if self.seed is not None:
                 seed_random_state(self.seed)
             state = StateWatch(around)
+            before = host_random_state()
+            self.glue.follow((args, kwargs))
+            if self.keeping is not None:
+                stack.enter_context(self.keeping.watching())
             stack.enter_context(self.glue)
             returned = getattr(self.root, step)(*args, **kwargs)
             self._hand_out(returned)
+            if self.host_random is not None:
+                self.trace.draws_host_random = host_random_state() != self.host_random
+            if host_random_state() != before:
+                self.trace.draws.append(NO_EVENT)
             with self.glue.paused():
                 self.trace.changed_attributes = state.changed_attributes()
                 self.trace.changed_buffers = {
@@ -150,10 +176,14 @@ class _Probe:
     def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.is_inside:
             return forward(*args, **kwargs)
+        if self.host_random is None:
+            self.host_random = host_random_state()
         with self.glue.paused():
             self.is_inside = True
             try:
                 arguments = self.glue.begin_unit(name, (args, kwargs))
+                if self.keeping is not None:
+                    self.keeping.begin_unit(name, arguments)
                 called = self._run_unit(name, forward, arguments)
             finally:
                 self.is_inside = False
@@ -188,6 +218,28 @@ class _Probe:
         with self.glue.paused():
             self.glue.keep_to_end(tensors_in(list(values) + list(options.values())))
 
+    def _call_metric(self, call: MetricCall) -> Any:
+        """Note that a metric takes values out of the step, and guess what it gives for them."""
+        if self.is_inside:
+            raise ConfigError(
+                f"a layer calls the metric {call.name!r}, and other ranks than the one of that "
+                f"layer would not count. Return what it counts from the layer, and call it in "
+                f"the step."
+            )
+        leaves, _ = take_apart((call.args, call.kwargs))
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else None for each in leaves]
+        self.trace.metrics.append(MetricTrace(call.name, call.method, tuple(shapes)))
+        given = [each for each in leaves if isinstance(each, Tensor)]
+        with self.glue.paused():
+            self.glue.keep_to_end(given)
+            args, kwargs = replace_tensors((call.args, call.kwargs), _with_data)
+            made = answer(call.metric, call.method, args, kwargs)
+            if call.method != "compute" and not any(map(is_fake, given)):
+                return made
+            made = replace_tensors(made, lambda each: make_fake(each.detach(), self.mode))
+            self.glue.add_foreign(tensors_in(made), f"what the metric {call.name!r} gave")
+            return made
+
     def _stop_if_known(self) -> None:
         trace = self.known.get(tuple(self.trace.answers))
         if trace is not None:
@@ -207,6 +259,7 @@ def _merge(trace: Trace, other: Trace) -> None:
             f"{reading.name}() of {reading.origin} ({reading.place}) decides which layers the step "
             f"runs, and other stages do not see it. Decide inside a layer, or by the batch alone."
         )
+    trace.draws_host_random |= other.draws_host_random
     by_making = {(each.made_at, each.leaf): each for each in other.values}
     end = len(trace.events)
     for value in trace.values:
@@ -217,8 +270,16 @@ def _merge(trace: Trace, other: Trace) -> None:
             value.uses += [end] if late else []
 
 
+def _with_data(tensor: Tensor) -> Tensor:
+    return (
+        torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if is_fake(tensor)
+        else tensor
+    )
+
+
 @contextmanager
-def _without_weight_cache() -> Iterator[None]:
+def without_weight_cache() -> Iterator[None]:
     """Keep casts of weights without values out of the cache that real steps read."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -5,7 +5,7 @@ is told a guess, once all zeros or False and once all ones or True, and what bot
 """
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,19 @@ RANDOM = re.compile(
     r"|geometric_|cauchy_|scaled_dot_product_attention"
 )
 """Functions that may draw random numbers; one too many costs little."""
+
+
+def draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a function of torch draws random numbers, as it was called."""
+    if not RANDOM.match(name):
+        return False
+    given = dict(enumerate(args))
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", given.get(4, 0.0)))
+    if "dropout" in name:
+        trains = kwargs.get("training", kwargs.get("train", given.get(2, True)))
+        return bool(trains and kwargs.get("p", given.get(1, 0.5)))
+    return True
 
 
 def is_event(result: Any) -> bool:
@@ -63,7 +76,8 @@ def guess(name: str, args: tuple[Any, ...], *, answer: bool) -> Any:
     made = torch.full(shape, answer, device="cpu").to(like.dtype)
     if name in SCALARS:
         value = made.item()
-        return int(value) if name in {"__index__", "__int__"} else value
+        kind = {"__index__": int, "__int__": int, "__float__": float}.get(name)
+        return value if kind is None else kind(value)
     return made.tolist() if name == "tolist" else made.float().numpy()
 
 

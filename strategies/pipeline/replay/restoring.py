@@ -1,6 +1,6 @@
 """Puts modules back as they were: their attributes, their buffers, and random states."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +11,7 @@ from torch.nn import Module
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat import times_written
 
-CONTAINERS = (dict, list, set, OrderedDict)
+CONTAINERS = (dict, list, set, OrderedDict, defaultdict, Counter, deque)
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def _put_back(attributes: dict[str, Any], kept: dict[str, tuple[Any, Any]]) -> N
         if members is None:
             continue
         value.clear()
-        if isinstance(value, list):
+        if isinstance(value, list | deque):
             value.extend(members)
         else:
             value.update(members)

@@ -1,8 +1,9 @@
 """What has to be equal for two batches to be run the same way."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -37,7 +38,7 @@ def batch_signature(
 
 def nesting(value: Any) -> Hashable:
     """Return how a value is nested, down to the names of dictionary keys."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return type(value), tuple((key, nesting(each)) for key, each in value.items())
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(nesting, value))
@@ -47,4 +48,6 @@ def nesting(value: Any) -> Hashable:
 def _leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, np.ndarray):
+        return leaf.shape, leaf.dtype.str
     return (type(leaf).__qualname__, leaf if is_constant(leaf) else None)

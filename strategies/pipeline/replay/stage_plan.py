@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from boltmesh.strategies.pipeline.replay.trace import Event, UnitOutput
+from boltmesh.strategies.pipeline.replay.trace import Event, MetricTrace, UnitOutput
 from boltmesh.strategies.pipeline.values import ValueSpec
 
 ANY_STAGE = -1
@@ -19,6 +19,8 @@ class Handling:
     """A leaf is remembered under this number: it is filled or sent later."""
     fill: list[tuple[int, int]] = field(default_factory=list)
     """Remembered tensors into which received values are written."""
+    ends: bool = False
+    """The stage's run is over when this event is."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class StagePlan:
 
     stage: int
     num_stages: int
+    begin: int
+    """The first event that is the stage's own."""
     events: tuple[Event, ...]
     unit_events: tuple[int, ...]
     """The events that are calls of units, in order."""
@@ -46,10 +50,16 @@ class StagePlan:
     sent_numbers: tuple[int, ...]
     """What the values that the stage sends are remembered under."""
     values_out: tuple[ValueSpec, ...]
+    row_values: tuple[bool, ...]
+    """Of each received value whether it was made of the batch's data, or may have been."""
     parameters: frozenset[str]
     """The parameters that this stage uses, by their first names."""
+    metrics: tuple[MetricTrace, ...]
+    """What metrics the whole step calls."""
     draws_random: bool
     """Whether random numbers between units have to be apart from those inside of them."""
+    draws_host_random: bool
+    """The same of those that numpy and Python draw."""
     changed_buffers: Mapping[str, int] = field(default_factory=dict)
     """Buffers outside of units that the step changes, with the stage that has what it puts into
     them; ANY_STAGE where that depends on no unit."""

@@ -78,7 +78,8 @@ class StageRun:
             args: What the step is called with.
             kwargs: Also what the step is called with.
             seed: What random numbers start from: equal on all stages, another for each microbatch.
-                Generators stand afterwards as before. None draws from them as they stand.
+                Torch's generators stand afterwards as before; those of numpy and Python do not,
+                see :class:`RandomStreams`. None draws from them as they stand.
 
         Returns:
             A tuple of tensors for the next stage, as ``plan.values_out`` says; on the last stage
@@ -143,7 +144,13 @@ class StageRun:
 
     def _streams(self, seed: int) -> RandomStreams:
         plan = self.plan
-        return RandomStreams(seed, plan.stage, self.device, is_mixed=plan.draws_random)
+        return RandomStreams(
+            seed,
+            plan.stage,
+            self.device,
+            is_mixed=plan.draws_random,
+            is_mixed_on_host=plan.draws_host_random,
+        )
 
     def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.is_inside:
@@ -210,6 +217,8 @@ class StageRun:
             self.kept[number] = made[leaf]
         for number, slot in handling.fill:
             self.kept[number].copy_(self.received[slot])
+        if handling.ends:
+            raise _NextStage
         return made
 
     def _sent(self) -> tuple[Tensor, ...]:

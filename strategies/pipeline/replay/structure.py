@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ MUTABLE_FREE = (Tensor, int, float, bool, str, type(None))
 def take_apart(value: Any) -> tuple[list[Any], Build]:
     """Return the leaves of a nested value in a fixed order, and what builds it again.
 
-    Opens tuples, lists, dictionaries, named tuples, dataclasses and every class that is registered
+    Opens tuples, lists, mappings, named tuples, dataclasses and every class that is registered
     with torch's pytree, as outputs of Hugging Face models are. Everything else is a leaf.
     """
     if isinstance(value, MUTABLE_FREE):
@@ -41,9 +41,12 @@ def take_apart(value: Any) -> tuple[list[Any], Build]:
         close = partial(_close_dataclass, empty, names)
     else:
         opened = open_one_level(value)
-        if opened is None:
+        if opened is not None:
+            children, close = opened
+        elif isinstance(value, Mapping):
+            children, close = list(value.values()), partial(close_mapping, value)
+        else:
             return [value], _first
-        children, close = opened
     taken = [take_apart(each) for each in children]
 
     builders = [(len(inner), rebuild) for inner, rebuild in taken]  # without what they were made of
@@ -86,6 +89,19 @@ def is_immutable(value: Any) -> bool:
     if isinstance(value, MUTABLE_FREE):
         return True
     return type(value) is tuple and all(map(is_immutable, value))
+
+
+def close_mapping(like: Mapping[Any, Any], members: Sequence[Any]) -> Any:
+    """Return a mapping of the class of ``like`` where that can be made, else a dict."""
+    changed = dict(zip(like, members, strict=True))
+    if isinstance(getattr(like, "data", None), dict):  # a UserDict, with what else it carries
+        whole = copy.copy(like)
+        vars(whole)["data"] = changed
+        return whole
+    try:
+        return type(like)(changed)  # type: ignore[call-arg]
+    except TypeError:
+        return changed
 
 
 def _close_dataclass(like: Any, names: list[str], parts: Sequence[Any]) -> Any:

@@ -56,6 +56,8 @@ class Value:
     """Whether it needs a gradient from an event on, oldest first."""
     uses: list[int] = field(default_factory=list)
     """The events that need it, oldest first."""
+    follows_batch: bool = False
+    """Whether it was made of the batch's data, or may have been."""
 
     def needs_grad_before(self, event: int) -> bool:
         """Whether it needs a gradient when ``event`` begins."""
@@ -84,6 +86,18 @@ class Reading:
     name: str
     place: str
     origin: str
+    values: list[Value] = field(default_factory=list)
+    """What was looked at."""
+
+
+@dataclass(frozen=True)
+class MetricTrace:
+    """A call of a metric by the step."""
+
+    name: str
+    method: str
+    shapes: tuple[tuple[int, ...] | None, ...]
+    """Of the leaves of its arguments; None for what is no tensor."""
 
 
 @dataclass
@@ -101,8 +115,16 @@ class Trace:
     """What Python read out of the batch, in order: with other answers the run may differ."""
     parameter_reads: dict[int, frozenset[str]] = field(default_factory=dict)
     """Parameters that Python looked at, by the number of events before."""
+    metrics: list[MetricTrace] = field(default_factory=list)
+    """The calls of metrics, in order."""
+    parameters_out: frozenset[str] = frozenset()
+    """Parameters that the step hands out, itself or what was made of them."""
     draws_random: bool = False
     """Whether code between units draws random numbers after the first unit."""
+    draws: list[int] = field(default_factory=list)
+    """The events between units that drew random numbers; NO_EVENT where it was none of torch's."""
+    draws_host_random: bool = False
+    """Whether numpy or Python draw random numbers once the first unit has begun, anywhere."""
     changed_buffers: dict[str, int] = field(default_factory=dict)
     """Buffers outside of units that the step writes or replaces, with the last event that put into
     them what a unit gave; NO_EVENT where none did."""
@@ -110,6 +132,9 @@ class Trace:
     """Attributes that the step sets or fills on modules outside of units: module and name."""
     flops: dict[str, int] = field(default_factory=dict)
     """Of all forward calls of a unit together; empty unless they were counted."""
+    kept: dict[str, dict[int, int]] = field(default_factory=dict)
+    """By unit, what autograd keeps of it and of the code behind it up to the next one: bytes by
+    storage, named as in :attr:`Value.storage`. Empty unless it was noted."""
 
     def unit_events(self) -> list[int]:
         """Return the events that are calls of units."""

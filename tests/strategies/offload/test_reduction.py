@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from boltmesh.errors import OffloadError
+from boltmesh.strategies.offload import reduction
 from boltmesh.strategies.offload.reduction import REUSED_BYTES, HostReduction, ReusedMemory
 from boltmesh.strategies.torch_compat import DefaultReduceScatter, local_tensor, reduce_with
 
@@ -32,6 +34,45 @@ def test_memory_comes_back_with_the_last_view() -> None:
     assert memory.take(NUMEL, torch.float32).data_ptr() == address
 
 
+def test_no_more_is_kept_than_was_used_at_a_time_whatever_the_sizes() -> None:
+    memory = ReusedMemory()
+    sizes = [NUMEL + 1024 * each for each in range(8)]
+    for numel in sizes * 2:  # each unit's reduction: two tensors, both gone before the next
+        whole, shard = memory.take(numel, torch.float32), memory.take(numel, torch.float32)
+        del whole, shard
+    assert memory.num_free_bytes <= 2 * 4 * sizes[-1]
+
+
+def test_what_has_lain_free_for_longest_makes_room() -> None:
+    memory = ReusedMemory()
+    small, large = (memory.take(count * NUMEL, torch.float32) for count in (2, 4))
+    address = large.data_ptr()
+    del small
+    del large
+    other = memory.take(3 * NUMEL // 2, torch.float32)
+    assert memory.num_free_bytes == 4 * REUSED_BYTES
+    assert memory.take(4 * NUMEL, torch.float32).data_ptr() == address
+    del other
+
+
+def test_memory_that_the_system_does_not_give_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = ReusedMemory()
+    with monkeypatch.context() as patch:
+        patch.setattr(reduction, "allocate_host", _give_nothing)
+        with pytest.raises(OffloadError):
+            memory.take(100 * NUMEL, torch.float32)
+    for numel in (NUMEL, 2 * NUMEL):
+        taken = memory.take(numel, torch.float32)
+        del taken
+    assert memory.num_free_bytes == 2 * REUSED_BYTES
+
+
+def _give_nothing(num_bytes: int, *, device: torch.device) -> Tensor:
+    raise OffloadError("no memory")
+
+
 def test_what_is_used_when_it_is_closed_stays_readable_and_is_not_kept() -> None:
     memory = ReusedMemory()
     used, free = memory.take(NUMEL, torch.float32), memory.take(NUMEL, torch.float32)
@@ -51,12 +92,12 @@ def test_one_process_reduces_in_place_and_two_do_not() -> None:
 
 
 def test_after_a_reduction_that_failed_the_next_gets_other_memory() -> None:
-    reduction = HostReduction(ReusedMemory(), 1)
-    failed = allocate(reduction)
-    reduction.finish()
-    following = allocate(reduction)
+    reducing = HostReduction(ReusedMemory(), 1)
+    failed = allocate(reducing)
+    reducing.finish()
+    following = allocate(reducing)
     assert following.data_ptr() != failed.data_ptr()
-    assert allocate(reduction) is following
+    assert allocate(reducing) is following
 
 
 @pytest.fixture

@@ -52,3 +52,28 @@ def test_an_error_within_gives_earlier_gradients_back() -> None:
         _ = 1 / 0
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [5.0, 5.0]
+
+
+def test_all_ranks_divide_alike_whatever_they_hold_the_total_in() -> None:
+    made = []
+    for total in (3.0, torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float64)):
+        parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        deposit = Deposit([parameter])
+        with deposit.taking():
+            (parameter * torch.tensor([1.0, 3.0, 5.0, 7.0])).sum().backward()
+        deposit.sign(torch.tensor(1.0), total).backward()
+        assert parameter.grad is not None
+        made.append(parameter.grad)
+    assert made[0].tolist() == made[1].tolist() == made[2].tolist()
+    wanted = torch.tensor([1.0, 3.0, 5.0, 7.0]) / 3
+    assert made[0].tolist() == wanted.bfloat16().tolist()
+
+
+def test_without_any_weight_gradients_are_zeros() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    deposit = Deposit([parameter])
+    with deposit.taking():
+        (parameter * 0).sum().backward()
+    deposit.sign(torch.tensor(float("nan")), 0.0).backward()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [0.0, 0.0]

@@ -1,6 +1,6 @@
-"""The losses of microbatches, weighed, are the loss of the batch."""
+"""Losses of microbatches, weighed, are the loss of the batch; or they are refused by name."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -8,120 +8,322 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.losses import StepWeights, reductions
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-def mask(labels: Tensor) -> Tensor:
-    return labels != -100
-
-
-def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
-
-
-def weighted(logits: Tensor, labels: Tensor) -> Tensor:
-    weight = torch.arange(1.0, 11.0)
-    return F.cross_entropy(logits.transpose(1, 2), labels, weight=weight)
+from boltmesh.strategies.pipeline.proofs import Proofs
+from boltmesh.strategies.pipeline.weights import StepWeights
+from tests.support.loss_table import (
+    CLASSES,
+    SCALE,
+    TOKENS,
+    WEIGHT,
+    Batch,
+    FunctionTrial,
+    Loss,
+    batch,
+)
 
 
-def masked(logits: Tensor, labels: Tensor) -> Tensor:
-    each = logits.square().mean(-1)
-    return (each * mask(labels)).sum() / mask(labels).sum()
+def each(x: Tensor, b: Batch) -> Tensor:
+    """The loss of each token, (B, T)."""
+    return F.cross_entropy(x.transpose(1, 2), b.known, reduction="none")
 
 
-def with_penalty(logits: Tensor, labels: Tensor) -> Tensor:
-    penalty = 0.01 * PENALISED.square().sum().sqrt()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * 3 + penalty.clone()
+def flat(x: Tensor, b: Batch, **options: object) -> Tensor:
+    return F.cross_entropy(x.flatten(0, 1), b.labels.flatten(), **options)  # type: ignore[arg-type]
 
 
-PENALISED = torch.ones(3, requires_grad=True)
+def focal(x: Tensor, b: Batch) -> Tensor:
+    losses = each(x, b)
+    return ((1 - (-losses).exp()).square() * losses * b.mask).sum() / b.mask.sum()
 
-LOSSES: dict[str, Loss] = {
-    "tokens that count": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()),
-    "tokens of two dimensions": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
-    "weights of classes": weighted,
-    "smoothed labels": smoothed,
+
+def dice(x: Tensor, b: Batch) -> Tensor:
+    found = x.sigmoid()
+    return 1 - 2 * (found * b.targets).sum() / (found.sum() + b.targets.sum())
+
+
+def contrastive(x: Tensor, _: Batch) -> Tensor:
+    rows = F.normalize(x.flatten(1), dim=1)
+    return F.cross_entropy(rows @ rows.T.roll(1, 0), torch.arange(len(x)))
+
+
+def hard_examples(x: Tensor, b: Batch) -> Tensor:
+    return each(x, b).flatten().topk(4).values.mean()
+
+
+def few_rows(x: Tensor, b: Batch) -> Tensor:
+    if len(x) > 3:
+        raise ValueError("3 rows at most")
+    return flat(x, b)
+
+
+def ctc(x: Tensor, b: Batch, reduction: str = "mean") -> Tensor:
+    lengths = torch.full((len(x),), TOKENS)
+    labels = b.known[:, :3].clamp(min=1)
+    return F.ctc_loss(
+        x.log_softmax(-1).transpose(0, 1), labels, lengths, lengths // 2, reduction=reduction
+    )
+
+
+def binary(x: Tensor, b: Batch) -> Tensor:
+    return F.binary_cross_entropy(x.abs() / (1 + x.abs()), b.targets)
+
+
+def guarded(x: Tensor, b: Batch) -> Tensor:
+    """As in many repositories: nothing to learn is a loss without a graph."""
+    return flat(x, b) if bool(b.mask.any()) else torch.zeros((), requires_grad=True)
+
+
+def z_loss(x: Tensor, b: Batch) -> Tensor:
+    squares = x.logsumexp(-1).square()
+    return flat(x, b) + 1e-2 * (squares * b.mask).sum() / b.mask.sum()
+
+
+RIGHT: dict[str, Loss] = {
+    # cross_entropy in its forms
+    "tokens that count": flat,
+    "tokens of two dimensions": lambda x, b: F.cross_entropy(x.transpose(1, 2), b.labels),
+    "weights of classes": lambda x, b: flat(x, b, weight=torch.arange(1.0, 11.0)),
+    "smoothed labels": lambda x, b: flat(x, b, label_smoothing=0.1),
+    "smoothed and weighted": lambda x, b: flat(
+        x, b, label_smoothing=0.1, weight=torch.arange(1.0, 11.0)
+    ),
+    "class probabilities": lambda x, b: F.cross_entropy(x[:, 0], b.targets[:, 0].softmax(-1)),
+    "class probabilities, 3-d": lambda x, b: F.cross_entropy(
+        x.transpose(1, 2), b.targets.softmax(-1).transpose(1, 2)
+    ),
+    "nll": lambda x, b: F.nll_loss(x.log_softmax(-1).flatten(0, 1), b.labels.flatten()),
+    "sum": lambda x, b: flat(x, b, reduction="sum"),
+    "flat sum over rows": lambda x, b: flat(x, b, reduction="sum") / len(x),
+    "flat sum over tokens": lambda x, b: flat(x, b, reduction="sum") / b.labels.numel(),
+    "sum over tokens that count": lambda x, b: flat(x, b, reduction="sum") / b.mask.sum(),
+    "sum over a number of tokens": lambda x, b: (
+        flat(x, b, reduction="sum") / max(int(b.mask.sum()), 1)
+    ),
+    # masks
+    "a mask": lambda x, b: (each(x, b) * b.mask).sum() / b.mask.sum(),
+    "a mask, never zero": lambda x, b: (each(x, b) * b.mask).sum() / b.mask.sum().clamp(min=1),
+    "a mask, a little more": lambda x, b: (each(x, b) * b.mask).sum() / (b.mask.sum() + 1e-8),
+    "a mask divided first": lambda x, b: (each(x, b) * b.mask / b.mask.sum()).sum(),
+    "a mask by where": lambda x, b: (
+        torch.where(b.mask > 0, each(x, b), 0).sum() / b.mask.sum().clamp(min=1)
+    ),
+    "a mask by masked_fill": lambda x, b: (
+        each(x, b).masked_fill(b.mask == 0, 0).sum() / b.mask.sum().clamp(min=1)
+    ),
+    "a mask by index": lambda x, b: each(x, b)[b.mask > 0].sum() / b.mask.sum().clamp(min=1),
+    "a mask by index, mean": lambda x, b: each(x, b)[b.mask > 0].mean(),
+    "einsum with a mask": lambda x, b: torch.einsum("bt,bt->", each(x, b), b.mask) / b.mask.sum(),
+    "dot with a mask": lambda x, b: (
+        torch.dot(each(x, b).flatten(), b.mask.flatten()) / b.mask.sum()
+    ),
+    "means of rows": lambda x, b: ((each(x, b) * b.mask).sum(1) / (b.mask.sum(1) + 1)).mean(),
+    "focal": focal,
+    "focal, guarded": guarded,
+    "z-loss": z_loss,
+    # numbers
+    "a sum over a constant": lambda x, b: each(x, b).sum() / 8,
+    "a sum over rows": lambda x, b: each(x, b).sum() / len(x),
+    "a sum times 1/n": lambda x, b: each(x, b).sum() * (1 / len(x)),
+    "divided before the sum": lambda x, b: (each(x, b) / len(x)).sum(),
+    "a constant before the sum": lambda x, b: (each(x, b) / TOKENS).sum(),
+    "summed over rows, then all": lambda x, b: each(x, b).sum(0).sum() / len(x),
+    "summed over rows, then a mean": lambda x, b: each(x, b).sum(0).mean(),
+    "a sum of dims": lambda x, b: each(x, b).sum(dim=(0, 1)),
+    "cat of vectors": lambda x, b: torch.cat([each(x, b)[:, 0], x[:, 0, 0].abs()]).sum(),
     "mean": lambda x, _: x.square().mean(),
     "mean of means": lambda x, _: x.square().mean((1, 2)).mean(),
+    "mean over rows, then the rest": lambda x, _: x.square().mean(0).mean(),
     "sum of means over rows": lambda x, _: x.square().mean(0).sum(),
-    "mse": lambda x, _: F.mse_loss(x, torch.zeros_like(x)),
-    "two means over the same": lambda x, _: x.abs().mean() + 0.5 * x.square().mean(),
-    "a mask": masked,
-    "sum": lambda x, _: x.square().sum(),
-    "sum over a constant": lambda x, _: x.square().sum() / 1000,
-    "sum over the rows": lambda x, _: x.square().sum() / x.shape[0],
-    "sum over the tokens": lambda x, _: x.square().sum() / (x.shape[0] * x.shape[1]),
-    "batch mean": lambda x, _: F.kl_div(x, x.detach().exp(), reduction="batchmean"),
-    "binary": lambda x, _: F.binary_cross_entropy_with_logits(x, torch.zeros_like(x)),
-    "sum of token losses": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, reduction="sum"),
-    "a stack": lambda x, _: torch.stack([x.abs().mean(), x.square().mean()]).sum(),
+    "mean of sums": lambda x, _: x.square().sum((1, 2)).mean(),
+    "a term that is switched off": lambda x, b: flat(x, b) + 0.0 * flat(x * 2, b),
+    "an average with a negative sign": lambda x, b: -(-each(x, b)).mean(),
+    "a nan guard": lambda x, b: torch.nan_to_num(each(x, b).mean()),
+    # several terms
+    "two means over the same": lambda x, b: x.abs().mean() + 0.5 * each(x, b).mean(),
+    "a stack": lambda x, b: torch.stack([each(x, b).mean(), x.square().mean()]).sum(),
+    "the mean of a stack": lambda x, b: torch.stack([flat(x, b), 2 * flat(x, b)]).mean(),
+    "a list summed": lambda x, b: sum([x.abs().mean(), x.square().mean()]),
+    "a penalty": lambda x, b: flat(x, b) + 1e-2 * WEIGHT.norm() + 1e-3 * WEIGHT.square().sum(),
+    "a mean penalty": lambda x, b: flat(x, b) + WEIGHT.abs().mean(),
+    "a learned weight of the loss": lambda x, b: (-SCALE).exp() * flat(x, b) + SCALE,
+    "a temperature": lambda x, b: flat(x / SCALE, b) / SCALE,
+    # the rest of torch.nn.functional
+    "mse": lambda x, b: F.mse_loss(x, b.targets),
+    "mse, sum": lambda x, b: F.mse_loss(x, b.targets, reduction="sum"),
+    "l1": lambda x, b: F.l1_loss(x, b.targets),
+    "smooth l1": lambda x, b: F.smooth_l1_loss(x, b.targets),
+    "huber": lambda x, b: F.huber_loss(x, b.targets, reduction="sum"),
+    "binary": binary,
+    "binary with logits": lambda x, b: F.binary_cross_entropy_with_logits(x, b.targets),
+    "binary with logits, sum": lambda x, b: F.binary_cross_entropy_with_logits(
+        x, b.targets, reduction="sum"
+    ),
+    "kl, batchmean": lambda x, b: F.kl_div(
+        x.log_softmax(-1), b.targets.softmax(-1), reduction="batchmean"
+    ),
+    "kl, mean": lambda x, b: F.kl_div(x.log_softmax(-1), b.targets.softmax(-1), reduction="mean"),
+    "kl, sum": lambda x, b: F.kl_div(x.log_softmax(-1), b.targets.softmax(-1), reduction="sum"),
+    "ctc": ctc,
+    "ctc, sum": lambda x, b: ctc(x, b, "sum"),
+    "poisson": lambda x, b: F.poisson_nll_loss(x, b.targets),
+    "gaussian": lambda x, b: F.gaussian_nll_loss(x, b.targets, x.square() + 0.1),
+    "cosine embedding": lambda x, b: F.cosine_embedding_loss(
+        x[:, 0], b.targets[:, 0], b.known[:, 0].sign() * 2 - 1
+    ),
+    "margin ranking": lambda x, b: F.margin_ranking_loss(x[:, 0], x[:, 1], b.targets[:, 0]),
+    "triplet": lambda x, _: F.triplet_margin_loss(x[:, 0], x[:, 1], x[:, 2], margin=3.0),
+    "multi margin": lambda x, b: F.multi_margin_loss(x[:, 0], b.known[:, 0]),
+    "multilabel margin": lambda x, b: F.multilabel_margin_loss(
+        x[:, 0], b.known[:, :1].expand(-1, CLASSES).contiguous()
+    ),
+    "multilabel soft margin": lambda x, b: F.multilabel_soft_margin_loss(
+        x[:, 0], (b.targets[:, 0] > 0.5).float()
+    ),
+    "soft margin": lambda x, b: F.soft_margin_loss(x, b.targets.sign()),
+    "hinge embedding": lambda x, b: F.hinge_embedding_loss(x, b.targets.sign()),
+}
+REFUSED: dict[str, tuple[Loss, str]] = {
+    "dice": (dice, "Div divides by a number that is made of the batch"),
+    "perplexity": (lambda x, b: flat(x, b).exp(), "Exp is not linear"),
+    "root of a mean": (lambda x, b: F.mse_loss(x, b.targets).sqrt(), "Sqrt is not linear"),
+    "logarithm of a mean": (lambda x, b: x.square().mean().log(), "Log is not linear"),
+    "a product of means": (lambda x, b: x.square().mean() * x.abs().mean(), "Mul multiplies two"),
+    "vector norm": (lambda x, b: x.norm(), "LinalgVectorNorm is not linear"),
+    "logsumexp": (lambda x, b: x.flatten().logsumexp(0), "Logsumexp is not linear"),
+    "median": (lambda x, b: each(x, b).median(), "Median is not linear"),
+    "largest": (lambda x, b: each(x, b).max(), "Max is not linear"),
+    "contrastive": (contrastive, r"is \S+ for 5 rows and \S+ for the same rows in microbatches"),
+    "hard examples": (hard_examples, "neither a mean nor a sum over rows"),
+    "batch statistics": (
+        lambda x, b: F.cross_entropy((x - x.mean(0)).transpose(1, 2), b.known),
+        "for the same rows in microbatches of 3 and 2",
+    ),
+    "a root of the rows": (lambda x, b: each(x, b).sum() / len(x) ** 0.5, "neither a count"),
+    "one more than the rows": (lambda x, b: each(x, b).sum() / (len(x) + 1), "neither a count"),
+    "a mean and a sum": (lambda x, b: x.square().mean() + x.abs().sum(), "adds a mean and a sum"),
+    "means over different things": (
+        lambda x, b: flat(x, b) + x.square().mean(),
+        "adds means over different things",
+    ),
+    "a sum and a penalty": (lambda x, b: each(x, b).sum() + WEIGHT.norm(), "count once for every"),
+    "a step that cannot be tried": (few_rows, "could not be tried.*3 rows at most"),
+}
+CUTS: dict[str, Sequence[int]] = {
+    "even": (3, 3, 3),
+    "uneven": (3, 2, 2, 2),
+    "small last": (5, 5, 1),
+    "an empty one": (5, 2, 4),
 }
 
 
-@pytest.fixture
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(7, 6, 10, generator=generator, requires_grad=True)
-    labels = torch.randint(0, 10, (7, 6), generator=generator)
-    labels[0, :5] = -100
-    labels[3:5] = -100
-    return logits, labels
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_weighed_microbatches_give_the_batch(name: str, batch: tuple[Tensor, Tensor]) -> None:
-    logits, labels = batch
-    whole = LOSSES[name](logits, labels)
-    (wanted,) = torch.autograd.grad(whole, logits)
-    weights = StepWeights()
-    parts = zip(logits.split([3, 2, 2]), labels.split([3, 2, 2]), strict=True)
-    total, gradient = torch.zeros(()), torch.zeros_like(logits)
-    for part, target in parts:
-        loss = LOSSES[name](part, target)
-        scaled, _ = weights.weigh(loss, len(part))
+def weighed(
+    loss: Loss, logits: Tensor, data: Batch, sizes: Sequence[int], proofs: Proofs
+) -> tuple[Tensor, list[Tensor]]:
+    """Return a batch's loss and gradients from its microbatches."""
+    step = proofs.of_step(lambda: FunctionTrial(loss, data))
+    weights = StepWeights(step.form_of)
+    total = torch.zeros((), dtype=logits.dtype)
+    leaves = [logits, WEIGHT, SCALE]
+    gradients = [torch.zeros_like(leaf) for leaf in leaves]
+    start = 0
+    for size in sizes:
+        scaled, _ = weights.weigh(loss(logits[start : start + size], data.part(start, size)), size)
+        start += size
         total = total + scaled.detach()
         if scaled.requires_grad:  # a part in which nothing counts need not
-            gradient = gradient + torch.autograd.grad(scaled, logits)[0]
-    torch.testing.assert_close(total / weights.total, whole.detach())
-    torch.testing.assert_close(gradient / weights.total, wanted)
+            made: Sequence[Tensor | None] = torch.autograd.grad(scaled, leaves, allow_unused=True)
+            gradients = [
+                one if other is None else one + other
+                for one, other in zip(gradients, made, strict=True)
+            ]
+    return total / weights.total, [one / weights.total for one in gradients]
 
 
-def test_a_penalty_on_weights_counts_once(batch: tuple[Tensor, Tensor]) -> None:
-    logits, labels = batch
-    whole = with_penalty(logits, labels)
-    (wanted,) = torch.autograd.grad(whole, PENALISED)
-    weights, gradient = StepWeights(), torch.zeros(3)
-    for part, target in zip(logits.split([3, 4]), labels.split([3, 4]), strict=True):
-        loss = with_penalty(part, target)
-        scaled, _ = weights.weigh(loss, len(part))
-        gradient = gradient + torch.autograd.grad(scaled, PENALISED)[0]
-    torch.testing.assert_close(gradient / weights.total, wanted)
+def logits_for(sizes: Sequence[int]) -> tuple[Tensor, Batch]:
+    rows = sum(sizes)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(
+        rows, TOKENS, CLASSES, generator=generator, dtype=torch.float64
+    ).requires_grad_()
+    return logits, batch(rows)
 
 
-def test_means_over_different_things_are_refused(batch: tuple[Tensor, Tensor]) -> None:
-    logits, labels = batch
-    weights = StepWeights()
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # of kl_div
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", RIGHT)
+def test_weighed_microbatches_give_the_batch(name: str, cut: str) -> None:
+    loss, sizes = RIGHT[name], CUTS[cut]
+    logits, data = logits_for(sizes)
+    try:
+        whole = loss(logits, data)
+        wanted: Sequence[Tensor | None] = torch.autograd.grad(
+            whole, [logits, WEIGHT, SCALE], allow_unused=True
+        )
+    except RuntimeError:  # not for fp64
+        logits = logits.detach().float().requires_grad_()
+        whole = loss(logits, data)
+        wanted = torch.autograd.grad(whole, [logits, WEIGHT, SCALE], allow_unused=True)
+    value, gradients = weighed(loss, logits, data, sizes, Proofs(torch.device("cpu")))
+    torch.testing.assert_close(value, whole.detach(), rtol=1e-6, atol=1e-7, check_dtype=False)
+    for made, one in zip(gradients, wanted, strict=True):
+        expected = torch.zeros_like(made) if one is None else one
+        torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-7, check_dtype=False)
 
-    def mixed(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + logits.square().mean()
 
-    weights.weigh(mixed(logits[:3], labels[:3]), 3)
-    second = mixed(logits[3:], labels[3:])
-    with pytest.raises(ConfigError, match=r"NllLoss over 12, Mean over 240.*microbatches=1"):
-        weights.weigh(second, 4)
-
-
-def test_a_mean_and_a_sum_are_refused(batch: tuple[Tensor, Tensor]) -> None:
-    logits, _ = batch
-    loss = logits.mean() + logits.sum()
-    with pytest.raises(ConfigError, match="adds a mean and a sum"):
-        StepWeights().weigh(loss, len(logits))
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_weights_put_together_is_refused(name: str) -> None:
+    loss, message = REFUSED[name]
+    sizes = CUTS["uneven"]
+    logits, data = logits_for(sizes)
+    proofs = Proofs(torch.device("cpu"))
+    with pytest.raises(ConfigError, match=message) as error:
+        weighed(loss, logits.detach().float().requires_grad_(), data, sizes, proofs)
+    assert "microbatches=1" in str(error.value)
 
 
-def test_counts_are_those_that_torch_divides_by(batch: tuple[Tensor, Tensor]) -> None:
-    logits, labels = batch
-    (found,) = reductions(F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
-    assert found.kind == "mean"
-    assert float(found.count) == int(mask(labels).sum())
+def test_what_no_weights_put_together_may_be_one_microbatch() -> None:
+    logits, data = logits_for([4])
+    for loss, _ in REFUSED.values():
+        weights = StepWeights(lambda _: None, is_single=True)
+        scaled, _ = weights.weigh(loss(logits.float()[:3], data.part(0, 3)), 3)
+        torch.testing.assert_close(
+            scaled / weights.total, loss(logits.float()[:3], data.part(0, 3))
+        )
+
+
+def test_a_batch_in_which_nothing_counts_has_the_loss_of_one_process() -> None:
+    logits, data = logits_for([4])
+    data.labels[:] = -100
+    value, gradients = weighed(flat, logits, data, [2, 2], Proofs(torch.device("cpu")))
+    assert value.isnan()
+    assert flat(logits, data).isnan()
+    assert gradients[0].isnan().all() or not gradients[0].any()
+
+
+def test_microbatches_without_a_graph_are_worth_nothing() -> None:
+    weights = StepWeights(lambda _: None)
+    scaled, weight = weights.weigh(torch.tensor(3.0, requires_grad=True), 2)
+    assert (float(scaled.detach()), weight, weights.total) == (0.0, 0.0, 0.0)
+
+
+def test_a_loss_in_16_bits_is_weighed_in_32() -> None:
+    logits, data = logits_for([7])
+    step = Proofs(torch.device("cpu")).of_step(lambda: FunctionTrial(flat, data))
+    weights = StepWeights(step.form_of)
+    for start, size in ((0, 4), (4, 3)):
+        loss = flat(logits[start : start + size].bfloat16(), data.part(start, size))
+        scaled, weight = weights.weigh(loss, size)
+        assert scaled.dtype == torch.float32
+        assert isinstance(weight, Tensor)
+        assert weight.dtype == torch.float32
+
+
+def test_another_form_of_the_loss_is_proved_when_it_comes() -> None:
+    """Such as a term that is added after a number of steps."""
+    logits, data = logits_for([7])
+    proofs = Proofs(torch.device("cpu"))
+    for loss in (RIGHT["mean"], RIGHT["two means over the same"], RIGHT["mean"]):
+        value, _ = weighed(loss, logits, data, [4, 3], proofs)
+        torch.testing.assert_close(value, loss(logits, data).detach())
+    with pytest.raises(ConfigError, match="Sqrt is not linear"):
+        weighed(REFUSED["root of a mean"][0], logits, data, [4, 3], proofs)

@@ -60,7 +60,7 @@ def refuse(module: Any, *callbacks: Callback, fn: Any = TrainerFn.FITTING, **opt
         enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
     )  # fmt: skip
     trainer.state.fn = fn
-    refuse_run(trainer, module, **{"synchronises_norms": False, **options})
+    refuse_run(trainer, module, "training_step", **{"synchronises_norms": False, **options})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The formulas of the stages, by hand and as their paper has them."""
 
+from dataclasses import replace
+
 import pytest
 
 from boltmesh.strategies.planner.backward import BackwardPass
@@ -62,6 +64,35 @@ def test_replicas_hold_everything_once_and_accumulated_gradients_beside_their_bu
     accumulated = estimate_memory(many_blocks(), Sharing("ddp", 0), job(4, num_microbatches=2))
     assert accumulated.between_steps.device == 16 * whole
     assert accumulated.peak.device == 20 * whole
+
+
+@pytest.mark.parametrize(
+    ("sharing", "made", "reads"),
+    [
+        (Sharing("ddp", 0, keeps_in_buckets=False), job(4), False),
+        (Sharing("ddp", 0), job(4, reads_gradients=True), False),
+        (Sharing("ddp", 0), job(4), True),
+    ],
+)
+def test_replicas_whose_gradients_are_looked_at_have_them_beside_their_buckets(
+    sharing, made, reads
+):
+    whole = NUM_BLOCKS * BLOCK
+    memory = estimate_memory(replace(many_blocks(), reads_gradients=reads), sharing, made)
+    assert memory.between_steps.device == 16 * whole
+    assert memory.peak.device == 20 * whole
+    in_buckets = replace(sharing, keeps_in_buckets=True)
+    memory = estimate_memory(many_blocks(), in_buckets, made)
+    assert memory.peak.device == 16 * whole
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_that_the_model_zeroes_itself_are_there_beside_what_is_gathered(stage):
+    model = replace(many_blocks(), keeps_gradients=True)
+    whole = NUM_BLOCKS * BLOCK
+    sharing = Sharing("zero", stage)
+    freed, kept = (estimate_memory(each, sharing, job(2)) for each in (many_blocks(), model))
+    assert kept.moments["forward pass"] - freed.moments["forward pass"] == 4 * whole / 2
 
 
 @pytest.mark.parametrize(("stage", "shares"), [(1, 8 + 8 / 1), (2, 4 + 12 / 1)])

@@ -28,8 +28,17 @@ class Tied(Silent):
         (2, {}, {"accumulate_grad_batches": 3}, Tied),
         (2, {}, {"precision": "bf16-mixed", "gradient_clip_val": 1.0}, Wide),
         (4, {"shard_size": 2}, {}, Wide),
+        (2, {"activation_checkpointing": "full"}, {}, Wide),
+        (2, {"activation_checkpointing": "selective"}, {}, Wide),
     ],
-    ids=["plain", "tied, accumulation", "bf16-mixed, clipping", "copies of shards"],
+    ids=[
+        "plain",
+        "tied, accumulation",
+        "bf16-mixed, clipping",
+        "copies of shards",
+        "recomputed",
+        "some",
+    ],
 )
 def test_the_bytes_of_a_step_are_the_bytes_expected(
     world_size: int, strategy: Any, trainer: Any, kind: Any

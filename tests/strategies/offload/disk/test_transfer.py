@@ -5,7 +5,12 @@ import threading
 import pytest
 import torch
 
-from boltmesh.strategies.offload.disk.transfer import Ticket, TransferPool
+from boltmesh.strategies.offload.disk.transfer import (
+    STACK_BYTES,
+    Ticket,
+    TransferPool,
+    stacks_of,
+)
 
 MEMORY = torch.zeros(1, dtype=torch.uint8)
 
@@ -99,3 +104,19 @@ def test_closing_finishes_what_is_queued() -> None:
     pool.close()
     assert sorted(seen) == list(range(50))
     assert ticket.is_done
+
+
+def test_pools_that_begin_at_a_time_leave_the_size_of_stacks_as_it_was() -> None:
+    before = threading.stack_size()
+    with stacks_of(STACK_BYTES):
+        other = threading.Thread(target=_enter)
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()  # it would take the size of this moment for the usual one
+    other.join()
+    assert threading.stack_size() == before
+
+
+def _enter() -> None:
+    with stacks_of(2 * STACK_BYTES):
+        pass

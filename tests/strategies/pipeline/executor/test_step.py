@@ -186,7 +186,10 @@ class FakeEvent:
 def test_spans_of_a_device_come_two_steps_late_and_on_the_clock_of_the_host() -> None:
     device = FakeDevice(lag_ns=50_000_000)
     told: list[tuple[int, int, str, int, int]] = []
-    spans = DeviceSpans(lambda *chunk: told.append(chunk), device.make_event)
+    steps: list[tuple[int, int, int, int]] = []
+    spans = DeviceSpans(
+        lambda *chunk: told.append(chunk), lambda *step: steps.append(step), device.make_event
+    )
     truth = []
     FakeEvent.made = 0
     for step in range(8):
@@ -199,9 +202,13 @@ def test_spans_of_a_device_come_two_steps_late_and_on_the_clock_of_the_host() ->
             time.sleep(0.002)
             spans.end(action, mark)
             truth.append((start + device.lag_ns, time.monotonic_ns() + device.lag_ns))
-        spans.end_step()
+        spans.end_step(step)
         assert len(told) == 2 * max(0, step - 1 - (step == 3))
     assert FakeEvent.made <= 22  # they are used again
+    assert steps == [
+        (number, first[3], last[4], sum(each[4] - each[3] for each in (first, last)))
+        for number, (first, last) in enumerate(zip(told[::2], told[1::2], strict=True))
+    ]
     for number, (stage, microbatch, kind, start, end) in enumerate(told):
         assert (stage, microbatch, kind) == (0, number // 2, "FB"[number % 2])
         if number >= 2:  # until it was idle once, a device seems to be less far behind

@@ -1,8 +1,11 @@
 """Unmodified Hugging Face models run in stages."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from boltmesh.strategies.recomputation import Recomputation
 from tests.support.hugging_face import HuggingFace, batches
 from tests.support.staged import check_parity
 
@@ -25,3 +28,14 @@ def test_activation_checkpointing(kind: str, is_reentrant: bool) -> None:
     module = HuggingFace(kind)
     module.net.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
     check_parity(module, batches(kind)[:1], stages=4)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_blocks_that_run_again(kind: Any) -> None:
+    for name in ("llama", "t5"):
+        torch.manual_seed(0)
+        module = HuggingFace(name)
+        recomputation = Recomputation(kind)
+        recomputation.put_on(module)
+        assert len(recomputation.blocks) >= 4
+        check_parity(module, batches(name)[:1], stages=4)

@@ -1,0 +1,225 @@
+"""Describes the stages of a config's pipeline without the model's memory.
+
+The model is built from fake tensors, and one microbatch of the data shows what each layer keeps.
+Then it is cut as a run cuts it: by the same code, from a look at the same step. Parameters are
+then single numbers that have the shape of the whole.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from boltmesh.configs.classes import build
+from boltmesh.dry_model import DTYPES, configure, default_dtype, faked, first_batch, own_optimizer
+from boltmesh.dry_step import DryStep, computing_in
+from boltmesh.errors import ConfigError
+from boltmesh.quiet import quiet_lightning
+from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.pipeline.building import UnmadeModel
+from boltmesh.strategies.pipeline.cutting import Budget
+from boltmesh.strategies.pipeline.microbatches import Cutter
+from boltmesh.strategies.pipeline.options import PipelineOptions
+from boltmesh.strategies.pipeline.placement import divide
+from boltmesh.strategies.pipeline.programs import Programs
+from boltmesh.strategies.pipeline.replay.units import find_stage_units
+from boltmesh.strategies.pipeline.schedules import schedule_table
+from boltmesh.strategies.pipeline.table import ScheduleTable
+from boltmesh.strategies.planner.precision import Widths
+from boltmesh.strategies.recomputation import Recomputation
+from boltmesh.strategies.torch_compat import fake_tensors, is_fake, tree_map
+
+STEP = "training_step"
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """What is known of one stage before anything runs."""
+
+    units: tuple[str, ...]
+    """In the order of their calls."""
+    parameters: int
+    """Of its units, those that they share with other stages as well."""
+    cost: float
+    """Of a microbatch, forward and backward; only what it is beside other stages counts."""
+    activation_bytes: int | None
+    """What one microbatch keeps for its backward pass; None where that is not known."""
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """What one rank of the pipeline holds."""
+
+    parameters: int
+    parameter_bytes: int
+    trained_bytes: int
+    """Of these, what gets gradients and optimizer state."""
+
+
+@dataclass(frozen=True)
+class PipelineModel:
+    """A model as a pipeline has it."""
+
+    name: str
+    table: ScheduleTable
+    rows: tuple[int, ...]
+    """Of each microbatch."""
+    stages: tuple[StageModel, ...]
+    ranks: tuple[RankModel, ...]
+    optimizer: tuple[str | None, Mapping[str, Any]]
+    """Name and arguments of the class that the model makes; None where it needs a Trainer."""
+    notes: tuple[str, ...]
+
+
+def describe_stages(
+    config: DictConfig, widths: Widths, options: PipelineOptions, num_ranks: int, *, source: str
+) -> PipelineModel:
+    """Cut a config's model as its pipeline will.
+
+    Raises:
+        ConfigError: When the model cannot be built or cut, or its data give no batch.
+    """
+    quiet_lightning()
+    batch, complaint = first_batch(config, source)
+    if complaint is not None:
+        raise ConfigError(f"{source}: stages are found by running a batch, and {complaint}.")
+    parts, rows = Cutter().cut(batch, options.num_microbatches(num_ranks))
+    table = schedule_table(
+        options.schedule,
+        num_ranks=num_ranks,
+        num_microbatches=len(parts),
+        stages_per_rank=options.stages_per_rank,
+    )
+    dtype = DTYPES[config.trainer.precision.partition("-")[0]]
+    cast = dtype if widths.is_autocast else None
+    stored = torch.float32 if widths.is_autocast else dtype
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a module without a Trainer
+        measured = DryStep()
+        with fake_tensors() as mode:
+            with default_dtype(stored):
+                module: LightningModule = build(config.model, "model", source=source)
+                notes = configure(module)
+                made = own_optimizer(module)
+            with measured.attributing(find_stage_units(module)):
+                complaint = measured.run(module, tree_map(faked(mode, stored), parts[0]), cast)
+        _make_stand_ins(module)
+        with computing_in(cast):
+            division, _ = divide(
+                module,
+                STEP,
+                (_converted(parts[0], stored), *compat.step_arguments(module, STEP)),
+                rank_of_stage=table.rank_of_stage,
+                split="auto" if options.split == "measured" else options.split,
+                seed=0,
+                device=torch.device("cpu"),
+                budget=_budget(options, num_ranks, len(parts)),
+                unmade=UnmadeModel(module),
+                recomputed=_recomputed(config, module),
+            )
+    if options.split == "measured":
+        notes.append("split=measured: a run times the layers; here they are counted, as by auto.")
+    if complaint is not None:
+        notes.append(f"activations are not known: {complaint}")
+    return PipelineModel(
+        name=type(module).__name__,
+        table=table,
+        rows=tuple(rows),
+        stages=tuple(
+            StageModel(
+                units=tuple(unit.name for unit in members),
+                parameters=sum(_numel(module, unit.name) for unit in members),
+                cost=sum(unit.seconds for unit in members),
+                activation_bytes=None
+                if complaint is not None
+                else sum(measured.saved_by.get(unit.name, 0) for unit in members),
+            )
+            for members in division.stages
+        ),
+        ranks=tuple(
+            _rank(
+                [
+                    parameter
+                    for name, parameter in module.named_parameters()
+                    if rank in division.ranks_of_parameter[name]
+                ]
+            )
+            for rank in range(num_ranks)
+        ),
+        optimizer=(None, {}) if made is None else (type(made).__name__, made.defaults),
+        notes=tuple(notes),
+    )
+
+
+def _budget(options: PipelineOptions, num_ranks: int, num_microbatches: int) -> Budget:
+    """What ranks have by the config alone: the devices may be elsewhere."""
+    limit = options.max_memory_bytes
+    return Budget(
+        math.inf if limit is None else limit,
+        limit is not None,
+        Programs(options, num_ranks, 0).live(num_microbatches),
+    )
+
+
+def _recomputed(config: DictConfig, module: LightningModule) -> frozenset[Module]:
+    recomputation = Recomputation(OmegaConf.select(config, "strategy.activation_checkpointing"))
+    recomputation.put_on(module)  # nobody runs this model again
+    return recomputation.blocks
+
+
+def _rank(held: Sequence[Parameter]) -> RankModel:
+    return RankModel(
+        parameters=sum(each.numel() for each in held),
+        parameter_bytes=sum(each.numel() * each.element_size() for each in held),
+        trained_bytes=sum(
+            each.numel() * each.element_size() for each in held if each.requires_grad
+        ),
+    )
+
+
+def _numel(module: LightningModule, unit: str) -> int:
+    return sum(each.numel() for each in module.get_submodule(unit).parameters())
+
+
+def _converted(batch: Any, dtype: torch.dtype) -> Any:
+    """Convert floats as a precision plugin does."""
+
+    def convert(each: Any) -> Any:
+        is_float = isinstance(each, Tensor) and each.is_floating_point()
+        return each.to(dtype) if is_float else each
+
+    return tree_map(convert, batch)
+
+
+def _make_stand_ins(module: LightningModule) -> None:
+    """Put real tensors in the place of fake ones: parameters of one number, all else of zeros."""
+    made: dict[int, Tensor] = {}  # what has several names is one thing
+
+    def stand_in(fake: Tensor) -> Tensor:
+        if id(fake) not in made:
+            made[id(fake)] = _stand_in(fake)
+        return made[id(fake)]
+
+    for part in module.modules():
+        named: list[tuple[str, Tensor]] = [
+            *part.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+        named += [*part.named_buffers(recurse=False, remove_duplicate=False)]
+        for name, value in [*named, *vars(part).items()]:
+            if is_fake(value) or (isinstance(value, Parameter) and is_fake(value.data)):
+                setattr(part, name, stand_in(value))
+
+
+def _stand_in(fake: Tensor) -> Tensor:
+    if not isinstance(fake, Parameter):
+        return torch.zeros(fake.shape, dtype=fake.dtype)
+    # Of two numbers, for one alone is how a parameter of another rank looks.
+    two = torch.zeros(2, dtype=fake.dtype)
+    return Parameter(two[:1].expand(fake.shape), requires_grad=fake.requires_grad)

@@ -1,0 +1,35 @@
+"""What has to be the same on all ranks of a pipeline, and is therefore the first one's."""
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from boltmesh.strategies.random_state import capture_random_state, restore_random_state
+
+T = TypeVar("T")
+
+
+def of_first_rank(value: T, group: ProcessGroup) -> T:
+    """Return what the first rank of a pipeline gives. Collective over the pipeline.
+
+    Args:
+        value: Small, and such that it can be pickled; of the first rank alone it counts.
+        group: The ranks of the pipeline.
+    """
+    holder = [value]
+    dist.broadcast_object_list(holder, dist.get_global_rank(group, 0), group=group)
+    return holder[0]
+
+
+def share_random_state(group: ProcessGroup, device: torch.device) -> None:
+    """Let the generators of all ranks of a pipeline go on from where the first one's stand.
+
+    Loaders, samplers and collators draw from them, and every rank has its own copy of these.
+    Nothing changes where all were seeded alike. Collective over the pipeline.
+    """
+    state = capture_random_state(device) if group.rank() == 0 else None
+    state = of_first_rank(state, group)
+    if group.rank() != 0 and state is not None:
+        restore_random_state(state, device)

@@ -1,0 +1,276 @@
+"""Proves on a few rows that microbatches give a step's loss and logs as the batch does.
+
+[Note: Calibration]
+Before the first microbatch of a new kind is trained, the rank of the last stage runs the end of
+the step (what the user wrote behind the last layer) on up to five rows with made-up values, once
+with all rows and once with uneven parts of them, in two ways. What a loss is divided by grows with
+the rows if it counts them, and stays if it is a constant. Then the parts are weighed as
+microbatches are, and loss and gradients must be those of all rows. In fp64 where the step allows
+it; the tolerance covers ``+ 1e-6`` beside a count. Of every logged value the first rule that gives
+the whole's value is kept.
+
+What a layer computes is not run. Scalars of layers that enter the loss are believed to be means
+over their rows where their graph says so, on whatever stage they are made, and refused otherwise.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.leaves import Leaves, leaves_of
+from boltmesh.strategies.pipeline.live_values import narrowed
+from boltmesh.strategies.pipeline.losses import (
+    Form,
+    Kind,
+    OtherFormError,
+    Place,
+    Term,
+    find_form,
+    read,
+)
+from boltmesh.strategies.pipeline.operators import plain_name
+from boltmesh.strategies.pipeline.trial import Trial
+from boltmesh.strategies.pipeline.tried_rows import (
+    ATTEMPTS,
+    Cut,
+    Part,
+    gradients_of,
+    run_cuts,
+    windows,
+)
+from boltmesh.strategies.pipeline.weights import StepWeights
+
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
+_ROUGH = 5e-2
+"""Of 16 bit numbers."""
+
+
+@dataclass
+class Proof:
+    """A loss's form, and the runs that prove it."""
+
+    form: Form
+    cuts: list[Cut]
+
+
+def prove(trial: Trial, device: torch.device) -> Proof | None:
+    """Find the form of a step's loss, and prove that its microbatches give the batch's loss.
+
+    Args:
+        trial: The end of the step.
+        device: Where it runs.
+
+    Returns:
+        None where the step gave no loss for these rows, or one that is not a number.
+
+    Raises:
+        ConfigError: When no weights make the losses of microbatches the batch's.
+    """
+    cause: Exception | None = None
+    is_run = False
+    for attempt in ATTEMPTS:
+        for start, count in windows(trial):
+            try:
+                cuts = run_cuts(trial, start, count, device, attempt)
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the step may refuse such values
+                cause = cause or error
+                break
+            is_run = True
+            proof = _proof(cuts) if cuts else None
+            if proof is not None:
+                return proof
+    if cause is not None and not is_run:
+        raise ConfigError(
+            f"training_step's loss could not be tried on a few rows with made-up values, so "
+            f"nothing proves that microbatches give the batch's loss: {cause}. Use microbatches=1."
+        ) from cause
+    return None
+
+
+# The form.
+
+
+def _proof(cuts: list[Cut]) -> Proof | None:
+    whole = cuts[0].whole
+    form, _ = find_form(whole.loss, lambda node: _leaves(node, cuts[0], whole))
+    for place, kinds in _kinds(form, cuts).items():
+        if len(kinds) > 1:
+            raise ConfigError(_disproved("is divided by what is a count for some rows only"))
+        if not kinds:
+            return None
+        form.kinds[place] = kinds.pop()
+    return Proof(form, cuts) if all(_compare(form, each) for each in cuts) else None
+
+
+def _leaves(node: Node, cut: Cut, part: Part) -> Leaves:
+    pairs = list(zip(cut.live, part.values, strict=True))
+    return leaves_of(
+        node,
+        rows={id(tensor) for value, tensor in pairs if value.dim is not None},
+        scalars={
+            id(tensor) for value, tensor in pairs if value.dim is None and value.depends_on_batch
+        },
+    )
+
+
+def _kinds(form: Form, cuts: Sequence[Cut]) -> dict[Place, set[Kind]]:
+    """Return what each term may be; nothing where all counts are zero."""
+    kinds: dict[Place, set[Kind]] = {}
+    for place, counts in _counts(form, cuts).items():
+        found = kinds.setdefault(place, set())
+        per_row = [count / part.count for part, term in counts for count in [float(term.count)]]
+        if all(math.isclose(each, per_row[0], rel_tol=1e-5) for each in per_row):
+            form.per_row[place] = per_row[0]
+        for cut in cuts:
+            terms = {
+                id(part): term.counting(per_row[0] * part.count if place in form.per_row else None)
+                for part, term in counts
+            }
+            whole = terms[id(cut.whole)]
+            parts = [terms[id(each)] for each in cut.parts if id(each) in terms]
+            values = [float(each.count) for each in parts]
+            is_count = math.isclose(float(whole.count), sum(values), rel_tol=1e-5)
+            is_constant = all(
+                math.isclose(float(whole.count), each, rel_tol=1e-5) for each in values if each
+            )
+            if not (is_count and is_constant):
+                found.add(_kind(whole, cut, is_count=is_count, is_constant=is_constant))
+    return kinds
+
+
+def _counts(form: Form, cuts: Sequence[Cut]) -> dict[Place, list[tuple[Part, Term]]]:
+    """Return the terms of all parts, by their place."""
+    counts: dict[Place, list[tuple[Part, Term]]] = {}
+    for cut in cuts:
+        for part in (cut.whole, *cut.parts):
+            if _is_differentiated(part):
+                for term in _read(part, form):
+                    counts.setdefault(term.place, []).append((part, term))
+    return counts
+
+
+def _is_differentiated(part: Part) -> bool:
+    loss = part.outcome.loss
+    return loss is not None and loss.grad_fn is not None
+
+
+def _read(part: Part, form: Form) -> list[Term]:
+    try:
+        return read(part.loss, form)
+    except OtherFormError as error:
+        raise ConfigError(
+            _disproved(f"has another form for {part.count} rows than for more ({error})")
+        ) from None
+
+
+def _kind(term: Term, cut: Cut, *, is_count: bool, is_constant: bool) -> Kind:
+    leaves = _leaves(term.end, cut, cut.whole)
+    if leaves.scalars and not leaves.rows and is_constant:
+        return "received"
+    if not leaves.rows and is_constant:
+        return "penalty"
+    if is_count:
+        return "mean"
+    if is_constant:
+        return "sum"
+    raise ConfigError(
+        _disproved(
+            f"divides {term.operator or plain_name(term.end)} by something that is neither a count "
+            f"of rows nor a constant ({float(term.count):g} for {cut.whole.count} rows)"
+        )
+    )
+
+
+# The proof.
+
+
+def _compare(form: Form, cut: Cut) -> bool:
+    """Weigh the parts as microbatches are, and compare them with the whole.
+
+    Returns:
+        Whether there was something to compare.
+
+    Raises:
+        ConfigError: When they differ.
+    """
+    weights = StepWeights(lambda _: form)
+    leaves = _trained(cut.whole.loss)
+    wanted = gradients_of(cut.whole.loss, [*cut.whole.values, *leaves])
+    made = [torch.zeros_like(each, dtype=torch.float64) for each in [*cut.whole.values, *leaves]]
+    whole = float(cut.whole.loss.detach())
+    loss, losses = 0.0, [abs(whole)]
+    for number, part in enumerate(cut.parts):
+        if part.outcome.loss is None:
+            continue
+        scaled, cut.weights[number] = weights.weigh(part.loss, part.count)
+        loss += float(scaled.detach())
+        losses.append(abs(float(part.loss.detach())))
+        for index, each in enumerate(gradients_of(scaled, [*part.values, *leaves])):
+            if each is None:
+                continue
+            into = made[index]
+            if index < len(cut.live):
+                dim, rows = cut.live[index].dim, cut.whole.count
+                into = narrowed(into, dim, each.shape, part.start, part.count, rows)
+            into += each
+    total = float(weights.total)
+    pairs = [
+        (torch.zeros_like(other) if one is None else one.double(), other / total)
+        for one, other in zip(wanted, made, strict=True)
+        if other.numel()
+    ]
+    largest = max((float(one.abs().max()) for one, _ in pairs), default=0.0)
+    if total == 0 or not math.isfinite(largest):
+        return False
+    difference = max((float((one - other).abs().max()) for one, other in pairs), default=0.0)
+    tolerance = _TOLERANCES.get(cut.whole.loss.dtype, _ROUGH)
+    sizes = " and ".join(str(each.count) for each in cut.parts)
+    scale = max(each for each in losses if math.isfinite(each))
+    if not abs(loss / total - whole) <= tolerance * scale:
+        raise ConfigError(
+            _disproved(
+                f"is {whole:g} for {cut.whole.count} rows and {loss / total:g} for "
+                f"the same rows in microbatches of {sizes}"
+            )
+        )
+    if not difference <= tolerance * largest:
+        raise ConfigError(
+            _disproved(
+                f"has gradients for {cut.whole.count} rows that differ by "
+                f"{difference / max(largest, 1e-300):.1%} from those of the same rows in "
+                f"microbatches of {sizes}"
+            )
+        )
+    return True
+
+
+def _trained(loss: Tensor) -> list[Tensor]:
+    """Return the parameters that the end of the step uses itself."""
+    found: dict[int, Tensor] = {}
+    seen: set[Node] = set()
+    pending: list[Node | None] = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending.extend(each for each, _ in node.next_functions)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Parameter):
+            found[id(variable)] = variable
+    return list(found.values())
+
+
+def _disproved(what: str) -> str:
+    return (
+        f"The loss of training_step {what}, so it is neither a mean nor a sum over rows, and no "
+        f"weights put it together from microbatches. Use microbatches=1, or such a mean or sum."
+    )

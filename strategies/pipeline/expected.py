@@ -1,0 +1,67 @@
+"""What an optimizer step of a pipeline should move, beside what crosses its borders."""
+
+from collections.abc import Sequence
+
+from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+NORM_BYTES = 8
+"""Of a norm over all stages, which is a single number in double precision."""
+
+
+def expected_collectives(
+    *,
+    agreements: tuple[int, int],
+    shared: tuple[int, int],
+    told: tuple[int, int],
+    accumulated: int,
+    num_norms: int,
+) -> list[ExpectedTraffic]:
+    """Return the collectives of one optimizer step on one rank; each pair is bytes and calls.
+
+    Args:
+        agreements: Of a batch, on whether ranks await the same and nobody has failed.
+        shared: Of a batch, for gradients of parameters that several stages hold.
+        told: Of a batch, from the last stage: the loss and what was logged.
+        accumulated: Batches in an optimizer step.
+        num_norms: Norms over all stages in an optimizer step.
+    """
+    reduced, calls = (sum(each) for each in zip(agreements, shared, strict=True))
+    why = "agreements of the ranks"
+    why += ", gradients of parameters that stages share" if shared[0] else ""
+    why += ", the norm for clipping" if num_norms else ""
+    return [
+        ExpectedTraffic(
+            axis="pipeline",
+            operator="allreduce",
+            payload_bytes=float(reduced * accumulated + NORM_BYTES * num_norms),
+            calls=float(calls * accumulated + num_norms),
+            why=why,
+        ),
+        ExpectedTraffic(
+            axis="pipeline",
+            operator="broadcast",
+            payload_bytes=float(told[0] * accumulated),
+            calls=float(told[1] * accumulated),
+            why="the last stage tells the loss and what was logged",
+        ),
+    ]
+
+
+def border_bytes(
+    crossing: Sequence[Sequence[Sequence[ValueSpec]]], accumulated: int
+) -> tuple[tuple[int, int], ...]:
+    """Return what an optimizer step moves over each border: values forward, gradients back.
+
+    Args:
+        crossing: By microbatch and stage, what the border before the stage carries.
+        accumulated: Batches in an optimizer step.
+    """
+    num_stages = len(crossing[0]) if crossing else 0
+    found = []
+    for stage in range(1, num_stages):
+        specs = [spec for stages in crossing for spec in stages[stage]]
+        forward = sum(spec.num_bytes for spec in specs)
+        back = sum(spec.num_bytes for spec in specs if spec.needs_grad)
+        found.append((forward * accumulated, back * accumulated))
+    return tuple(found)

@@ -1,0 +1,96 @@
+"""Puts what microbatches gave together to what the whole batch would have given."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
+from boltmesh.strategies.pipeline.values import ValueSpec
+
+Joints = tuple[int | None, ...]
+"""For each value the dimension that holds the batch's rows; None where it holds none of them."""
+
+
+def find_joints(
+    whole: StagePlan, parts: Sequence[StagePlan], sizes: Sequence[int]
+) -> Joints | None:
+    """Return how the values that a stage receives for a batch come out of those of microbatches.
+
+    A dimension holds rows where it is as long as the batch, and for each microbatch as long as
+    that. One that is some times as long may hold them in any order and is not relied on.
+
+    Args:
+        whole: What the stage receives for the whole batch.
+        parts: What it receives for each microbatch.
+        sizes: Rows of each microbatch.
+
+    Returns:
+        None where there is no way: a value that depends on the rows and has none of its own, such
+        as a loss that a layer computes.
+    """
+    if len(parts) == 1:
+        return (None,) * len(whole.values_in)
+    if any(_identities(each) != _identities(whole) for each in parts):
+        return None
+    joints: list[int | None] = []
+    for slot, (spec, follows_batch) in enumerate(
+        zip(whole.values_in, whole.row_values, strict=True)
+    ):
+        shapes = [each.values_in[slot].shape for each in parts]
+        dims = _differing(spec, shapes)
+        if not dims and not follows_batch:
+            joints.append(None)
+        elif len(dims) == 1 and spec.shape[dims[0]] == sum(sizes):
+            if [shape[dims[0]] for shape in shapes] != list(sizes):
+                return None
+            joints.append(dims[0])
+        else:
+            return None
+    return tuple(joints)
+
+
+def join(
+    parts: Sequence[tuple[Tensor, ...]], joints: Joints, specs: Sequence[ValueSpec]
+) -> list[Tensor]:
+    """Return the values of the batch.
+
+    Args:
+        parts: What each microbatch gave.
+        joints: As :func:`find_joints` found them.
+        specs: Of the batch's values.
+
+    Raises:
+        PipelineError: When microbatches gave different values for what should not depend on them.
+    """
+    if len(parts) == 1:
+        return list(parts[0])
+    joined = []
+    for slot, (dim, spec) in enumerate(zip(joints, specs, strict=True)):
+        values = [each[slot] for each in parts]
+        if dim is not None:
+            joined.append(torch.cat(values, dim))
+            continue
+        if not all(torch.equal(each, values[0]) for each in values[1:]):
+            raise PipelineError(
+                f"The {spec.origin}, of shape {list(spec.shape)}, is not made of the batch and "
+                f"still differs from microbatch to microbatch, so nobody can say what the whole "
+                f"batch would have given. Use microbatches=1, or compute it behind the last layer."
+            )
+        joined.append(values[0])
+    return joined
+
+
+def _identities(plan: StagePlan) -> list[tuple[object, ...]]:
+    """Return which values of a step these are, whatever the size of the batch."""
+    return [
+        (number, spec.origin, spec.dtype, len(spec.shape))
+        for number, spec in zip(plan.received_numbers, plan.values_in, strict=True)
+    ]
+
+
+def _differing(spec: ValueSpec, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    return [
+        dim for dim, size in enumerate(spec.shape) if any(shape[dim] != size for shape in shapes)
+    ]

@@ -1,0 +1,30 @@
+"""Models of nine families train in a pipeline as in one process; ``pipeline_models.py`` has all."""
+
+import pytest
+
+from tests.parity.pipeline_models import measure
+from tests.support.pipeline_zoo import ZOO
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.ranks
+
+ON_TWO = [("1f1b", "32-true"), ("zbv", "32-true"), ("zero_bubble", "bf16-mixed")]
+ON_FOUR = [("1f1b", "32-true"), ("interleaved_1f1b", "bf16-mixed")]
+FOUR_RANKS = ["GPT-2, tied", "T5", "U-Net"]
+"""A tied weight, an encoder's output and skips, each over borders that are not neighbours."""
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*((name, 2) for name in ZOO), *((name, 4) for name in FOUR_RANKS)],
+)
+def test_gradients_losses_and_parameters_are_those_of_one_process(name: str, ranks: int) -> None:
+    cases = ON_TWO if ranks == 2 else ON_FOUR
+    for (schedule, precision), apart in zip(cases, measure(name, ranks, cases, 110), strict=True):
+        if precision == "32-true":
+            assert apart.gradient < 1e-5, schedule
+            assert apart.loss < 2e-6, schedule
+            assert apart.parameter < 1e-5, schedule
+        else:  # a microbatch's gradients are rounded to 8 bits before they are added up
+            assert apart.gradient < 2e-2, schedule
+            assert apart.loss < 5e-3, schedule

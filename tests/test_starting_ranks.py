@@ -1,0 +1,37 @@
+"""Ranks of tests begin as ranks of a launcher do, only sooner."""
+
+import gc
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import PRELOAD, RankFailure, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def look(rank, world_size):
+    server = Path("/proc", str(os.getppid()), "task")
+    missing = [name for name in PRELOAD if name not in sys.modules]
+    return os.getppid(), len(list(server.iterdir())), missing, gc.get_freeze_count()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs the /proc of Linux")
+def test_they_come_from_a_process_that_has_imported_and_done_nothing_else():
+    for server, num_threads, missing, num_frozen in run_ranks(look, 2):
+        assert server != os.getpid()
+        assert num_threads == 1
+        assert missing == []
+        assert num_frozen > 100_000  # what torch alone brings
+
+
+def fail_or_wait(rank, world_size):
+    if rank == 1:
+        raise ValueError("planted")
+
+
+def test_a_failure_is_told_with_its_rank_first():
+    with pytest.raises(RankFailure, match=r"^rank 1: (?s:.*)ValueError: planted"):
+        run_ranks(fail_or_wait, 2, grace_s=0.5)
