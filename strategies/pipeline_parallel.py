@@ -293,7 +293,9 @@ class PipelineParallelStrategy(MeshStrategy):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         trainer = compat.trainer_of(self.lightning_module)
-        is_last = trainer is not None and compat.gives_last_batch(trainer)
+        is_last = False
+        if trainer is not None and trainer.state.fn is not None:
+            is_last = compat.gives_last_batch(trainer)
         ready = super().batch_to_device(batch, device, dataloader_idx)
         # Before the transfer, so that no device is waited for; on the CPU as the step gets it.
         seen = ready if self.root_device.type == "cpu" else batch
