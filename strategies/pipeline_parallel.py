@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -346,16 +345,6 @@ def _refuse(trainer: Trainer, module: LightningModule, step: str) -> None:
             f"{type(module).__name__}.{step} takes a dataloader_iter, and a pipeline runs it on "
             f"microbatches of a batch that is there before. Let it take a batch."
         )
-    if any(isinstance(each, BatchSizeFinder) for each in _callbacks(trainer)):
-        raise ConfigError(
-            "scale_batch_size looks for the batch that the memory of one rank holds, and in a "
-            "pipeline each rank has other layers and another memory peak: one would run out and "
-            "the others not know. Choose the batch size, and the memory with microbatches."
-        )
-
-
-def _callbacks(trainer: Trainer) -> list[Any]:
-    return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
 
 
 def _is_stored_apart(value: Any) -> bool:

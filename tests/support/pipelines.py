@@ -1,0 +1,26 @@
+"""Trainers of pipelines, and of the one process that they are compared with."""
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
+
+MICROBATCHES = 4
+
+
+def pipeline(**options: Any) -> PipelineParallelStrategy:
+    """A pipeline over all ranks."""
+    return PipelineParallelStrategy(
+        **{"telemetry": False, "microbatches": MICROBATCHES, "timeout_s": 60.0, **options}
+    )
+
+
+def quiet_trainer(world_size: int, strategy: Any = "auto", **options: Any) -> Trainer:
+    """A Trainer on the CPU that writes nothing and takes data in the loader's own order."""
+    silence = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    defaults = {"max_epochs": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
+    arguments = {**defaults, **silence, **options}
+    return Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **arguments)
