@@ -127,11 +127,8 @@ class Executor:
         try:
             with self._alarm.watching():
                 self._alarm.ring(cause)
-                self._end(
-                    Agreement(self.control_group, program, None, _NO_BATCH, self._meter),
-                    Outcome(),
-                    error,
-                )
+                agreement = Agreement(self.control_group, program, None, _NO_BATCH, self._meter)
+                self._end(agreement, Outcome(), error)
         except PipelineError as told:
             if isinstance(error, ConfigError):
                 raise error from None
