@@ -35,6 +35,9 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.lightning_compat import rank_loader
 
+OWN = "boltmesh/"
+"""What the names begin with that strategies log."""
+
 DROPOUTS = (
     nn.AlphaDropout,
     nn.Dropout,
@@ -375,7 +378,8 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
+    """Return what the module logged; what a strategy logs of itself, one process does not have."""
+    return {name: float(each) for name, each in metrics.items() if not name.startswith(OWN)}
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -20,6 +20,7 @@ from boltmesh.telemetry.snapshot import (
     Event,
     GroupProgress,
     JobSnapshot,
+    LiveMicrobatches,
     Memory,
     MemoryKind,
     MetricPoint,
@@ -42,7 +43,8 @@ WORDS = set(re.findall(r"`([a-z_]+)`", TEXT))
     "struct",
     [JobReport, JobSnapshot, RankSnapshot, StepRecord, MetricPoint, CollectiveTotal,
      CollectiveInFlight, Memory, Event, ExpectedTraffic, JobSummary, GroupProgress, PeerTotal,
-     MemoryKind, Chunk, PipelinePlan, AlertThresholds, DeviceReading, GpuProcess, Finding],
+     MemoryKind, Chunk, LiveMicrobatches, PipelinePlan, AlertThresholds, DeviceReading,
+     GpuProcess, Finding],
 )  # fmt: skip
 def test_every_field_is_described(struct: type[msgspec.Struct]) -> None:
     assert set(struct.__struct_fields__) <= WORDS

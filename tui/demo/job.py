@@ -23,6 +23,7 @@ from boltmesh.tui.demo.history import (
     events,
     logged,
 )
+from boltmesh.tui.demo.model import activation_bytes
 from boltmesh.tui.demo.progress import Moment
 from boltmesh.tui.demo.rank import SimulatedRank, step_records
 from boltmesh.tui.demo.setup import WIDTH, Setup
@@ -175,7 +176,15 @@ class SimulatedJob:
         setup = self._setup
         if setup.pipeline == 1:
             return None
-        return PipelinePlan("1f1b", setup.pipeline, setup.num_microbatches, self._timeline.order)
+        crossing = setup.num_microbatches * activation_bytes(setup)
+        return PipelinePlan(
+            "1f1b",
+            setup.pipeline,
+            setup.num_microbatches,
+            self._timeline.order,
+            rank_of_stage=tuple(range(setup.pipeline)),
+            border_bytes=((crossing, crossing),) * (setup.pipeline - 1),
+        )
 
     def _cause(self, step: int) -> str:
         axis = "data" if self._setup.data > 1 else "tensor"

@@ -1,7 +1,12 @@
-"""The executor loses no time of its own: the measured bubble is that of the simulated schedule."""
+"""The executor loses no time of its own: the measured bubble is that of the simulated schedule.
 
-import os
+Chunks sleep, so that cores do not matter. What else runs on the machine makes a chunk late, never
+early: of several steps each chunk's earliest start and end are taken, counted from the first start
+of its step. What the executor itself costs is in every step, and so in these too.
+"""
+
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +24,12 @@ RANKS, MICROBATCHES = 4, 8
 SECONDS = {"F": 0.02, "B": 0.04, "I": 0.02, "W": 0.02}
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv")
 TOLERANCE = 0.03
-TRIES = 8
+EXCESS = 0.05
+"""Of the step, that chunks of 20 ms may wait for anything but the schedule."""
+TRIES = 12
+
+Chunk = tuple[float, float]
+"""Start and end, in s."""
 
 
 class Weight(torch.autograd.Function):
@@ -77,12 +87,32 @@ def seconds(action: Action) -> float:
     return SECONDS[action.kind]
 
 
-def bubble(rows: list[list[tuple[float, float]]]) -> float:
+def window(rows: Sequence[Sequence[Chunk]]) -> float:
+    """From the first start to the last end."""
+    starts = [start for row in rows for start, _ in row]
+    return max(end for row in rows for _, end in row) - min(starts)
+
+
+def bubble(rows: Sequence[Sequence[Chunk]]) -> float:
     """The share of the common window in which a rank does not compute, over all ranks."""
-    begin = min(start for row in rows for start, _ in row)
-    end = max(end for row in rows for _, end in row)
     busy = sum(end - start for row in rows for start, end in row)
-    return 1 - busy / (len(rows) * (end - begin))
+    return 1 - busy / (len(rows) * window(rows))
+
+
+def undisturbed(steps: Sequence[Sequence[Sequence[Chunk]]]) -> list[list[Chunk]]:
+    """Return the earliest that each chunk of each rank was in any step, by step and rank given."""
+    begins = [min(start for row in step for start, _ in row) for step in steps]
+    shifted = [
+        [[(start - begin, end - begin) for start, end in row] for row in step]
+        for step, begin in zip(steps, begins, strict=True)
+    ]
+    return [
+        [
+            (min(start for start, _ in same), min(end for _, end in same))
+            for same in zip(*rows, strict=True)
+        ]
+        for rows in zip(*shifted, strict=True)
+    ]
 
 
 def measure(rank: int, world_size: int, name: str) -> list[list[tuple[float, float]]]:
@@ -106,16 +136,20 @@ def measure(rank: int, world_size: int, name: str) -> list[list[tuple[float, flo
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.skipif(
-    "BOLTMESH_TIMINGS" not in os.environ,
-    reason="measures time: set BOLTMESH_TIMINGS=1 on a machine that does nothing else",
-)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bubble_is_that_of_the_schedule(name: str) -> None:
     rows = tuple(map(tuple, order(name, RANKS, MICROBATCHES)))
     timetable = simulate(rows, seconds)
-    wanted = bubble([[(slot.start, slot.end) for slot in row] for row in timetable])
+    wanted = [[(slot.start, slot.end) for slot in row] for row in timetable]
     by_rank = run_ranks(measure, RANKS, name)
-    # A machine that does something else meanwhile makes steps longer, never shorter.
-    measured = [bubble([steps[number] for steps in by_rank]) for number in range(TRIES)]
-    assert min(abs(each - wanted) for each in measured) < TOLERANCE, (wanted, measured)
+    measured = undisturbed([[steps[number] for steps in by_rank] for number in range(TRIES)])
+    assert abs(bubble(measured) - bubble(wanted)) < TOLERANCE
+    # Sleeps are longer than they are asked to be, which is none of the executor's doing.
+    chunks = {
+        slot.action: end - start
+        for planned, row in zip(timetable, measured, strict=True)
+        for slot, (start, end) in zip(planned, row, strict=True)
+    }
+    slept = simulate(rows, lambda action: chunks[action])
+    least = window([[(slot.start, slot.end) for slot in row] for row in slept])
+    assert window(measured) - least < EXCESS * least

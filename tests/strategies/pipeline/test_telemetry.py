@@ -1,0 +1,103 @@
+"""What a pipeline tells of itself: its bubble as a logged metric, its traffic, what stages keep."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from boltmesh.strategies.pipeline_parallel import BUBBLE, PipelineParallelStrategy
+from boltmesh.telemetry.job import ID_VARIABLE, RUN_DIR_VARIABLE
+from boltmesh.telemetry.reading.reader import Job
+from boltmesh.telemetry.snapshot import JobSnapshot
+from tests.support.ranks import run_ranks
+from tests.support.stack import Stack, token_data
+
+STEPS, ACCUMULATED = 6, 2
+
+
+class Logging(Stack):
+    """Has a value of its own beside the strategy's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mine", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class Follower(Callback):
+    """Notes what is logged after each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[float | None] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        value = trainer.callback_metrics.get(BUBBLE)
+        self.seen.append(None if value is None else float(value))
+
+
+def train(
+    rank: int, world_size: int, run_dir: Path
+) -> tuple[list[float | None], set[str], JobSnapshot | None]:
+    os.environ[RUN_DIR_VARIABLE], os.environ[ID_VARIABLE] = str(run_dir), "told"
+    follower = Follower()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=world_size,
+            strategy=PipelineParallelStrategy(microbatches=4),
+            max_steps=STEPS,
+            accumulate_grad_batches=ACCUMULATED,
+            gradient_clip_val=1.0,
+            log_every_n_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[follower],
+        )
+        trainer.fit(Logging(depth=6, ties=True), token_data(8 * STEPS * ACCUMULATED, 8))
+    seen = None
+    if rank == 0:
+        with Job(run_dir / "told") as job:
+            seen = job.snapshot()
+    return follower.seen, set(trainer.callback_metrics), seen
+
+
+@pytest.mark.ranks
+def test_a_pipeline_tells_its_bubble_its_traffic_and_what_it_keeps(tmp_path: Path) -> None:
+    told = run_ranks(train, 2, tmp_path / "runs")
+    (first, names, seen), (second, *_) = told
+    assert first == second  # the same on all ranks
+    assert first[0] is None  # there is no batch before the first
+    assert len(first) == STEPS * ACCUMULATED
+    assert all(each is not None and 0.0 < each < 1.0 for each in first[1:])
+    assert {BUBBLE, "mine_step", "mine_epoch"} <= names
+    assert seen is not None
+    assert BUBBLE in {point.name for point in seen.history}
+    expected = {
+        (each.axis, each.operator): (each.payload_bytes, each.calls) for each in seen.expected
+    }
+    ranks = seen.ranks
+    for operator in ("send", "recv", "allreduce", "broadcast"):
+        own = [
+            [
+                each
+                for each in rank.collectives
+                if (each.axis, each.operator) == ("pipeline", operator)
+            ]
+            for rank in ranks
+        ]
+        size = sum(each.bytes_per_step or 0.0 for found in own for each in found) / len(ranks)
+        calls = sum(each.calls_per_step or 0.0 for found in own for each in found) / len(ranks)
+        assert (size, calls) == pytest.approx(expected["pipeline", operator]), operator
+    kept = [(each.stage, each.most) for rank in ranks for each in rank.live_microbatches]
+    assert kept == [(0, 2), (1, 1)]
+    assert seen.pipeline is not None
+    assert seen.pipeline.rank_of_stage == (0, 1)
+    ((forward, back),) = seen.pipeline.border_bytes
+    sent = {(rank.rank, each.peer): each.bytes_per_step for rank in ranks for each in rank.peers}
+    assert (sent[0, 1], sent[1, 0]) == pytest.approx((forward, back))
