@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.ranks import run_ranks
-from tests.support.stack import Stack, token_data
+from tests.support.stack import Block, Stack, token_data
 
 pytestmark = pytest.mark.ranks
 
@@ -24,7 +24,8 @@ class Dropping(Stack):
         super().__init__(depth=4, ties=True)
         self.dropout = nn.Dropout(0.3)
         for block in self.blocks:
-            block.down = nn.Sequential(block.down, nn.Dropout(0.3))
+            assert isinstance(block, Block)
+            block.norm = nn.Sequential(block.norm, nn.Dropout(0.3))  # type: ignore[assignment]
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.dropout(self.embedding(tokens)) * (0.5 + np.random.rand())
