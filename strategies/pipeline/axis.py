@@ -42,6 +42,7 @@ from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.proofs import Proofs
 from boltmesh.strategies.pipeline.quiet import quiet
+from boltmesh.strategies.pipeline.relay import relay_of
 from boltmesh.strategies.pipeline.replay.absent import make_absent
 from boltmesh.strategies.pipeline.replay.guard import StateGuard
 from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
@@ -389,6 +390,13 @@ class PipelineAxis:
         digest, self.digest = self.digest, BatchDigest()
         with host_random_kept():
             return self._executor.run(program, stages, digest)
+
+    def relay(self, run: Run) -> Any:
+        """Run a step on the whole batch, each unit on its rank; return what it returns."""
+        assert self.placement is not None
+        made = relay_of(self.module, self.placement, self.context.group, self.context.device)
+        with self._executor.beside(run.step):
+            return made.run(run.step, (run.batch, *run.rest), run.kwargs, run.seeds[0])
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raise what keeps this rank from a step, on all ranks. In the place of the step."""

@@ -22,6 +22,7 @@ from boltmesh.strategies.pipeline.options import Split
 from boltmesh.strategies.pipeline.replay.costs import (
     kept_by_stage,
     units_in_call_order,
+    units_in_model_order,
 )
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.probe import probe
@@ -62,6 +63,9 @@ class Division:
                 return self.rank_of_stage[stage]
         return self.rank_of_stage[-1]
 
+
+TRAINING = "training_step"
+"""The step that has to be cut into stages; the others run layer by layer where they cannot."""
 
 _DIVISIONS: "WeakKeyDictionary[Module, Division]" = WeakKeyDictionary()
 """Of modules that are divided already, of which this process has no more than its part."""
@@ -188,7 +192,7 @@ def divide(
     """
     units = find_stage_units(module)
     trace = _probe_costs(module, units, step, args, seed)
-    uses = units_in_call_order(trace, units)
+    uses = units_in_model_order(units) if trace is None else units_in_call_order(trace, units)
     seconds = None
     if split == "measured":
         seconds = measure_units(module, units, step, args, seed=seed, device=device, unmade=unmade)
@@ -206,7 +210,7 @@ def divide(
     rank_of_unit = {unit: rank_of_stage[each] for unit, each in stage_of_unit.items()}
     last_rank = rank_of_stage[-1]
     unit_of_buffer = _units_of_buffers(module, units)
-    used = [run.plan.parameters for run in plans.stages(step, *args, seed=seed)]
+    used = _used_parameters(plans, step, args, seed)
     division = Division(
         rank_of_stage=tuple(rank_of_stage),
         stage_of_unit=stage_of_unit,
@@ -217,10 +221,22 @@ def divide(
             for name, unit in unit_of_buffer.items()
         },
         loose_buffers=tuple(name for name, unit in unit_of_buffer.items() if unit is None),
-        kept_bytes=kept_by_stage(trace, stage_of_unit),
+        kept_bytes=None if trace is None else kept_by_stage(trace, stage_of_unit),
         parameters=tuple(name for name, _ in module.named_parameters()),
     )
     return division, plans
+
+
+def _used_parameters(
+    plans: StagePlans, step: str, args: tuple[Any, ...], seed: int
+) -> list[frozenset[str]]:
+    """Return which parameters each stage uses in a step; nothing for one that cannot be cut."""
+    try:
+        return [run.plan.parameters for run in plans.stages(step, *args, seed=seed)]
+    except ConfigError:
+        if step == TRAINING:
+            raise
+        return []  # see relay.py
 
 
 def _refuse_parts(module: Module, unmade: UnmadeModel) -> None:
@@ -278,12 +294,19 @@ def _told(names: Sequence[str]) -> str:
 
 def _probe_costs(
     module: Module, units: Mapping[str, Module], step: str, args: tuple[Any, ...], seed: int
-) -> Trace:
+) -> Trace | None:
+    """Return what a step does; None for one of evaluation that cannot be cut into stages."""
     try:
         return probe(module, units, step, args, seed=seed, counts_flops=True, notes_kept=True)
     except ConfigError:
+        pass
+    try:
         # What is saved cannot be seen under torch.func. Any other error comes once more.
         return probe(module, units, step, args, seed=seed, counts_flops=True)
+    except ConfigError:
+        if step == TRAINING:
+            raise
+        return None
 
 
 def _ranks_of_parameters(

@@ -35,7 +35,7 @@ class Judged(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(6))
+        self.layers: Any = nn.ModuleList(Layer() for _ in range(6))
         self.head = nn.Linear(WIDTH, CLASSES)
         self.temperature = nn.Parameter(torch.tensor(1.3))
         self.accuracy: Any = MulticlassAccuracy(CLASSES, average="micro", dist_sync_on_step=True)
@@ -184,7 +184,6 @@ class Noisy(Judged):
     def __init__(self) -> None:
         super().__init__()
         for layer in self.layers:  # so that what goes in comes out
-            assert isinstance(layer, Layer)
             nn.init.zeros_(layer.linear.weight)
             nn.init.zeros_(layer.linear.bias)
 
