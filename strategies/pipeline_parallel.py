@@ -131,10 +131,8 @@ class PipelineParallelStrategy(MeshStrategy):
 
     # Starting.
 
-    @property
     @override
-    def layout(self) -> MeshLayout:
-        world_size = self.num_nodes * self.num_processes
+    def layout_of(self, world_size: int) -> MeshLayout:
         stages = self.options.stages or world_size
         if stages != world_size:
             raise LayoutError(
