@@ -131,6 +131,16 @@ class PipelineParallelStrategy(MeshStrategy):
 
     # Starting.
 
+    @property
+    @override
+    def is_distributed(self) -> bool:  # type: ignore[override]
+        """Whether the Trainer has to deal the data out: the ranks of a pipeline get the same.
+
+        So loaders keep the sampler that their author gave them, and a run sees its data in the
+        order of one process.
+        """
+        return self.layout.data > 1
+
     @override
     def layout_of(self, world_size: int) -> MeshLayout:
         stages = self.options.stages or world_size

@@ -72,7 +72,7 @@ CASES = [
 
 
 def one_process(rank: int, world_size: int, case: Case) -> Trace:
-    return trace_one_process(case.problem(), data_size=1)
+    return trace_one_process(case.problem(), data_size=1, is_dealt=False)
 
 
 def layouts(rank: int, world_size: int, case: Case) -> list[Trace]:
