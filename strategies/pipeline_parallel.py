@@ -154,6 +154,13 @@ class PipelineParallelStrategy(MeshStrategy):
         return MeshLayout(pipeline=stages)
 
     @override
+    def _reset_seed(self) -> None:
+        # Ranks that run the script themselves stand where one process would; ``setup`` makes them
+        # alike. Those that begin as empty processes have nothing but the seed.
+        if self._start_method in {"spawn", "forkserver"}:
+            super()._reset_seed()
+
+    @override
     def _build_groups(self) -> dict[str, ProcessGroup]:
         groups = super()._build_groups()
         if "pipeline" not in groups:  # of one rank, which runs all stages
