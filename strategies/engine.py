@@ -114,6 +114,7 @@ class MeshStrategy(CheckpointingStrategy):
         self._process_group_backend = process_group_backend
         self._start_method = start_method
         self._resume: ResumeManager | None = None
+        self._sigterm: compat.SigtermAgreement | None = None
 
     # Where this rank stands.
 
@@ -358,7 +359,7 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def on_train_start(self) -> None:
-        compat.hear_sigterm_once()
+        self._agree_on_sigterm()
         trainer = compat.trainer_of(self.lightning_module)
         if self._resume is not None and trainer is not None:
             self._resume.start(trainer)
@@ -396,7 +397,17 @@ class MeshStrategy(CheckpointingStrategy):
     def on_predict_end(self) -> None:
         self.data_axis.end_evaluation()
 
+    def _agree_on_sigterm(self) -> None:
+        """Lightning has put its own handler in front of the first loop."""
+        trainer = compat.trainer_of(self.lightning_module)
+        assert trainer is not None
+        if trainer.world_size > 1:
+            if self._sigterm is None:
+                self._sigterm = compat.SigtermAgreement(trainer)
+            self._sigterm.begin()
+
     def _begin_evaluation(self) -> None:
+        self._agree_on_sigterm()
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
         self.data_axis.begin_evaluation(
@@ -552,6 +563,9 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._sigterm is not None:
+            self._sigterm.end()
+            self._sigterm = None
         self.recomputation.take_off()
         module = self.lightning_module
         self.model = module
@@ -581,7 +595,7 @@ class MeshStrategy(CheckpointingStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # Spawned ranks make their own groups, files and hooks.
         state = super().__getstate__()
-        state.update(groups={}, recorder=NullRecorder(), _resume=None)
+        state.update(groups={}, recorder=NullRecorder(), _resume=None, _sigterm=None)
         return state
 
     @classmethod

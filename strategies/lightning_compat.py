@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import (
@@ -48,8 +49,10 @@ from lightning.pytorch.trainer.connectors.data_connector import (
     _get_distributed_sampler,
     _request_dataloader,
 )
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.data import _update_dataloader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
@@ -65,6 +68,7 @@ __all__ = [
     "DDPForwardRedirection",
     "MultiProcessingLauncher",
     "ScriptLauncher",
+    "SigtermAgreement",
     "all_reduce_copy",
     "autocast_dtype",
     "batches_to_skip",
@@ -79,7 +83,6 @@ __all__ = [
     "forbid_inference_mode",
     "gives_last_batch",
     "has_norm_clipping",
-    "hear_sigterm_once",
     "init_process_group",
     "is_epoch_over",
     "is_wrapping",
@@ -228,31 +231,55 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
             del vars(module)["state_dict"]
 
 
-class _Once:
-    """Hears a signal the first time and not again."""
+class SigtermAgreement:
+    """How the ranks of a run agree to end after SIGTERM: all before the same batch.
 
-    def __init__(self, handler: "Callable[[int, FrameType | None], Any]") -> None:
-        self._handler = handler
-        self._is_heard = False
-
-    def __call__(self, signum: int, frame: "FrameType | None") -> None:
-        if not self._is_heard:
-            self._is_heard = True
-            self._handler(signum, frame)
-
-
-def hear_sigterm_once() -> None:
-    """Make the fit's handler of SIGTERM deaf to a second one.
-
-    The handler broadcasts, and rank 0 passes the signal on to the ranks that it started. When
-    these were sent it as well (a scheduler signals whole jobs), they would broadcast twice, and
-    each rank would wait for the other for good.
+    Lightning's handler broadcasts from wherever the signal finds a rank, and its loop broadcasts
+    before every batch. A rank that stands in the loop's broadcast already takes the handler's for
+    it, and each rank then waits for another collective for good. Here the handler only makes a
+    note, and the loop's question is put to all ranks: whichever was told, all of them leave.
     """
-    handler = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if callable(handler) and not isinstance(handler, (_Once, signal.Handlers)):
-        signal.signal(signal.SIGTERM, _Once(handler))
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._is_told = False
+
+    def begin(self) -> None:
+        """Take the place of Lightning's handler and of its loop's question.
+
+        On all ranks before a loop; more than once is as good as once. Another one's handler, such
+        as that of ``boltmesh fit``, stays.
+        """
+        loop: Any = self._trainer.fit_loop.epoch_loop
+        loop._broadcast_sigterm_tensor = self._ask
+        notify = self._trainer._signal_connector._sigterm_notifier_fn
+        composed = signal.getsignal(signal.SIGTERM)
+        if isinstance(composed, _HandlersCompose):
+            composed.signal_handlers = [
+                self._hear if each == notify else each for each in composed.signal_handlers
+            ]
+
+    def end(self) -> None:
+        """Leave the loop as it was. Lightning itself takes its handler away."""
+        loop: Any = self._trainer.fit_loop.epoch_loop
+        loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+    def _hear(self, signum: int, frame: "FrameType | None") -> None:
+        trainer = self._trainer
+        if not self._is_told and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)  # hands it on to the ranks that it started
+        self._is_told = True
+        if not trainer.training:
+            # Nothing is lost, and loops that train nothing ask nobody.
+            raise SIGTERMException(128 + signum)
+
+    def _ask(self) -> None:
+        """End the run when any rank was told to. Collective over all ranks."""
+        told = torch.tensor(int(self._is_told), device=self._trainer.strategy.root_device)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        if told.item():
+            self._trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException(128 + signal.SIGTERM)
 
 
 def is_wrapping(checkpoint_io: CheckpointIO) -> bool:

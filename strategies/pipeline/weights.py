@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ FormOf = Callable[[Tensor], Form | None]
 Weighable = tuple[Term, Kind]
 
 
-class _Count(NamedTuple):
+@dataclass(frozen=True)
+class _Count:
     """What a term of the first microbatch counts, see ``Term``."""
 
     count: Tensor | float
