@@ -14,6 +14,7 @@ from boltmesh.telemetry.schedule import (
     Action,
     Timetable,
     actions,
+    carried,
     idle_shares,
     of_ideal,
     peak_live_activations,
@@ -106,11 +107,13 @@ def peak_live_bytes(row: Sequence[str | None], kept_bytes: Sequence[int]) -> int
 
     Args:
         row: The rank's actions, as in ``Order``; a microbatch counts from its forward (F) to its
-            whole backward (B) or to the gradient of its weights (W).
+            whole backward (B) or to the gradient of its weights (W); one whose backward is of the
+            batch before, from the beginning on.
         kept_bytes: Of one microbatch, by stage.
     """
-    live = peak = 0
-    for action in actions((tuple(row),))[0]:
+    order = (tuple(row),)
+    live = peak = sum(kept_bytes[stage] for stage, _ in carried(order))
+    for action in actions(order)[0]:
         live += {"F": 1, "I": 0}.get(action.kind, -1) * kept_bytes[action.stage]
         peak = max(peak, live)
     return peak
@@ -151,7 +154,7 @@ def _wait_per_rank(
 ) -> float | None:
     """Return the idle time that each rank after the first adds to the window."""
     forward, weight = times.forward, times.weight_gradient
-    if name in ("gpipe", "1f1b", "pipedream_2bw"):
+    if name in ("gpipe", "1f1b"):
         return forward + times.backward
     is_filled = num_microbatches >= num_ranks
     if name in ("looped_bfs", "interleaved_1f1b"):
