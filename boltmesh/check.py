@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PART_VARIABLE = "BOLTMESH_CHECK_PART"
 """``reference`` or ``layout``: what the ranks of a supervisor of this command are to compute."""
 FOLDER_VARIABLE = "BOLTMESH_CHECK_FOLDER"
-DATA_SIZE_VARIABLE = "BOLTMESH_CHECK_DATA_SIZE"
+WORLD_SIZE_VARIABLE = "BOLTMESH_CHECK_WORLD_SIZE"
 
 SHOWN = 5
 """How many differences are listed; the first is the one to look for."""
@@ -76,7 +76,7 @@ def check(config: str, overrides: Sequence[str], *, steps: int, rank: Rank) -> i
         line = ["check", config, *overrides, "--steps", str(steps)]
         # One process on the first device, with the shares of all data ranks.
         reference = [*line[:-2], "trainer.devices=1", *line[-2:]]
-        os.environ[DATA_SIZE_VARIABLE] = str(placement.world_size)
+        os.environ[WORLD_SIZE_VARIABLE] = str(placement.world_size)
         for part, command, ranks in (
             ("reference", reference, 1),
             ("layout", line, placement.num_local_ranks),
@@ -106,7 +106,9 @@ def _trace_in_rank(config: str, overrides: Sequence[str], steps: int, rank: Rank
     part = os.environ[PART_VARIABLE]
     problem = _problem(loaded, placement, lambda: builder.build(for_show=True), steps)
     if part == "reference":
-        trace = trace_one_process(problem, data_size=int(os.environ[DATA_SIZE_VARIABLE]))
+        ranks = int(os.environ[WORLD_SIZE_VARIABLE])
+        data_size = builder.build_strategy().layout_of(ranks).data
+        trace = trace_one_process(problem, data_size=data_size)
     else:
         trace = trace_layout(problem, builder.build_strategy(), devices=placement.devices)
     if rank.rank == 0:

@@ -208,10 +208,9 @@ def _make_stand_ins(module: LightningModule) -> None:
         return made[id(fake)]
 
     for part in module.modules():
-        named: list[tuple[str, Tensor]] = [
-            *part.named_parameters(recurse=False, remove_duplicate=False)
-        ]
-        named += [*part.named_buffers(recurse=False, remove_duplicate=False)]
+        named: list[tuple[str, Tensor]] = []
+        named += part.named_parameters(recurse=False, remove_duplicate=False)
+        named += part.named_buffers(recurse=False, remove_duplicate=False)
         for name, value in [*named, *vars(part).items()]:
             if is_fake(value) or (isinstance(value, Parameter) and is_fake(value.data)):
                 setattr(part, name, stand_in(value))

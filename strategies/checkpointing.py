@@ -6,7 +6,7 @@ whose ranks hold shards writes directories. Both load either.
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -96,6 +97,17 @@ class CheckpointingStrategy(ParallelStrategy):
         # The parameters themselves: tied ones are known by being one object.
         state: dict[str, Any] = self.lightning_module.state_dict(keep_vars=True)
         return {name: each for name, each in state.items() if self.stores(name)}
+
+    def whole_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the module's state for another process. Collective over all ranks.
+
+        Args:
+            state_dict: Of the module; gives what this rank has.
+        """
+        return {
+            name: value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in state_dict().items()
+        }
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

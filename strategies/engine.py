@@ -157,10 +157,16 @@ class MeshStrategy(CheckpointingStrategy):
         Raises:
             LayoutError: When they do not divide the number of ranks.
         """
+        return self.layout_of(self.num_nodes * self.num_processes)
+
+    def layout_of(self, world_size: int) -> MeshLayout:
+        """Return what the sizes of the axes would be in a job of so many ranks.
+
+        Raises:
+            LayoutError: When they do not divide the number of ranks.
+        """
         return MeshLayout.fill_data(
-            world_size=self.num_nodes * self.num_processes,
-            pipeline=self._pipeline,
-            tensor=self._tensor,
+            world_size=world_size, pipeline=self._pipeline, tensor=self._tensor
         )
 
     @property

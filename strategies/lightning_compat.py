@@ -52,7 +52,6 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -208,7 +207,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):
-    """Hands the main process whole parameters, where ranks have shards of them."""
+    """Hands the main process whole parameters, where ranks have parts of them."""
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
@@ -216,10 +215,11 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
         state_dict = module.state_dict
 
         def whole_state_dict() -> dict[str, Any]:
-            return {
-                name: value.full_tensor() if isinstance(value, DTensor) else value
-                for name, value in state_dict().items()
-            }
+            if trainer.state.fn != TrainerFn.FITTING:
+                return {}  # the main process has what was evaluated
+            strategy: Any = self._strategy
+            whole: dict[str, Any] = strategy.whole_state(state_dict)
+            return whole
 
         vars(module)["state_dict"] = whole_state_dict  # all ranks ask, before the first one saves
         try:

@@ -1,15 +1,13 @@
 """``PipelineParallelStrategy``: each rank holds some layers, and passes activations on."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -19,19 +17,24 @@ from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.building.deferred import deferred_init
 from boltmesh.strategies.data.lone import LoneRank
+from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.alike import of_first_rank, share_random_state
 from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
+from boltmesh.strategies.pipeline.broadcasting import gathered
 from boltmesh.strategies.pipeline.digest import BatchDigest, batch_digest
 from boltmesh.strategies.pipeline.evaluation import Evaluation
 from boltmesh.strategies.pipeline.kinds import schedule_kind
 from boltmesh.strategies.pipeline.metrics.local import keep_local, let_gather
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
+from boltmesh.strategies.pipeline.refusals import refuse_optimizers, refuse_run
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.sample import batch_sizes, sample_batch
+from boltmesh.strategies.pipeline.small_state import joined_state
 from boltmesh.strategies.pipeline.training import training_step
+from boltmesh.strategies.torch_compat import TOTAL_NORM, total_norm_replaced
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -52,6 +55,18 @@ class PipelineParallelStrategy(MeshStrategy):
     The layers are divided into stages, one rank after the other; every batch is cut into
     microbatches, which pass through the stages one behind the other. The same numbers as one
     process with the whole batch.
+
+    What looks at the rows of a batch together sees microbatches instead, as where gradients are
+    accumulated: a batch norm takes the moments of each, and updates its running statistics once for
+    each (of the same numbers as one process that accumulates over the microbatches; GroupNorm and
+    LayerNorm do not depend on the cut). A buffer or counter that the step itself changes is changed
+    once for each microbatch too. Batches with few rows are cut into fewer microbatches where batch
+    norms of vectors need two rows.
+
+    Each rank has the values of its own stages alone, NaN in the place of others, so ``state_dict``
+    raises: ``Trainer.save_checkpoint`` and ``ModelCheckpoint`` write the whole. Norms that a hook
+    takes of gradients by hand are those of one stage; ``trainer.strategy.gradient_norm(optimizer)``
+    and ``torch.nn.utils.clip_grad_norm_`` are over all.
 
     Args:
         stages: Ranks of the pipeline; by default all ranks of the job.
@@ -116,10 +131,8 @@ class PipelineParallelStrategy(MeshStrategy):
 
     # Starting.
 
-    @property
     @override
-    def layout(self) -> MeshLayout:
-        world_size = self.num_nodes * self.num_processes
+    def layout_of(self, world_size: int) -> MeshLayout:
         stages = self.options.stages or world_size
         if stages != world_size:
             raise LayoutError(
@@ -141,9 +154,12 @@ class PipelineParallelStrategy(MeshStrategy):
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
+        refuse_callbacks(compat.callbacks_of(trainer), type(self).__name__)
+        if self.world_size > 1:
+            refuse_lone_saves(compat.callbacks_of(trainer))
         assert trainer.state.fn is not None
         step = _STEPS[trainer.state.fn]
-        _refuse(trainer, module, step)
+        refuse_run(trainer, module, step, synchronises_norms=self._layer_sync is not None)
         share_random_state(self.groups["pipeline"], self.root_device)
         if self._is_fitting:
             self.recomputation.put_on(module)
@@ -155,6 +171,8 @@ class PipelineParallelStrategy(MeshStrategy):
             axis.cutter.batch_sizes |= sample.batch_sizes
             rest, around = compat.step_arguments(module, step), self._around(step)
             if is_new:
+                # What crosses borders is of the type that the model will have.
+                self.model = self.precision_plugin.convert_module(module)
                 axis.place(module, step, sample.batch, rest, around)
                 self._evaluation = Evaluation(axis)
             if self._is_fitting:
@@ -163,6 +181,7 @@ class PipelineParallelStrategy(MeshStrategy):
         super().setup(trainer)
         if is_new:
             axis.start()
+        axis.follow_scaler()
         axis.tell(trainer.accumulate_grad_batches)
 
     @override
@@ -201,6 +220,16 @@ class PipelineParallelStrategy(MeshStrategy):
         if "step_seed" in state:
             self._resumed_seed = state["step_seed"]
             self.pipeline_axis.begin(self._pipeline_context())
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        refuse_optimizers(self.optimizers)
+
+    @override
+    def model_to_device(self) -> None:
+        self.pipeline_axis.move_absent(self.root_device)
+        super().model_to_device()
 
     @override
     def _share_weights(self) -> None:
@@ -262,7 +291,9 @@ class PipelineParallelStrategy(MeshStrategy):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         trainer = compat.trainer_of(self.lightning_module)
-        is_last = trainer is not None and compat.gives_last_batch(trainer)
+        is_last = False
+        if trainer is not None and trainer.state.fn is not None:
+            is_last = compat.gives_last_batch(trainer)
         ready = super().batch_to_device(batch, device, dataloader_idx)
         # Before the transfer, so that no device is waited for; on the CPU as the step gets it.
         seen = ready if self.root_device.type == "cpu" else batch
@@ -293,7 +324,7 @@ class PipelineParallelStrategy(MeshStrategy):
         axis = self.pipeline_axis
         axis.digest = self._digest_of(args[0])
         told = axis.sharing.size_per_batch()
-        with self.recorder.phase("forward"):
+        with self.recorder.phase("forward"), total_norm_replaced(TOTAL_NORM):
             output = training_step(
                 axis,
                 args,
@@ -340,14 +371,20 @@ class PipelineParallelStrategy(MeshStrategy):
     # Gradients.
 
     @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        # A hook of the user's may clip by what torch has.
+        with total_norm_replaced(self.pipeline_axis.norms.total):
+            return super().optimizer_step(*args, **kwargs)
+
+    @override
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        return float(self.pipeline_axis.norm(parameters))
+        return float(self.pipeline_axis.norms.norm(parameters))
 
     @override
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
-        self.pipeline_axis.clip_by_norm(parameters, clip_val)
+        self.pipeline_axis.norms.clip(parameters, clip_val)
 
     # Checkpoints.
 
@@ -367,22 +404,26 @@ class PipelineParallelStrategy(MeshStrategy):
         return self.pipeline_axis.holders(name)[0] == self.coordinates["pipeline"]
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with self.pipeline_axis.guard.opened():
+            return super().lightning_module_state_dict()
+
+    @override
+    def whole_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        axis = self.pipeline_axis
+        with axis.guard.opened():
+            state = state_dict()
+        return gathered(
+            state,
+            lambda name: axis.holders(name)[0],
+            self.groups["pipeline"],
+            self.root_device,
+            keeps=self.local_rank == 0,
+        )
+
+    @override
     def _joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        # Counters and the like are stored in one place, by the first rank.
-        small = {
-            name: {key: each for key, each in values.items() if not _is_stored_apart(each)}
-            for name, values in state["state"].items()
-            if self.stores(name)
-        }
-        told: list[Any] = [None] * self.world_size
-        dist.all_gather_object(told, small)
-        joined = {name: values for others in told for name, values in others.items()}
-        own = {name: values for name, values in state["state"].items() if self.stores(name)}
-        names = sorted({*joined, *own})
-        return {
-            **state,
-            "state": {name: joined.get(name, {}) | own.get(name, {}) for name in names},
-        }
+        return joined_state(state, self.stores)
 
     # Ending.
 
@@ -390,29 +431,6 @@ class PipelineParallelStrategy(MeshStrategy):
     def teardown(self) -> None:
         let_gather(self._metric_owners())
         self.pipeline_axis.close()
+        self.pipeline_axis.move_absent(torch.device("cpu"))
         self._resumed_seed = None
         super().teardown()
-
-
-def _refuse(trainer: Trainer, module: LightningModule, step: str) -> None:
-    """Refuse what a pipeline cannot do, before it takes any memory.
-
-    Raises:
-        ConfigError: With what to do instead.
-    """
-    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-        raise ConfigError(
-            f"{type(module).__name__} optimises by hand (automatic_optimization=False), and in a "
-            f"pipeline forward and backward passes of several microbatches are under way at once, "
-            f"so manual_backward has no place in training_step. Return the loss from "
-            f"training_step, or use bolt_ddp or bolt_zero3."
-        )
-    if compat.draws_from_iterator(module, step):
-        raise ConfigError(
-            f"{type(module).__name__}.{step} takes a dataloader_iter, and a pipeline runs it on "
-            f"microbatches of a batch that is there before. Let it take a batch."
-        )
-
-
-def _is_stored_apart(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0

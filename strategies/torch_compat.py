@@ -1,7 +1,7 @@
 """The private names of torch that the strategies need, each with why, in one place."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -611,11 +611,19 @@ def stop_scaling_in_step(optimizer: Optimizer) -> Callable[[], None]:
     return restore
 
 
-def agree_on_overflow(scaler: torch.amp.GradScaler, group: dist.ProcessGroup) -> Callable[[], None]:
+def agree_on_overflow(
+    scaler: torch.amp.GradScaler, group: dist.ProcessGroup, device: torch.device | None = None
+) -> Callable[[], None]:
     """Make a gradient scaler skip a step on all ranks of a group when one of them has to.
 
     DTensor decides by the first gradient alone whether ranks have to agree; where that is of a
     replicated parameter, they would not.
+
+    Args:
+        scaler: Of this rank.
+        group: The ranks that step together.
+        device: Of the gradients; with it a rank takes part that has none, which a scaler would
+            otherwise refuse to step.
 
     Returns:
         A function that puts things back.
@@ -624,6 +632,8 @@ def agree_on_overflow(scaler: torch.amp.GradScaler, group: dist.ProcessGroup) ->
 
     def unscale_and_agree(*args: Any, **kwargs: Any) -> Any:
         found: dict[torch.device, Tensor] = unscale(*args, **kwargs)
+        if device is not None:
+            found.setdefault(device, torch.zeros((), device=device))
         for each in found.values():
             dist.all_reduce(each, dist.ReduceOp.MAX, group=group)
         return found
@@ -634,6 +644,22 @@ def agree_on_overflow(scaler: torch.amp.GradScaler, group: dist.ProcessGroup) ->
         vars(scaler).pop("_unscale_grads_", None)
 
     return restore
+
+
+TOTAL_NORM: Callable[..., Tensor] = torch.nn.utils.clip_grad._get_total_norm
+"""What ``torch.nn.utils.clip_grad_norm_`` clips by, of the gradients that it is given."""
+
+
+@contextmanager
+def total_norm_replaced(total_norm: Callable[..., Tensor]) -> Iterator[None]:
+    """Within, ``torch.nn.utils.clip_grad_norm_`` clips by another norm, whoever has imported it."""
+    clip_grad: Any = torch.nn.utils.clip_grad
+    before = clip_grad._get_total_norm
+    clip_grad._get_total_norm = total_norm
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm = before
 
 
 def after_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:

@@ -88,7 +88,7 @@ class ZeROStrategy(MeshStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        refuse_callbacks(trainer.callbacks, type(self).__name__)  # type: ignore[attr-defined]
         if self.world_size > 1:
             refuse_lone_saves(trainer.callbacks)  # type: ignore[attr-defined]
         super().setup(trainer)

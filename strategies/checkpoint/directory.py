@@ -55,14 +55,16 @@ def save_directory(
         checkpoint: As Lightning makes it, with optimizer states by the names of parameters. What
             is no shard counts as it is on the first rank.
         target: The directory to be. Alike on all ranks.
-        is_divided: Tensors that are no shards are on one rank each, as the stages of a pipeline
-            are.
+        is_divided: Tensors that are no shards, and other state of modules, are on one rank each,
+            as the stages of a pipeline are.
 
     Raises:
         CheckpointError: On every rank, when one could not write its part. What was at ``target``
             is still there then.
     """
     tensors, rest = _divide(checkpoint)
+    if is_divided:
+        _join(rest)
     partial = target.with_name(target.name + PARTIAL)
     is_first = dist.get_rank() == 0
     try:
@@ -151,6 +153,15 @@ def _divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     # Lightning notes the class of hyper-parameters, which are plain containers now.
     kept = {key: each for key, each in rest.items() if not _is_container_class(each)}
     return tensors, _plain(kept)
+
+
+def _join(rest: dict[str, Any]) -> None:
+    """Add what other ranks know of their modules: second names, extra state. Collective."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (rest[MODEL], rest[ALIASES]))
+    for extra, aliases in told:
+        rest[MODEL] |= extra
+        rest[ALIASES] |= aliases
 
 
 def _is_container_class(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""What cannot be right with shards, refused before it goes wrong silently."""
+"""What cannot be right with parts of a model, refused before it goes wrong silently."""
 
 from collections.abc import Iterable
 
@@ -24,11 +24,11 @@ from boltmesh.strategies.data.whole_matrices import multiplies_matrices
 
 _CALLBACKS: dict[type[Callback], tuple[str, str]] = {
     StochasticWeightAveraging: (
-        "averages whole parameters into a copy that it made before they were sharded",
+        "averages whole parameters into a copy that it made while it was whole",
         "Average the last checkpoints instead, or use bolt_ddp.",
     ),
     WeightAveraging: (
-        "averages whole parameters into a copy that it made before they were sharded",
+        "averages whole parameters into a copy that it made while it was whole",
         "Average the last checkpoints instead, or use bolt_ddp.",
     ),
     ModelPruning: (
@@ -46,8 +46,12 @@ if hasattr(torch.optim, "Muon"):  # new in torch 2.9
     _OPTIMIZERS[torch.optim.Muon] = "makes whole matrices orthogonal"
 
 
-def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Refuse callbacks that would take a shard for the whole.
+def refuse_callbacks(callbacks: Iterable[Callback], strategy: str) -> None:
+    """Refuse callbacks that would take a rank's part of the model for the whole.
+
+    Args:
+        callbacks: Of the Trainer.
+        strategy: The name of the class that gives each rank a part.
 
     Raises:
         ConfigError: Naming the callback and what to do instead.
@@ -56,8 +60,8 @@ def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
         for kind, (why, instead) in _CALLBACKS.items():
             if isinstance(callback, kind):
                 raise ConfigError(
-                    f"{type(callback).__name__} {why}: with ZeROStrategy every rank would work on "
-                    f"its shard alone. {instead}"
+                    f"{type(callback).__name__} {why}: with {strategy} every rank would work on "
+                    f"its part alone. {instead}"
                 )
 
 

@@ -5,7 +5,7 @@ each, as far as its stages go (``replay/``), in the order of the schedule (``exe
 batch of training is made of is in ``training.py``, one of the other loops in ``evaluation.py``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,10 +17,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.clipping import gradients_of, scale_to_norm
 from boltmesh.strategies.pipeline.bubble import peak_live_bytes
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.cutting import find_budget
@@ -31,24 +30,30 @@ from boltmesh.strategies.pipeline.executor.program import Program
 from boltmesh.strategies.pipeline.executor.step import Outcome
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
 from boltmesh.strategies.pipeline.expected import border_bytes, expected_collectives
+from boltmesh.strategies.pipeline.glue_state import GlueState
 from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
 from boltmesh.strategies.pipeline.metrics.replacing import find_metrics
 from boltmesh.strategies.pipeline.metrics.sharing import MetricSharing
 from boltmesh.strategies.pipeline.microbatches import Cutter
+from boltmesh.strategies.pipeline.normalizing import fewest_rows, vector_norms
+from boltmesh.strategies.pipeline.norms import StageNorms
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.proofs import Proofs
 from boltmesh.strategies.pipeline.quiet import quiet
+from boltmesh.strategies.pipeline.relay import relay_of
 from boltmesh.strategies.pipeline.replay.absent import make_absent
+from boltmesh.strategies.pipeline.replay.guard import StateGuard
 from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
 from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.replay.trace import MetricTrace
 from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
-from boltmesh.strategies.pipeline.sharing import SharedParameters, norm_over_stages
+from boltmesh.strategies.pipeline.sharing import SharedParameters
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace, PipelinePlan
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -80,6 +85,7 @@ class PipelineAxis:
         self.options = options
         self.placement: Placement | None = None
         """None before a model was placed."""
+        self._forget_scaler: Callable[[], None] = _nothing
         self.cutter = Cutter()
         self.digest = BatchDigest()
         """Of the batch that the next step gets."""
@@ -120,6 +126,7 @@ class PipelineAxis:
         self._crossing = None
         context = self.context
         self.module = module
+        self._vector_norms = vector_norms(module)
         self.metrics = find_metrics(module)
         num_ranks = context.group.size()
         self._programs = Programs(self.options, num_ranks, context.group.rank())
@@ -159,6 +166,8 @@ class PipelineAxis:
             on_stuck=self._fail,
         )
         self._num_microbatches = len(parts)
+        stages = self._programs.of(len(parts)).stages
+        self._glue_state = GlueState(module, stages, self._programs.rank_of_stage, context.group)
         self._let_go(placement)
         unmade.make(set(self.held), context.device)
         placement.plans.check = self._refuse_unheld
@@ -194,10 +203,20 @@ class PipelineAxis:
         }
         self._held_names = frozenset(name for name in named if rank in holders[name])
         self.held = [each for name, each in named.items() if name in self._held_names]
-        make_absent(each for name, each in named.items() if rank not in holders[name])
+        self._absent = [each for name, each in named.items() if name not in self._held_names]
+        make_absent(self._absent, self.context.device)
+        absent = [each for each, first in self._first_names.items() if rank not in holders[first]]
+        self.guard = StateGuard(self.module, absent)
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
         self.shared = SharedParameters(own, shared, self.context.group)
+        elsewhere = [each for each in self.held if id(each) in self.shared.counted_elsewhere]
+        self.norms = StageNorms(self.context.group, elsewhere)
+
+    def move_absent(self, device: torch.device) -> None:
+        """Make what other ranks hold seem to be on a device, before the model is moved to it."""
+        if self.placement is not None:
+            make_absent(self._absent, device)
 
     def _refuse_unheld(self, plans: tuple[StagePlan, ...]) -> None:
         """Refuse a step that uses parameters of other ranks in stages of this one.
@@ -219,7 +238,10 @@ class PipelineAxis:
 
     def start(self) -> None:
         """Called when parameters are on their device. Collective over the pipeline."""
+        assert self.placement is not None
         self.shared.broadcast()
+        # Where nobody seeds, ranks have drawn different ones.
+        self._glue_state.broadcast(self.placement.division.loose_buffers)
 
     def tell(self, accumulated: int) -> None:
         """Tell the run's recorder what will be run; called for every run.
@@ -242,21 +264,29 @@ class PipelineAxis:
             )
         )
 
+    def follow_scaler(self) -> None:
+        """Make all stages skip a step when gradients of one have overflown.
+
+        To be called before a run that trains; until ``close``.
+        """
+        context = self.context
+        self._forget_scaler()
+        if context.scaler is not None and context.group.size() > 1:
+            self._forget_scaler = agree_on_overflow(context.scaler, context.group, context.device)
+
     def holders(self, name: str) -> tuple[int, ...]:
-        """Return which ranks of the pipeline have the values of a parameter or buffer.
+        """Return which ranks of the pipeline have the values of a parameter or other state.
 
         Args:
             name: In the module's state; any name of a parameter that has several.
         """
         assert self.placement is not None
-        if name in self.placement.rank_of_buffer:
-            # Every rank has all of them, and one the model's values.
-            first = self.placement.rank_of_buffer[name]
-            return (first, *(each for each in range(self.context.group.size()) if each != first))
         known = self._first_names.get(name)
-        if known is None:  # other state of a module, alike everywhere
-            return tuple(range(self.context.group.size()))
-        return self.placement.ranks_of_parameter[known]
+        if known is not None:
+            return self.placement.ranks_of_parameter[known]
+        # Every rank has all buffers and extra state, and one of them the model's.
+        first = self.placement.division.rank_of_state(name)
+        return (first, *(each for each in range(self.context.group.size()) if each != first))
 
     # Steps.
 
@@ -287,13 +317,17 @@ class PipelineAxis:
                 [each[index] for each in runs],
                 run,
                 around,
-                logs.of_microbatch if index == end else self._quiet,
+                self._glue_state.during(
+                    logs.of_microbatch if index == end else self._quiet,
+                    [each[index].plan for each in runs],
+                ),
                 finish if index == end else None,
                 is_last=index == end,
             )
             for index in program.stages
         ]
         self._run(program, stages)
+        self._glue_state.share(each[0].plan for each in runs)
         return logs
 
     def _metric_calls(self, run: Run, called: Sequence[tuple[MetricTrace, ...]]) -> MetricCalls:
@@ -357,6 +391,13 @@ class PipelineAxis:
         with host_random_kept():
             return self._executor.run(program, stages, digest)
 
+    def relay(self, run: Run) -> Any:
+        """Run a step on the whole batch, each unit on its rank; return what it returns."""
+        assert self.placement is not None
+        made = relay_of(self.module, self.placement, self.context.group, self.context.device)
+        with self._executor.beside(run.step):
+            return made.run(run.step, (run.batch, *run.rest), run.kwargs, run.seeds[0])
+
     def refuse(self, error: Exception) -> NoReturn:
         """Raise what keeps this rank from a step, on all ranks. In the place of the step."""
         self._executor.refuse(self._programs.of(self._num_microbatches), error)
@@ -382,7 +423,7 @@ class PipelineAxis:
         wanted = self.options.num_microbatches(self.context.group.size())
         if wanted == 1:
             return [batch], [1]
-        return self.cutter.cut(batch, wanted)
+        return self.cutter.cut(batch, wanted, fewest_rows(self._vector_norms))
 
     def seeds(self, ordinal: int, count: int) -> list[int]:
         """Return what the random numbers of each microbatch start from."""
@@ -404,18 +445,6 @@ class PipelineAxis:
 
     def _name_of(self, module: torch.nn.Module) -> str | None:
         return next((name for name, each in self.module.named_modules() if each is module), None)
-
-    # Gradients.
-
-    def clip_by_norm(self, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
-        """Scale gradients so that their norm over all stages is at most ``max_norm``."""
-        norm = self.norm(parameters)
-        scale_to_norm(gradients_of(parameters), norm, max_norm)
-        return norm
-
-    def norm(self, parameters: Sequence[Parameter]) -> Tensor:
-        """Return the norm of gradients over all stages. Collective over the pipeline."""
-        return norm_over_stages(parameters, self.context.group, self.shared.counted_elsewhere)
 
     # Telling.
 
@@ -463,5 +492,11 @@ class PipelineAxis:
 
     def close(self) -> None:
         """End what runs beside the training. Parameters stay as they are."""
+        self._forget_scaler()
+        self._forget_scaler = _nothing
         if self.placement is not None:
             self._executor.close()
+
+
+def _nothing() -> None:
+    """What there is to undo where nothing was done."""

@@ -86,7 +86,8 @@ def explain_difference(told: Mapping[int, BatchDigest]) -> str:
     return (
         f"{how} All ranks of a pipeline have to get the same batch, because each computes with a "
         f"part of it. Take care that a dataset, sampler or collate_fn does not look at the rank or "
-        f"the time, and draws random numbers from the generators of torch, numpy or random alone."
+        f"the time, that it draws random numbers from the generators of torch, numpy or random, "
+        f"and that no callback draws from these on one rank alone."
     )
 
 

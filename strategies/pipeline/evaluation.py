@@ -14,8 +14,10 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.joining import Joints, find_joints, join
 from boltmesh.strategies.pipeline.metrics.replacing import metrics_replaced
 from boltmesh.strategies.pipeline.quiet import quiet
@@ -39,6 +41,8 @@ class Evaluation:
 
     def __init__(self, axis: "PipelineAxis") -> None:
         self._axis = axis
+        self._relayed: set[str] = set()
+        """Steps that cannot be cut into stages."""
         self._undivided: WeakSet[Tail] = WeakSet()
         """Of batches that microbatches cannot be joined to: they go through whole."""
         assert axis.placement is not None
@@ -69,14 +73,23 @@ class Evaluation:
             What the step returned for the whole batch.
 
         Raises:
-            ConfigError: When the step cannot be cut into stages.
+            PipelineError: When a rank fails, or ranks have different batches.
         """
         axis = self._axis
         whole = Run(step, args[0], [args[0]], args[1:], kwargs, axis.seeds(ordinal, 1))
+        if step in self._relayed:
+            return self._relay(whole, around)
         try:
             with around():
                 tail = self._tail(whole, 0)
                 run, tails, joints = self._divided(whole, tail, ordinal)
+        except ConfigError as error:  # alike on all ranks, which have one batch and one plan
+            self._relayed.add(step)
+            rank_zero_info(
+                f"boltmesh: {step} runs layer by layer, without overlap of the pipeline's ranks: "
+                f"{error}"
+            )
+            return self._relay(whole, around)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
             axis.refuse(error)
         specs = tail.end.plan.values_in
@@ -90,6 +103,15 @@ class Evaluation:
             if lent:
                 stack.enter_context(swapped_state(axis.module, lent))
             return tail.end.forward(values, args, kwargs, seed=whole.seeds[0])
+
+    def _relay(self, whole: Run, around: Around) -> Any:
+        """Run a step that stages cannot hand on, each layer on its rank. See ``relay.py``."""
+        axis = self._axis
+        with ExitStack() as stack:
+            stack.enter_context(around())
+            stack.enter_context(host_random_kept())
+            stack.enter_context(metrics_replaced(axis.metrics, lambda call: call.do()))
+            return axis.relay(whole)
 
     def _divided(self, whole: Run, tail: Tail, ordinal: int) -> tuple[Run, list[Tail], Joints]:
         """Return the batch's microbatches, what they give, and how that is joined."""

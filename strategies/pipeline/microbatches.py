@@ -12,13 +12,11 @@ list is long, or as the tensors in it. Where both would fit, the batch size of t
 decides, then how the list was taken in earlier batches; what is still open is refused.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from torch import Tensor
-from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.nesting import (
@@ -28,11 +26,15 @@ from boltmesh.strategies.pipeline.nesting import (
     open_container,
     refuse_uncuttable,
 )
-
-_ROWS = (Tensor, np.ndarray)
-
-PAIR = 2
-"""Lists up to this length are parts of a batch where nothing says otherwise."""
+from boltmesh.strategies.pipeline.rows import (
+    PAIR,
+    AmbiguousError,
+    MisfitError,
+    Sizes,
+    has_rows,
+    refuse_differing,
+    sample_lists,
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Cutter:
         """
         for path, leaf in leaves(batch):
             refuse_uncuttable(leaf, path)
-        sizes = _Sizes()
+        sizes = Sizes()
         sizes.read(batch, "batch", is_open=False)
         if sizes.firm:
             found = self._by_rows(batch, sizes.firm)
@@ -75,23 +77,24 @@ class Cutter:
         self._known.update({path: path in found.samples for path in sizes.lists})
         return found
 
-    def cut(self, batch: Any, wanted: int) -> tuple[list[Any], list[int]]:
+    def cut(self, batch: Any, wanted: int, fewest_rows: int = 1) -> tuple[list[Any], list[int]]:
         """Return a batch's microbatches, views of it in order, and the rows of each.
 
         Args:
             batch: As the DataLoader gave it, on its device.
             wanted: How many; fewer where rows are too few.
+            fewest_rows: Of a microbatch, but where the batch has no more.
         """
         rows = self.rows(batch)
-        sizes = even_sizes(rows.count, wanted)
+        sizes = even_sizes(rows.count, wanted, fewest_rows)
         return cut(batch, rows, sizes), sizes
 
     def _by_rows(self, batch: Any, firm: Mapping[str, int]) -> Rows:
         (first, count), *_ = firm.items()
-        _refuse_differing(firm)
+        refuse_differing(firm)
         try:
-            return Rows(count, frozenset(_sample_lists(batch, "batch", count, self._known)))
-        except _MisfitError as misfit:
+            return Rows(count, frozenset(sample_lists(batch, "batch", count, self._known)))
+        except MisfitError as misfit:
             raise misfit.explain(first, count) from None
 
     def _by_constants(self, batch: Any, lists: Mapping[str, int]) -> Rows:
@@ -103,19 +106,19 @@ class Cutter:
             )
         told = self.batch_sizes.intersection(lists.values())
         if len(told) != 1:
-            _refuse_differing(lists)
+            refuse_differing(lists)
         count = told.pop() if len(told) == 1 else next(iter(lists.values()))
-        return Rows(count, frozenset(_sample_lists(batch, "batch", count, self._known)))
+        return Rows(count, frozenset(sample_lists(batch, "batch", count, self._known)))
 
-    def _by_lists(self, batch: Any, sizes: "_Sizes") -> Rows:
+    def _by_lists(self, batch: Any, sizes: "Sizes") -> Rows:
         """All tensors lie in lists of samples or parts: see which number of rows makes sense."""
         fitting: list[Rows] = []
-        problem: _MisfitError | None = None
+        problem: MisfitError | None = None
         for count in sorted({*sizes.in_lists.values(), *sizes.lists.values()}):
             try:
-                samples = frozenset(_sample_lists(batch, "batch", count, self._known))
-            except _MisfitError as misfit:
-                problem = misfit if isinstance(misfit, _AmbiguousError) else problem
+                samples = frozenset(sample_lists(batch, "batch", count, self._known))
+            except MisfitError as misfit:
+                problem = misfit if isinstance(misfit, AmbiguousError) else problem
                 continue
             is_told = count in self.batch_sizes or any(self._known.get(path) for path in samples)
             if not samples or count > PAIR or is_told:
@@ -123,7 +126,7 @@ class Cutter:
         if not fitting:
             if problem is not None:
                 raise problem.explain("", 0)
-            _refuse_differing(sizes.in_lists)
+            refuse_differing(sizes.in_lists)
         told = [each for each in fitting if each.count in self.batch_sizes]
         known = {path: self._known[path] for path in sizes.outer if path in self._known}
         as_before = [
@@ -137,7 +140,7 @@ class Cutter:
             if len(some) == 1:
                 return some[0]
         path = sizes.outer[0]
-        raise _AmbiguousError(path, sizes.lists[path]).explain("", 0)
+        raise AmbiguousError(path, sizes.lists[path]).explain("", 0)
 
 
 def cut(batch: Any, rows: Rows, sizes: Sequence[int]) -> list[Any]:
@@ -153,169 +156,20 @@ def cut(batch: Any, rows: Rows, sizes: Sequence[int]) -> list[Any]:
     return [_cut(batch, "batch", rows, part) for part in slices]
 
 
-def even_sizes(rows: int, num_microbatches: int) -> list[int]:
-    """Return sizes that differ by at most one, larger ones first; fewer where rows are too few."""
-    count = min(rows, num_microbatches)
+def even_sizes(rows: int, num_microbatches: int, fewest_rows: int = 1) -> list[int]:
+    """Return sizes that differ by at most one, larger ones first; fewer where rows are too few.
+
+    Args:
+        rows: Of the batch.
+        num_microbatches: At most.
+        fewest_rows: Of a microbatch, but where the batch has no more.
+    """
+    count = min(max(rows // fewest_rows, 1), num_microbatches)
     return [rows // count + (index < rows % count) for index in range(count)]
 
 
-class _MisfitError(Exception):
-    """Part of a batch has other rows than the batch."""
-
-    def __init__(self, path: str, size: int) -> None:
-        super().__init__(path)
-        self.path, self.size = path, size
-
-    def explain(self, first: str, count: int) -> ConfigError:
-        return _disagreement(first, count, self.path, self.size)
-
-
-class _AmbiguousError(_MisfitError):
-    """A list may hold samples or parts of the batch."""
-
-    @override
-    def explain(self, first: str, count: int) -> ConfigError:
-        return ConfigError(
-            f"{self.path} is a list of {self.size} tensors of one kind: nobody can tell whether "
-            f"each is a sample, or each holds a part of all samples. Give a dict of tensors for "
-            f"parts, or one stacked tensor for samples; or use microbatches=1."
-        )
-
-
-def _refuse_differing(sizes: Mapping[str, int]) -> None:
-    """Raise unless all have the same length."""
-    (first, count), *others = sizes.items()
-    for other, different in others:
-        if different != count:
-            raise _disagreement(first, count, other, different)
-
-
-def _disagreement(first: str, rows: int, other: str, different: int) -> ConfigError:
-    return ConfigError(
-        f"The batch cannot be cut into microbatches: {first} has {rows} rows and {other} has "
-        f"{different}. Put the samples along the first dimension of each tensor, give what belongs "
-        f"to no sample as a number or a 0-dim tensor, or use microbatches=1."
-    )
-
-
-def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, _ROWS) and leaf.ndim > 0
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
-
-
-def _holds_rows(value: Any) -> bool:
-    return any(_has_rows(leaf) for _, leaf in leaves(value))
-
-
-class _Sizes:
-    """How long the things in a batch are, by their place."""
-
-    def __init__(self) -> None:
-        self.firm: dict[str, int] = {}
-        """Rows of tensors that are surely cut along their first dimension."""
-        self.in_lists: dict[str, int] = {}
-        """Of tensors in lists of alike things, which may be samples."""
-        self.lists: dict[str, int] = {}
-        """The lengths of these lists."""
-        self.outer: list[str] = []
-        """Those that lie in no other one."""
-        self.constants: dict[str, int] = {}
-        """The lengths of lists of strings, numbers and the like."""
-
-    def read(self, value: Any, path: str, *, is_open: bool) -> None:
-        """Take in a part of a batch.
-
-        Args:
-            value: The part.
-            path: Its place.
-            is_open: Whether it lies in a list of alike things.
-        """
-        if _has_rows(value):
-            (self.in_lists if is_open else self.firm)[path] = len(value)
-            return
-        if is_constant_list(value):
-            self.constants[path] = len(value)
-            return
-        opened = open_container(value, path)
-        if opened is None:
-            return
-        if _is_list(value) and _holds_rows(value) and _are_alike(value):
-            self.lists[path] = len(value)
-            if not is_open:
-                self.outer.append(path)
-            is_open = True
-        elif _is_list(value) and value and _is_flat(value) and not _holds_rows(value):
-            self.constants[path] = len(value)
-        for name, each in opened[0]:
-            self.read(each, name, is_open=is_open)
-
-
-def _sample_lists(value: Any, path: str, rows: int, known: Mapping[str, bool]) -> Iterator[str]:
-    """Yield the lists that hold a sample in each place, if the batch has so many rows.
-
-    Raises:
-        _MisfitError: It cannot have so many.
-    """
-    if _has_rows(value):
-        if len(value) != rows:
-            raise _MisfitError(path, len(value))
-        return
-    if is_constant_list(value):
-        if _is_list(value) and value and len(value) == rows:
-            yield path
-        return
-    opened = open_container(value, path)
-    if opened is None:
-        return
-    members = opened[0]
-    may_be_samples = _is_list(value) and len(value) == rows
-    try:
-        inner = [each for name, part in members for each in _sample_lists(part, name, rows, known)]
-    except _MisfitError:
-        if not may_be_samples:
-            raise
-        yield path
-        return
-    if not may_be_samples:
-        yield from inner
-    elif not _holds_rows(value):
-        yield from inner or [path]
-    elif _are_alike(value) and known.get(path, rows > PAIR):
-        if path not in known:
-            raise _AmbiguousError(path, len(value))
-        yield path
-    else:
-        yield from inner
-
-
-def _is_flat(items: Sequence[Any]) -> bool:
-    return not any(open_container(each, "") for each in items)
-
-
-def _are_alike(items: Sequence[Any]) -> bool:
-    """Whether things may be samples of one batch: nested alike, and of the same types."""
-    return bool(items) and all(_is_like(items[0], each) for each in items[1:])
-
-
-def _is_like(one: Any, other: Any) -> bool:
-    if isinstance(one, _ROWS) or isinstance(other, _ROWS):
-        same_kind = isinstance(one, Tensor) == isinstance(other, Tensor)
-        both = isinstance(one, _ROWS) and isinstance(other, _ROWS)
-        return both and same_kind and one.ndim == other.ndim and one.dtype == other.dtype
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_is_like(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return not one or not other or _is_like(one[0], other[0])
-    return True
-
-
 def _cut(value: Any, path: str, rows: Rows, part: slice) -> Any:
-    if _has_rows(value):
+    if has_rows(value):
         return value[part]
     if path in rows.samples:
         return like(value, value[part])

@@ -12,8 +12,8 @@ def merge(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[Tensor |
     """Return one output.
 
     Tensors with a row for each of the microbatch's are put one after the other, as lists with an
-    item for each are. 0-dim tensors and numbers are averaged with the weights. Where neither
-    fits, the outputs stay a list.
+    item for each are. 0-dim tensors and numbers are averaged with the weights, or added if
+    they are integers. Where nothing fits, the outputs stay a list.
 
     Args:
         parts: What the step returned, by microbatch; all of one structure.
@@ -25,7 +25,9 @@ def merge(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[Tensor |
         return first
     if isinstance(first, Tensor):
         return _merge_tensors(parts, sizes, weights)
-    if isinstance(first, int | float):
+    if isinstance(first, int):
+        return sum(parts)  # a count
+    if isinstance(first, float):
         total = sum(float(weight) for weight in weights)
         pairs = zip(parts, weights, strict=True)
         return sum(part * float(weight) for part, weight in pairs) / total

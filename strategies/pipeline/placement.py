@@ -22,6 +22,7 @@ from boltmesh.strategies.pipeline.options import Split
 from boltmesh.strategies.pipeline.replay.costs import (
     kept_by_stage,
     units_in_call_order,
+    units_in_model_order,
 )
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.probe import probe
@@ -41,13 +42,30 @@ class Division:
     ranks_of_parameter: Mapping[str, tuple[int, ...]]
     """By the parameter's first name, the pipeline ranks that hold it; the first one counts it."""
     rank_of_buffer: Mapping[str, int]
-    """By the buffer's name, the pipeline rank whose value is the model's."""
+    """By the buffer's name, each of several, the pipeline rank whose value is the model's."""
+    loose_buffers: tuple[str, ...]
+    """Buffers outside of units."""
     kept_bytes: tuple[int, ...] | None
     """What each stage keeps of a microbatch like the one it was cut by, from its forward to its
     backward pass; None where that cannot be seen."""
     parameters: tuple[str, ...]
     """All names of the module, by which ranks see that they have the same one."""
 
+    def rank_of_state(self, name: str) -> int:
+        """Return the pipeline rank that has the model's value of what is no parameter.
+
+        What belongs to no unit is what the step's end has made of it, on the last stage's rank.
+        """
+        if name in self.rank_of_buffer:
+            return self.rank_of_buffer[name]
+        for unit, stage in self.stage_of_unit.items():
+            if name.startswith(f"{unit}."):
+                return self.rank_of_stage[stage]
+        return self.rank_of_stage[-1]
+
+
+TRAINING = "training_step"
+"""The step that has to be cut into stages; the others run layer by layer where they cannot."""
 
 _DIVISIONS: "WeakKeyDictionary[Module, Division]" = WeakKeyDictionary()
 """Of modules that are divided already, of which this process has no more than its part."""
@@ -69,11 +87,6 @@ class Placement:
     def ranks_of_parameter(self) -> Mapping[str, tuple[int, ...]]:
         """By the parameter's first name, the ranks that hold it; the first one counts it."""
         return self.division.ranks_of_parameter
-
-    @property
-    def rank_of_buffer(self) -> Mapping[str, int]:
-        """By the buffer's name, the pipeline rank whose value is the model's."""
-        return self.division.rank_of_buffer
 
     @property
     def kept_bytes(self) -> tuple[int, ...] | None:
@@ -179,7 +192,7 @@ def divide(
     """
     units = find_stage_units(module)
     trace = _probe_costs(module, units, step, args, seed)
-    uses = units_in_call_order(trace, units)
+    uses = units_in_model_order(units) if trace is None else units_in_call_order(trace, units)
     seconds = None
     if split == "measured":
         seconds = measure_units(module, units, step, args, seed=seed, device=device, unmade=unmade)
@@ -194,20 +207,36 @@ def divide(
     for each in uses:  # one that this step does not call stands with its neighbour
         stage = stage_of_unit.setdefault(each.name, stage)
     plans = StagePlans(module, units, stage_of_unit)
-    used = [run.plan.parameters for run in plans.stages(step, *args, seed=seed)]
+    rank_of_unit = {unit: rank_of_stage[each] for unit, each in stage_of_unit.items()}
+    last_rank = rank_of_stage[-1]
+    unit_of_buffer = _units_of_buffers(module, units)
+    used = _used_parameters(plans, step, args, seed)
     division = Division(
         rank_of_stage=tuple(rank_of_stage),
         stage_of_unit=stage_of_unit,
         stages=tuple(tuple(costs[name] for name in members) for members in names),
         ranks_of_parameter=_ranks_of_parameters(module, plans, used, rank_of_stage),
         rank_of_buffer={
-            name: rank_of_stage[_stage_holding(name, stage_of_unit)]
-            for name, _ in module.named_buffers()
+            name: last_rank if unit is None else rank_of_unit[unit]
+            for name, unit in unit_of_buffer.items()
         },
-        kept_bytes=kept_by_stage(trace, stage_of_unit),
+        loose_buffers=tuple(name for name, unit in unit_of_buffer.items() if unit is None),
+        kept_bytes=None if trace is None else kept_by_stage(trace, stage_of_unit),
         parameters=tuple(name for name, _ in module.named_parameters()),
     )
     return division, plans
+
+
+def _used_parameters(
+    plans: StagePlans, step: str, args: tuple[Any, ...], seed: int
+) -> list[frozenset[str]]:
+    """Return which parameters each stage uses in a step; nothing for one that cannot be cut."""
+    try:
+        return [run.plan.parameters for run in plans.stages(step, *args, seed=seed)]
+    except ConfigError:
+        if step == TRAINING:
+            raise
+        return []  # see relay.py
 
 
 def _refuse_parts(module: Module, unmade: UnmadeModel) -> None:
@@ -265,12 +294,19 @@ def _told(names: Sequence[str]) -> str:
 
 def _probe_costs(
     module: Module, units: Mapping[str, Module], step: str, args: tuple[Any, ...], seed: int
-) -> Trace:
+) -> Trace | None:
+    """Return what a step does; None for one of evaluation that cannot be cut into stages."""
     try:
         return probe(module, units, step, args, seed=seed, counts_flops=True, notes_kept=True)
     except ConfigError:
+        pass
+    try:
         # What is saved cannot be seen under torch.func. Any other error comes once more.
         return probe(module, units, step, args, seed=seed, counts_flops=True)
+    except ConfigError:
+        if step == TRAINING:
+            raise
+        return None
 
 
 def _ranks_of_parameters(
@@ -290,8 +326,8 @@ def _ranks_of_parameters(
     return ranks
 
 
-def _stage_holding(name: str, stage_of_unit: Mapping[str, int]) -> int:
-    for unit, stage in stage_of_unit.items():
-        if name.startswith(f"{unit}."):
-            return stage
-    return 0
+def _units_of_buffers(module: Module, units: Mapping[str, Module]) -> dict[str, str | None]:
+    """The unit that holds a buffer, by each of its names, that of a tensor outside too."""
+    holding = {id(each): unit for unit, part in units.items() for each in part.buffers()}
+    named = module.named_buffers(remove_duplicate=False)
+    return {name: holding.get(id(each)) for name, each in named}

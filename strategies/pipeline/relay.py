@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.placement import Placement
 from boltmesh.strategies.pipeline.replay.absent import is_absent, make_absent
 from boltmesh.strategies.pipeline.replay.randomness import RandomStreams
 from boltmesh.strategies.pipeline.replay.structure import tensors_in
@@ -139,6 +140,26 @@ class Relay:
             yield
         finally:
             make_absent(lent)
+
+
+def relay_of(
+    root: Module, placement: Placement, group: ProcessGroup, device: torch.device
+) -> Relay:
+    """Return the relay of a model that is divided into stages."""
+    plans, ranks_of_parameter = placement.plans, placement.ranks_of_parameter
+    rank_of_stage = placement.division.rank_of_stage
+    rank_of_unit = {unit: rank_of_stage[stage] for unit, stage in plans.stage_of_unit.items()}
+    called_on: dict[str, set[int]] = {}
+    for unit, names in plans.parameters_of_unit.items():
+        for name in names:
+            called_on.setdefault(name, set()).add(rank_of_unit[unit])
+    # What is on more ranks than those of its units, or in none of them, is used between units.
+    between = {
+        root.get_parameter(name): ranks[0]
+        for name, ranks in ranks_of_parameter.items()
+        if called_on.get(name) != set(ranks) and len(ranks) < group.size()
+    }
+    return Relay(root, plans.units, rank_of_unit, between, group, device)
 
 
 class _Blank:

@@ -1,14 +1,12 @@
-"""Parameters that several stages use, and the norm of gradients over all stages."""
+"""Parameters that several stages use: equal values, and gradients added up."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
-
-from boltmesh.strategies.clipping import tensor_norm
 
 _FLAG = torch.int32
 
@@ -71,11 +69,12 @@ class SharedParameters:
         sums: dict[int, Tensor] = {}
         for group, parameters in self._members:
             trained = [each for each in parameters if each.requires_grad]
+            if not trained:
+                continue
             found = [gradients.get(id(each)) for each in trained]
             # Without a gradient on any rank there is none, which optimizers tell from zeros.
-            device = trained[0].device if trained else None
             flags = torch.tensor([each is not None for each in found], dtype=_FLAG)
-            flags = flags.to(device)
+            flags = flags.to(trained[0].device)
             dist.all_reduce(flags, group=group)
             for each, own, count in zip(trained, found, flags.tolist(), strict=True):
                 if count:
@@ -90,35 +89,3 @@ class SharedParameters:
             source = dist.get_process_group_ranks(group)[0]
             for each in parameters:
                 dist.broadcast(each.detach(), source, group=group)
-
-
-def norm_over_stages(
-    parameters: Iterable[Parameter], group: ProcessGroup, counted_elsewhere: frozenset[int]
-) -> Tensor:
-    """Return the joint norm of all stages' gradients, fp64 and 0-dim.
-
-    Collective over the pipeline.
-
-    Args:
-        parameters: Of an optimizer; the same on all ranks.
-        group: The pipeline.
-        counted_elsewhere: Parameters of which another rank counts the gradient.
-    """
-    gradients = [
-        each.grad
-        for each in parameters
-        if each.grad is not None and id(each) not in counted_elsewhere
-    ]
-    device = _device_of(gradients, group)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for each in gradients:
-        total += tensor_norm(each).to(device).double().square()
-    dist.all_reduce(total, group=group)
-    return total.sqrt()
-
-
-def _device_of(gradients: Sequence[Tensor], group: ProcessGroup) -> torch.device:
-    if gradients:
-        return gradients[0].device
-    is_cpu = dist.get_backend(group) == "gloo"
-    return torch.device("cpu") if is_cpu else torch.device("cuda", torch.cuda.current_device())

@@ -280,8 +280,7 @@ class Sharing:
             Logged(name, key, next(numbers) if value is None else value, options)
             for name, key, value, options in self._known
         ]
-        loss = row[4].to(torch.get_default_dtype()) if has_loss else None
-        return loss, row[5], logged
+        return row[4] if has_loss else None, row[5], logged
 
     def _row(self, values: list[Tensor]) -> Tensor:
         return torch.stack([each.to(self._device, torch.float64).reshape(()) for each in values])

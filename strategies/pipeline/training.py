@@ -18,6 +18,7 @@ from boltmesh.strategies.pipeline.log_rules import (
 from boltmesh.strategies.pipeline.outputs import merge
 from boltmesh.strategies.pipeline.proofs import StepProofs
 from boltmesh.strategies.pipeline.runs import Around, Run
+from boltmesh.strategies.pipeline.scaling import gradient_scale
 from boltmesh.strategies.pipeline.step_logs import StepLogs, repeat, take_numbers
 from boltmesh.strategies.pipeline.trial import TailTrial
 from boltmesh.strategies.pipeline.weights import StepWeights
@@ -56,7 +57,7 @@ def training_step(
     proofs = axis.proofs.of_step(lambda: _trial(axis, args, kwargs, around, seeds[0]))
     weights = StepWeights(proofs.form_of, is_single=len(parts) == 1)
     results = _Results(sizes)
-    scale = 1.0 if axis.context.scaler is None else float(axis.context.scaler.get_scale())
+    scale = gradient_scale(axis.context, len(parts)) if axis.holds_last_stage else 1.0
 
     def finish(number: int, result: Any) -> tuple[Tensor, ...]:
         loss = result.get("loss") if isinstance(result, Mapping) else result
@@ -70,11 +71,11 @@ def training_step(
     deposit = Deposit(axis.held)
     with deposit.taking():
         logs = axis.work_off(run, finish, around)
-    loss, total = _tell(axis, results, weights, logs, proofs)
+    loss, total = _tell(axis, results, weights, logs, proofs, scale)
     if loss is None:
         return None
     deposit.replace(axis.shared.add_up(deposit.made()))
-    signed = deposit.sign(loss, total * scale)
+    signed = deposit.sign(loss, total)
     if not axis.sharing.is_mapping:
         return signed
     return {**results.merged(proofs), "loss": signed}
@@ -106,13 +107,14 @@ def _tell(
     weights: StepWeights,
     logs: StepLogs,
     proofs: StepProofs,
+    scale: Tensor | float,
 ) -> tuple[Tensor | None, Tensor | float]:
-    """Let all ranks know the loss, what it was weighed by, and what was logged."""
+    """Let all ranks know the loss, what gradients are divided by, and what was logged."""
     if axis.holds_last_stage:
         known = results.weights()
         logged, numbers = take_numbers(logs.collected(known, proofs.rules(known)))
         loss = results.loss(weights.total)
-        total: Tensor | float = torch.as_tensor(weights.total).double()
+        total: Tensor | float = torch.as_tensor(weights.total).double() * scale
         axis.sharing.send(loss, total, logged, is_mapping=results.is_mapping)
     else:
         loss, total, logged = axis.sharing.receive()
@@ -147,7 +149,7 @@ class _Results:
     ) -> None:
         self._weights[number] = weight
         self._losses[number] = loss.detach()
-        value = scaled.detach()
+        value = scaled.detach().double()  # a sum in the type of a half would be off by some bits
         self._sum = value if self._sum is None else self._sum + value
         if isinstance(result, Mapping):
             self.is_mapping = True

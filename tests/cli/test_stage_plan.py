@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from boltmesh import cli
+from boltmesh.configs.classes import build
 from boltmesh.configs.load import load
 from boltmesh.stage_model import describe_stages
 from boltmesh.strategies.pipeline.bubble import closed_form_bubble
@@ -49,9 +50,9 @@ def test_what_ranks_keep_is_what_the_built_model_has(capsys, workplace) -> None:
     config = load("pipeline_1f1b", [*TINY])
     arguments = config.model.init_args
     embedding = arguments.vocab_size * arguments.n_embd
-    from gpt import GPT
-
-    whole = sum(each.numel() for each in GPT(**{**arguments, "tie_weights": True}).parameters())
+    arguments.tie_weights = True
+    built = build(config.model, "model", source="config")
+    whole = sum(each.numel() for each in built.parameters())
     # Parameter, gradient, two moments in fp32; the tied weight is on both ranks.
     assert sum(each["kept_bytes"] for each in found["ranks"]) == 16 * (whole + embedding)
 
@@ -61,9 +62,7 @@ def test_activations_are_those_that_autograd_keeps(workplace) -> None:
     config = load("pipeline_1f1b", [*TINY, *PIPELINE[1:], "model.init_args.n_layer=2"])
     options = PipelineOptions(schedule="gpipe", microbatches=4)
     made = describe_stages(config, widths_of(config.trainer.precision), options, 2, source="config")
-    from gpt import GPT
-
-    module = GPT(**config.model.init_args)
+    module = build(config.model, "model", source="config")
     tokens = torch.zeros(4, config.model.init_args.block_size, dtype=torch.long)
     kept: dict[int, int] = {}
     own = {each.untyped_storage().data_ptr() for each in module.parameters()}

@@ -62,6 +62,11 @@ CASES = [
     Case("tied weights, a scalar", model={"ties": True, "has_scalar": True}, trainer=CLIP),
     Case("a split by name", strategy={"split": ["blocks.2"]}),
     Case("one microbatch", microbatches=1, schedules=("gpipe",)),
+    Case("64-true", trainer={"precision": "64-true"}, model={"ties": True}, schedules=("zbv",)),
+    Case("bf16-true", trainer={"precision": "bf16-true"}, tolerance=ROUGH,
+         model={"optimizer": "sgd"}),
+    Case("16-true", trainer={"precision": "16-true"}, tolerance=ROUGH,
+         model={"optimizer": "sgd"}),
     Case("bf16-mixed", trainer=BF16, tolerance=ROUGH, model={"optimizer": "sgd"}),
 ]  # fmt: skip
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from boltmesh.errors import BoltMeshError
+from boltmesh.strategies.pipeline.replay.randomness import host_random_state
 from tests.support.pipelines import MICROBATCHES, pipeline, quiet_trainer
 from tests.support.ranks import run_ranks
 
@@ -209,13 +210,22 @@ class Mixup(Layers):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        weight, scale = self.draw(0), self.draw(1)
+        weight = self.draw(0)
         x = self.noisy(x * weight + x.flip(0) * (1 - weight))
-        loss = functional.mse_loss(self(x) * scale, y * weight + y.flip(0) * (1 - weight))
+        scale = self.draw(1)  # used on the first stage and on the last, which ran no layer before
+        loss = functional.mse_loss(self(x * scale) * scale, y * weight + y.flip(0) * (1 - weight))
         self.drawn.append((weight, scale, after := self.draw(2)))
         if self.given is not None:
             self.given.pop(0)
         return loss * after
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.before = host_random_state()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.given is None:  # what the step has drawn is taken back
+            assert host_random_state() == self.before
 
     def draw(self, number: int) -> float:
         if self.given is not None:
@@ -242,12 +252,13 @@ def mix(rank: int, world_size: int, schedule: str) -> tuple[Any, ...]:
     else:
         seed_everything(3, verbose=False)
     module = Mixup()
-    trainer = quiet_trainer(world_size, pipeline(schedule=schedule))
+    strategy = pipeline(schedule=schedule)
+    trainer = quiet_trainer(world_size, strategy)
     trainer.fit(module, DataLoader(rows(24), batch_size=8))
     held = {
         name: each.detach().clone()
         for name, each in module.named_parameters()
-        if trainer.strategy.holds(name)
+        if strategy.holds(name)
     }
     return module.losses, module.drawn, held
 

@@ -1,4 +1,4 @@
-"""Whatever run follows whatever run, with Lightning's own tools: a pipeline tells one process's numbers."""
+"""Whatever run follows on whatever run, a pipeline tells the numbers of one process."""
 
 import dataclasses
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler
-from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from boltmesh.errors import BoltMeshError
@@ -37,7 +37,7 @@ class Plain(Stack):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
         self.log("val_loss", self.loss(batch) * (1 + dataloader_idx))
 
-    def test_step(self, batch: Any) -> None:
+    def test_step(self, batch: Any) -> None:  # type: ignore[override]
         self.log("test_loss", self.loss(batch))
 
     def predict_step(self, batch: Any) -> Tensor:  # type: ignore[override]
@@ -66,8 +66,9 @@ class Wakes(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        axis = trainer.strategy.pipeline_axis
-        assert axis.context.recorder is trainer.strategy.recorder
+        strategy: Any = trainer.strategy
+        axis = strategy.pipeline_axis
+        assert axis.context.recorder is strategy.recorder
         if axis.context.recorder not in self.recorders:
             self.recorders.append(axis.context.recorder)
         thread = axis._executor._alarm._thread
@@ -92,7 +93,8 @@ def one_after_the_other(rank: int, world_size: int) -> list[Any]:
     told.append(numbers(trainer))
     trainer.test(module, token_data(9, 4), verbose=False)
     told.append(numbers(trainer))
-    told.append(torch.cat(trainer.predict(module, token_data(9, 4))).tolist())
+    predicted: Any = trainer.predict(module, token_data(9, 4))
+    told.append(torch.cat(predicted).tolist())
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, token_data(22, 8), pair(11))
     told.append(numbers(trainer))
@@ -158,6 +160,22 @@ def test_lightnings_tools_find_what_they_find_in_one_process() -> None:
     for told in run_ranks(with_tools, 2, timeout_s=110):
         for found, wanted in zip(told, reference, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def expect(rank: int, world_size: int) -> list[tuple[str, float, float | None]]:
+    strategy = pipeline()
+    trainer = quiet_trainer(world_size, strategy, accumulate_grad_batches=2)
+    module = Plain(depth=4)
+    trainer.validate(module, pair(13), verbose=False)
+    trainer.fit(module, token_data(32, 8))
+    return [(each.operator, each.payload_bytes, each.calls) for each in strategy.expected_traffic()]
+
+
+def test_what_training_moves_is_expected_after_another_run_too() -> None:
+    for told in run_ranks(expect, 2):
+        # Two batches of four microbatches, each of 2 texts of 5 tokens and 7 numbers in fp32, and
+        # as much of their gradients on the way back.
+        assert told == [(operator, 2 * 4 * 2 * 5 * 7 * 4.0, 8.0) for operator in ("send", "recv")]
 
 
 # What a batch may be.
@@ -304,4 +322,5 @@ def test_what_a_pipeline_cannot_run_is_refused_by_name() -> None:
 
 
 def differ(rank: int, world_size: int) -> None:
-    quiet_trainer(2, pipeline()).fit(Differing(rank), DataLoader(torch.zeros(8, 1, 2), 8))
+    data = TensorDataset(torch.zeros(8, 2))
+    quiet_trainer(2, pipeline()).fit(Differing(rank), DataLoader(data, batch_size=8))

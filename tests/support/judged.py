@@ -35,12 +35,12 @@ class Judged(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(6))
+        self.layers: Any = nn.ModuleList(Layer() for _ in range(6))
         self.head = nn.Linear(WIDTH, CLASSES)
         self.temperature = nn.Parameter(torch.tensor(1.3))
-        self.accuracy = MulticlassAccuracy(CLASSES, average="micro", dist_sync_on_step=True)
-        self.by_loader = nn.ModuleDict({"0": MeanMetric(), "1": MeanMetric()})
-        self.collection = MetricCollection(
+        self.accuracy: Any = MulticlassAccuracy(CLASSES, average="micro", dist_sync_on_step=True)
+        self.by_loader: Any = nn.ModuleDict({"0": MeanMetric(), "1": MeanMetric()})
+        self.collection: Any = MetricCollection(
             {"macro": MulticlassAccuracy(CLASSES), "f1": MulticlassF1Score(CLASSES)}
         )
         self.area, self.total = BinaryAUROC(), SumMetric()

@@ -1,9 +1,11 @@
 """Opens the dashboard without a terminal, and reads what is on its screen."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
+from textual._wait import wait_for_idle
 from textual.app import App
 from textual.pilot import Pilot
 
@@ -21,8 +23,30 @@ async def open_source(
     app = DashboardApp(source, **{"interval_s": None, "palette": "night"} | options)
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
-        yield pilot
+        with _keys_follow_each_other(pilot):
+            yield pilot
         assert "cannot be drawn" not in screen_text(app)
+
+
+@contextmanager
+def _keys_follow_each_other(pilot: Pilot[None]) -> Iterator[None]:
+    """Let a key come as soon as every widget is done with what the one before it has sent.
+
+    Textual rests twice after each key until a process is idle, which is most of the time of a test
+    that presses hundreds. Here it rests once, after the last key of a call.
+    """
+    press_all = pilot.press
+
+    async def widgets_are_done(*_: float) -> None:
+        await pilot._wait_for_screen()
+
+    async def press(*keys: str) -> None:
+        with patch("textual.app.wait_for_idle", widgets_are_done):
+            await press_all(*keys)
+        await wait_for_idle(0)
+
+    with patch.object(pilot, "press", press):
+        yield
 
 
 @asynccontextmanager

@@ -121,7 +121,8 @@ def accumulated(*complete: int) -> JobSnapshot:
 def test_each_batch_of_an_accumulated_step_is_measured_by_itself() -> None:
     found = bubble(state(accumulated(12, 12)))
     assert found is not None
-    assert (found.step, found.batch, found.window_s) == (7, 2, pytest.approx(4.0))
+    assert (found.step, found.batch) == (7, 2)
+    assert found.window_s == pytest.approx(4.0)
     found = bubble(state(accumulated(10, 9)))  # the third is under way
     assert found is not None
     assert found.batch == 1

@@ -1,6 +1,7 @@
 """Runs the steps of a pipeline on one rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Final, NoReturn
 
@@ -110,6 +111,21 @@ class Executor:
         with self._alarm.watching():
             return self._run(program, {stage.index: stage for stage in stages}, batch)
 
+    @contextlib.contextmanager
+    def beside(self, what: str) -> Iterator[None]:
+        """Do something else together with the other ranks: where it fails on one, all end soon.
+
+        Args:
+            what: Is done, for the message that the other ranks end with.
+        """
+        with self._alarm.watching():
+            try:
+                yield
+            except Exception as error:
+                told = f"{type(error).__name__}: {error}"
+                self._alarm.ring(f"Rank {self._global_rank} failed in {what}: {told}")
+                raise
+
     def refuse(self, program: Program, error: Exception) -> NoReturn:
         """Take part in a step that this rank cannot begin: the other ranks end it with its cause.
 
@@ -131,11 +147,8 @@ class Executor:
         try:
             with self._alarm.watching():
                 self._alarm.ring(cause)
-                self._end(
-                    Agreement(self.control_group, program, None, _NO_BATCH, self._meter),
-                    Outcome(),
-                    error,
-                )
+                agreement = Agreement(self.control_group, program, None, _NO_BATCH, self._meter)
+                self._end(agreement, Outcome(), error)
         except PipelineError as told:
             if isinstance(error, ConfigError):
                 raise error from None

@@ -8,15 +8,20 @@ from torch.nn import Parameter
 from boltmesh.strategies.torch_compat import storage_key
 
 
-def make_absent(parameters: Iterable[Parameter]) -> None:
+def make_absent(parameters: Iterable[Parameter], device: torch.device | None = None) -> None:
     """Free the memory of parameters that another stage holds.
 
-    They stay the same objects of the same shape, type and device, in their modules and in
-    optimizers. All elements are one element in memory, NaN where the type has it: a use that
-    nobody foresaw is seen in the loss, and an optimizer finds no gradient and leaves them alone.
+    They stay the same objects of the same shape and type, in their modules and in optimizers. All
+    elements are one element in memory, NaN where the type has it: a use that nobody foresaw is seen
+    in the loss, and an optimizer finds no gradient and leaves them alone.
+
+    Args:
+        parameters: They may be absent already.
+        device: Where they are to seem to be, by default where they are. Moving them as torch does
+            would give them the memory of all their elements.
     """
     for parameter in parameters:
-        parameter.data = absent_like(parameter, parameter.device)
+        parameter.data = absent_like(parameter, device or parameter.device)
         parameter.grad = None
 
 

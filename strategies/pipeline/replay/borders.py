@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.replay.stage_plan import Handling, StagePlan
+from boltmesh.strategies.pipeline.replay.stage_plan import ANY_STAGE, Handling, StagePlan
 from boltmesh.strategies.pipeline.replay.trace import NO_EVENT, Trace, Value
 from boltmesh.strategies.pipeline.values import ValueSpec
 
@@ -234,6 +234,11 @@ class _StagePlanner:
             metrics=tuple(self.trace.metrics),
             draws_random=self.trace.draws_random,
             draws_host_random=self.trace.draws_host_random,
+            changed_buffers={
+                name: ANY_STAGE if event == NO_EVENT else self.cut.stage_of_event(event)
+                for name, event in self.trace.changed_buffers.items()
+            },
+            changed_attributes=self.trace.changed_attributes,
         )
 
     def _at(self, event: int) -> Handling:

@@ -94,6 +94,21 @@ def kept_by_stage(trace: Trace, stage_of_unit: Mapping[str, int]) -> tuple[int, 
     return tuple(sum(each.values()) for each in kept)
 
 
+def units_in_model_order(units: Mapping[str, Module]) -> tuple[UnitUse, ...]:
+    """Return all units as the model has them, where no step can tell how it calls them."""
+    return tuple(
+        UnitUse(
+            name=name,
+            num_parameters=sum(each.numel() for each in unit.parameters()),
+            parameter_bytes=sum(each.numel() * each.element_size() for each in unit.parameters()),
+            output_bytes=0,
+            flops=0,
+            is_called=True,
+        )
+        for name, unit in units.items()
+    )
+
+
 def _bytes(leaf: object) -> int:
     if not isinstance(leaf, TensorSpec):
         return 0

@@ -161,6 +161,12 @@ class GlueWatch(TorchFunctionMode):
         self.to_end += [self._value_of(each) for each in found if is_fake(each)]
         self.trace.parameters_out |= self._parameters_of(found)
 
+    def last_change(self, tensor: Tensor) -> int:
+        """Return the last event that put into a tensor what a unit gave; NO_EVENT if none did."""
+        made_at = self.values[id(tensor)].made_at if id(tensor) in self.values else NO_EVENT
+        writes = self.trace.writes.get(self._storage_of(tensor), [])
+        return max(made_at, *writes[-1:]) if writes else made_at
+
     def finish(self) -> None:
         """Note that the step has ended."""
         for value in self.to_end:

@@ -17,6 +17,7 @@ from boltmesh.strategies.pipeline.metrics.replacing import (
     metrics_replaced,
 )
 from boltmesh.strategies.pipeline.metrics.stand_ins import answer
+from boltmesh.strategies.pipeline.replay.changes import StateWatch, outside_of
 from boltmesh.strategies.pipeline.replay.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.replay.glue import GlueWatch
 from boltmesh.strategies.pipeline.replay.keeping import Keeping
@@ -135,9 +136,8 @@ class _Probe:
             name: partial(self._call, name, unit.forward) for name, unit in self.units.items()
         }
         with ExitStack() as stack:
-            inside = {part for unit in self.units.values() for part in unit.modules()}
-            around = (each for each in self.root.modules() if each not in inside)
-            stack.enter_context(modules_unchanged(around))
+            around = outside_of(self.root, self.units.values())
+            stack.enter_context(modules_unchanged(around.values()))
             stack.enter_context(random_state_unchanged(device))
             stack.enter_context(without_weight_cache())
             stack.enter_context(warnings.catch_warnings())
@@ -152,6 +152,7 @@ class _Probe:
                     vars(self.root)[name] = self._hand_out
             if self.seed is not None:
                 seed_random_state(self.seed)
+            state = StateWatch(around)
             before = host_random_state()
             self.glue.follow((args, kwargs))
             if self.keeping is not None:
@@ -163,6 +164,12 @@ class _Probe:
                 self.trace.draws_host_random = host_random_state() != self.host_random
             if host_random_state() != before:
                 self.trace.draws.append(NO_EVENT)
+            with self.glue.paused():
+                self.trace.changed_attributes = state.changed_attributes()
+                self.trace.changed_buffers = {
+                    name: self.glue.last_change(each)
+                    for name, each in state.changed_buffers().items()
+                }
         self.glue.finish()
         return self.trace
 

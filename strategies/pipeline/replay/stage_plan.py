@@ -1,9 +1,12 @@
 """What one stage does at every event of a step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from boltmesh.strategies.pipeline.replay.trace import Event, MetricTrace, UnitOutput
 from boltmesh.strategies.pipeline.values import ValueSpec
+
+ANY_STAGE = -1
 
 
 @dataclass
@@ -57,6 +60,11 @@ class StagePlan:
     """Whether random numbers between units have to be apart from those inside of them."""
     draws_host_random: bool
     """The same of those that numpy and Python draw."""
+    changed_buffers: Mapping[str, int] = field(default_factory=dict)
+    """Buffers outside of units that the step changes, with the stage that has what it puts into
+    them; ANY_STAGE where that depends on no unit."""
+    changed_attributes: frozenset[tuple[str, str]] = frozenset()
+    """Attributes that the step changes on modules outside of units: module and name."""
 
     @property
     def is_last(self) -> bool:

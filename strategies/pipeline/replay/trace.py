@@ -125,6 +125,11 @@ class Trace:
     """The events between units that drew random numbers; NO_EVENT where it was none of torch's."""
     draws_host_random: bool = False
     """Whether numpy or Python draw random numbers once the first unit has begun, anywhere."""
+    changed_buffers: dict[str, int] = field(default_factory=dict)
+    """Buffers outside of units that the step writes or replaces, with the last event that put into
+    them what a unit gave; NO_EVENT where none did."""
+    changed_attributes: frozenset[tuple[str, str]] = frozenset()
+    """Attributes that the step sets or fills on modules outside of units: module and name."""
     flops: dict[str, int] = field(default_factory=dict)
     """Of all forward calls of a unit together; empty unless they were counted."""
     kept: dict[str, dict[int, int]] = field(default_factory=dict)

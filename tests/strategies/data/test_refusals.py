@@ -62,8 +62,10 @@ def test_options_that_cannot_be_right_are_refused(arguments: Any, message: str) 
     [StochasticWeightAveraging(0.1), EMAWeightAveraging(), ModelPruning("l1_unstructured")],
 )
 def test_callbacks_that_take_a_shard_for_the_whole_are_refused(callback: Callback) -> None:
-    with pytest.raises(ConfigError, match=f"{type(callback).__name__} .* its shard alone"):
-        refuse_callbacks([Callback(), callback])
+    with pytest.raises(
+        ConfigError, match=f"{type(callback).__name__} .* with ZeROStrategy .* its part alone"
+    ):
+        refuse_callbacks([Callback(), callback], "ZeROStrategy")
 
 
 def test_two_trained_types_in_one_unit_are_refused_by_name() -> None:

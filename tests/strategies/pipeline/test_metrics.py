@@ -26,7 +26,7 @@ class Owner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.accuracy = MulticlassAccuracy(3)
-        self.named = nn.ModuleDict({"mean": MeanMetric()})
+        self.named: Any = nn.ModuleDict({"mean": MeanMetric()})
         self.several = MetricCollection([MulticlassAccuracy(3), SumMetric()])
         self.plain = [SumMetric()]
 

@@ -171,6 +171,11 @@ def test_sizes_differ_by_at_most_one(rows: int, wanted: int, sizes: list[int]) -
     assert even_sizes(rows, wanted) == sizes
 
 
+@pytest.mark.parametrize(("rows", "sizes"), [(8, [2, 2, 2, 2]), (5, [3, 2]), (3, [3]), (1, [1])])
+def test_a_microbatch_has_enough_rows_where_the_batch_has(rows: int, sizes: list[int]) -> None:
+    assert even_sizes(rows, 4, fewest_rows=2) == sizes
+
+
 @pytest.mark.parametrize(
     ("batch", "said"),
     [

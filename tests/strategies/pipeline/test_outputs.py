@@ -17,7 +17,7 @@ def test_rows_are_joined_and_scalars_are_averaged() -> None:
     assert merged["logits"][3].tolist() == [1.0, 1.0]
     assert merged["loss"].item() == 2.0
     assert merged["names"] == ["a", "b", "c", "d"]
-    assert merged["n"] == 3.0
+    assert merged["n"] == 8
 
 
 def test_what_counts_nothing_is_left_out() -> None:

@@ -1,0 +1,111 @@
+"""What a pipeline cannot do, refused before it takes any memory."""
+
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import grad_norm
+from torch.optim import Optimizer
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.pipeline.joint_steps import joins_gradients
+
+_GRADIENT_HOOKS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
+_LOCAL_NORMS: dict[str, Callable[..., Any]] = {
+    "grad_norm": grad_norm,
+    "get_total_norm": torch.nn.utils.get_total_norm,
+}
+
+
+def refuse_run(
+    trainer: Trainer, module: LightningModule, step: str, *, synchronises_norms: bool
+) -> None:
+    """Refuse what the stages of a pipeline would do apart, each with its part of the model.
+
+    Args:
+        trainer: About to run.
+        module: What it runs.
+        step: The method that it begins with.
+        synchronises_norms: Whether batch norms are to be made of all ranks' batches.
+
+    Raises:
+        ConfigError: Naming it, and what to do instead.
+    """
+    if compat.draws_from_iterator(module, step):
+        raise ConfigError(
+            f"{type(module).__name__}.{step} takes a dataloader_iter, and a pipeline runs it on "
+            f"microbatches of a batch that is there before. Let it take a batch."
+        )
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{type(module).__name__} optimises by hand (automatic_optimization=False), and in a "
+            f"pipeline forward and backward passes of several microbatches are under way at once, "
+            f"so manual_backward has no place in training_step. Return the loss from "
+            f"training_step, or use bolt_ddp or bolt_zero3."
+        )
+    if synchronises_norms:
+        raise ConfigError(
+            "sync_batchnorm=True makes a batch norm wait for all ranks, and in a pipeline one "
+            "rank runs it: on one microbatch after the other, each by its own moments. Leave it "
+            "out, or use GroupNorm or LayerNorm, which do not depend on how a batch is cut."
+        )
+    for each in (module, *compat.callbacks_of(trainer)):
+        _refuse_local_norms(each)
+
+
+def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that look at all gradients to step one parameter.
+
+    Raises:
+        ConfigError: Naming the optimizer.
+    """
+    for optimizer in optimizers:
+        if joins_gradients(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps each parameter by what it finds in all "
+                f"gradients, and a rank of a pipeline has those of its own stages alone. Use "
+                f"bolt_ddp, or an optimizer that steps each parameter by itself, such as AdamW."
+            )
+
+
+def _refuse_local_norms(owner: object) -> None:
+    for hook in _GRADIENT_HOOKS:
+        function = getattr(type(owner), hook, None)
+        if function is None or function.__module__.startswith("lightning."):
+            continue
+        for name, norm in _LOCAL_NORMS.items():
+            if _uses(function, name, norm) and not hasattr(owner, name):
+                raise ConfigError(
+                    f"{type(owner).__name__}.{hook} calls {name}, which would see the gradients of "
+                    f"one stage, others on each rank. Take trainer.strategy.gradient_norm("
+                    f"optimizer), the norm over all stages, and clip by self.clip_gradients or "
+                    f"torch.nn.utils.clip_grad_norm_."
+                )
+
+
+def _uses(function: Any, name: str, target: object) -> bool:
+    """Whether a function's own lines name another one, as a global or as an attribute."""
+    code = getattr(function, "__code__", None)
+    if code is None or not any(name in each.co_names for each in _with_inner(code)):
+        return False
+    return function.__globals__.get(name, target) is target
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _with_inner(each)

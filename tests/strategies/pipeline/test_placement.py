@@ -1,0 +1,51 @@
+"""One rank decides how a model is cut, whatever samples of the data the others have seen."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from boltmesh.strategies.pipeline.placement import place
+from boltmesh.strategies.pipeline.replay.absent import make_absent
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+LENGTHS = (1, 60)
+"""Of the samples of the two ranks: the embedding weighs as much as one of them, or nothing."""
+
+
+class Texts(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(2000, 8)
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embedding(batch)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.mean()
+
+
+def cut(rank: int, world_size: int, lengths: tuple[int, int]) -> tuple[Any, ...]:
+    module = Texts()
+    batch = torch.zeros(4, lengths[rank], dtype=torch.long)
+    group = torch.distributed.new_group([0, 1])
+    options: dict[str, Any] = {"rank_of_stage": (0, 1), "split": "auto", "seed": 1, "group": group}
+    first = place(module, "training_step", (batch, 0), **options).division
+    rank_of = first.ranks_of_parameter
+    make_absent(each for name, each in module.named_parameters() if rank not in rank_of[name])
+    again = place(module, "training_step", (batch, 0), **options).division
+    assert again == first  # by what is known of the module
+    return first.stage_of_unit, first.ranks_of_parameter, first.rank_of_buffer
+
+
+def test_the_first_rank_decides_by_its_sample() -> None:
+    short = run_ranks(cut, 2, (LENGTHS[0], LENGTHS[0]))
+    long = run_ranks(cut, 2, (LENGTHS[1], LENGTHS[1]))
+    assert short[0] != long[0]
+    mixed = run_ranks(cut, 2, LENGTHS)
+    assert mixed == [short[0], short[0]]

@@ -1,0 +1,254 @@
+"""What the stages of a pipeline would do apart is refused by name; clipping by hand is right."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import utilities as lightning_utilities
+from lightning.pytorch.callbacks import OnExceptionCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies import DDPStrategy
+from boltmesh.strategies.pipeline.joint_steps import joins_gradients
+from boltmesh.strategies.pipeline.refusals import refuse_optimizers, refuse_run
+from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
+from tests.support.ranks import RankFailure, run_ranks
+from tests.support.stack import Stack, token_data
+
+
+class LogsNorms(Stack):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+class LogsNormsBySubmodule(Stack):
+    def on_after_backward(self) -> None:
+        self.log_dict(lightning_utilities.grad_norm(self, norm_type=2))
+
+
+class TotalNorm(Callback):
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        gradients = [each.grad for each in pl_module.parameters()]
+        pl_module.log("norm", max(get_total_norm([each]) for each in gradients))
+
+
+class OwnNorm(Stack):
+    """Whose method is nobody else's function."""
+
+    def grad_norm(self) -> float:
+        return 1.0
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.grad_norm()
+
+
+class ByHand(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def refuse(module: Any, *callbacks: Callback, fn: Any = TrainerFn.FITTING, **options: Any) -> None:
+    trainer = Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
+    )  # fmt: skip
+    trainer.state.fn = fn
+    refuse_run(trainer, module, "training_step", **{"synchronises_norms": False, **options})
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "options", "said"),
+    [
+        (Stack, [], {"synchronises_norms": True}, "sync_batchnorm=True .* GroupNorm"),
+        (ByHand, [], {}, "ByHand optimises by hand"),
+        (LogsNorms, [], {}, r"LogsNorms.on_before_optimizer_step calls grad_norm.*gradient_norm\("),
+        (LogsNormsBySubmodule, [], {}, "LogsNormsBySubmodule.on_after_backward calls grad_norm"),
+        (Stack, [TotalNorm()], {}, "TotalNorm.on_before_optimizer_step calls get_total_norm"),
+    ],
+)
+def test_what_stages_would_do_apart_is_refused(
+    module: Any, callbacks: Any, options: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        refuse(module(), *callbacks, **options)
+
+
+def test_what_every_stage_does_alike_is_not_refused() -> None:
+    refuse(Stack(), Callback())
+    refuse(OwnNorm())
+    refuse(ByHand(), fn=TrainerFn.VALIDATING)
+    refuse(Stack(), synchronises_norms=True, fn=TrainerFn.TESTING)
+
+
+class ClipsItself(torch.optim.SGD):
+    """Clips by the norm of all gradients in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+class Estimates(Optimizer):
+    """Grows its step by what it has seen of all gradients, from the second one on."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "seen": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(group["lr"] * group["seen"] * each.grad)
+            group["seen"] += sum(float(each.grad.abs().sum()) for each in group["params"])
+
+
+class Noisy(Optimizer):
+    """Draws random numbers, and looks at one gradient at a time."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(group["lr"] * (each.grad / each.grad.norm() + torch.randn_like(each)))
+
+
+class Wraps(Optimizer):
+    """Steps another optimizer, of which nothing can be told."""
+
+    def __init__(self, parameters: Any) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters, {})
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_joint"),
+    [
+        (torch.optim.LBFGS, True),
+        (ClipsItself, True),
+        (Estimates, True),
+        (Noisy, False),
+        (Wraps, False),
+        (torch.optim.AdamW, False),
+        (torch.optim.Adafactor, False),
+    ],
+)
+def test_optimizers_that_look_at_all_gradients_are_found(kind: Any, is_joint: bool) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
+    optimizer = kind(parameters)
+    state = torch.get_rng_state()
+    assert joins_gradients(optimizer) == is_joint
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(bool((each == 1).all()) for each in parameters)
+    assert not optimizer.state
+    if is_joint:
+        with pytest.raises(ConfigError, match=f"{kind.__name__} steps each parameter by"):
+            refuse_optimizers([optimizer])
+
+
+class Clips(Stack):
+    """Clips in its own way, and notes the norms."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(depth=4, ties=True, optimizer="sgd")
+        self.how = how
+        self.norms: list[float] = []
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if self.how == "lightning":
+            self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+            return
+        kind = float(self.how)
+        norm = clip_grad_norm_(self.parameters(), 0.3, norm_type=kind)
+        self.norms.append(float(norm))
+
+
+HOWS = ("lightning", "2", "1", "inf")
+
+
+def clipped(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], list[float]]]:
+    found = []
+    for how in HOWS:
+        strategy: Any = DDPStrategy(telemetry=False)
+        if world_size > 1:
+            strategy = PipelineParallelStrategy(telemetry=False, microbatches=4)
+        seed_everything(1, verbose=False)
+        module = Clips(how)
+        Trainer(
+            accelerator="cpu", devices=world_size, strategy=strategy, max_steps=3, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        ).fit(module, token_data(24, 8))  # fmt: skip
+        named = module.named_parameters()
+        held = {name: each.detach() for name, each in named if rank == 0 or strategy.holds(name)}
+        found.append(
+            ({name: each for name, each in held.items() if not each.isnan().any()}, module.norms)
+        )
+    return found
+
+
+@pytest.mark.ranks
+def test_clipping_by_hand_takes_the_norm_over_all_stages() -> None:
+    (alone,) = run_ranks(clipped, 1)
+    ranks = run_ranks(clipped, 2)
+    names = set()
+    for values in ranks:
+        for how, (held, norms), (reference, expected) in zip(HOWS, values, alone, strict=True):
+            assert norms == pytest.approx(expected, rel=1e-5), how
+            assert (how == "lightning") == (not expected)
+            assert not expected or max(expected) > 0.3  # it does clip
+            for name, each in held.items():
+                torch.testing.assert_close(each, reference[name], rtol=1e-5, atol=1e-6)
+                names.add(name)
+    assert names == alone[0][0].keys()
+    assert torch.nn.utils.clip_grad._get_total_norm.__module__ == "torch.nn.utils.clip_grad"
+
+
+def run_with(rank: int, world_size: int, arguments: dict[str, Any], optimizer: str) -> None:
+    class Model(Stack):
+        def configure_optimizers(self) -> Any:
+            return getattr(torch.optim, optimizer)(self.parameters())
+
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "strategy": PipelineParallelStrategy(telemetry=False, microbatches=2),
+    }
+    trainer = Trainer(accelerator="cpu", devices=world_size, max_steps=1, **{**quiet, **arguments})
+    trainer.fit(Model(), token_data(16, 8))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("arguments", "optimizer", "said"),
+    [
+        ({"sync_batchnorm": True}, "SGD", "sync_batchnorm=True"),
+        (
+            {"callbacks": [StochasticWeightAveraging(0.1)]},
+            "SGD",
+            "StochasticWeightAveraging .* with PipelineParallelStrategy every rank would work on",
+        ),
+        ({}, "LBFGS", "LBFGS steps each parameter by"),
+        (
+            {"callbacks": [OnExceptionCheckpoint("x")], "enable_checkpointing": True},
+            "SGD",
+            "saves when a rank fails",
+        ),
+    ],
+)
+def test_a_run_is_refused_on_all_ranks(arguments: Any, optimizer: str, said: str) -> None:
+    with pytest.raises(RankFailure, match=said):
+        run_ranks(run_with, 2, arguments, optimizer)
