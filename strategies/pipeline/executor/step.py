@@ -23,6 +23,7 @@ from boltmesh.strategies.pipeline.executor.backward import (
 )
 from boltmesh.strategies.pipeline.executor.border import check_outputs
 from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Action, Program
+from boltmesh.strategies.pipeline.executor.recomputing import no_module_runs
 from boltmesh.strategies.pipeline.executor.spans import Spans
 from boltmesh.strategies.pipeline.executor.stage import Stage
 from boltmesh.strategies.pipeline.executor.transport import Transport
@@ -205,7 +206,8 @@ class Step:
     def _backward(self, action: Action) -> None:
         graph, grads = self._begin_backward(action)
         start = self._spans.begin()
-        found = backward(graph, grads)
+        with no_module_runs() if action.microbatch < 0 else contextlib.nullcontext():
+            found = backward(graph, grads)
         self._end_span(action, start)
         self._live[action.stage] -= 1
         self._hand_back(action, found)
