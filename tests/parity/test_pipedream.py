@@ -1,5 +1,7 @@
 """PipeDream-2BW computes what one process computes that applies each gradient one step late."""
 
+import re
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Parameter, functional
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from boltmesh.errors import BoltMeshError
 from tests.support.pipelines import pipeline, quiet_trainer
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
@@ -116,3 +121,101 @@ def test_each_gradient_is_applied_one_step_late(
                 parameter, wanted["parameters"][name], rtol=1e-4, atol=1e-6, msg=name
             )
     assert names == wanted["parameters"].keys()
+
+
+class Save(Callback):
+    """Saves after a step in the middle."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(self.path)
+
+
+def resumed(
+    rank: int, world_size: int, schedule: str, epochs: int, source: str | None, target: str | None
+) -> dict[str, Any]:
+    seed_everything(1, verbose=False)
+    module = Trained(depth=4, optimizer="sgd", ties=True)
+    strategy = pipeline(schedule=schedule)
+    callbacks: list[Callback] = [] if target is None else [Save(target)]
+    trainer = quiet_trainer(world_size, strategy, max_epochs=epochs, callbacks=callbacks)
+    with pytest.warns(match="drops it") if schedule == "1f1b" else nullcontext():
+        trainer.fit(module, data(), ckpt_path=source)
+    if target is not None:
+        trainer.save_checkpoint(f"{target}-end")
+    for each in trainer.optimizers[0].state.values():
+        assert each.keys() == {"momentum_buffer"}
+    return told(module, strategy.holds)
+
+
+def test_a_run_goes_on_to_the_bit_with_the_gradient_that_was_pending(tmp_path: Path) -> None:
+    path = str(tmp_path / "middle")
+    whole = run_ranks(resumed, 2, "pipedream_2bw", 2, None, None)
+    run_ranks(resumed, 2, "pipedream_2bw", 1, None, path)
+    for steps, source in ((4, path), (STEPS, f"{path}-end")):
+        found = run_ranks(resumed, 2, "pipedream_2bw", 2, source, None)
+        for one, other in zip(found, whole, strict=True):
+            assert one["losses"] == other["losses"][steps:]
+            assert one["parameters"].keys() == other["parameters"].keys()
+            for name, each in other["parameters"].items():
+                assert torch.equal(one["parameters"][name], each), name
+    # A schedule that applies gradients at once drops it, and says so.
+    found = run_ranks(resumed, 2, "1f1b", 1, path, None)
+    assert found[0]["losses"][0] == pytest.approx(whole[0]["losses"][4])
+    assert found[0]["losses"][1] != pytest.approx(whole[0]["losses"][5])
+
+
+class Recomputed(torch.nn.Module):
+    """Runs what is in it again in its backward pass."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return made
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    """Run what cannot be; return what is said."""
+    def fit(module: Trained, **trainer: Any) -> str:
+        fitted = quiet_trainer(world_size, pipeline(schedule="pipedream_2bw"), **trainer)
+        with pytest.raises(BoltMeshError) as caught:
+            fitted.fit(module, data())
+        return str(caught.value)
+
+    recomputing = Trained(depth=4)
+    recomputing.blocks = torch.nn.ModuleList(map(Recomputed, recomputing.blocks))
+    hooked = Trained(depth=4)
+    for each in hooked.parameters():
+        each.register_hook(lambda gradient: gradient)
+    astray = Trained(depth=4)
+    for block in astray.blocks:
+        block.up.forward = partial(functional.linear, weight=block.up.weight, bias=block.up.bias)
+    scheduled = GradientAccumulationScheduler({0: 2})
+    return [
+        fit(Trained(depth=4), accumulate_grad_batches=3),
+        fit(Trained(depth=4), callbacks=[scheduled]),
+        fit(recomputing),
+        fit(hooked),
+        fit(astray),
+    ]
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    said = [
+        "accumulate_grad_batches=3 .* batches 3 times as large",
+        "accumulate_grad_batches=2 ",
+        "a Linear runs again|a Block runs again.*gradient_checkpointing_disable",
+        "has a hook on its gradient",
+        "by a reference of its own",
+    ]
+    for told_on_rank in run_ranks(refused, 2):
+        for found, wanted in zip(told_on_rank, said, strict=True):
+            assert re.search(wanted, found, flags=re.DOTALL), found
