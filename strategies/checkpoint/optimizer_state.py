@@ -22,8 +22,8 @@ from boltmesh.strategies.checkpoint.placeholder import held
 PARAMS = "params"
 
 PENDING = "boltmesh.pending_gradient"
-"""In the state of a parameter: a gradient that was made and not applied yet, of a run whose schedule
-applies gradients a step late."""
+"""In the state of a parameter: a gradient that was made and not applied yet, of a run whose
+schedule applies gradients a step late."""
 
 Take = Callable[[torch.nn.Parameter, Tensor], None]
 """Takes a pending gradient."""

@@ -63,11 +63,11 @@ class _Rank:
     def __init__(self, number: int, old: int, new: int, now: int) -> None:
         self.number = number
         self.slots: list[Slot] = []
-        self._old = old
+        self.old = old
         self._forward, self._end_of_forward = 0, now
         self._backward, self._end_of_backward = -old, now - new
         self._most = max(old, new) + 1
-        self._ends: dict[tuple[str, int], float] = {}
+        self.ends: dict[tuple[str, int], float] = {}
 
     def next(self, ranks: Sequence["_Rank"]) -> tuple[float, bool, int] | None:
         """Return when, whether it is a backward pass, and by whom; None where nothing can be."""
@@ -86,7 +86,7 @@ class _Rank:
         microbatch = self._forward if kind == "F" else self._backward
         end = start + (FORWARD if kind == "F" else BACKWARD)
         self.slots.append(Slot(Action(self.number, kind, microbatch), start, end))
-        self._ends[kind, microbatch] = end
+        self.ends[kind, microbatch] = end
         if kind == "F":
             self._forward += 1
         else:
@@ -96,7 +96,7 @@ class _Rank:
         is_full = self._forward - self._backward >= self._most
         if self._forward == self._end_of_forward or is_full:
             return None
-        return 0.0 if self.number == 0 else ranks[self.number - 1]._ends.get(("F", self._forward))
+        return 0.0 if self.number == 0 else ranks[self.number - 1].ends.get(("F", self._forward))
 
     def _backward_ready(self, ranks: Sequence["_Rank"]) -> float | None:
         if self._backward >= min(self._end_of_backward, self._forward):
@@ -104,9 +104,9 @@ class _Rank:
         if self.number == len(ranks) - 1:
             return 0.0
         behind = ranks[self.number + 1]
-        if self._backward < -behind._old:
+        if self._backward < -behind.old:
             return 0.0  # its gradient came in the step before
-        return behind._ends.get(("B", self._backward))
+        return behind.ends.get(("B", self._backward))
 
 
 def pipedream_2bw(num_ranks: int, num_microbatches: int) -> Order:

@@ -140,6 +140,8 @@ def closed_form_bubble(
     section 2.2. ZB-H1, where a weight gradient fits into the gap that it fills, and ZB-V with
     equal times: Qi et al. 2023, https://arxiv.org/abs/2401.10241, sections 2 and 6. Ranks of ZB-V
     have no gap of their own; over the common window the last one begins ``p - 1`` forwards late.
+    PipeDream-2BW as it is run here, where a backward takes two forwards: its own, for all ranks
+    meet after a step and begin the next one with what they have left.
     """
     waits = _wait_per_rank(name, num_ranks, num_microbatches, times)
     if waits is None:
@@ -161,6 +163,10 @@ def _wait_per_rank(
         return forward + times.backward if is_filled else None
     if name == "zero_bubble" and is_filled and weight <= min(forward, times.input_gradient):
         return forward + times.input_gradient - weight
+    if name == "pipedream_2bw" and num_ranks > 1:
+        is_filled = num_microbatches >= num_ranks + num_ranks // 2
+        is_filled = is_filled and times.backward == 2 * forward
+        return (num_ranks - 2) / (num_ranks - 1) * forward if is_filled else None
     is_even = forward == times.input_gradient == weight
     if name == "zbv" and is_even and num_microbatches >= 2 * num_ranks - 1:
         return forward

@@ -26,7 +26,7 @@ class ScheduleKind:
     splits_backward: bool = False
     """The gradients of input and weights are computed apart."""
     is_asynchronous: bool = False
-    """A step does the last backward passes of the batch before, whose gradient comes a step late."""
+    """A step does backward passes of the batch before, whose gradient comes a step late."""
     note: str = ""
     """What a picture of one step does not show."""
 

@@ -12,6 +12,7 @@ Split = str | Sequence[str] | Callable[[Sequence[UnitCost], int], Sequence[Seque
 
 AUTOMATIC = ("auto", "measured")
 
+
 @dataclass(frozen=True)
 class PipelineOptions:
     """The arguments of the strategy.

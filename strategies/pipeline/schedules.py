@@ -6,15 +6,24 @@ PipeDream-2BW, which torch does not have. All others are read from torch's class
 loaded for those only.
 """
 
+from collections.abc import Callable
+
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.asynchronous import pipedream_2bw, with_messages
 from boltmesh.strategies.pipeline.kinds import check_schedule
 from boltmesh.strategies.pipeline.table import ScheduleTable as ScheduleTable
 from boltmesh.strategies.pipeline.table import owners
 from boltmesh.strategies.pipeline.verify import check_order
-from boltmesh.telemetry.schedule import NOMINAL, carried, gpipe, one_forward_one_backward, simulate
+from boltmesh.telemetry.schedule import (
+    NOMINAL,
+    Order,
+    carried,
+    gpipe,
+    one_forward_one_backward,
+    simulate,
+)
 
-_OWN = {
+_OWN: dict[str, Callable[[int, int], Order]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "pipedream_2bw": pipedream_2bw,

@@ -50,9 +50,9 @@ def training_step(
         around: Precision.
 
     Returns:
-        The loss of the whole batch (whose gradients are those of the batch before where the
-        schedule applies them a step late), or a dict with it where the step returned one; None where
-        every microbatch gave None. What else is in the dict is on the last stage's rank.
+        The loss of the whole batch, or a dict with it where the step returned one; None where
+        every microbatch gave None. What else is in the dict is on the last stage's rank. The
+        gradients are those of the batch before where the schedule applies them a step late.
     """
     parts, sizes = axis.cut(args[0])
     seeds = axis.seeds(ordinal, len(parts))

@@ -41,9 +41,7 @@ def check_order(table: ScheduleTable) -> None:
     if kind is None or not kind.is_asynchronous:
         for stage, microbatch in sorted(carried(table.order)):
             rank = table.rank_of_stage[stage]
-            raise DeadlockError(
-                f"pipeline rank {rank} waits forever before {stage}B{microbatch}"
-            )
+            raise DeadlockError(f"pipeline rank {rank} waits forever before {stage}B{microbatch}")
     simulate(table.order, lambda _: 1.0)
 
 

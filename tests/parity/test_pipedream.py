@@ -55,7 +55,9 @@ def late(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
     seed_everything(1, verbose=False)
     module = Trained(depth=4, **options)
     made = module.configure_optimizers()
-    optimizer, scheduler = (made[0][0], made[1][0]["scheduler"]) if options.get("groups") else (made, None)
+    optimizer, scheduler = (
+        (made[0][0], made[1][0]["scheduler"]) if options.get("groups") else (made, None)
+    )
     pending: dict[Parameter, Tensor] = {}
     for batch in data():
         parameters = list(module.parameters())
@@ -184,6 +186,7 @@ class Recomputed(torch.nn.Module):
 
 def refused(rank: int, world_size: int) -> list[str]:
     """Run what cannot be; return what is said."""
+
     def fit(module: Trained, **trainer: Any) -> str:
         fitted = quiet_trainer(world_size, pipeline(schedule="pipedream_2bw"), **trainer)
         with pytest.raises(BoltMeshError) as caught:
@@ -197,7 +200,8 @@ def refused(rank: int, world_size: int) -> list[str]:
         each.register_hook(lambda gradient: gradient)
     astray = Trained(depth=4)
     for block in astray.blocks:
-        block.up.forward = partial(functional.linear, weight=block.up.weight, bias=block.up.bias)
+        kept: Any = block.up
+        kept.forward = partial(functional.linear, weight=kept.weight, bias=kept.bias)
     scheduled = GradientAccumulationScheduler({0: 2})
     return [
         fit(Trained(depth=4), accumulate_grad_batches=3),

@@ -181,9 +181,7 @@ class Executor:
             self._on_peak(step.outcome.peak_live)
         return self._end(agreement, step.outcome, error)
 
-    def _perform(
-        self, step: Step, program: Program, agreement: Agreement
-    ) -> BaseException | None:
+    def _perform(self, step: Step, program: Program, agreement: Agreement) -> BaseException | None:
         """Do all actions, or in their place what other ranks wait for; return what went wrong."""
         alarm = self._alarm
         actions = program.actions
@@ -234,7 +232,10 @@ class Executor:
     ) -> BaseException:
         batch = ""
         if action is not None and program is not None and action.microbatch < 0:
-            action, batch = action._replace(microbatch=program.number(action)), " of the batch before"
+            action, batch = (
+                action._replace(microbatch=program.number(action)),
+                " of the batch before",
+            )
         text = describe_failure(
             error, action, rank=self._global_rank, name_of=self._name_of, batch=batch
         )
