@@ -107,8 +107,9 @@ def _trace_in_rank(config: str, overrides: Sequence[str], steps: int, rank: Rank
     problem = _problem(loaded, placement, lambda: builder.build(for_show=True), steps)
     if part == "reference":
         ranks = int(os.environ[WORLD_SIZE_VARIABLE])
-        data_size = builder.build_strategy().layout_of(ranks).data
-        trace = trace_one_process(problem, data_size=data_size)
+        layout = builder.build_strategy().layout_of(ranks)
+        is_dealt = layout.data > 1 or layout.pipeline == 1
+        trace = trace_one_process(problem, data_size=layout.data, is_dealt=is_dealt)
     else:
         trace = trace_layout(problem, builder.build_strategy(), devices=placement.devices)
     if rank.rank == 0:

@@ -66,9 +66,23 @@ class Problem:
     seed: int = 1
 
 
-def trace_one_process(problem: Problem, *, data_size: int) -> Trace:
-    """The reference: plain Lightning in this process alone, on the batches of all data ranks."""
-    return _trace(problem, strategy="auto", devices=1, data_size=data_size, is_reference=True)
+def trace_one_process(problem: Problem, *, data_size: int, is_dealt: bool = True) -> Trace:
+    """The reference: plain Lightning in this process alone, on the batches of all data ranks.
+
+    Args:
+        problem: What is trained.
+        data_size: Ranks of the data axis.
+        is_dealt: Whether the Trainer deals the data out to them, which it does in its own order. If
+            not, they are in that of the loader.
+    """
+    return _trace(
+        problem,
+        strategy="auto",
+        devices=1,
+        data_size=data_size,
+        is_reference=True,
+        is_dealt=is_dealt,
+    )
 
 
 def trace_layout(problem: Problem, strategy: Any, *, devices: int | list[int]) -> Trace:
@@ -77,7 +91,13 @@ def trace_layout(problem: Problem, strategy: Any, *, devices: int | list[int]) -
 
 
 def _trace(
-    problem: Problem, *, strategy: Any, devices: int | list[int], data_size: int, is_reference: bool
+    problem: Problem,
+    *,
+    strategy: Any,
+    devices: int | list[int],
+    data_size: int,
+    is_reference: bool,
+    is_dealt: bool = True,
 ) -> Trace:
     seed_everything(problem.seed, workers=True, verbose=False)
     module = problem.module()
@@ -115,7 +135,7 @@ def _trace(
         )
 
         def source(loader: DataLoader[Any], stage: RunningStage, *, is_merged: bool = False) -> Any:
-            if not is_reference:
+            if not is_reference or not is_dealt:
                 return loader
             return _RankBatches(loader, data_size, stage, is_merged=is_merged)
 
@@ -130,7 +150,7 @@ def _trace(
         if problem.prediction is not None:
             # Rank by rank also in one process: a prediction may depend on the batch's index.
             loaders: list[Any] = [problem.prediction()]
-            if is_reference:
+            if is_reference and is_dealt:
                 whole = _RankBatches(loaders[0], data_size, RunningStage.PREDICTING)
                 loaders = whole.split()
             predicted = [_flatten(trainer.predict(module, loader)) for loader in loaders]

@@ -206,7 +206,7 @@ class MeshStrategy(CheckpointingStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        compat.reset_seed()
+        self._reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
         device = self.root_device
@@ -274,6 +274,10 @@ class MeshStrategy(CheckpointingStrategy):
             self.recorder.watch_memory(partial(observe.tensors_by_kind, self))
             if self.seed is not None:
                 seed_random_state(self.seed + self.coordinates["data"])
+
+    def _reset_seed(self) -> None:
+        """Begin the random numbers anew on every rank, after the model was built."""
+        compat.reset_seed()
 
     def _share_weights(self) -> None:
         """Give every rank the first one's model, for a run that trains nothing."""

@@ -152,6 +152,16 @@ class PipelineParallelStrategy(MeshStrategy):
 
     # Starting.
 
+    @property
+    @override
+    def is_distributed(self) -> bool:  # type: ignore[override]
+        """Whether the Trainer has to deal the data out: the ranks of a pipeline get the same.
+
+        So loaders keep the sampler that their author gave them, and a run sees its data in the
+        order of one process.
+        """
+        return self.layout.data > 1
+
     @override
     def layout_of(self, world_size: int) -> MeshLayout:
         stages = self.options.stages or world_size
@@ -163,6 +173,13 @@ class PipelineParallelStrategy(MeshStrategy):
             )
         self.options.num_stages(stages)  # refuses what the schedule has no order for
         return MeshLayout(pipeline=stages)
+
+    @override
+    def _reset_seed(self) -> None:
+        # Ranks that run the script themselves stand where one process would; ``setup`` makes them
+        # alike. Those that begin as empty processes have nothing but the seed.
+        if self._start_method in {"spawn", "forkserver"}:
+            super()._reset_seed()
 
     @override
     def _build_groups(self) -> dict[str, ProcessGroup]:

@@ -72,7 +72,11 @@ def alone(rank: int, world_size: int, name: str, precisions: tuple[str, ...]) ->
     runs = []
     for precision in precisions:
         keeper = FirstGradients()
-        runs.append(Run(trace_one_process(problem(name, precision, keeper), data_size=1), {}))
+        runs.append(
+            Run(
+                trace_one_process(problem(name, precision, keeper), data_size=1, is_dealt=False), {}
+            )
+        )
         runs[-1].gradients = keeper.kept
     return runs
 

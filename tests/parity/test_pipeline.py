@@ -31,6 +31,7 @@ class Case:
     microbatches: int = 4
     count: int = 44
     batch_size: int = 8
+    shuffle: bool = False
     accumulate: int = 1
     model: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class Case:
     def problem(self) -> Problem:
         return Problem(
             module=partial(Stack, depth=8, **self.model),
-            train=partial(token_data, self.count, self.batch_size),
+            train=partial(token_data, self.count, self.batch_size, shuffle=self.shuffle),
             validation=partial(token_data, 21, 8),
             prediction=partial(token_data, 19, 8),
             steps=5,
@@ -53,7 +54,7 @@ CASES = [
     Case("every schedule", schedules=SCHEDULES, microbatches=8, count=64, batch_size=16),
     Case("4 ranks, tied weights", ranks=4, schedules=("1f1b", "interleaved_1f1b", "zbv"),
          batch_size=16, model={"ties": True}, trainer=CLIP),
-    Case("batches that do not divide", batch_size=7, schedules=("1f1b", "zbv"), count=40),
+    Case("shuffled batches that do not divide", shuffle=True, batch_size=7, schedules=("1f1b", "zbv"), count=40),
     Case("clipping, accumulation of 3", accumulate=3, trainer=CLIP, count=52),
     Case("clipping by value", model={"optimizer": "sgd"},
          trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
@@ -72,7 +73,7 @@ CASES = [
 
 
 def one_process(rank: int, world_size: int, case: Case) -> Trace:
-    return trace_one_process(case.problem(), data_size=1)
+    return trace_one_process(case.problem(), data_size=1, is_dealt=False)
 
 
 def layouts(rank: int, world_size: int, case: Case) -> list[Trace]:

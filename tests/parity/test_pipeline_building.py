@@ -57,7 +57,7 @@ def problem_of(build: Any, options: dict[str, Any]) -> Problem:
 
 
 def one_process(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> Trace:
-    return trace_one_process(problem_of(WHOLE[kind], options), data_size=1)
+    return trace_one_process(problem_of(WHOLE[kind], options), data_size=1, is_dealt=False)
 
 
 def pipeline(

@@ -42,7 +42,7 @@ def routed(*, is_balanced: bool = False) -> Problem:
 
 
 def one_process(rank: int, world_size: int, problem: Callable[[], Problem]) -> Trace:
-    return trace_one_process(problem(), data_size=1)
+    return trace_one_process(problem(), data_size=1, is_dealt=False)
 
 
 def pipeline(

@@ -26,7 +26,7 @@ def quiet(strategy: Any, devices: int, **arguments: Any) -> Trainer:
     return Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, **arguments,
+        **arguments,
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def problem() -> Problem:
 
 
 def one_process(rank: int, world_size: int, data_size: int) -> Trace:
-    return trace_one_process(problem(), data_size=data_size)
+    return trace_one_process(problem(), data_size=data_size, is_dealt=data_size > 1)
 
 
 def layouts(rank: int, world_size: int, name: str) -> list[tuple[Trace, int]]:

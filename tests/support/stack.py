@@ -11,12 +11,13 @@ from torch.utils.data import DataLoader, TensorDataset
 VOCABULARY, LENGTH = 13, 5
 
 
-def token_data(count: int, batch_size: int) -> DataLoader[Any]:
+def token_data(count: int, batch_size: int, *, shuffle: bool = False) -> DataLoader[Any]:
     """``count`` short texts in which each token follows from the one before it."""
     generator = torch.Generator().manual_seed(3)
     starts = torch.randint(VOCABULARY, (count, 1), generator=generator)
     tokens = (starts * 3 ** torch.arange(LENGTH + 1)) % VOCABULARY
-    return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=batch_size)
+    data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
 
 
 class Block(nn.Module):

@@ -50,7 +50,6 @@ def trainer_of(strategy: Any, devices: int, callbacks: list[Callback], **options
             "strategy": strategy,
             "devices": devices,
             "logger": False,
-            "use_distributed_sampler": False,  # which would shuffle what one process does not
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
