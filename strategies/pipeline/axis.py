@@ -149,6 +149,7 @@ class PipelineAxis:
                 budget=find_budget(
                     self.options.max_memory_bytes,
                     self._programs.live(len(parts)),
+                    num_versions=2 if self._programs.is_asynchronous else 1,
                     group=context.group,
                     device=context.device,
                 ),

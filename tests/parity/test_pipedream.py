@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from boltmesh.errors import BoltMeshError
+from boltmesh.strategies.observe import tensors_by_kind
 from tests.support.pipelines import pipeline, quiet_trainer
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
@@ -33,16 +34,32 @@ class Trained(Stack):
         super().__init__(**options)
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.memory: dict[str, tuple[int, int | None]] = {}
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
+        if self.trainer.world_size > 1 and batch_idx == 3:
+            self.memory = memory(self.trainer.strategy)
 
     @override
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy: Any = self.trainer.strategy
         if self.trainer.world_size > 1:
             self.norms.append(strategy.gradient_norm(optimizer))
+
+
+def memory(strategy: Any) -> dict[str, tuple[int, int | None]]:
+    """Bytes held and expected, by kind, between two steps."""
+    held: Any = tensors_by_kind(strategy)
+    return {
+        each.kind: (
+            sum(one.numel() * one.element_size() for one in held[each.kind]),
+            each.predicted_bytes,
+        )
+        for each in strategy.expected_memory()
+        if each.kind in held
+    }
 
 
 def data() -> Any:
@@ -93,6 +110,9 @@ def staged(
     strategy = pipeline(schedule="pipedream_2bw")
     fitted = quiet_trainer(world_size, strategy, gradient_clip_val=CLIP, **trainer)
     fitted.fit(module, data(), token_data(11, 4) if "val_check_interval" in trainer else None)
+    own = sum(each.numel() * each.element_size() for each in strategy.held_parameters())
+    assert module.memory["parameters"] == module.memory["gradients"] == (2 * own, 2 * own)
+    assert module.memory["optimizer"][0] == module.memory["optimizer"][1]
     return told(module, strategy.holds)
 
 

@@ -11,6 +11,8 @@ from boltmesh.strategies.pipeline.asynchronous import (
     with_messages,
 )
 from boltmesh.strategies.pipeline.bubble import peak_live_bytes, simulate_ideal
+from boltmesh.strategies.pipeline.cutting import unit_cost
+from boltmesh.strategies.pipeline.replay.costs import UnitUse
 from boltmesh.strategies.pipeline.schedules import schedule_table
 from boltmesh.telemetry.schedule import (
     NOMINAL,
@@ -107,3 +109,9 @@ def test_a_list_between_two_others_is_simulated_as_such() -> None:
     assert peak_live_activations(order) == [3, 1]
     assert peaks_by_stage(order) == {0: 3, 1: 1}
     assert peak_live_bytes(order[0], [10, 0]) == 30
+
+
+def test_the_memory_of_a_cut_counts_both_versions() -> None:
+    unit = UnitUse("block", 10, 40, 0, 100, is_called=True, trained_bytes=40, kept_bytes=7)
+    assert unit_cost(unit).num_bytes == 160  # weights, gradients and Adam's two moments
+    assert unit_cost(unit, num_versions=2).num_bytes == 240
