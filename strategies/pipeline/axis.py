@@ -44,7 +44,7 @@ from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.proofs import Proofs
 from boltmesh.strategies.pipeline.quiet import quiet
 from boltmesh.strategies.pipeline.relay import relay_of
-from boltmesh.strategies.pipeline.replay.absent import make_absent
+from boltmesh.strategies.pipeline.replay.absent import AbsentError, make_absent
 from boltmesh.strategies.pipeline.replay.guard import StateGuard
 from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
 from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
@@ -250,7 +250,7 @@ class PipelineAxis:
                 continue
             missing = sorted(plan.parameters - self._held_names)
             if missing:
-                raise ConfigError(
+                raise AbsentError(
                     f"stage {plan.stage} uses {missing[0]!r} in this step, and the model was "
                     f"divided by a batch whose step does not: rank {rank} of the pipeline does "
                     f"not hold it. Let every step use the same parameters outside of layers, put "

@@ -101,6 +101,7 @@ def prove(trial: Trial, device: torch.device) -> Proof | None:
 def _proof(cuts: list[Cut]) -> Proof | None:
     whole = cuts[0].whole
     form, _ = find_form(whole.loss, lambda node: _leaves(node, cuts[0], whole))
+    form.constants |= _constants(form, cuts)
     for place, kinds in _kinds(form, cuts).items():
         if len(kinds) > 1:
             raise ConfigError(_disproved("is divided by what is a count for some rows only"))
@@ -108,6 +109,18 @@ def _proof(cuts: list[Cut]) -> Proof | None:
             return None
         form.kinds[place] = kinds.pop()
     return Proof(form, cuts) if all(_compare(form, each) for each in cuts) else None
+
+
+def _constants(form: Form, cuts: Sequence[Cut]) -> set[Place]:
+    """Return the places of factors that are the same however many rows there are."""
+    form.factors = {}
+    _counts(form, cuts)
+    found, form.factors = form.factors, None
+    return {
+        place
+        for place, values in found.items()
+        if all(math.isclose(each, values[0], rel_tol=1e-6) for each in values)
+    }
 
 
 def _leaves(node: Node, cut: Cut, part: Part) -> Leaves:

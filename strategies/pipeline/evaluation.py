@@ -21,6 +21,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.joining import Joints, find_joints, join
 from boltmesh.strategies.pipeline.metrics.replacing import metrics_replaced
 from boltmesh.strategies.pipeline.quiet import quiet
+from boltmesh.strategies.pipeline.replay.absent import AbsentError
 from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
 from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged
 from boltmesh.strategies.pipeline.replay.tail import Tail
@@ -83,6 +84,8 @@ class Evaluation:
             with around():
                 tail = self._tail(whole, 0)
                 run, tails, joints = self._divided(whole, tail, ordinal)
+        except AbsentError as error:
+            axis.refuse(error)
         except ConfigError as error:  # alike on all ranks, which have one batch and one plan
             self._relayed.add(step)
             rank_zero_info(

@@ -109,6 +109,11 @@ class Form:
     """Of every term, by its place."""
     per_row: dict[Place, float] = field(default_factory=dict)
     """By what a term is divided for every row, where that was the same for all rows tried."""
+    constants: set[Place] = field(default_factory=set)
+    """Where a factor says nothing about a count: it was the same for all rows tried. It may be
+    another one in each microbatch all the same, such as a random number."""
+    factors: dict[Place, list[float]] | None = None
+    """What factors were in the losses that were read, while they are gathered."""
 
 
 class OtherFormError(Exception):
@@ -184,7 +189,7 @@ def terms_of(
         visit = form.visits.get(position.place)
         if visit is None or (visit.follow and visit.name != node.name()):
             raise OtherFormError(node.name())
-        position = _gather(position, visit)
+        position = _gather(position, visit, form)
         if not visit.follow:
             yield _term(position)
         for index in reversed(visit.follow):
@@ -258,7 +263,7 @@ def _not_linear(node: Node, what: str) -> str:
     )
 
 
-def _gather(position: _Position, visit: Visit) -> _Position:
+def _gather(position: _Position, visit: Visit, form: Form) -> _Position:
     """Take in what a node says about the count."""
     node = position.node
     assert node is not None
@@ -278,6 +283,11 @@ def _gather(position: _Position, visit: Visit) -> _Position:
         factor = factor_of(node)
         if factor is None or not factor.is_scalar:
             raise OtherFormError(node.name())
+        if form.factors is not None:
+            value = float(factor.divide(1.0))
+            form.factors.setdefault(position.place, []).append(value)
+        if position.place in form.constants:
+            return position
         return replace(
             position,
             count=factor.divide(position.count),

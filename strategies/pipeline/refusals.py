@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import grad_norm
 from torch.optim import Optimizer
@@ -46,6 +47,12 @@ def refuse_run(
         raise ConfigError(
             f"{type(module).__name__}.{step} takes a dataloader_iter, and a pipeline runs it on "
             f"microbatches of a batch that is there before. Let it take a batch."
+        )
+    if any(isinstance(each, BatchSizeFinder) for each in compat.callbacks_of(trainer)):
+        raise ConfigError(
+            "The batch size finder tries sizes until memory runs out, and in a pipeline that is on "
+            "one rank alone, for which the others wait. Choose batch_size and microbatches by "
+            "boltmesh plan, or try them."
         )
     if trainer.state.fn != TrainerFn.FITTING:
         return

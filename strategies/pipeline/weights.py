@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,13 @@ FormOf = Callable[[Tensor], Form | None]
 """Gives the form of a loss, of which its kinds are known; None where the graph has to do."""
 
 Weighable = tuple[Term, Kind]
+
+
+class _Count(NamedTuple):
+    """What a term of the first microbatch counts, see ``Term``."""
+
+    count: Tensor | float
+    size: float
 
 
 class StepWeights:
@@ -40,7 +47,7 @@ class StepWeights:
         self._form_of = form_of
         self._is_single = is_single
         self._kind: Kind | None = None
-        self._first: list[Term] = []
+        self._first: list[_Count] = []
 
     def weigh(self, loss: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
         """Return a microbatch's loss scaled by its weight, at least fp32, and the weight.
@@ -87,7 +94,8 @@ class StepWeights:
     def _weigh_mean(
         self, loss: Tensor, found: list[Term], rows: int
     ) -> tuple[Tensor, Tensor | float]:
-        self._first = self._first or found
+        # Without the terms, which hold the graph and all that it keeps.
+        self._first = self._first or [_Count(each.count, each.size) for each in found]
         if not found:  # penalties alone
             weight: Tensor | float = float(rows)
         else:

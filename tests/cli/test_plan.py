@@ -175,8 +175,11 @@ def test_a_measured_machine_says_what_fits_and_the_least_time(workplace, capsys)
 @pytest.mark.parametrize("name", recipes())
 def test_every_recipe_can_be_planned(workplace, capsys, name):
     out = plan(capsys, name)
-    assert (f"* {name}" in out) != ("expected bubble" in out)
-    assert "device and host are one memory" in out
+    if name.startswith("pipeline"):
+        assert "expected bubble" in out
+    else:
+        assert f"* {name}" in out
+        assert "device and host are one memory" in out
 
 
 def test_any_other_model_is_built_without_memory_and_run_once(workplace, capsys):

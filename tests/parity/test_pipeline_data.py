@@ -200,7 +200,7 @@ def test_dropout_repeats_by_seed_and_differs_by_microbatch_layer_and_step() -> N
 
 
 class Mixup(Layers):
-    """Mixes rows by numbers of numpy and Python in the step, and in a layer as well."""
+    """Mixes what is in a row by numbers of numpy and Python in the step, and in a layer as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,9 +211,9 @@ class Mixup(Layers):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         weight = self.draw(0)
-        x = self.noisy(x * weight + x.flip(0) * (1 - weight))
+        x = self.noisy(x * weight + x.flip(1) * (1 - weight))
         scale = self.draw(1)  # used on the first stage and on the last, which ran no layer before
-        loss = functional.mse_loss(self(x * scale) * scale, y * weight + y.flip(0) * (1 - weight))
+        loss = functional.mse_loss(self(x * scale) * scale, y * weight + y.cos() * (1 - weight))
         self.drawn.append((weight, scale, after := self.draw(2)))
         if self.given is not None:
             self.given.pop(0)

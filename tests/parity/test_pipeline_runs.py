@@ -51,7 +51,9 @@ class Plain(Stack):
 
 
 def numbers(trainer: Trainer) -> dict[str, float]:
-    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+    found = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    found.pop("boltmesh/bubble_ratio", None)  # one process has none
+    return found
 
 
 def pair(count: int) -> list[Any]:
@@ -175,7 +177,9 @@ def test_what_training_moves_is_expected_after_another_run_too() -> None:
     for told in run_ranks(expect, 2):
         # Two batches of four microbatches, each of 2 texts of 5 tokens and 7 numbers in fp32, and
         # as much of their gradients on the way back.
-        assert told == [(operator, 2 * 4 * 2 * 5 * 7 * 4.0, 8.0) for operator in ("send", "recv")]
+        borders = [(operator, 2 * 4 * 2 * 5 * 7 * 4.0, 8.0) for operator in ("send", "recv")]
+        assert told[:2] == borders
+        assert {operator for operator, _, _ in told[2:]} == {"allreduce", "broadcast"}
 
 
 # What a batch may be.
@@ -279,6 +283,13 @@ class Differing(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Sized(Plain):
+    batch_size = 8
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return token_data(16, self.batch_size)
+
+
 def refused(rank: int, world_size: int) -> dict[str, str]:
     def attempt(name: str, run: Any) -> None:
         try:
@@ -290,7 +301,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     data = token_data(16, 8)
     attempt("iterator", lambda: quiet_trainer(2, pipeline()).fit(Drawing(depth=4), data))
     trainer = quiet_trainer(2, pipeline())
-    attempt("batch size", lambda: Tuner(trainer).scale_batch_size(Plain(depth=4), data))
+    attempt("batch size", lambda: Tuner(trainer).scale_batch_size(Sized(depth=4)))
     attempt("late", lambda: quiet_trainer(2, pipeline()).fit(Late(), data, data))
     module = Plain(depth=4)
     quiet_trainer(2, pipeline()).fit(module, data)
@@ -305,7 +316,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 SAID = {
     "iterator": "Drawing.training_step takes a dataloader_iter",
-    "batch size": "not supported with distributed strategies",
+    "batch size": "The batch size finder tries sizes until memory runs out",
     "late": "stage 0 uses 'shift' in this step",
     "other stages": "Plain was divided into 2 stages on 2 ranks by an earlier run, and this one "
     "has 4 stages on 2",

@@ -5,7 +5,12 @@ from collections.abc import Iterable
 import torch
 from torch.nn import Parameter
 
+from boltmesh.errors import ConfigError
 from boltmesh.strategies.torch_compat import storage_key
+
+
+class AbsentError(ConfigError):
+    """A step asks for values that another rank holds. Not every rank of the pipeline raises it."""
 
 
 def make_absent(parameters: Iterable[Parameter], device: torch.device | None = None) -> None:

@@ -9,8 +9,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.replay.absent import is_absent
+from boltmesh.strategies.pipeline.replay.absent import AbsentError, is_absent
 from boltmesh.strategies.pipeline.replay.places import line_of_step
 from boltmesh.strategies.pipeline.replay.reads import (
     RANDOM,
@@ -217,7 +216,7 @@ class GlueWatch(TorchFunctionMode):
     def _note_parameter_read(self, name: str, parameters: frozenset[str]) -> None:
         values = dict(self.root.named_parameters())
         if gone := [each for each in sorted(parameters) if is_absent(values[each])]:
-            raise ConfigError(
+            raise AbsentError(
                 f"{name}() of {gone[0]!r} ({line_of_step()}), of which this rank holds no values: "
                 f"earlier batches did not read it. Read it for every batch, or inside a layer."
             )

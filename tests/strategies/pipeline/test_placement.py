@@ -1,5 +1,6 @@
 """One rank decides how a model is cut, whatever samples of the data the others have seen."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from boltmesh.strategies.pipeline.building import UnmadeModel
+from boltmesh.strategies.pipeline.cutting import Budget
 from boltmesh.strategies.pipeline.placement import place
 from boltmesh.strategies.pipeline.replay.absent import make_absent
 from tests.support.ranks import run_ranks
@@ -34,7 +37,16 @@ def cut(rank: int, world_size: int, lengths: tuple[int, int]) -> tuple[Any, ...]
     module = Texts()
     batch = torch.zeros(4, lengths[rank], dtype=torch.long)
     group = torch.distributed.new_group([0, 1])
-    options: dict[str, Any] = {"rank_of_stage": (0, 1), "split": "auto", "seed": 1, "group": group}
+    options: dict[str, Any] = {
+        "rank_of_stage": (0, 1),
+        "split": "auto",
+        "seed": 1,
+        "group": group,
+        "device": torch.device("cpu"),
+        "budget": Budget(math.inf, is_asked=False, live=(2, 1)),
+        "unmade": UnmadeModel(module),
+        "recomputed": frozenset(),
+    }
     first = place(module, "training_step", (batch, 0), **options).division
     rank_of = first.ranks_of_parameter
     make_absent(each for name, each in module.named_parameters() if rank not in rank_of[name])
