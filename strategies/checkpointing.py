@@ -28,7 +28,12 @@ from boltmesh.strategies.checkpoint.file import (
     load_mapped,
     local_path,
 )
-from boltmesh.strategies.checkpoint.optimizer_state import is_named, load_states, named_state
+from boltmesh.strategies.checkpoint.optimizer_state import (
+    Take,
+    is_named,
+    load_states,
+    named_state,
+)
 from boltmesh.strategies.checkpoint.placeholder import Placeholder, held, passed_over
 from boltmesh.strategies.checkpoint.together import together
 from boltmesh.strategies.data.axis import DataAxis
@@ -123,6 +128,10 @@ class CheckpointingStrategy(ParallelStrategy):
     def _joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Add what is stored once for all, and only other ranks have. Collective over all."""
         return state
+
+    def take_pending(self) -> Take | None:
+        """Return what takes gradients that the saved run had not applied yet; None to drop them."""
+        return None
 
     @override
     def save_checkpoint(
@@ -235,6 +244,8 @@ class CheckpointingStrategy(ParallelStrategy):
         assert module is not None
         for optimizer in self.optimizers:
             self.data_axis.prepare_state(optimizer)
-        together(partial(load_states, module, self.optimizers, states, holds=self.holds))
+        take = self.take_pending()
+        load = partial(load_states, module, self.optimizers, states, holds=self.holds, take=take)
+        together(load)
         for optimizer in self.optimizers:
             self.data_axis.state_loaded(optimizer)

@@ -329,6 +329,10 @@ class MeshStrategy(CheckpointingStrategy):
         """The module's parameters of which this rank has values, shards among them."""
         return [] if self.lightning_module is None else list(self.lightning_module.parameters())
 
+    def kept_beside(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Other versions of weights and gradients that this rank holds, beside the module's own."""
+        return (), ()
+
     # Resuming.
 
     def kept_for_resume(self) -> dict[str, Any]:

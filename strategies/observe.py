@@ -58,9 +58,13 @@ def tensors_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | 
         if held is not None:
             return held
     parameters: list[Tensor] = list(strategy.held_parameters())
+    weights, gradients = strategy.kept_beside()
     return {
-        "parameters": parameters,
-        "gradients": [each.grad for each in parameters if each.grad is not None],
+        "parameters": [*parameters, *weights],
+        "gradients": [
+            *(each.grad for each in parameters if each.grad is not None),
+            *gradients,
+        ],
         "optimizer": [
             tensor
             for optimizer in strategy.optimizers

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -16,6 +17,7 @@ from typing_extensions import override
 from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.building.deferred import deferred_init
+from boltmesh.strategies.checkpoint.optimizer_state import Take
 from boltmesh.strategies.data.lone import LoneRank
 from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.data.replica_memory import expected_held_memory
@@ -26,13 +28,19 @@ from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
 from boltmesh.strategies.pipeline.broadcasting import gathered
 from boltmesh.strategies.pipeline.digest import BatchDigest, batch_digest
 from boltmesh.strategies.pipeline.evaluation import Evaluation
+from boltmesh.strategies.pipeline.expected import with_second_version
 from boltmesh.strategies.pipeline.kinds import schedule_kind
 from boltmesh.strategies.pipeline.metrics.local import keep_local, let_gather
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
-from boltmesh.strategies.pipeline.refusals import refuse_optimizers, refuse_run
+from boltmesh.strategies.pipeline.refusals import (
+    refuse_accumulation,
+    refuse_late_gradients,
+    refuse_optimizers,
+    refuse_run,
+)
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.sample import batch_sizes, sample_batch
-from boltmesh.strategies.pipeline.small_state import joined_state
+from boltmesh.strategies.pipeline.small_state import add_pending, joined_state
 from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.strategies.torch_compat import TOTAL_NORM, total_norm_replaced
 from boltmesh.telemetry.snapshot import MemoryKind
@@ -73,7 +81,12 @@ class PipelineParallelStrategy(MeshStrategy):
         microbatches: Parts that a batch is cut into; four for each rank by default. More make the
             bubble smaller and each part less efficient.
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
-            ``"zero_bubble"``, ``"zbv"`` or ``"dualpipev"``; ``boltmesh schedule`` draws them.
+            ``"zero_bubble"``, ``"zbv"`` or ``"dualpipev"``; ``boltmesh schedule`` draws them. Or
+            ``"pipedream_2bw"``, which computes something else: steps take each other's gaps, and
+            the gradient of a batch is applied one step later than it was made, W(t+1) = W(t) -
+            step(gradient of batch t-1 at W(t-1)). The first step of a run changes nothing. It
+            keeps two versions of the weights and of the gradients, and half as many activations
+            again as 1f1b. Not with accumulation, fp16 or activation checkpointing.
         stages_per_rank: How many stages each rank has, for schedules that interleave them.
         split: ``"auto"`` balances counted floating point operations and parameters,
             ``"measured"`` times that the first rank takes of each part with one microbatch; else
@@ -91,7 +104,8 @@ class PipelineParallelStrategy(MeshStrategy):
 
     Sources: GPipe, Huang et al. 2019, https://arxiv.org/abs/1811.06965; 1F1B and interleaving,
     Narayanan et al. 2021, https://arxiv.org/abs/2104.04473; zero bubble, Qi et al. 2023,
-    https://arxiv.org/abs/2401.10241
+    https://arxiv.org/abs/2401.10241; PipeDream-2BW, Narayanan et al. 2021,
+    https://arxiv.org/abs/2006.09503
     """
 
     strategy_name = "bolt_pipeline"
@@ -121,6 +135,13 @@ class PipelineParallelStrategy(MeshStrategy):
                 f"schedule={schedule!r} takes each backward pass in two halves, and "
                 f"activation_checkpointing={self.recomputation.kind!r} would run the blocks again "
                 f"for each part of both. Use schedule='1f1b' or 'interleaved_1f1b', or leave "
+                f"activation_checkpointing out."
+            )
+        if self.recomputation.kind is not None and schedule_kind(schedule).is_asynchronous:
+            raise ConfigError(
+                f"schedule={schedule!r} does backward passes after the next optimizer step, and "
+                f"activation_checkpointing={self.recomputation.kind!r} would run the blocks again "
+                f"there, with other weights. Use schedule='1f1b', or leave "
                 f"activation_checkpointing out."
             )
         self.pipeline_axis = PipelineAxis(self.options)
@@ -177,6 +198,8 @@ class PipelineParallelStrategy(MeshStrategy):
         assert trainer.state.fn is not None
         step = _STEPS[trainer.state.fn]
         refuse_run(trainer, module, step, synchronises_norms=self._layer_sync is not None)
+        if self._is_fitting and schedule_kind(self.options.schedule).is_asynchronous:
+            refuse_late_gradients(trainer, getattr(self.precision_plugin, "scaler", None))
         share_random_state(self.groups["pipeline"], self.root_device)
         if self._is_fitting:
             self.recomputation.put_on(module)
@@ -198,6 +221,8 @@ class PipelineParallelStrategy(MeshStrategy):
         super().setup(trainer)
         if is_new:
             axis.start()
+        if self._is_fitting and axis.delayed is not None:
+            axis.delayed.begin()
         axis.follow_scaler()
         axis.tell(trainer.accumulate_grad_batches)
 
@@ -267,11 +292,18 @@ class PipelineParallelStrategy(MeshStrategy):
         # What selective checkpointing keeps is not seen before the first step.
         is_known = self.recomputation.kind != "selective"
         held = expected_held_memory(self.lightning_module, self.optimizers, axis.held)
+        if axis.delayed is not None:
+            held = with_second_version(held, axis.held)
         return held + (axis.expected_activations() if is_known else [])
 
     @override
     def held_parameters(self) -> Sequence[Parameter]:
         return self.pipeline_axis.held if self.pipeline_axis.placement is not None else []
+
+    @override
+    def kept_beside(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        delayed = self.pipeline_axis.delayed
+        return ((), ()) if delayed is None else delayed.tensors()
 
     # The loops.
 
@@ -279,6 +311,17 @@ class PipelineParallelStrategy(MeshStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._adopt_metrics()
+
+    @override
+    def on_train_end(self) -> None:
+        self.pipeline_axis.drain()
+        super().on_train_end()
+
+    @override
+    def on_validation_start(self) -> None:
+        # For the memory of what is kept for backward passes; numbers would be the same.
+        self.pipeline_axis.drain()
+        super().on_validation_start()
 
     @override
     def _begin_evaluation(self) -> None:
@@ -339,6 +382,8 @@ class PipelineParallelStrategy(MeshStrategy):
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
         axis = self.pipeline_axis
+        if axis.delayed is not None:
+            refuse_accumulation(trainer)
         axis.digest = self._digest_of(args[0])
         told = axis.sharing.size_per_batch()
         with self.recorder.phase("forward"), total_norm_replaced(TOTAL_NORM):
@@ -422,6 +467,8 @@ class PipelineParallelStrategy(MeshStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self._obstacle:
+            self.pipeline_axis.drain()
         with self.pipeline_axis.guard.opened():
             return super().lightning_module_state_dict()
 
@@ -440,7 +487,22 @@ class PipelineParallelStrategy(MeshStrategy):
 
     @override
     def _joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        delayed = self.pipeline_axis.delayed
+        if delayed is not None:
+            add_pending(state, self._named_parameters(), delayed.pending())
         return joined_state(state, self.stores)
+
+    def _named_parameters(self) -> dict[str, Parameter]:
+        assert self.lightning_module is not None
+        return dict(self.lightning_module.named_parameters())
+
+    @override
+    def take_pending(self) -> Take | None:
+        delayed = self.pipeline_axis.delayed
+        if delayed is None:
+            return None
+        delayed.begin()
+        return delayed.put
 
     # Ending.
 

@@ -129,6 +129,13 @@ def times_written(tensor: Tensor) -> int:
     return tensor._version
 
 
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether somebody waits for the gradient of a leaf."""
+    return bool(tensor._backward_hooks) or bool(
+        getattr(tensor, "_post_accumulate_grad_hooks", None)
+    )
+
+
 def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors of one device and type in place, in few kernels."""
     torch._foreach_mul_(tensors, factor)

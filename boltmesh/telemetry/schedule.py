@@ -4,12 +4,16 @@ A schedule is written as torch writes it: for each pipeline rank a list of actio
 the forward of microbatch 3 in stage 0. A rank works its list off in order, and an action waits for
 what it needs: a forward for the one in the stage before, a backward for the one in the stage after,
 and the gradient of the weights (W) for that of the input (I).
+
+Where steps take each other's gaps (PipeDream-2BW), a list is that of a step between two others: a
+backward that stands before the forward of its number is of the batch before, and what it needs of
+that one is there when the step begins.
 """
 
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 Order = tuple[tuple[str | None, ...], ...]
@@ -63,6 +67,21 @@ def actions(order: Order) -> tuple[tuple[Action, ...], ...]:
     )
 
 
+@functools.lru_cache(maxsize=16)
+def carried(order: Order) -> frozenset[tuple[int, int]]:
+    """Return the stages and microbatches whose backward is of the batch before."""
+    found: set[tuple[int, int]] = set()
+    for row in actions(order):
+        forward = {(stage, at) for stage, kind, at in row if kind == "F"}
+        done: set[tuple[int, int]] = set()
+        for stage, kind, at in row:
+            if kind == "F":
+                done.add((stage, at))
+            elif (stage, at) in forward - done:
+                found.add((stage, at))
+    return frozenset(found)
+
+
 def simulate(
     order: Order, seconds: Callable[[Action], float], *, transfer_s: float = 0.0
 ) -> Timetable:
@@ -79,6 +98,7 @@ def simulate(
     rows = actions(order)
     last_stage = max((action.stage for row in rows for action in row), default=0)
     rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+    old = carried(order)
     done: dict[tuple[int, str, int], float] = {}
     free = [0.0] * len(rows)
     slots: list[list[Slot]] = [[] for _ in rows]
@@ -89,7 +109,7 @@ def simulate(
             while len(slots[rank]) < len(row):
                 action = row[len(slots[rank])]
                 start = free[rank]
-                for need in _needs(action, last_stage):
+                for need in _needs(action, last_stage, old):
                     ready = done.get(need)
                     if ready is None:
                         break
@@ -111,9 +131,13 @@ def simulate(
     return tuple(map(tuple, slots))
 
 
-def _needs(action: Action, last_stage: int) -> tuple[tuple[int, str, int], ...]:
+def _needs(
+    action: Action, last_stage: int, old: frozenset[tuple[int, int]]
+) -> tuple[tuple[int, str, int], ...]:
     """Return what must be done before; the whole backward (B) is both I and W."""
     stage, microbatch = action.stage, action.microbatch
+    if (stage, microbatch) in old and action.kind in "BI":
+        return ((stage + 1, "I", microbatch),) if (stage + 1, microbatch) in old else ()
     if action.kind == "F":
         return ((stage - 1, "F", microbatch),) if stage > 0 else ()
     if action.kind == "W":
@@ -151,7 +175,8 @@ def peak_live_activations(order: Order) -> list[int]:
     the whole backward (B), or the gradient of the weights (W), for linear layers need their input
     for that one too. When a rank does what, and so how long that takes, is not asked.
     """
-    return [_peak(row) for row in actions(order)]
+    old = carried(order)
+    return [_peak(row, old) for row in actions(order)]
 
 
 @functools.lru_cache(maxsize=16)
@@ -161,11 +186,12 @@ def peaks_by_stage(order: Order) -> dict[int, int]:
     for row in actions(order):
         for action in row:
             rows.setdefault(action.stage, []).append(action)
-    return {stage: _peak(row) for stage, row in rows.items()}
+    old = carried(order)
+    return {stage: _peak(row, old) for stage, row in rows.items()}
 
 
-def _peak(row: Iterable[Action]) -> int:
-    live = peak = 0
+def _peak(row: Sequence[Action], old: frozenset[tuple[int, int]]) -> int:
+    live = peak = len({(stage, at) for stage, _, at in row} & old)
     for action in row:
         live += {"F": 1, "I": 0}.get(action.kind, -1)
         peak = max(peak, live)

@@ -5,6 +5,7 @@ these numbers. Both forms can be loaded here into any layout: every rank takes i
 what is stored, and what the optimizer holds already (offloaded state, say) is filled in place.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,13 @@ from boltmesh.strategies.checkpoint.pieces import KeptElsewhere, own_part
 from boltmesh.strategies.checkpoint.placeholder import held
 
 PARAMS = "params"
+
+PENDING = "boltmesh.pending_gradient"
+"""In the state of a parameter: a gradient that was made and not applied yet, of a run whose
+schedule applies gradients a step late."""
+
+Take = Callable[[torch.nn.Parameter, Tensor], None]
+"""Takes a pending gradient."""
 
 
 def parameter_names(module: Module, optimizer: Optimizer) -> list[list[str]]:
@@ -68,15 +76,26 @@ def load_states(
     saved: Sequence[Mapping[str, Any]],
     *,
     holds: Callable[[str], bool] = lambda _: True,
+    take: Take | None = None,
 ) -> None:
     """Put the saved states of all optimizers into them; see ``load_state``."""
+    if take is None and any(PENDING in each for state in saved for each in _values(state)):
+        warnings.warn(
+            "The checkpoint holds a gradient that was not applied yet, as schedule="
+            "'pipedream_2bw' leaves one. This run applies gradients at once, and drops it.",
+            stacklevel=2,
+        )
     if len(optimizers) != len(saved):
         raise CheckpointError(
             f"The checkpoint holds the state of {len(saved)} optimizers, and configure_optimizers "
             f"makes {len(optimizers)}. Make the same, or load the weights alone into a new run."
         )
     for optimizer, state in zip(optimizers, saved, strict=True):
-        load_state(module, optimizer, state, holds=holds)
+        load_state(module, optimizer, state, holds=holds, take=take)
+
+
+def _values(saved: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield from saved["state"].values()
 
 
 def load_state(
@@ -85,11 +104,13 @@ def load_state(
     saved: Mapping[str, Any],
     *,
     holds: Callable[[str], bool] = lambda _: True,
+    take: Take | None = None,
 ) -> None:
     """Put a saved state into an optimizer, whatever layout wrote it.
 
     Groups keep their identity, for schedulers and offloading hold on to them. Parameters that
-    this rank does not hold, as ``holds`` says by their names, get none.
+    this rank does not hold, as ``holds`` says by their names, get none. Pending gradients are no
+    state of the optimizer: ``take`` gets them.
 
     Raises:
         CheckpointError: When the groups are not those of the optimizer.
@@ -106,7 +127,10 @@ def load_state(
     }
     with torch.no_grad():
         for name, parameter in _pairs(names, optimizer):
-            values = stored.get(name, {}) if holds(name) else {}
+            values = dict(stored.get(name, {})) if holds(name) else {}
+            pending = values.pop(PENDING, None)
+            if take is not None and pending is not None:
+                take(parameter, torch.empty_like(parameter).copy_(held(pending)))
             _forget(optimizer, parameter, keeps=values.keys())
             if not values:
                 continue

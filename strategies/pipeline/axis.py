@@ -23,6 +23,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.bubble import peak_live_bytes
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.cutting import find_budget
+from boltmesh.strategies.pipeline.delayed import DelayedGradients
 from boltmesh.strategies.pipeline.digest import BatchDigest
 from boltmesh.strategies.pipeline.executor.agreement import agreement_size
 from boltmesh.strategies.pipeline.executor.executor import Executor
@@ -53,6 +54,7 @@ from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
 from boltmesh.strategies.pipeline.sharing import SharedParameters
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.pipeline.versions import ParameterSlots
 from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace, PipelinePlan
@@ -86,6 +88,8 @@ class PipelineAxis:
         self.placement: Placement | None = None
         """None before a model was placed."""
         self._forget_scaler: Callable[[], None] = _nothing
+        self.delayed: DelayedGradients | None = None
+        """Where the schedule applies gradients a step late."""
         self.cutter = Cutter()
         self.digest = BatchDigest()
         """Of the batch that the next step gets."""
@@ -145,6 +149,7 @@ class PipelineAxis:
                 budget=find_budget(
                     self.options.max_memory_bytes,
                     self._programs.live(len(parts)),
+                    num_versions=2 if self._programs.is_asynchronous else 1,
                     group=context.group,
                     device=context.device,
                 ),
@@ -212,6 +217,22 @@ class PipelineAxis:
         self.shared = SharedParameters(own, shared, self.context.group)
         elsewhere = [each for each in self.held if id(each) in self.shared.counted_elsewhere]
         self.norms = StageNorms(self.context.group, elsewhere)
+        self.delayed = self._delayed() if self._programs.is_asynchronous else None
+
+    def _delayed(self) -> DelayedGradients:
+        def finish(num_microbatches: int) -> None:
+            self._run(self._programs.asynchronous(num_microbatches, 0), [])
+
+        slots = ParameterSlots(self.module, self.held)
+        return DelayedGradients(slots, self.shared, finish, self._executor.drop_carried)
+
+    def drain(self) -> None:
+        """Do the backward passes that were left to a next batch. Collective over the pipeline.
+
+        To be called before anything but a batch of training.
+        """
+        if self.delayed is not None:
+            self.delayed.drain()
 
     def move_absent(self, device: torch.device) -> None:
         """Make what other ranks hold seem to be on a device, before the model is moved to it."""
@@ -298,7 +319,7 @@ class PipelineAxis:
     def work_off(self, run: Run, finish: Finish, around: Around) -> StepLogs:
         """Run all chunks of this rank; return what the last stage logged."""
         assert self.placement is not None
-        program = self._programs.of(len(run.parts))
+        stages_of_rank = self._programs.of(len(run.parts)).stages
         try:
             with around():
                 runs = [
@@ -324,9 +345,13 @@ class PipelineAxis:
                 finish if index == end else None,
                 is_last=index == end,
             )
-            for index in program.stages
+            for index in stages_of_rank
         ]
-        self._run(program, stages)
+        if self.delayed is None:
+            self._run(self._programs.of(len(run.parts)), stages)
+        else:
+            with self.delayed.batch() as before:
+                self._run(self._programs.asynchronous(before, len(run.parts)), stages)
         self._glue_state.share(each[0].plan for each in runs)
         return logs
 
@@ -496,6 +521,8 @@ class PipelineAxis:
         self._forget_scaler = _nothing
         if self.placement is not None:
             self._executor.close()
+            if self.delayed is not None:
+                self.delayed.abandon()
 
 
 def _nothing() -> None:

@@ -14,6 +14,7 @@ from boltmesh.telemetry.schedule import (
     Action,
     Timetable,
     actions,
+    carried,
     idle_shares,
     of_ideal,
     peak_live_activations,
@@ -106,11 +107,13 @@ def peak_live_bytes(row: Sequence[str | None], kept_bytes: Sequence[int]) -> int
 
     Args:
         row: The rank's actions, as in ``Order``; a microbatch counts from its forward (F) to its
-            whole backward (B) or to the gradient of its weights (W).
+            whole backward (B) or to the gradient of its weights (W); one whose backward is of the
+            batch before, from the beginning on.
         kept_bytes: Of one microbatch, by stage.
     """
-    live = peak = 0
-    for action in actions((tuple(row),))[0]:
+    order = (tuple(row),)
+    live = peak = sum(kept_bytes[stage] for stage, _ in carried(order))
+    for action in actions(order)[0]:
         live += {"F": 1, "I": 0}.get(action.kind, -1) * kept_bytes[action.stage]
         peak = max(peak, live)
     return peak
@@ -137,6 +140,8 @@ def closed_form_bubble(
     section 2.2. ZB-H1, where a weight gradient fits into the gap that it fills, and ZB-V with
     equal times: Qi et al. 2023, https://arxiv.org/abs/2401.10241, sections 2 and 6. Ranks of ZB-V
     have no gap of their own; over the common window the last one begins ``p - 1`` forwards late.
+    PipeDream-2BW as it is run here, where a backward takes two forwards: its own, for all ranks
+    meet after a step and begin the next one with what they have left.
     """
     waits = _wait_per_rank(name, num_ranks, num_microbatches, times)
     if waits is None:
@@ -151,13 +156,17 @@ def _wait_per_rank(
 ) -> float | None:
     """Return the idle time that each rank after the first adds to the window."""
     forward, weight = times.forward, times.weight_gradient
-    if name in ("gpipe", "1f1b", "pipedream_2bw"):
+    if name in ("gpipe", "1f1b"):
         return forward + times.backward
     is_filled = num_microbatches >= num_ranks
     if name in ("looped_bfs", "interleaved_1f1b"):
         return forward + times.backward if is_filled else None
     if name == "zero_bubble" and is_filled and weight <= min(forward, times.input_gradient):
         return forward + times.input_gradient - weight
+    if name == "pipedream_2bw" and num_ranks > 1:
+        is_filled = num_microbatches >= num_ranks + num_ranks // 2
+        is_filled = is_filled and times.backward == 2 * forward
+        return (num_ranks - 2) / (num_ranks - 1) * forward if is_filled else None
     is_even = forward == times.input_gradient == weight
     if name == "zbv" and is_even and num_microbatches >= 2 * num_ranks - 1:
         return forward

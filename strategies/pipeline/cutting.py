@@ -32,10 +32,17 @@ class Budget:
     """Whether the user has said so; else it is what the device has."""
     live: tuple[int, ...]
     """How many microbatches each stage keeps at once."""
+    num_versions: int = 1
+    """Of the weights and of their gradients, that the schedule keeps."""
 
 
 def find_budget(
-    max_bytes: int | None, live: tuple[int, ...], *, group: ProcessGroup, device: torch.device
+    max_bytes: int | None,
+    live: tuple[int, ...],
+    *,
+    num_versions: int,
+    group: ProcessGroup,
+    device: torch.device,
 ) -> Budget:
     """Return what the ranks of a pipeline have. Collective over the pipeline on GPUs.
 
@@ -43,28 +50,34 @@ def find_budget(
         max_bytes: As the user gave it; None: what the smallest GPU has. On the CPU ranks share
             memory with each other and everything else, so nobody can tell.
         live: How many microbatches each stage keeps at once.
+        num_versions: Of the weights and of their gradients, that the schedule keeps.
         group: The ranks of the pipeline.
         device: Of this rank.
     """
     if max_bytes is not None or device.type != "cuda":
         limit = math.inf if max_bytes is None else float(max_bytes)
-        return Budget(limit, max_bytes is not None, live)
+        return Budget(limit, max_bytes is not None, live, num_versions)
     total = torch.cuda.get_device_properties(device).total_memory
     least = torch.tensor(total, dtype=torch.int64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    return Budget(float(least), False, live)
+    return Budget(float(least), False, live, num_versions)
 
 
 def unit_cost(
-    unit: UnitUse, seconds: Mapping[str, float] | None = None, *, is_recomputed: bool = False
+    unit: UnitUse,
+    seconds: Mapping[str, float] | None = None,
+    *,
+    is_recomputed: bool = False,
+    num_versions: int = 1,
 ) -> UnitCost:
     """Return what a unit costs: its measured seconds where there are any, else counted work."""
     # A backward pass computes two gradients: three times the forward in all.
+    copies = COPIES_OF_TRAINED + 2 * (num_versions - 1)
     work = (4.0 if is_recomputed else 3.0) * unit.flops + SECONDS_PER_ELEMENT * unit.num_parameters
     return UnitCost(
         unit.name,
         work if seconds is None else seconds[unit.name],
-        float(unit.parameter_bytes + COPIES_OF_TRAINED * unit.trained_bytes),
+        float(unit.parameter_bytes + copies * unit.trained_bytes),
         float(unit.kept_bytes or 0),
     )
 

@@ -45,6 +45,10 @@ class Deposit:
         pairs = zip(self._parameters, self._made, strict=True)
         return {id(parameter): gradient for parameter, gradient in pairs}
 
+    def put(self, gradients: Mapping[int, Tensor]) -> None:
+        """Take gradients that were made elsewhere, by identity of their parameter."""
+        self._made = [gradients.get(id(each)) for each in self._parameters]
+
     def replace(self, gradients: Mapping[int, Tensor]) -> None:
         """Put others in the place of some, by identity of their parameter."""
         self._made = [

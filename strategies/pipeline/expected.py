@@ -1,8 +1,12 @@
 """What an optimizer step of a pipeline should move, beside what crosses its borders."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from torch.nn import Parameter
 
 from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 NORM_BYTES = 8
@@ -45,6 +49,24 @@ def expected_collectives(
             calls=float(told[1] * accumulated),
             why="the last stage tells the loss and what was logged",
         ),
+    ]
+
+
+def with_second_version(
+    expected: Iterable[MemoryKind], held: Iterable[Parameter]
+) -> list[MemoryKind]:
+    """Return what a rank needs that keeps the weights of the batch before, and two gradients.
+
+    Args:
+        expected: What it needs with one of each.
+        held: Its parameters; those that are not trained have one version.
+    """
+    trained = sum(each.numel() * each.element_size() for each in held if each.requires_grad)
+    return [
+        msgspec.structs.replace(kind, predicted_bytes=kind.predicted_bytes + trained)
+        if kind.kind in {"parameters", "gradients"} and kind.predicted_bytes is not None
+        else kind
+        for kind in expected
     ]
 
 

@@ -25,6 +25,8 @@ class ScheduleKind:
     """What to use for a number of stages that this one does not have."""
     splits_backward: bool = False
     """The gradients of input and weights are computed apart."""
+    is_asynchronous: bool = False
+    """A step does backward passes of the batch before, whose gradient comes a step late."""
     note: str = ""
     """What a picture of one step does not show."""
 
@@ -94,7 +96,9 @@ _KINDS = (
         "1F1B without a pause between steps, on weights that are one step old",
         "Narayanan et al. 2021, https://arxiv.org/abs/2006.09503, section 3.1",
         instead="interleaved_1f1b",
-        note="shown is one step alone, which is 1F1B; the next one begins in the gaps at its end",
+        is_asynchronous=True,
+        note="shown is a step between two others: it begins with backward passes of the batch "
+        "before, and leaves as many of its own to the next",
     ),
 )
 KINDS: Final = MappingProxyType({each.name: each for each in _KINDS})

@@ -1,6 +1,6 @@
 """What a user may choose about a pipeline, checked before anything is started."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from boltmesh.errors import ConfigError
@@ -11,10 +11,6 @@ Split = str | Sequence[str] | Callable[[Sequence[UnitCost], int], Sequence[Seque
 """``"auto"`` or ``"measured"``, the names at which later stages begin, or a function that cuts."""
 
 AUTOMATIC = ("auto", "measured")
-
-UNBUILT: Mapping[str, str] = {
-    "pipedream_2bw": "keeps two versions of the weights, which is not built yet",
-}
 
 
 @dataclass(frozen=True)
@@ -38,11 +34,6 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         schedule_kind(self.schedule)
-        if self.schedule in UNBUILT:
-            raise ConfigError(
-                f"schedule={self.schedule!r} {UNBUILT[self.schedule]}. Use 1f1b, which has its "
-                f"order and waits at the end of each step, or zero_bubble."
-            )
         if isinstance(self.split, str) and self.split not in AUTOMATIC:
             raise ConfigError(
                 f"split={self.split!r} is no way to cut a model. Use 'auto', 'measured', a list of "

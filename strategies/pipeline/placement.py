@@ -197,7 +197,12 @@ def divide(
     if split == "measured":
         seconds = measure_units(module, units, step, args, seed=seed, device=device, unmade=unmade)
     costs = {
-        each.name: unit_cost(each, seconds, is_recomputed=units[each.name] in recomputed)
+        each.name: unit_cost(
+            each,
+            seconds,
+            is_recomputed=units[each.name] in recomputed,
+            num_versions=budget.num_versions,
+        )
         for each in uses
         if each.is_called
     }

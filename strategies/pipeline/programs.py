@@ -1,8 +1,14 @@
 """The actions of this rank for any number of microbatches."""
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.asynchronous import (
+    asynchronous_timetable,
+    leaves_work,
+    with_messages,
+)
 from boltmesh.strategies.pipeline.bubble import peak_live_bytes
-from boltmesh.strategies.pipeline.executor.program import Program
+from boltmesh.strategies.pipeline.executor.program import Action, Program
+from boltmesh.strategies.pipeline.kinds import schedule_kind
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.schedules import schedule_table, with_communication
 from boltmesh.strategies.pipeline.table import ScheduleTable
@@ -24,12 +30,37 @@ class Programs:
         self._rank = rank
         self._tables: dict[int, ScheduleTable] = {}
         self._programs: dict[int, Program] = {}
+        self._between: dict[tuple[int, int], Program] = {}
+        self.is_asynchronous = schedule_kind(options.schedule).is_asynchronous
         whole = self._table(options.num_microbatches(num_ranks))
         self.num_stages = whole.num_stages
         self.rank_of_stage = whole.rank_of_stage
 
+    def asynchronous(self, before: int, now: int) -> Program:
+        """Return what this rank does in a step that goes on with the batch before.
+
+        Args:
+            before: Microbatches of that one, of which backward passes are left; 0: there are none.
+            now: Microbatches of the step's own batch; 0: nothing but what is left is done.
+        """
+        if (before, now) not in self._between:
+            timetable = asynchronous_timetable(self._num_ranks, before=before, now=now)
+            self._between[before, now] = Program(
+                self._rank,
+                self.rank_of_stage,
+                tuple(Action(*each) for each in with_messages(timetable)[self._rank]),
+                num_before=before if leaves_work(self._num_ranks, before) else 0,
+                carries=leaves_work(self._num_ranks, now),
+            )
+        return self._between[before, now]
+
     def of(self, num_microbatches: int) -> Program:
-        """Return what this rank does in a step with so many microbatches."""
+        """Return what this rank does in a step with so many microbatches.
+
+        Where steps take each other's gaps, in one between two others of its size.
+        """
+        if self.is_asynchronous:
+            return self.asynchronous(num_microbatches, num_microbatches)
         if num_microbatches not in self._programs:
             table = self._table(num_microbatches)
             self._programs[num_microbatches] = Program.parse(

@@ -73,6 +73,35 @@ def refuse_run(
         _refuse_local_norms(each)
 
 
+def refuse_late_gradients(trainer: Trainer, scaler: object) -> None:
+    """Refuse what cannot be with gradients that are applied a step late.
+
+    Raises:
+        ConfigError: Naming it, and what to do instead.
+    """
+    refuse_accumulation(trainer)
+    if scaler is not None:
+        raise ConfigError(
+            "schedule='pipedream_2bw' applies gradients a step late, when fp16's loss scale may "
+            "have become another one. Use precision='bf16-mixed', or schedule='1f1b'."
+        )
+
+
+def refuse_accumulation(trainer: Trainer) -> None:
+    """Refuse to accumulate gradients that are applied a step late; a callback may begin any time.
+
+    Raises:
+        ConfigError: With what to do instead.
+    """
+    count = trainer.accumulate_grad_batches
+    if count != 1:
+        raise ConfigError(
+            f"accumulate_grad_batches={count} with schedule='pipedream_2bw', which steps after "
+            f"each batch. Take batches {count} times as large, cut into {count} times as many "
+            f"microbatches, or use schedule='1f1b'."
+        )
+
+
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers that look at all gradients to step one parameter.
 

@@ -1,23 +1,32 @@
 """The orders that run and are drawn: torch's own, but for those that torch gets wrong.
 
 torch runs GPipe and 1F1B by loops and describes them apart from that; its description of 1F1B
-counts the last rank's forwards from 1 (torch 2.11 to 2.13). So these two are made here. All others
-are read from torch's classes, and torch is loaded for those only.
+counts the last rank's forwards from 1 (torch 2.11 to 2.13). So these two are made here, and
+PipeDream-2BW, which torch does not have. All others are read from torch's classes, and torch is
+loaded for those only.
 """
 
+from collections.abc import Callable
+
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.asynchronous import pipedream_2bw, with_messages
 from boltmesh.strategies.pipeline.kinds import check_schedule
 from boltmesh.strategies.pipeline.table import ScheduleTable as ScheduleTable
 from boltmesh.strategies.pipeline.table import owners
 from boltmesh.strategies.pipeline.verify import check_order
-from boltmesh.telemetry.schedule import gpipe, one_forward_one_backward
+from boltmesh.telemetry.schedule import (
+    NOMINAL,
+    Order,
+    carried,
+    gpipe,
+    one_forward_one_backward,
+    simulate,
+)
 
-_OWN = {
+_OWN: dict[str, Callable[[int, int], Order]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
-    # One step of it computes in the order of 1F1B; that steps do not wait for each other, and on
-    # which version of the weights, is not part of the order.
-    "pipedream_2bw": one_forward_one_backward,
+    "pipedream_2bw": pipedream_2bw,
 }
 _OF_TORCH = {
     "looped_bfs": "ScheduleLoopedBFS",
@@ -83,6 +92,12 @@ def with_communication(table: ScheduleTable) -> tuple[tuple[str, ...], ...]:
     receives of a pair of ranks stand in the same order on both, so that even ranks which hold still
     until their peer has come get through.
     """
+    if carried(table.order):
+        timetable = simulate(table.order, lambda action: NOMINAL[action.kind])
+        return tuple(
+            tuple(f"{stage}{kind}{at}" for stage, kind, at in row)
+            for row in with_messages(timetable)
+        )
     from boltmesh.strategies.torch_compat import torch_send_recv
 
     return torch_send_recv(table.order, table.rank_of_stage)

@@ -1,10 +1,13 @@
 """Optimizer state that is stored in one place for all stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
+
+from boltmesh.strategies.checkpoint.optimizer_state import PARAMS, PENDING
 
 
 def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[str, Any]:
@@ -28,6 +31,23 @@ def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[s
     joined = {name: values for others in told for name, values in others.items()}
     names = sorted({*joined, *own})
     return {**state, "state": {name: joined.get(name, {}) | own.get(name, {}) for name in names}}
+
+
+def add_pending(
+    state: dict[str, Any], parameters: Mapping[str, Parameter], pending: Mapping[int, Tensor]
+) -> None:
+    """Add gradients that were not applied yet to the state of one optimizer.
+
+    Args:
+        state: By names of parameters, with ``param_groups``.
+        parameters: Of the module, by name.
+        pending: By identity of the parameter.
+    """
+    for group in state["param_groups"]:
+        for name in group[PARAMS]:
+            gradient = pending.get(id(parameters.get(name)))
+            if gradient is not None:
+                state["state"][name] = {**state["state"].get(name, {}), PENDING: gradient}
 
 
 def _is_stored_apart(value: Any) -> bool:

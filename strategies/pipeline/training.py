@@ -1,6 +1,7 @@
 """One batch of training: forward and backward passes of its microbatches, and the loss of all."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,8 @@ def training_step(
 
     Returns:
         The loss of the whole batch, or a dict with it where the step returned one; None where
-        every microbatch gave None. What else is in the dict is on the last stage's rank.
+        every microbatch gave None. What else is in the dict is on the last stage's rank. The
+        gradients are those of the batch before where the schedule applies them a step late.
     """
     parts, sizes = axis.cut(args[0])
     seeds = axis.seeds(ordinal, len(parts))
@@ -69,12 +71,19 @@ def training_step(
 
     run = Run("training_step", args[0], parts, args[1:], kwargs, seeds, sizes)
     deposit = Deposit(axis.held)
-    with deposit.taking():
+    delayed = axis.delayed
+    with deposit.taking() if delayed is None else nullcontext():
         logs = axis.work_off(run, finish, around)
     loss, total = _tell(axis, results, weights, logs, proofs, scale)
+    if delayed is not None:
+        delayed.wait(len(parts), None if loss is None else total)
     if loss is None:
         return None
-    deposit.replace(axis.shared.add_up(deposit.made()))
+    if delayed is None:
+        deposit.replace(axis.shared.add_up(deposit.made()))
+    else:
+        deposit.put(delayed.take())
+        total = 1.0
     signed = deposit.sign(loss, total)
     if not axis.sharing.is_mapping:
         return signed

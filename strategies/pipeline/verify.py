@@ -9,8 +9,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from boltmesh.strategies.pipeline.kinds import KINDS
 from boltmesh.strategies.pipeline.table import STEP, ScheduleTable, owners
-from boltmesh.telemetry.schedule import DeadlockError, actions, simulate
+from boltmesh.telemetry.schedule import DeadlockError, actions, carried, simulate
 
 
 def check_order(table: ScheduleTable) -> None:
@@ -36,6 +37,11 @@ def check_order(table: ScheduleTable) -> None:
                 )
     if done:
         raise ValueError(f"there is no such work as {next(iter(done))}")
+    kind = KINDS.get(table.name)
+    if kind is None or not kind.is_asynchronous:
+        for stage, microbatch in sorted(carried(table.order)):
+            rank = table.rank_of_stage[stage]
+            raise DeadlockError(f"pipeline rank {rank} waits forever before {stage}B{microbatch}")
     simulate(table.order, lambda _: 1.0)
 
 
@@ -67,6 +73,8 @@ class _Run:
     ) -> None:
         self._rows = [[_parse(text) for text in row] for row in rows]
         self._rank_of = rank_of_stage
+        computed = tuple(tuple(text for text in row if "_" not in text) for row in rows)
+        self._old = carried(computed)
         self._is_buffered = is_buffered
         self._at = [0] * len(rows)
         self._done: set[_Step] = set()
@@ -120,6 +128,8 @@ class _Run:
             return [("F", stage - 1)] if stage > 0 else []
         if step.kind == "W":
             return [("I", stage)]
+        if (stage, step.microbatch) in self._old:
+            return [("B", stage + 1)] if (stage + 1, step.microbatch) in self._old else []
         is_last = stage == len(self._rank_of) - 1
         return [("F", stage)] if is_last else [("F", stage), ("B", stage + 1)]
 

@@ -81,7 +81,7 @@ def test_notes_on_communication_are_no_work_and_a_pair_is_two() -> None:
 @pytest.mark.parametrize(
     ("order", "where"),
     [
-        ((("0B0", "0F0"),), "rank 0 waits forever before 0B0"),
+        ((("0F1", "0B0"),), "rank 0 waits forever before 0B0"),
         ((("0F0", "0B0"), ("1F1", "1B1")), "before 0B0"),
         ((("0W0",),), "before 0W0"),
         ((("1F0",),), "before 1F0"),

@@ -74,7 +74,9 @@ class Agreement:
         digests = self._own_digests(program)
         batches = [0] * (1 if group is None else group.size())
         batches[0 if group is None else group.rank()] = batch.number
-        figures = meter.begin(is_training=program.has_backward)
+        # What only completes a batch says nothing about the schedule.
+        is_training = program.has_backward and bool(program.microbatches)
+        figures = meter.begin(is_training=is_training)
         # All lie in one row, of a length that no batch changes.
         self._row = torch.tensor([*digests[0], *digests[1], *batches, *figures], dtype=_ROW)
         self._question: Work | None = None

@@ -18,7 +18,7 @@ from boltmesh.strategies.pipeline.executor.idle import IdleMeter
 from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Action, Program
 from boltmesh.strategies.pipeline.executor.spans import OnChunk, build_spans
 from boltmesh.strategies.pipeline.executor.stage import Stage
-from boltmesh.strategies.pipeline.executor.step import Outcome, Specs, Step
+from boltmesh.strategies.pipeline.executor.step import Carried, Outcome, Specs, Step
 from boltmesh.strategies.pipeline.executor.transport import Transport
 
 _NO_BATCH: Final = BatchDigest()
@@ -72,6 +72,8 @@ class Executor:
         self._meter = IdleMeter(self.control_group, device)
         self._spans = build_spans(device, on_chunk, self._meter.measured)
         name = "alone" if self.control_group is None else self.control_group.group_name
+        self._carried: Carried | None = None
+        """What the newest step with backward passes has left to the next one."""
         self._alarm = Alarm(self._global_rank, name, on_stuck=on_stuck)
 
     def open(self) -> None:
@@ -96,8 +98,10 @@ class Executor:
         all of them, within the time that a chunk takes, and the executor can be used again.
 
         Args:
-            program: The actions of this rank.
-            stages: Its stages, ready for the microbatches of this step.
+            program: The actions of this rank. What one leaves to the next step with backward
+                passes, that one has to do; runs without any may come between.
+            stages: Its stages, ready for the microbatches of this step; none are needed for
+                backward passes of the batch before.
             batch: What this rank says of the batch that they compute with.
 
         Raises:
@@ -165,18 +169,22 @@ class Executor:
         agreement = Agreement(self.control_group, program, specs, batch, self._meter)
         if specs is None:
             return self._end(agreement, Outcome(), error)
-        step = Step(program, stages, *specs, self._transport, self._spans, self._device)
-        error = self._perform(step, program.actions, agreement)
+        carried = None
+        if program.has_backward:
+            carried, self._carried = self._carried, None
+        assert (carried is not None) == bool(program.num_before)
+        step = Step(program, stages, *specs, self._transport, self._spans, self._device, carried)
+        del carried  # the step lets go of its graphs one by one
+        error = self._perform(step, program, agreement)
         self._spans.end_step(self._meter.number)
         if program.has_backward and error is None:
             self._on_peak(step.outcome.peak_live)
         return self._end(agreement, step.outcome, error)
 
-    def _perform(
-        self, step: Step, actions: Sequence[Action], agreement: Agreement
-    ) -> BaseException | None:
+    def _perform(self, step: Step, program: Program, agreement: Agreement) -> BaseException | None:
         """Do all actions, or in their place what other ranks wait for; return what went wrong."""
         alarm = self._alarm
+        actions = program.actions
         done = 0
         action = None
         try:
@@ -191,16 +199,16 @@ class Executor:
             else:
                 action = None
                 agreement.settle()
-                step.finish()
+                self._keep(program, step.finish())
                 return None
             error: BaseException = PipelineError(alarm.cause)
         except DisagreementError as caught:
             step.abandon()
             return caught
         except Exception as caught:  # noqa: BLE001 - told to all ranks and raised by _end
-            error = self._ring(caught, action)
+            error = self._ring(caught, action, program)
         except BaseException as caught:
-            self._ring(caught, action)
+            self._ring(caught, action, program)
             raise
         try:
             agreement.settle()
@@ -211,8 +219,26 @@ class Executor:
         step.pretend_all(actions[done:])
         return error
 
-    def _ring(self, error: BaseException, action: Action | None) -> BaseException:
-        text = describe_failure(error, action, rank=self._global_rank, name_of=self._name_of)
+    def _keep(self, program: Program, left: Carried | None) -> None:
+        if program.has_backward:
+            self._carried = left
+
+    def drop_carried(self) -> None:
+        """Let go of what was left to a next step, which will not come."""
+        self._carried = None
+
+    def _ring(
+        self, error: BaseException, action: Action | None, program: Program | None = None
+    ) -> BaseException:
+        batch = ""
+        if action is not None and program is not None and action.microbatch < 0:
+            action, batch = (
+                action._replace(microbatch=program.number(action)),
+                " of the batch before",
+            )
+        text = describe_failure(
+            error, action, rank=self._global_rank, name_of=self._name_of, batch=batch
+        )
         self._alarm.ring(text)
         return error
 
@@ -229,6 +255,7 @@ class Executor:
             error = caught
         except Exception as caught:  # noqa: BLE001 - a rank is gone: told to all and raised below
             error = error or self._ring(caught, None)
+        self.drop_carried()
         said = isinstance(error, DisagreementError) and str(error)
         cause = said or self._alarm.hear()
         agreement.wait_for_all()

@@ -51,6 +51,7 @@ def describe_failure(
     *,
     rank: int,
     name_of: Callable[[Module], str | None],
+    batch: str = "",
 ) -> str:
     """Say what failed where, in one sentence; what the executor said itself stays as it is."""
     if isinstance(error, PipelineError):
@@ -60,7 +61,7 @@ def describe_failure(
     else:
         where = (
             f"Stage {action.stage} on rank {rank} failed in {_DOING[action.kind]} of microbatch "
-            f"{action.microbatch}"
+            f"{action.microbatch}{batch}"
         )
         module = failing_module(error)
         if module is not None:

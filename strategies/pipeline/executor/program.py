@@ -66,6 +66,11 @@ class Program:
     rank: int
     rank_of_stage: tuple[int, ...]
     actions: tuple[Action, ...]
+    num_before: int = 0
+    """Microbatches of the batch before, where backward passes of it are done in this step; they
+    count from its end, -1 being the last."""
+    carries: bool = False
+    """Whether backward passes of this step's batch are left to the next one, on some rank."""
 
     @classmethod
     def parse(cls, texts: Sequence[str], *, rank: int, rank_of_stage: Sequence[int]) -> "Program":
@@ -90,19 +95,23 @@ class Program:
 
     @cached_property
     def microbatches(self) -> tuple[int, ...]:
-        """The numbers of the step's microbatches."""
-        return tuple(sorted({action.microbatch for action in self.actions}))
+        """The numbers of the step's microbatches, without those of the batch before."""
+        return tuple(sorted({each.microbatch for each in self.actions if each.microbatch >= 0}))
 
     @cached_property
     def has_backward(self) -> bool:
-        """Whether anything is differentiated."""
-        return any(action.kind in BACKWARD for action in self.actions)
+        """Whether anything is differentiated, now or in the next step."""
+        return self.carries or any(action.kind in BACKWARD for action in self.actions)
 
     @cached_property
     def forward_only(self) -> "Program":
         """The same without backward passes: for validation and prediction."""
         kept = tuple(action for action in self.actions if action.kind in _OF_FORWARD)
         return Program(self.rank, self.rank_of_stage, kept)
+
+    def number(self, action: Action) -> int:
+        """Return the number of an action's microbatch in its own batch."""
+        return action.microbatch % self.num_before if action.microbatch < 0 else action.microbatch
 
     def is_local(self, stage: int) -> bool:
         """Whether this rank has the stage, so that handing it a value takes no message."""

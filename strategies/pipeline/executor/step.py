@@ -8,6 +8,7 @@ soon as they are sent, unless autograd needs them.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from boltmesh.strategies.pipeline.executor.backward import (
 )
 from boltmesh.strategies.pipeline.executor.border import check_outputs
 from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Action, Program
+from boltmesh.strategies.pipeline.executor.recomputing import no_module_runs
 from boltmesh.strategies.pipeline.executor.spans import Spans
 from boltmesh.strategies.pipeline.executor.stage import Stage
 from boltmesh.strategies.pipeline.executor.transport import Transport
@@ -31,6 +33,20 @@ Chunk = tuple[int, int]
 """A stage and a microbatch."""
 
 Specs = Mapping[Chunk, tuple[ValueSpec, ...]]
+
+
+@dataclass
+class Carried:
+    """What a step leaves to the next one: microbatches that are to be differentiated there.
+
+    They count from the end of their batch, -1 being the last.
+    """
+
+    graphs: dict[Chunk, Graph] = field(default_factory=dict)
+    grads: dict[Chunk, Grads] = field(default_factory=dict)
+    """Of their outputs, where these have come already."""
+    given: dict[Chunk, tuple[ValueSpec, ...]] = field(default_factory=dict)
+    awaited: dict[Chunk, tuple[ValueSpec, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -54,6 +70,7 @@ class Step:
         transport: To the other ranks.
         spans: Measures chunks.
         device: Of values.
+        carried: What the step before has left to this one.
     """
 
     def __init__(
@@ -65,20 +82,24 @@ class Step:
         transport: Transport,
         spans: Spans,
         device: torch.device,
+        carried: Carried | None = None,
     ) -> None:
-        self.outcome = Outcome(peak_live=dict.fromkeys(stages, 0))
+        carried = Carried() if carried is None else carried
         self._program = program
         self._stages = stages
-        self._given, self._awaited = given, awaited
+        self._given, self._awaited = {**given, **carried.given}, {**awaited, **carried.awaited}
         self._transport, self._spans, self._device = transport, spans, device
         self._is_training = program.has_backward
-        self._live = dict.fromkeys(stages, 0)
+        self._live = dict.fromkeys(program.stages, 0)
+        for stage, _ in carried.graphs:
+            self._live[stage] += 1
+        self.outcome = Outcome(peak_live=dict(self._live))
         self._values: dict[Chunk, tuple[Tensor, ...]] = {}
         """Inputs of a stage that a stage of the same rank gave."""
-        self._grads: dict[Chunk, Grads] = {}
+        self._grads: dict[Chunk, Grads] = dict(carried.grads)
         """Gradients of a stage's outputs that are there already."""
         self._to_send: dict[Action, tuple[Tensor, ...]] = {}
-        self._graphs: dict[Chunk, Graph] = {}
+        self._graphs: dict[Chunk, Graph] = dict(carried.graphs)
         self._later: dict[Chunk, Later] = {}
         self._do: dict[str, Callable[[Action], None]] = {
             "F": self._forward,
@@ -113,9 +134,25 @@ class Step:
         elif action.kind in RECEIVES:
             self._post_receive(action)
 
-    def finish(self) -> None:
-        """Wait for what is on its way."""
+    def finish(self) -> Carried | None:
+        """Wait for what is on its way; return what is left to the next step."""
+        left = self._leave() if self._program.carries else None
         self._transport.finish()
+        return left
+
+    def _leave(self) -> Carried:
+        left = Carried()
+        count = len(self._program.microbatches)
+        for (index, microbatch), graph in self._graphs.items():
+            chunk, later = (index, microbatch), (index, microbatch - count)
+            left.graphs[later] = graph
+            left.given[later], left.awaited[later] = self._given[chunk], self._awaited[chunk]
+            arrival = Action(index, "RECV_B", microbatch)
+            if chunk in self._grads:
+                left.grads[later] = self._grads[chunk]
+            elif self._transport.awaits(arrival):
+                left.grads[later] = self._arrived_grads(arrival)
+        return left
 
     def abandon(self) -> None:
         """Let everything go that is kept."""
@@ -128,7 +165,7 @@ class Step:
         received = self._inputs(chunk)
         start = self._spans.begin()
         outputs = stage.forward(microbatch, received)
-        self._spans.end(action, start)
+        self._end_span(action, start)
         specs = self._given[chunk]
         if not stage.is_last:
             check_outputs(
@@ -169,8 +206,9 @@ class Step:
     def _backward(self, action: Action) -> None:
         graph, grads = self._begin_backward(action)
         start = self._spans.begin()
-        found = backward(graph, grads)
-        self._spans.end(action, start)
+        with no_module_runs() if action.microbatch < 0 else contextlib.nullcontext():
+            found = backward(graph, grads)
+        self._end_span(action, start)
         self._live[action.stage] -= 1
         self._hand_back(action, found)
 
@@ -178,7 +216,7 @@ class Step:
         graph, grads = self._begin_backward(action)
         start = self._spans.begin()
         found, later = backward_inputs(graph, grads)
-        self._spans.end(action, start)
+        self._end_span(action, start)
         self._later[action.stage, action.microbatch] = later
         self._hand_back(action, found)
 
@@ -186,24 +224,33 @@ class Step:
         later = self._later.pop((action.stage, action.microbatch))
         start = self._spans.begin()
         later.run()
-        self._spans.end(action, start)
+        self._end_span(action, start)
         self._live[action.stage] -= 1
+
+    def _end_span(self, action: Action, start: Any) -> None:
+        number = self._program.number(action)
+        self._spans.end(Action(action.stage, action.kind, number), start)
 
     def _begin_backward(self, action: Action) -> tuple[Graph, Grads]:
         """Take the graph and the gradients of its outputs, and let go of what has been sent."""
         index, microbatch = chunk = action.stage, action.microbatch
-        if self._stages[index].is_last or self._program.is_local(index + 1):
+        if chunk in self._grads:  # of a stage of this rank, or come in the step before
             return self._graphs.pop(chunk), self._grads.pop(chunk)
-        arrived = iter(self._receive(Action(index, "RECV_B", microbatch)))
-        grads = tuple(next(arrived) if spec.needs_grad else None for spec in self._given[chunk])
+        grads = self._arrived_grads(Action(index, "RECV_B", microbatch))
         # The next stage has differentiated what it was sent, so that has left here long ago.
         self._transport.finish_send(Action(index, "SEND_F", microbatch))
         return self._graphs.pop(chunk), grads
 
+    def _arrived_grads(self, arrival: Action) -> Grads:
+        """Wait for the gradients of what a stage gave; None for what needs none."""
+        arrived = iter(self._receive(arrival))
+        specs = self._given[arrival.stage, arrival.microbatch]
+        return tuple(next(arrived) if spec.needs_grad else None for spec in specs)
+
     def _hand_back(self, action: Action, found: Grads) -> None:
         """Give the stage before the gradients of what it gave, zeros where there are none."""
         index, microbatch = chunk = action.stage, action.microbatch
-        if self._stages[index].is_first:
+        if index == 0:
             return
         if self._program.is_local(index - 1):
             self._grads[index - 1, microbatch] = found

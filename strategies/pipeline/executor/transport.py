@@ -61,6 +61,10 @@ class Transport:
         wires = [_as_bytes(value) for value in values if value.numel()]
         self._awaited[action] = _Awaited(self._post(dist.irecv, wires, peer, action), values)
 
+    def awaits(self, action: Action) -> bool:
+        """Whether values were asked for and not taken yet."""
+        return action in self._awaited
+
     def receive(self, action: Action) -> tuple[Tensor, ...]:
         """Wait for what ``post_receive`` asked for; the values are the caller's."""
         works, values = self._awaited.pop(action)
