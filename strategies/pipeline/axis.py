@@ -503,6 +503,7 @@ class PipelineAxis:
             told=self.sharing.size_per_batch(),
             accumulated=accumulated,
             num_norms=num_norms,
+            agrees_on_overflow=self.context.scaler is not None,
         )
 
     def expected_activations(self) -> list[MemoryKind]:

@@ -12,6 +12,9 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 NORM_BYTES = 8
 """Of a norm over all stages, which is a single number in double precision."""
 
+OVERFLOW_BYTES = 4
+"""Of what a gradient scaler keeps: whether gradients are finite, in single precision."""
+
 
 def expected_collectives(
     *,
@@ -20,6 +23,7 @@ def expected_collectives(
     told: tuple[int, int],
     accumulated: int,
     num_norms: int,
+    agrees_on_overflow: bool = False,
 ) -> list[ExpectedTraffic]:
     """Return the collectives of one optimizer step on one rank; each pair is bytes and calls.
 
@@ -29,17 +33,20 @@ def expected_collectives(
         told: Of a batch, from the last stage: the loss and what was logged.
         accumulated: Batches in an optimizer step.
         num_norms: Norms over all stages in an optimizer step.
+        agrees_on_overflow: Whether stages tell each other before a step if gradients overflowed.
     """
     reduced, calls = (sum(each) for each in zip(agreements, shared, strict=True))
     why = "agreements of the ranks"
     why += ", gradients of parameters that stages share" if shared[0] else ""
     why += ", the norm for clipping" if num_norms else ""
+    why += ", whether fp16 has overflown" if agrees_on_overflow else ""
+    in_step = NORM_BYTES * num_norms + OVERFLOW_BYTES * agrees_on_overflow
     return [
         ExpectedTraffic(
             axis="pipeline",
             operator="allreduce",
-            payload_bytes=float(reduced * accumulated + NORM_BYTES * num_norms),
-            calls=float(calls * accumulated + num_norms),
+            payload_bytes=float(reduced * accumulated + in_step),
+            calls=float(calls * accumulated + num_norms + agrees_on_overflow),
             why=why,
         ),
         ExpectedTraffic(

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from torch.amp import GradScaler
 
 from boltmesh.strategies.pipeline_parallel import BUBBLE, PipelineParallelStrategy
 from boltmesh.telemetry.job import ID_VARIABLE, RUN_DIR_VARIABLE
@@ -39,7 +41,7 @@ class Follower(Callback):
 
 
 def train(
-    rank: int, world_size: int, run_dir: Path
+    rank: int, world_size: int, run_dir: Path, has_scaler: bool
 ) -> tuple[list[float | None], set[str], JobSnapshot | None]:
     os.environ[RUN_DIR_VARIABLE], os.environ[ID_VARIABLE] = str(run_dir), "told"
     follower = Follower()
@@ -49,6 +51,7 @@ def train(
             accelerator="cpu",
             devices=world_size,
             strategy=PipelineParallelStrategy(microbatches=4),
+            plugins=[MixedPrecision("16-mixed", "cpu", GradScaler("cpu"))] if has_scaler else [],
             max_steps=STEPS,
             accumulate_grad_batches=ACCUMULATED,
             gradient_clip_val=1.0,
@@ -68,8 +71,11 @@ def train(
 
 
 @pytest.mark.ranks
-def test_a_pipeline_tells_its_bubble_its_traffic_and_what_it_keeps(tmp_path: Path) -> None:
-    told = run_ranks(train, 2, tmp_path / "runs")
+@pytest.mark.parametrize("has_scaler", [False, True], ids=["fp32", "fp16"])
+def test_a_pipeline_tells_its_bubble_its_traffic_and_what_it_keeps(
+    tmp_path: Path, has_scaler: bool
+) -> None:
+    told = run_ranks(train, 2, tmp_path / "runs", has_scaler)
     (first, names, seen), (second, *_) = told
     assert first == second  # the same on all ranks
     assert first[0] is None  # there is no batch before the first
