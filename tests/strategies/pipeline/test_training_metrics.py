@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from typing_extensions import override
 
-from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
+from boltmesh.strategies.pipeline_parallel import BUBBLE, PipelineParallelStrategy
 from tests.strategies.pipeline.test_evaluation import assert_same, trainer_of
 from tests.support.judged import Counting, points
 from tests.support.ranks import run_ranks
@@ -20,6 +20,11 @@ PIPELINES: tuple[dict[str, Any], ...] = (
 )
 
 
+def logged(trainer: Trainer) -> dict[str, Any]:
+    """What the module logged, without what the strategy does."""
+    return {name: each for name, each in trainer.callback_metrics.items() if name != BUBBLE}
+
+
 class Steps(Callback):
     """Keeps what is known after every batch."""
 
@@ -28,7 +33,7 @@ class Steps(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        self.seen.append(dict(trainer.callback_metrics))
+        self.seen.append(logged(trainer))
 
 
 def train(strategy: Any, devices: int) -> dict[str, Any]:
@@ -42,7 +47,7 @@ def train(strategy: Any, devices: int) -> dict[str, Any]:
     return {
         "steps": steps.seen,
         "epochs": module.by_epoch,
-        "end": dict(trainer.callback_metrics),
+        "end": logged(trainer),
         "state": module.accuracy.metric_state,
     }
 
