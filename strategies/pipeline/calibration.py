@@ -15,7 +15,7 @@ over their rows where their graph says so, on whatever stage they are made, and 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from boltmesh.strategies.pipeline.operators import plain_name
 from boltmesh.strategies.pipeline.trial import Trial
 from boltmesh.strategies.pipeline.tried_rows import (
     ATTEMPTS,
+    Attempt,
     Cut,
     Part,
     gradients_of,
@@ -75,7 +76,8 @@ def prove(trial: Trial, device: torch.device) -> Proof | None:
     cause: Exception | None = None
     is_run = False
     for attempt in ATTEMPTS:
-        for start, count in windows(trial):
+        tried = windows(trial)
+        for number, (start, count) in enumerate(tried):
             try:
                 cuts = run_cuts(trial, start, count, device, attempt)
             except ConfigError:
@@ -86,13 +88,38 @@ def prove(trial: Trial, device: torch.device) -> Proof | None:
             is_run = True
             proof = _proof(cuts) if cuts else None
             if proof is not None:
-                return proof
+                others = tried[number + 1 :]
+                return replace(
+                    proof,
+                    cuts=[*proof.cuts, *_more_cuts(proof.form, trial, others, device, attempt)],
+                )
     if cause is not None and not is_run:
         raise ConfigError(
             f"training_step's loss could not be tried on a few rows with made-up values, so "
             f"nothing proves that microbatches give the batch's loss: {cause}. Use microbatches=1."
         ) from cause
     return None
+
+
+def _more_cuts(
+    form: Form,
+    trial: Trial,
+    tried: Sequence[tuple[int, int]],
+    device: torch.device,
+    attempt: Attempt,
+) -> list[Cut]:
+    """Prove the form on other rows too: what is logged for these may tell a sum from a maximum."""
+    found: list[Cut] = []
+    for start, count in tried:
+        try:
+            cuts = run_cuts(trial, start, count, device, attempt)
+            compared = [_compare(form, each) for each in cuts]  # which weighs their parts
+        except ConfigError:
+            raise
+        except Exception:  # noqa: BLE001, S112 - these rows prove nothing, others have
+            continue
+        found += cuts if all(compared) else []
+    return found
 
 
 # The form.

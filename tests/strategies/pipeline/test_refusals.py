@@ -189,6 +189,7 @@ def clipped(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], list[fl
         Trainer(
             accelerator="cpu", devices=world_size, strategy=strategy, max_steps=3, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            use_distributed_sampler=False,
         ).fit(module, token_data(24, 8))  # fmt: skip
         named = module.named_parameters()
         held = {name: each.detach() for name, each in named if rank == 0 or strategy.holds(name)}

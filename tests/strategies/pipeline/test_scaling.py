@@ -66,7 +66,8 @@ def fit(rank: int, world_size: int, overflowing: str, freezes: bool) -> Any:
     Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=4, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        gradient_clip_val=1.0, callbacks=[Overflows(overflowing), Notes()],
+        use_distributed_sampler=False, gradient_clip_val=1.0,
+        callbacks=[Overflows(overflowing), Notes()],
         plugins=[MixedPrecision("16-mixed", device="cpu", scaler=scaler)],
     ).fit(module, token_data(32, 8))  # fmt: skip
     assert "_unscale_grads_" not in vars(scaler)
@@ -116,6 +117,7 @@ def fit_near_the_limit(rank: int, world_size: int, scale: float) -> float:
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=3, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         plugins=[MixedPrecision("16-mixed", device="cpu", scaler=scaler)],
+        use_distributed_sampler=False,
     ).fit(Steep(depth=4, optimizer="sgd"), token_data(48, 16))  # fmt: skip
     return scaler.get_scale()
 
