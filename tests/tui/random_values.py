@@ -30,6 +30,8 @@ class Randomly:
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             return kind(*(self.value(field.type) for field in msgspec.structs.fields(kind)))
+        if origin is tuple and arguments[-1] is not Ellipsis:
+            return tuple(self.value(each) for each in arguments)
         if origin is tuple:
             return tuple(self.value(arguments[0]) for _ in range(draw.randint(0, self._largest)))
         if origin is dict:
@@ -70,6 +72,8 @@ class Randomly:
             if typing.get_origin(each) is tuple
         )
         items = list(before)
+        if typing.get_origin(kind) is tuple and typing.get_args(kind)[-1] is not Ellipsis:
+            return self.value(kind)  # of a fixed length
         how = draw.choice(("roll", "change", "drop", "insert", "shuffle", "double"))
         if how == "roll":  # a ring that went on
             del items[: draw.randint(0, len(items))]

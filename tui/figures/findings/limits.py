@@ -1,5 +1,6 @@
 """What runs into a limit or against a promise: memory that is nearly full, bytes that differ."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -137,7 +138,7 @@ def _mend_traffic(job: JobSnapshot, ratio: float | None) -> str:
     batches = batches_per_step(job)
     if not ratio:
         return "ranks that do not reduce train apart from each other: compare their losses"
-    if batches > 1 and round(ratio) == batches:
+    if batches > 1 and math.isfinite(ratio) and round(ratio) == batches:
         return "let the strategy skip the reduction until the last batch of a step"
     if ratio > 1:
         return "look for a second reduction or gather of the same parameters in the model"
