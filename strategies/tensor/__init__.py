@@ -1,0 +1,1 @@
+"""The tensor axis: one layer's matrices are divided over ranks."""

@@ -1,0 +1,1 @@
+"""Runs a model on the parts that a plan gives each rank."""

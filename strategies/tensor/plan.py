@@ -1,0 +1,137 @@
+"""What is divided over the tensor axis, and how: plain data, to be printed, sent and edited."""
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from boltmesh.strategies.tensor.sections import Section
+
+Style = Literal["column", "row", "table", "vocabulary", "expert", "along"]
+"""How a parameter takes part.
+
+``column``: of a matrix product, whose outputs are divided; or the bias of one. ``row``: its inputs
+are divided, and its outputs summed over the axis. ``table``: an embedding of which each rank has
+some columns. ``vocabulary``: an embedding or a head of which each rank has some tokens. ``expert``:
+stacked matrices of experts, divided inside each. ``along``: used element by element, or head by
+head, together with something divided.
+"""
+
+Backend = Literal["local", "region", "replicated"]
+"""How a kind of block is run. ``local``: on plain shards, whose sizes its code sees.
+``region``: as DTensors between column and row, whose code sees the sizes of the whole.
+``replicated``: whole on every rank."""
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter of which each rank keeps a part."""
+
+    name: str
+    names: tuple[str, ...]
+    """All names of a tied parameter, ``name`` first."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dim: int
+    """Which is divided."""
+    sections: tuple[Section, ...]
+    """Of that dimension, in its order."""
+    style: Style
+    axis: int
+    """Which of ``TensorPlan.axes``; parameters of one axis are divided together or not at all."""
+    why: str = ""
+    """In words for the table."""
+
+    @property
+    def length(self) -> int:
+        """Of the divided dimension, whole."""
+        return sum(section.length for section in self.sections)
+
+    def local_shape(self, size: int) -> tuple[int, ...]:
+        """Of one rank's shard."""
+        shape = list(self.shape)
+        shape[self.dim] //= size
+        return tuple(shape)
+
+    @property
+    def elements(self) -> int:
+        """Of the whole."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class PlannedAxis:
+    """A logical axis of the model that nothing needs whole, such as the heads of a block."""
+
+    size: int
+    """How many indivisible units it has: heads, channels, tokens."""
+    parameters: tuple[str, ...]
+    blocks: tuple[str, ...]
+    """The repeated blocks that it lies in; empty for one outside of them."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A parameter that every rank keeps whole."""
+
+    name: str
+    why: str
+    """The operator that needed it whole, or what does not divide; for the table."""
+
+
+@dataclass(frozen=True)
+class SizeAttribute:
+    """An integer on a module that its code divides shapes by, such as ``num_heads``."""
+
+    module: str
+    name: str
+    value: int
+    """Of the whole model."""
+
+
+@dataclass(frozen=True)
+class GatherPoint:
+    """Where sequence parallelism needs the whole sequence: a module and one of its arguments."""
+
+    module: str
+    argument: int | str
+    """Place or keyword."""
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """Where the sequence is divided: from the entry of a stack of blocks to its exit."""
+
+    stacks: tuple[tuple[str, str], ...]
+    """First and last block of each."""
+    gathers: tuple[GatherPoint, ...]
+    dim: int = 1
+    """Of the activations; ``[batch, sequence, channels]``."""
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What is divided over ``size`` ranks, and what that asks of the modules around it."""
+
+    size: int
+    axes: tuple[PlannedAxis, ...] = ()
+    sharded: dict[str, ShardedParameter] = field(default_factory=dict)
+    """By first name, in the order of the model."""
+    whole: tuple[Whole, ...] = ()
+    partial: tuple[str, ...] = ()
+    """Replicated parameters that meet something divided: each rank has a part of their gradient."""
+    boundaries: tuple[str, ...] = ()
+    """Modules whose replicated output meets something divided: its gradient is summed."""
+    local_dropouts: tuple[str, ...] = ()
+    """Modules that draw for something divided: each rank draws its own."""
+    attributes: tuple[SizeAttribute, ...] = ()
+    """Candidates that the ``local`` backend may have to divide."""
+    region_axes: tuple[int, ...] = ()
+    """Axes that views name with sizes: those that ``region`` carries as DTensors."""
+    sequence: SequencePlan | None = None
+    """None where it is not possible, or was not asked for."""
+    backends: dict[str, Backend] = field(default_factory=dict)
+    """By kind of block (the name of its first); filled once it was proven."""
+    notes: tuple[str, ...] = ()
+    """Disagreements and fallbacks, in words for the table."""
+    unknown: dict[str, int] = field(default_factory=dict)
+    """Operators without a rule, with how often they ran; what they touched stays whole."""
