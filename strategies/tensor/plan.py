@@ -46,10 +46,10 @@ class ShardedParameter:
         """Of the divided dimension, whole."""
         return sum(section.length for section in self.sections)
 
-    def local_shape(self, size: int) -> tuple[int, ...]:
-        """Of one rank's shard."""
+    def local_shape(self, size: int, rank: int = 0) -> tuple[int, ...]:
+        """Of one rank's shard. Ranks differ only where a vocabulary does not divide."""
         shape = list(self.shape)
-        shape[self.dim] //= size
+        shape[self.dim] = sum(section.divided(size, rank).length for section in self.sections)
         return tuple(shape)
 
     @property
