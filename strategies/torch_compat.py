@@ -478,6 +478,9 @@ CAST = torch.ops.aten._to_copy.default
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The CPU's fused attention, which torch's own ``FlopCounterMode`` does not count."""
 
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+"""Rows of several experts, each times the matrix of its own."""
+
 
 COSTLY_OPERATORS: frozenset[Any] = frozenset(
     getattr(torch.ops.aten, name).default
