@@ -11,7 +11,7 @@ from boltmesh.errors import LayoutError
 from boltmesh.strategies.blocks import has_forward
 from boltmesh.strategies.tensor.backends import backends_of_axes, without_replicated
 from boltmesh.strategies.tensor.execution.attention import Heads
-from boltmesh.strategies.tensor.execution.attributes import divide_sizes
+from boltmesh.strategies.tensor.execution.attributes import divide_sizes, divide_width
 from boltmesh.strategies.tensor.execution.borders import AlikeBorder, Border, Scope
 from boltmesh.strategies.tensor.execution.changes import Changes
 from boltmesh.strategies.tensor.execution.dropout import Draws, divide_draws
@@ -148,9 +148,10 @@ class _Application:
         elif "expert" in styles or {"column", "row"} <= styles:
             self.changes.wrap(module, Inside(border))
         elif "column" in styles:
-            sections = owner.leading("column").sections
+            matrix = owner.leading("column")
+            divide_width(module, matrix, self.group.size, self.changes)
             column = (
-                RegionColumn(border, sections, _channels(module), self.group)
+                RegionColumn(border, matrix.sections, _channels(module), self.group)
                 if is_region
                 else Column(border)
             )
@@ -174,20 +175,26 @@ class _Application:
             self.changes.wrap(owner.module, Table(owner.leading("table").sections, self.group))
 
     def _divide_sizes(self, owners: list[Owner]) -> None:
-        """Divide the sizes that code on plain shards names: that of owners, in either backend."""
+        """Divide the sizes that code on plain shards names.
+
+        A module of one matrix product knows its part by the shapes of its weight; see
+        ``divide_width``. One that computes with several parts runs on shards in either backend.
+        """
         running_whole = {
             block
             for axis, planned in enumerate(self.plan.axes)
             for block in planned.blocks
             if self.backends[axis] == "region"
         }
-        of_owners = {owner.name for owner in owners}
+        single = {owner.name for owner in owners if len(owner.styles & {"column", "row"}) == 1}
+        several = {owner.name for owner in owners} - single
         divide_sizes(
             self.root,
             [
                 each
                 for each in self.plan.attributes
-                if each.module in of_owners or not block_around(each.module, running_whole)
+                if each.module not in single
+                and (each.module in several or not block_around(each.module, running_whole))
             ],
             self.group.size,
             self.changes,
@@ -228,4 +235,3 @@ def _channels(module: Module) -> int:
     """The dimension of a module's output that its weight's outputs are."""
     kernel = getattr(module, "kernel_size", ())
     return -1 - len(kernel) if isinstance(kernel, tuple) else -1
-
