@@ -56,7 +56,7 @@ def counted_messages() -> Iterator[_Messages]:
         yield messages
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a part of the largest expected value."""
-    scale = max(float(expected.abs().max()), 1e-12)
+def relative(found: Tensor, expected: Tensor, least: float = 1e-12) -> float:
+    """The largest difference, as a part of the largest expected value or of ``least``."""
+    scale = max(float(expected.abs().max()), least)
     return float((found.double() - expected.double()).abs().max()) / scale
