@@ -129,8 +129,11 @@ class TensorPlan:
     """Axes that views name with sizes: those that ``region`` carries as DTensors."""
     sequence: SequencePlan | None = None
     """None where it is not possible, or was not asked for."""
+    kinds: dict[str, str] = field(default_factory=dict)
+    """The first block of its kind by name of every block; one that is missing is alone."""
     backends: dict[str, Backend] = field(default_factory=dict)
-    """By kind of block (the name of its first); filled once it was proven."""
+    """By kind of block (the name of its first), and for what lies in none, by the empty name;
+    filled once it was proven."""
     notes: tuple[str, ...] = ()
     """Disagreements and fallbacks, in words for the table."""
     unknown: dict[str, int] = field(default_factory=dict)
