@@ -1,6 +1,7 @@
 """Puts a plan on a model: shards in the place of parameters, and wrappers around modules."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -33,6 +34,8 @@ from boltmesh.strategies.tensor.execution.region import (
 )
 from boltmesh.strategies.tensor.execution.sharding import join_shards, shard_parameters
 from boltmesh.strategies.tensor.execution.views import Boundary, PartialGradients
+from boltmesh.strategies.tensor.execution.vocabulary import divide_vocabularies, left_whole
+from boltmesh.strategies.tensor.execution.vocabulary_part import LossParallel, Vocabulary
 from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -48,6 +51,8 @@ class AppliedPlan:
     """Without what its backends leave whole."""
     group: TensorGroup
     changes: Changes = field(default_factory=Changes, repr=False)
+    vocabularies: list[Vocabulary] = field(default_factory=list, repr=False)
+    """They count for which functions logits were gathered."""
 
     @property
     def sharded(self) -> dict[Parameter, ShardedParameter]:
@@ -75,7 +80,14 @@ class AppliedPlan:
         self.changes.undo()
 
 
-def apply_plan(module: Module, plan: TensorPlan, group: TensorGroup) -> AppliedPlan:
+def apply_plan(
+    module: Module,
+    plan: TensorPlan,
+    group: TensorGroup,
+    *,
+    loss_parallel: LossParallel = "auto",
+    tell: Callable[[str], None] = lambda _: None,
+) -> AppliedPlan:
     """Let a model run on this rank's part. No communication; all ranks have to do the same.
 
     Args:
@@ -83,6 +95,8 @@ def apply_plan(module: Module, plan: TensorPlan, group: TensorGroup) -> AppliedP
             shards in place: the objects, their names and their order stay.
         plan: How. Blocks that its backends name ``replicated`` stay whole.
         group: The ranks that share the model, as many as the plan is for.
+        loss_parallel: What to do where code needs logits of the whole vocabulary.
+        tell: Hears once of each function that had logits gathered.
 
     Raises:
         LayoutError: The plan is not one of this model, or of this number of ranks.
@@ -91,10 +105,13 @@ def apply_plan(module: Module, plan: TensorPlan, group: TensorGroup) -> AppliedP
         raise LayoutError(
             f"The tensor plan is for {plan.size} ranks, and the group has {group.size}."
         )
-    kept = without_replicated(plan)
+    kept = left_whole(without_replicated(plan), module)
     shard_parameters(module, kept.sharded.values(), size=group.size, rank=group.rank)
     applied = AppliedPlan(module, kept, group)
     _Application(module, kept, group, applied.changes).run()
+    applied.vocabularies = divide_vocabularies(
+        module, kept, group, applied.changes, loss_parallel=loss_parallel, tell=tell
+    )
     return applied
 
 
@@ -221,7 +238,7 @@ class _Application:
                 divide_draws(self.root.get_submodule(name), listed, self.draws, self.changes)
 
     def _lies_in_region(self, name: str) -> bool:
-        """Whether a module runs on DTensors, which draw and sum gradients by how they are divided."""
+        """Whether a module runs on DTensors, which know what to draw and what to sum."""
         return any(
             held == {True} and (not scope or f"{name}.".startswith(f"{scope}."))
             for scope, held in self.scopes.items()
