@@ -21,6 +21,7 @@ from torch.nn import Module
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint.guard import StateGuard
+from boltmesh.strategies.joint_norms import JointNorms
 from boltmesh.strategies.pipeline.bubble import peak_live_bytes
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.cutting import find_budget
@@ -36,7 +37,6 @@ from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
 from boltmesh.strategies.pipeline.metrics.sharing import MetricSharing
 from boltmesh.strategies.pipeline.microbatches import Cutter
 from boltmesh.strategies.pipeline.normalizing import fewest_rows, vector_norms
-from boltmesh.strategies.pipeline.norms import StageNorms
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
@@ -216,7 +216,7 @@ class PipelineAxis:
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
         self.shared = SharedParameters(own, shared, self.context.group)
         elsewhere = [each for each in self.held if id(each) in self.shared.counted_elsewhere]
-        self.norms = StageNorms(self.context.group, elsewhere)
+        self.norms = JointNorms(self.context.group, elsewhere)
         self.delayed = self._delayed() if self._programs.is_asynchronous else None
 
     def _delayed(self) -> DelayedGradients:
