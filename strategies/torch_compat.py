@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, MultiheadAttention, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
@@ -478,6 +478,9 @@ CAST = torch.ops.aten._to_copy.default
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The CPU's fused attention, which torch's own ``FlopCounterMode`` does not count."""
 
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+"""Rows of several experts, each times the matrix of its own."""
+
 
 COSTLY_OPERATORS: frozenset[Any] = frozenset(
     getattr(torch.ops.aten, name).default
@@ -748,3 +751,14 @@ def torch_send_recv(
         num_stages=len(rank_of_stage),
     )
     return tuple(tuple(map(str, placed[rank])) for rank in sorted(placed))
+
+
+def refuse_fused_attention(
+    module: MultiheadAttention, set_attribute: Callable[[Module, str, object], None]
+) -> None:
+    """Keep ``TransformerEncoder`` from reading a ``MultiheadAttention``'s weights itself.
+
+    In evaluation it hands them to one kernel, or makes nested tensors for it, unless the projection
+    is one of three inputs of different widths. Attention's own forward reads that flag too.
+    """
+    set_attribute(module, "_qkv_same_embed_dim", False)

@@ -1,0 +1,142 @@
+"""Operators that look along a dimension: sums, softmax, norms, sorts."""
+
+from collections.abc import Sequence
+
+from boltmesh.strategies.tensor.analysis.atoms import Dim, new_dim
+from boltmesh.strategies.tensor.analysis.operators.rule import Call, rule
+from boltmesh.strategies.tensor.analysis.records import Use
+
+
+def _places(asked: object, ndim: int) -> set[int]:
+    """Dimensions that an argument names; all of them where it names none."""
+    if asked is None or asked == [] or ndim == 0:
+        return set(range(ndim))
+    named = [int(each) for each in asked] if isinstance(asked, Sequence) else [int(str(asked))]
+    return {each % ndim for each in named}
+
+
+@rule(
+    "all", "amax", "amin", "any", "argmax", "argmin", "count_nonzero", "linalg_vector_norm",
+    "logsumexp", "max", "mean", "median", "min", "nanmean", "nansum", "norm", "prod", "std",
+    "std_mean", "sum", "var", "var_mean",
+)  # fmt: skip
+def reduce(call: Call) -> None:
+    """One number out of many."""
+    dims = call.dims(call.first)
+    gone = _places(call.arguments.get("dim"), len(dims))
+    call.whole(*(dims[each] for each in sorted(gone)))
+    keeps = call.output.ndim == len(dims)
+    kept = [
+        () if place in gone else dim for place, dim in enumerate(dims) if keeps or place not in gone
+    ]
+    for each in call.outputs:
+        call.give(*kept, output=each)
+
+
+@rule(
+    "_log_softmax", "_safe_softmax", "_softmax", "cummax", "cummin", "cumprod", "cumsum", "flip",
+    "log_softmax", "logcumsumexp", "roll", "softmax", "sort",
+)  # fmt: skip
+def along(call: Call) -> None:
+    """As many numbers, each of which depends on all along a dimension."""
+    dims = call.dims(call.first)
+    asked = call.arguments.get("dim", call.arguments.get("dims"))
+    call.whole(*(dims[each] for each in sorted(_places(asked, len(dims)))))
+    for each in call.outputs:
+        call.give(*dims, output=each)
+
+
+@rule("kthvalue", "mode", "multinomial", "topk")
+def choose(call: Call) -> None:
+    """Some elements along a dimension, or their places."""
+    dims = list(call.dims(call.first))
+    place = call.arguments.get("dim", -1) % max(len(dims), 1)
+    call.whole(dims[place])
+    for each in call.outputs:
+        if each.ndim == len(dims):
+            dims[place] = new_dim(each.shape[place])
+            call.whole(dims[place])
+            call.give(*dims, output=each)
+        else:
+            call.give(*dims[:place], *dims[place + 1 :], output=each)
+
+
+@rule("tril", "triu")
+def triangle(call: Call) -> None:
+    """Elements by their places in the last two dimensions."""
+    dims = call.dims(call.first)
+    call.whole(*dims[-2:])
+    call.give(*dims)
+
+
+@rule("_fused_rms_norm", "native_layer_norm", "rms_norm")
+def norm(call: Call) -> None:
+    """The last dimensions by their mean and variance, scaled and moved by parameters."""
+    dims = call.dims(call.first)
+    count = len(call.arguments["normalized_shape"])
+    normed = dims[len(dims) - count :]
+    call.whole(*normed)
+    for name in ("weight", "bias"):
+        _scale(call, name, normed, dims)
+    call.give(*dims)
+    for each in call.outputs[1:]:
+        call.give(*dims[: len(dims) - count], *[()] * count, output=each)
+
+
+def _scale(call: Call, name: str, normed: Sequence[Dim], dims: Sequence[Dim]) -> None:
+    given = call.tensor(name)
+    if given is None:
+        return
+    for one, other in zip(normed, call.dims(given), strict=True):
+        call.same(one, other)
+    parameter = call.trace.parameter(given)
+    if parameter is not None:
+        call.trace.uses.append(Use(parameter, tuple(dims), call.trace.module))
+
+
+@rule(
+    "_batch_norm_with_update", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm",
+    "native_batch_norm", "native_group_norm",
+)  # fmt: skip
+def channel_norm(call: Call) -> None:
+    """Over all but channels, or over groups of them, with running statistics beside."""
+    batch, *rest = call.dims(call.first)
+    call.whole(*rest)
+    if call.name != "native_group_norm":
+        call.whole(batch)
+    for each in call.inputs[1:]:
+        call.whole(*call.dims(each))
+    call.give(batch, *rest)
+    call.give_new(*call.outputs[1:])
+
+
+@rule(
+    "binary_cross_entropy", "huber_loss", "mse_loss", "nll_loss2d_forward", "nll_loss_forward",
+    "smooth_l1_loss",
+)  # fmt: skip
+def loss(call: Call) -> None:
+    """One number out of predictions and targets, or one for each of them."""
+    for each in call.inputs:
+        call.whole(*call.dims(each))
+    call.give_new(*call.outputs)
+
+
+@rule(
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "avg_pool2d",
+    "avg_pool3d", "im2col", "max_pool2d_with_indices", "max_pool3d_with_indices",
+    "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d",
+    "upsample_nearest2d", "upsample_trilinear3d",
+)  # fmt: skip
+def pool(call: Call) -> None:
+    """Neighbours within one channel; where patches become channels, all of that is left whole."""
+    dims = call.dims(call.first)
+    first = 1 if call.name == "im2col" else len(dims) - _spatial(call.name)
+    call.whole(*dims[first:])
+    for each in call.outputs:
+        spatial = [new_dim(size) for size in each.shape[first:]]
+        call.whole(*spatial)
+        call.give(*dims[:first], *spatial, output=each)
+
+
+def _spatial(name: str) -> int:
+    return next(count for count in (1, 2, 3) if f"{count}d" in name)

@@ -1,0 +1,121 @@
+"""Keeps which axes the dimensions of every tensor of a step are, and what was done to them."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+
+from torch import Tensor
+
+from boltmesh.strategies.tensor.analysis.atoms import Dim, Reason, keep_whole, new_dim
+from boltmesh.strategies.tensor.analysis.records import (
+    Draw,
+    Lookup,
+    Operand,
+    Product,
+    ShapeUse,
+    Step,
+    Use,
+)
+
+
+@dataclass(frozen=True)
+class Label:
+    """What is known of a tensor."""
+
+    key: int
+    """Of the tensor: the same for as long as it lives, and no other one's ever."""
+    dims: tuple[Dim, ...]
+    parameter: str | None = None
+    """The parameter that this is a view or a copy of, element by element."""
+
+
+@dataclass
+class Trace:
+    """All that was seen of one step or of several."""
+
+    parameters: dict[str, tuple[Dim, ...]]
+    """Dimensions by first name, in the order of the model."""
+    products: list[Product] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    lookups: list[Lookup] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
+    shape_uses: list[ShapeUse] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    unknown: Counter[str] = field(default_factory=Counter)
+    """Operators without a rule."""
+    guessed: Counter[str] = field(default_factory=Counter)
+    """Operators that needed data which are not there, and got ones."""
+    module_inputs: dict[str, dict[int | str, int]] = field(default_factory=dict)
+    """Keys of the floating tensors that a module took first, by place or keyword."""
+    producers: dict[int, str] = field(default_factory=dict)
+    """The innermost module that returned a tensor."""
+    bases: dict[int, int] = field(default_factory=dict)
+    """The tensor that another one is a view or a copy of."""
+    stack: list[str] = field(default_factory=list)
+    """Modules whose forward runs."""
+    _keys: Iterator[int] = field(default_factory=count)
+    _labels: dict[int, Label] = field(default_factory=dict)
+    _kept: list[Tensor] = field(default_factory=list)
+    """An ``id`` tells tensors apart only while all of them exist."""
+
+    @property
+    def module(self) -> str:
+        """Whose own forward runs."""
+        return self.stack[-1] if self.stack else ""
+
+    def reason(self, operator: str) -> Reason:
+        """Why the operator that runs needs something whole."""
+        return Reason(operator, self.module)
+
+    def set(self, tensor: Tensor, dims: Iterable[Dim], parameter: str | None = None) -> None:
+        """Say what the dimensions of a tensor are."""
+        kept = tuple(tuple(each) for each in dims)
+        assert len(kept) == tensor.ndim, (len(kept), tensor.shape)
+        known = self._labels.get(id(tensor))
+        key = next(self._keys) if known is None else known.key
+        self._labels[id(tensor)] = Label(key, kept, parameter)
+        self._kept.append(tensor)
+
+    def label(self, tensor: Tensor) -> Label:
+        """What is known of a tensor; of one that is new, nothing."""
+        if id(tensor) not in self._labels:
+            self.set(tensor, (new_dim(each) for each in tensor.shape))
+        return self._labels[id(tensor)]
+
+    def dims(self, tensor: Tensor) -> tuple[Dim, ...]:
+        """Dimensions of a tensor."""
+        return self.label(tensor).dims
+
+    def parameter(self, tensor: Tensor) -> str | None:
+        """The parameter that a tensor is a view or a copy of."""
+        known = self._labels.get(id(tensor))
+        return None if known is None else known.parameter
+
+    def operand(self, tensor: Tensor) -> Operand:
+        """Describe a tensor that an operator takes or gives."""
+        label = self.label(tensor)
+        return Operand(label.key, label.dims, label.parameter, tensor.is_floating_point())
+
+    def keep_whole(self, tensor: Tensor, operator: str) -> None:
+        """Say that every dimension of a tensor has to be whole."""
+        for each in self.dims(tensor):
+            keep_whole(each, self.reason(operator))
+
+    def root(self, key: int) -> int:
+        """The tensor that this one is a view of, through all views."""
+        while key in self.bases:
+            key = self.bases[key]
+        return key
+
+    def forget_labels(self) -> None:
+        """Let go of the tensors; what was recorded stays."""
+        self._labels.clear()
+        self._kept.clear()
+
+
+def of_parameters(parameters: Mapping[str, Tensor]) -> Trace:
+    """A trace in which nothing has happened yet: each dimension is an axis of its own."""
+    return Trace(
+        {name: tuple(new_dim(each) for each in tensor.shape) for name, tensor in parameters.items()}
+    )

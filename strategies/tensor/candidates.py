@@ -1,0 +1,219 @@
+"""The axes of a model that could be divided, and why others could not."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from boltmesh.strategies.tensor.analysis.analyse import Analysis
+from boltmesh.strategies.tensor.analysis.atoms import Atom, Dim, find, leaves, length
+from boltmesh.strategies.tensor.plan import Style
+from boltmesh.strategies.tensor.sections import Section
+
+_TAKEN_APART = {"select", "unbind"}
+"""What code does with the q, k and v of a projection that has them outside of its heads."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A dimension of a parameter that an axis lies in."""
+
+    parameter: str
+    dim: int
+    sections: tuple[Section, ...]
+    style: Style
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """An axis that nothing needs whole."""
+
+    atom: Atom
+    members: tuple[Member, ...]
+    weight: int
+    """Elements of all parameters that it divides."""
+    is_vocabulary: bool = False
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Which it divides."""
+        return frozenset(each.parameter for each in self.members)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an axis lies in a dimension of a parameter."""
+
+    parameter: str
+    dim: int
+    rows: tuple[Dim, ...]
+    """The sections of the dimension, each a row of atoms."""
+    at: tuple[int, ...]
+    """In which place of each section; fewer than sections where it is not in all of them."""
+
+
+def sections_of(dim: Sequence[Atom]) -> tuple[Dim, ...]:
+    """The sections of a parameter's dimension, each a row of indivisible atoms.
+
+    Sections inside of something else, such as the two halves of the channels of a head, are no
+    sections of the dimension: there they are one atom, which cannot be divided itself.
+    """
+    rows: list[Dim] = [()]
+    for number, each in enumerate(map(find, dim)):
+        parts = _sections_of_atom(each)
+        if number and len(parts) > 1:
+            parts = ((each,),)
+        rows = [row + part for row in rows for part in parts]
+    return tuple(rows)
+
+
+def _sections_of_atom(atom: Atom) -> tuple[Dim, ...]:
+    if atom.form == "sections":
+        return tuple(row for each in atom.parts for row in sections_of([each]))
+    if atom.form == "product":
+        return sections_of(atom.parts)
+    return ((atom,),)
+
+
+def places(analysis: Analysis) -> dict[Atom, list[Place]]:
+    """Where each axis lies, in the order of the model."""
+    found: dict[Atom, list[Place]] = {}
+    for name, facts in analysis.parameters.items():
+        for number, dim in enumerate(facts.dims):
+            rows = sections_of(dim)
+            at: dict[Atom, list[int]] = {}
+            for row in rows:
+                for place, atom in enumerate(row):
+                    if atom.size > 1:
+                        at.setdefault(find(atom), []).append(place)
+            for atom, indices in at.items():
+                found.setdefault(atom, []).append(Place(name, number, rows, tuple(indices)))
+    return found
+
+
+def section_pattern(place: Place) -> tuple[Section, ...]:
+    """How a dimension is divided along an axis that lies in each of its sections once."""
+    return tuple(
+        Section(
+            prod(each.size for each in row[:at]),
+            row[at].size,
+            prod(each.size for each in row[at + 1 :]),
+        )
+        for row, at in zip(place.rows, place.at, strict=True)
+    )
+
+
+class Roles:
+    """How a step used each dimension of each parameter."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        trace = analysis.trace
+        self.facts = analysis.parameters
+        self.tables = {each.parameter for each in trace.lookups}
+        self.products = {each.parameter for each in trace.products}
+        self.used = {each.parameter for each in trace.uses}
+        self.addends = {each.parameter for each in trace.uses if each.is_addend}
+        self.contracted: dict[str, set[Atom]] = {}
+        """Atoms that were summed over in a product with a parameter."""
+        for each in trace.products:
+            self.contracted.setdefault(each.parameter, set()).update(leaves(each.contracted))
+
+    def is_used(self, parameter: str) -> bool:
+        """Whether the step did anything with a parameter that can be divided."""
+        return parameter in self.tables | self.products | self.used
+
+    def style(self, parameter: str, dim: int, atom: Atom) -> Style | None:
+        """How a parameter is divided along an axis; None where it is used in several ways."""
+        is_row = atom in self.contracted.get(parameter, set())
+        is_table, is_factor = parameter in self.tables, parameter in self.products
+        if is_table and dim == 0:
+            return "vocabulary"
+        if is_table:
+            return None if is_factor else "table"
+        if not is_factor:
+            return "column" if parameter in self.addends else "along"
+        if len(self.facts[parameter].shape) > 2 and not self._is_convolution(parameter):
+            return "expert"
+        return "row" if is_row else "column"
+
+    def is_row(self, parameter: str, atom: Atom) -> bool:
+        """Whether an axis of a parameter is summed over."""
+        return atom in self.contracted.get(parameter, set())
+
+    def _is_convolution(self, parameter: str) -> bool:
+        # Experts are stacked in the first dimension, which products leave whole; the other
+        # dimensions of a kernel are its places.
+        return any(
+            "convolution" in str(reason)
+            for dim in self.facts[parameter].dims[2:]
+            for atom in leaves(dim)
+            for reason in atom.reasons
+        )
+
+
+def why_not(atom: Atom, found: Sequence[Place], roles: Roles, size: int) -> str:
+    """Return why an axis cannot be divided by ``size``, in words; empty if it can."""
+    if atom.is_whole:
+        return f"{atom.reasons[0]} needs it whole"
+    if atom.form == "sections":
+        return "it has sections inside of something else"
+    if atom.size % size:
+        return f"{atom.size} is no multiple of {size}"
+    unused = [each.parameter for each in found if not roles.is_used(each.parameter)]
+    if unused:
+        return f"the step does not use {unused[0]}"
+    for each in found:
+        if why := _why_not_there(each):
+            return why
+    names = [each.parameter for each in found]
+    if len(set(names)) < len(names):
+        return "two dimensions of one parameter are the same axis"
+    styles = [roles.style(each.parameter, each.dim, atom) for each in found]
+    if None in styles:
+        return "a parameter is used in two ways"
+    rows = [roles.is_row(each.parameter, atom) for each in found]
+    if not any(rows):
+        return "nothing sums over it"
+    if not any(
+        style == "table" or (each.parameter in roles.products and not row)
+        for each, style, row in zip(found, styles, rows, strict=True)
+    ):
+        return "what it is multiplied with is whole"
+    return ""
+
+
+def _why_not_there(place: Place) -> str:
+    if len(place.at) != len(place.rows):
+        return f"not every section of {place.parameter} has it"
+    for row, at in zip(place.rows, place.at, strict=True):
+        outer = row[:at]
+        is_taken_apart = len(place.rows) == 1 and all(
+            any(reason.operator in _TAKEN_APART for reason in each.reasons) for each in outer
+        )
+        if length(outer) > 1 and not is_taken_apart:
+            return f"{place.parameter} has something else outside of it"
+    return ""
+
+
+def candidates(analysis: Analysis, size: int) -> Iterator[Candidate]:
+    """Give the axes that can be divided by ``size``, in the order of the model."""
+    roles = Roles(analysis)
+    for atom, found in places(analysis).items():
+        if not why_not(atom, found, roles, size):
+            yield _candidate(analysis, atom, found, roles)
+
+
+def _candidate(analysis: Analysis, atom: Atom, found: Sequence[Place], roles: Roles) -> Candidate:
+    members = []
+    for each in found:
+        style = roles.style(each.parameter, each.dim, atom)
+        assert style is not None
+        members.append(Member(each.parameter, each.dim, section_pattern(each), style))
+    owners = {each.parameter.rpartition(".")[0] for each in members if each.style == "column"}
+    members = [
+        replace(each, style="column")
+        if each.style == "along" and each.parameter.rpartition(".")[0] in owners
+        else each
+        for each in members
+    ]  # a bias that is added by an operator of its own
+    weight = sum(analysis.parameters[each.parameter].elements for each in members)
+    return Candidate(atom, tuple(members), weight)

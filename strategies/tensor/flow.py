@@ -1,0 +1,150 @@
+"""Where divided axes begin and end in a traced step, and what that asks of what is whole.
+
+A replicated activation that meets something divided has, on each rank, a part of its gradient: the
+sum is taken where a module gives it out. A replicated parameter that does has a part too.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+
+from boltmesh.strategies.tensor.analysis.analyse import Analysis
+from boltmesh.strategies.tensor.analysis.atoms import Atom, Dim, find
+from boltmesh.strategies.tensor.analysis.records import Operand, Step
+
+
+@dataclass
+class Flow:
+    """What choosing some axes asks of the rest of the model."""
+
+    partial: list[str] = field(default_factory=list)
+    boundaries: list[str] = field(default_factory=list)
+    refused: dict[Atom, str] = field(default_factory=dict)
+    """Axes that cannot be divided after all, and why."""
+
+
+def axes_of(dims: Iterable[Dim], chosen: Set[Atom]) -> set[Atom]:
+    """Which of the chosen axes dimensions have, sections of them included."""
+    found: set[Atom] = set()
+    waiting = [atom for dim in dims for atom in dim]
+    while waiting:
+        atom = find(waiting.pop())
+        found.add(atom)
+        waiting += atom.parts
+    return found & chosen
+
+
+def follow(analysis: Analysis, sharded: dict[str, Atom], followed: Sequence[Atom]) -> Flow:
+    """Find what meets divided axes.
+
+    Args:
+        analysis: Of the model.
+        sharded: The axis of each parameter that is divided.
+        followed: Axes that activations have within blocks; not those of tokens.
+    """
+    return _Follower(analysis, sharded, followed).follow()
+
+
+class _Follower:
+    def __init__(
+        self, analysis: Analysis, sharded: dict[str, Atom], followed: Sequence[Atom]
+    ) -> None:
+        self.analysis = analysis
+        self.trace = analysis.trace
+        self.sharded = sharded
+        self.order = {atom: number for number, atom in enumerate(followed)}
+        self.chosen = set(followed)
+        self.made = {out.key: step for step in self.trace.steps for out in step.outputs}
+        self.consumers: dict[int, list[Step]] = {}
+        for step in self.trace.steps:
+            for each in step.inputs:
+                self.consumers.setdefault(each.key, []).append(step)
+        self.flow = Flow()
+
+    def follow(self) -> Flow:
+        partial: dict[str, None] = {}
+        boundaries: dict[str, None] = {}
+        for step in self.trace.steps:
+            for atom, operand in self._entering(step):
+                if operand.parameter is not None:
+                    partial.setdefault(operand.parameter)
+                    continue
+                for name, key in self._origins(operand.key, partial):
+                    if why := self._other_use(key, atom):
+                        self.flow.refused.setdefault(atom, f"{name} {why}")
+                    boundaries.setdefault(name)
+        self.flow.partial = [each for each in self.analysis.parameters if each in partial]
+        self.flow.boundaries = list(boundaries)
+        return self.flow
+
+    def _entering(self, step: Step) -> Iterator[tuple[Atom, Operand]]:
+        """Give what is whole and comes out divided, but for the inputs of column-parallel modules.
+
+        Those sum the gradients of their inputs themselves.
+        """
+        given: set[Atom] = set()
+        for each in step.outputs:
+            given |= axes_of(each.dims, self.chosen)
+        if not given:
+            return
+        by_parameter = {self.sharded.get(each.parameter or "") for each in step.inputs}
+        for atom in sorted(given, key=self.order.__getitem__):
+            if atom in by_parameter and _is_product(step):
+                continue
+            for each in step.inputs:
+                is_whole = atom not in axes_of(each.dims, self.chosen)
+                if is_whole and each.is_floating and each.dims:
+                    yield atom, each
+
+    def _origins(self, key: int, partial: dict[str, None]) -> Iterator[tuple[str, int]]:
+        """Give the modules that a replicated tensor comes from, the nearest ones with parameters.
+
+        Parameters on the way have a part of their gradient as well.
+        """
+        waiting, seen = [key], set[int]()
+        while waiting:
+            each = waiting.pop()
+            if each in seen:
+                continue
+            seen.add(each)
+            name = self.trace.producers.get(each)
+            if name and self._has_parameters(name):
+                yield name, each
+                continue
+            step = self.made.get(each)
+            for operand in () if step is None else step.inputs:
+                if operand.parameter is not None:
+                    partial.setdefault(operand.parameter)
+                elif operand.is_floating:
+                    waiting.append(operand.key)
+
+    def _has_parameters(self, module: str) -> bool:
+        return any(
+            name.startswith(f"{module}.")
+            for facts in self.analysis.parameters.values()
+            for name in facts.names
+        )
+
+    def _other_use(self, key: int, atom: Atom) -> str:
+        """Return what else is made of a tensor that goes where an axis is divided."""
+        waiting, seen = [key], set[int]()
+        while waiting:
+            each = waiting.pop()
+            for step in self.consumers.get(each, ()):
+                if _is_product(step) and any(
+                    operand.parameter in self.sharded for operand in step.inputs
+                ):
+                    return "also feeds a matrix that is divided"
+                floating = [out for out in step.outputs if out.is_floating]
+                if any(atom in axes_of(out.dims, self.chosen) for out in floating):
+                    continue
+                if any(not self.consumers.get(out.key) for out in floating):
+                    return f"is also used whole, by {step.operator} in {step.module}"
+                waiting += [out.key for out in floating if out.key not in seen]
+                seen.update(out.key for out in floating)
+        return ""
+
+
+def _is_product(step: Step) -> bool:
+    return step.operator in {
+        "_grouped_mm", "addmm", "baddbmm", "bmm", "convolution", "linear", "mm", "mv",
+    }  # fmt: skip

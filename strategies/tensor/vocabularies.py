@@ -1,0 +1,93 @@
+"""Axes of tokens: tables and heads of which each rank may have some rows."""
+
+from collections.abc import Sequence
+
+from boltmesh.strategies.tensor.analysis.analyse import Analysis
+from boltmesh.strategies.tensor.analysis.atoms import Atom
+from boltmesh.strategies.tensor.candidates import (
+    Candidate,
+    Member,
+    Place,
+    Roles,
+    places,
+    section_pattern,
+)
+
+MIN_SHARE = 0.05
+"""A table without a head is divided from this share of the model on: each lookup costs a sum."""
+
+_OF_LOSSES = {
+    "_log_softmax", "_softmax", "log_softmax", "nll_loss2d_forward", "nll_loss_forward", "softmax",
+}  # fmt: skip
+
+
+def vocabularies(
+    analysis: Analysis, size: int, *, with_heads: bool
+) -> tuple[list[Candidate], dict[Atom, str]]:
+    """Return the axes of tokens that can be divided, and why others cannot.
+
+    Args:
+        analysis: Of the model.
+        size: Ranks.
+        with_heads: Whether logits may be divided; else only tables that are no head as well.
+    """
+    found, refused = [], {}
+    roles = Roles(analysis)
+    lengths = {
+        atom.size
+        for atom, where in places(analysis).items()
+        if with_heads and _is_head(analysis, atom, where, roles)
+    }
+    for atom, where in places(analysis).items():
+        is_head = _is_head(analysis, atom, where, roles)
+        if not is_head and not _is_table(atom, where, roles):
+            continue
+        refusal = ""
+        if is_head and not with_heads:
+            refusal = "logits are to be whole"
+        elif not is_head and atom.size not in lengths and _share(analysis, where) < MIN_SHARE:
+            refusal = f"a table of {_share(analysis, where):.1%} of the model is not worth a sum"
+        elif atom.size % size:
+            refusal = f"{atom.size} tokens are no multiple of {size}"
+        if refusal:
+            refused[atom] = refusal
+            continue
+        members = tuple(
+            Member(each.parameter, each.dim, section_pattern(each), "vocabulary") for each in where
+        )
+        weight = sum(analysis.parameters[each.parameter].elements for each in members)
+        found.append(Candidate(atom, members, weight, is_vocabulary=True))
+    return found, refused
+
+
+def _is_plain(where: Sequence[Place]) -> bool:
+    """Whether rows are tokens and nothing else."""
+    return all(each.dim == 0 and each.rows == ((each.rows[0][0],),) for each in where)
+
+
+def _is_head(analysis: Analysis, atom: Atom, where: Sequence[Place], roles: Roles) -> bool:
+    """Whether a softmax is taken over what a matrix gives, and it has more rows than columns."""
+    matrices = [each.parameter for each in where if each.parameter in roles.products]
+    return (
+        bool(matrices)
+        and _is_plain(where)
+        and any(reason.operator in _OF_LOSSES for reason in atom.reasons)
+        and not any(roles.is_row(each.parameter, atom) for each in where)
+        and all(
+            len(shape) == 2 and shape[0] >= shape[1]
+            for shape in (analysis.parameters[each].shape for each in matrices)
+        )
+    )
+
+
+def _is_table(atom: Atom, where: Sequence[Place], roles: Roles) -> bool:
+    return (
+        not atom.is_whole
+        and _is_plain(where)
+        and all(each.parameter in roles.tables - roles.products for each in where)
+    )
+
+
+def _share(analysis: Analysis, where: Sequence[Place]) -> float:
+    all_elements = sum(each.elements for each in analysis.parameters.values())
+    return sum(analysis.parameters[each.parameter].elements for each in where) / all_elements
