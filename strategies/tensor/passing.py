@@ -1,0 +1,140 @@
+"""Passes activations by the blocks of a model that are like one that has run already.
+
+A model is proven by the first block of each kind. The others hand their input on as their output,
+so that nothing of them need exist.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from boltmesh.strategies.torch_compat import tree_leaves, tree_map_only
+
+_PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
+
+
+def kinds_of(blocks: Mapping[str, Module], kinds: Mapping[str, str]) -> dict[str, str]:
+    """Return, by name of each block, the first one that runs as it does.
+
+    A plan knows blocks of one class that hold alike parameters. Those whose modules differ in a
+    setting, such as a window of attention, are told apart here; a number that is a block's own
+    place in its list makes no difference.
+
+    Args:
+        blocks: By dotted name.
+        kinds: The first block of its kind by name of every block, as a plan says.
+    """
+    firsts: dict[Any, str] = {}
+    return {
+        name: firsts.setdefault((kinds.get(name, name), _settings(name, block)), name)
+        for name, block in blocks.items()
+    }
+
+
+def _settings(name: str, block: Module) -> tuple[Any, ...]:
+    last = name.rpartition(".")[2]
+    place = int(last) if last.isdigit() else None
+    found = []
+    for path, module in block.named_modules():
+        own = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, _PLAIN) and not (type(value) is int and value == place)
+        }
+        found.append((path, type(module), repr(sorted(own.items()))))
+    return tuple(found)
+
+
+class Shapes:
+    """Notes, as a step runs, which blocks give back something like what they get."""
+
+    def __init__(self) -> None:
+        self.passable: dict[str, bool] = {}
+
+    @contextmanager
+    def watching(self, blocks: Mapping[str, Module]) -> Iterator[None]:
+        """Within it, blocks are looked at when they are called."""
+        handles = [
+            each.register_forward_hook(self._hook(name), with_kwargs=True)
+            for name, each in blocks.items()
+        ]
+        try:
+            yield
+        finally:
+            for each in handles:
+                each.remove()
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def note(module: Module, args: Any, kwargs: Any, output: Any) -> None:
+            is_alike = _passed(args, kwargs, output) is not None
+            self.passable[name] = is_alike and self.passable.get(name, True)
+
+        return note
+
+
+@contextmanager
+def blocks_passed(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> Iterator[None]:
+    """Within it, blocks that have a first one of their kind hand on what they get.
+
+    Args:
+        blocks: By dotted name.
+        firsts: By block that is to be passed by, the first of its kind, which runs before it.
+    """
+    given: dict[str, Any] = {}
+    handles = [
+        blocks[first].register_forward_hook(_keep(given, first)) for first in set(firsts.values())
+    ]
+    before = {name: vars(blocks[name]).get("forward") for name in firsts}
+    for name, first in firsts.items():
+        vars(blocks[name])["forward"] = _Passing(given, first)
+    try:
+        yield
+    finally:
+        for each in handles:
+            each.remove()
+        for name, forward in before.items():
+            if forward is None:
+                vars(blocks[name]).pop("forward", None)
+            else:
+                vars(blocks[name])["forward"] = forward
+
+
+def _keep(given: dict[str, Any], name: str) -> Callable[..., None]:
+    def keep(module: Module, args: Any, output: Any) -> None:
+        given[name] = tree_map_only(Tensor, Tensor.detach, output)
+
+    return keep
+
+
+class _Passing:
+    def __init__(self, given: dict[str, Any], first: str) -> None:
+        self._given, self._first = given, first
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = _passed(args, kwargs, self._given[self._first])
+        assert output is not None
+        return output
+
+
+def _passed(args: Any, kwargs: Any, output: Any) -> Any:
+    """Return an output like another one, whose first tensor is the input; None if they differ.
+
+    What else a block gives, such as a bias that later ones use, is that of the other.
+    """
+    taken = next((each for each in _floats((args, kwargs))), None)
+    first = next((each for each in _floats(output)), None)
+    if taken is None or first is None:
+        return None
+    if taken.shape != first.shape or taken.dtype != first.dtype:
+        return None
+    return tree_map_only(Tensor, lambda each: taken if each is first else each, output)
+
+
+def _floats(tree: Any) -> Iterable[Tensor]:
+    return (
+        each for each in tree_leaves(tree) if isinstance(each, Tensor) and each.is_floating_point()
+    )
