@@ -158,7 +158,8 @@ def plan(
     """Predict the memory and the traffic of every ZeRO stage and offload, or a pipeline's stages.
 
     Nothing is built: the devices, and the memory, need not be here. Of a config with a pipeline,
-    or with --strategy pipeline, the stages with their cost and memory, and the expected bubble.
+    or with --strategy pipeline, the stages with their cost and memory, and the expected bubble,
+    or with --strategy tensor, what each rank keeps of which matrix.
     """
     from boltmesh.plan import plan as predict
 
@@ -468,12 +469,17 @@ def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> in
 
     from boltmesh.run import RunBuilder, describe
     from boltmesh.stage_plan import PIPELINE, plan_stages, strategy_section, write_stages
+    from boltmesh.tensor_plan import TENSOR, plan_tensor, write_tensor
 
     built = RunBuilder(loaded, verb, placement, rank, source=source).build(for_show=True)
     print(describe(built, loaded, verb, placement))
     if verb == "fit" and loaded.strategy.name == PIPELINE:
         given = strategy_section(loaded)
         print(f"\n{write_stages(plan_stages(loaded, placement.world_size, given, source=source))}")
+    if verb == "fit" and loaded.strategy.name == TENSOR:
+        given = strategy_section(loaded)
+        made = plan_tensor(loaded, placement.num_local_ranks, given, source=source)
+        print(f"\n{write_tensor(made)}")
     return 0
 
 

@@ -31,9 +31,12 @@ from boltmesh.strategies.planner.step_time import Machine, estimate_step_time
 from boltmesh.strategies.planner.traffic import estimate_traffic
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import check_strategy_name
+from boltmesh.tensor_plan import TENSOR, plan_tensor, write_tensor
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from boltmesh.tensor_model import TensorSummary
 
 KNOWN_MODEL = (RECIPE_FOLDER.parent / "examples" / "gpt.py").resolve()
 KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
@@ -91,6 +94,10 @@ def plan(
         stages = _plan_pipeline(loaded, devices, str(find(config)))
         print(json.dumps(stages.as_data()) if as_json else write_stages(stages))
         return 0
+    if wanted == "tensor" or (wanted is None and loaded.strategy.get("name") == TENSOR):
+        division = _plan_tensor(loaded, devices, str(find(config)))
+        print(json.dumps(division.as_data()) if as_json else write_tensor(division))
+        return 0
     made = make_plan(config, overrides, devices=devices, size=size, cluster=cluster)
     chosen = list(made.sharings) if strategy is None else [_find_strategy(strategy, made)]
     rows = [made.row(each) for each in chosen]
@@ -125,9 +132,11 @@ def make_plan(
     ranks_per_node = _ranks_per_node(loaded, devices, source)
     own = loaded.strategy.name
     given = strategy_section(loaded)
-    # A pipeline divides the model otherwise, see ``stage_plan.py``.
+    # These divide the model otherwise, see ``stage_plan.py`` and ``tensor_plan.py``.
     sharings = {
-        name: sharing_of(name, STRATEGIES[name], {}) for name in STRATEGIES if name != PIPELINE
+        name: sharing_of(name, STRATEGIES[name], {})
+        for name in STRATEGIES
+        if name not in (PIPELINE, TENSOR)
     }
     options = own_options(STRATEGIES[own], given, source)
     sharings[own] = sharing_of(own, STRATEGIES[own], given)
@@ -172,6 +181,12 @@ def _plan_pipeline(config: "DictConfig", devices: int | None, source: str) -> Pi
     given = strategy_section(config) if config.strategy.name == PIPELINE else {}
     ranks = _ranks_per_node(config, devices, source) * config.trainer.num_nodes
     return plan_stages(config, ranks, given, source=source)
+
+
+def _plan_tensor(config: "DictConfig", devices: int | None, source: str) -> "TensorSummary":
+    check_strategy_name(config.strategy.get("name"), source=source)
+    given = strategy_section(config) if config.strategy.name == TENSOR else {}
+    return plan_tensor(config, _ranks_per_node(config, devices, source), given, source=source)
 
 
 def _describe(

@@ -22,6 +22,7 @@ from boltmesh.dry_model import DTYPES, configure, default_dtype, faked, first_ba
 from boltmesh.dry_step import DryStep, computing_in
 from boltmesh.errors import ConfigError
 from boltmesh.quiet import quiet_lightning
+from boltmesh.stand_ins import put_stand_ins
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.cutting import Budget
@@ -34,7 +35,7 @@ from boltmesh.strategies.pipeline.schedules import schedule_table
 from boltmesh.strategies.pipeline.table import ScheduleTable
 from boltmesh.strategies.planner.precision import Widths
 from boltmesh.strategies.recomputation import Recomputation
-from boltmesh.strategies.torch_compat import fake_tensors, is_fake, tree_map
+from boltmesh.strategies.torch_compat import fake_tensors, tree_map
 
 STEP = "training_step"
 
@@ -110,7 +111,7 @@ def describe_stages(
                 made = own_optimizer(module)
             with measured.attributing(find_stage_units(module)):
                 complaint = measured.run(module, tree_map(faked(mode, stored), parts[0]), cast)
-        _make_stand_ins(module)
+        put_stand_ins(module)
         with computing_in(cast):
             division, _ = divide(
                 module,
@@ -196,29 +197,3 @@ def _converted(batch: Any, dtype: torch.dtype) -> Any:
         return each.to(dtype) if is_float else each
 
     return tree_map(convert, batch)
-
-
-def _make_stand_ins(module: LightningModule) -> None:
-    """Put real tensors in the place of fake ones: parameters of one number, all else of zeros."""
-    made: dict[int, Tensor] = {}  # what has several names is one thing
-
-    def stand_in(fake: Tensor) -> Tensor:
-        if id(fake) not in made:
-            made[id(fake)] = _stand_in(fake)
-        return made[id(fake)]
-
-    for part in module.modules():
-        named: list[tuple[str, Tensor]] = []
-        named += part.named_parameters(recurse=False, remove_duplicate=False)
-        named += part.named_buffers(recurse=False, remove_duplicate=False)
-        for name, value in [*named, *vars(part).items()]:
-            if is_fake(value) or (isinstance(value, Parameter) and is_fake(value.data)):
-                setattr(part, name, stand_in(value))
-
-
-def _stand_in(fake: Tensor) -> Tensor:
-    if not isinstance(fake, Parameter):
-        return torch.zeros(fake.shape, dtype=fake.dtype)
-    # Of two numbers, for one alone is how a parameter of another rank looks.
-    two = torch.zeros(2, dtype=fake.dtype)
-    return Parameter(two[:1].expand(fake.shape), requires_grad=fake.requires_grad)

@@ -1,0 +1,94 @@
+"""Divides a config's model without its memory.
+
+The model is built from fake tensors, and one batch of the data runs through it on tensors without
+data, as at the start of a run.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import DictConfig
+
+from boltmesh.configs.classes import build
+from boltmesh.dry_model import DTYPES, configure, default_dtype, first_batch
+from boltmesh.errors import ConfigError
+from boltmesh.quiet import quiet_lightning
+from boltmesh.stand_ins import put_stand_ins
+from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.planner.precision import widths_of
+from boltmesh.strategies.tensor.analysis.analyse import analyse
+from boltmesh.strategies.tensor.plan import TensorPlan
+from boltmesh.strategies.tensor.planning import make_plan
+from boltmesh.strategies.tensor.rehearsal import Rehearsal
+from boltmesh.strategies.torch_compat import fake_tensors
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+STEP = "training_step"
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """A plan before it runs, and what a rank keeps by it."""
+
+    model: str
+    plan: TensorPlan
+    whole_bytes: int
+    """Of all parameters."""
+    rank_bytes: int
+    """Of those that the fullest rank keeps."""
+    notes: tuple[str, ...]
+
+    def as_data(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        return {"schema": 1, "tensor": asdict(self)}
+
+
+def describe_division(
+    config: DictConfig, size: int, given: Mapping[str, Any], *, source: str
+) -> TensorSummary:
+    """Divide a config's model over ``size`` ranks as its strategy will.
+
+    Raises:
+        ConfigError: When the model cannot be built or divided, or its data give no batch.
+    """
+    quiet_lightning()
+    batch, complaint = first_batch(config, source)
+    if complaint is not None:
+        raise ConfigError(f"{source}: what can be divided is found by a batch, and {complaint}.")
+    widths = widths_of(config.trainer.precision)
+    dtype = DTYPES[config.trainer.precision.partition("-")[0]]
+    stored = torch.float32 if widths.is_autocast else dtype
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a module without a Trainer
+        with fake_tensors(), default_dtype(stored):
+            module: LightningModule = build(config.model, "model", source=source)
+            notes = configure(module)
+        put_stand_ins(module)
+        args = (batch, *compat.step_arguments(module, STEP))
+        rehearsal = Rehearsal(module, STEP, args, torch.device("cpu"))
+        try:
+            analysis = analyse(module, rehearsal.forward, blocks=find_blocks(module))
+            plan = make_plan(
+                analysis,
+                size,
+                loss_parallel=given.get("loss_parallel", "auto"),
+                sequence_parallel=bool(given.get("sequence_parallel", False)),
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{source}: strategy: {error}") from error
+    whole = {name: each.numel() for name, each in module.named_parameters()}
+    divided = {name: math.prod(each.local_shape(size)) for name, each in plan.sharded.items()}
+    return TensorSummary(
+        model=type(module).__name__,
+        plan=plan,
+        whole_bytes=stored.itemsize * sum(whole.values()),
+        rank_bytes=stored.itemsize * sum({**whole, **divided}.values()),
+        notes=tuple(notes),
+    )
