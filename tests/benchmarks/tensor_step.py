@@ -4,7 +4,8 @@
 
 Both train the same transformer on the same batch in the same processes, in turn, round after round:
 ``ColwiseParallel`` and ``RowwiseParallel`` written by hand for this model there, the automatic plan
-of the unmodified model here; the head gives whole logits in both. Losses and gradients are compared
+of the unmodified model here; embedding, head and loss are
+divided over the vocabulary in both. Losses and gradients are compared
 with one process first. A round's figure is its median step on the first rank; printed are the
 medians and the median of the rounds' ratios.
 """
@@ -16,6 +17,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -25,17 +28,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    loss_parallel,
     parallelize_module,
 )
 
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.tensor.analysis.analyse import analyse
-from boltmesh.strategies.tensor.choosing import make_plan
 from boltmesh.strategies.tensor.execution.apply import apply_plan
 from boltmesh.strategies.tensor.execution.group import TensorGroup
+from boltmesh.strategies.tensor.planning import make_plan
 from tests.support.ranks import run_ranks
 
 ROWS, TOKENS, WORDS, HEADS, LAYERS = 4, 128, 256, 8, 4
@@ -99,20 +104,116 @@ def loss_of(model: nn.Module) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def ours(world_size: int, width: int) -> nn.Module:
+def ours(world_size: int, width: int, backend: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     model = build(width)
-    plan = make_plan(analyse(model, loss_of, blocks=find_blocks(model)), world_size)
+    blocks = find_blocks(model)
+    plan = make_plan(analyse(model, loss_of, blocks=blocks), world_size)
+    plan = replace(
+        plan, backends={kind: backend for kind in {plan.kinds.get(b, b) for b in blocks}}
+    )
     apply_plan(model, plan, TensorGroup(dist.group.WORLD, torch.device("cpu")))
-    return model
+    return model, lambda: step(model)
 
 
-def theirs(world_size: int, width: int) -> nn.Module:
+def theirs(world_size: int, width: int) -> tuple[nn.Module, Callable[[], Tensor]]:
     model = build(width)
     mesh = init_device_mesh("cpu", (world_size,))
-    styles = {"q": ColwiseParallel, "k": ColwiseParallel, "v": ColwiseParallel}
-    plan = {f"attention.{name}": style() for name, style in styles.items()}
-    plan |= {"attention.out": RowwiseParallel()}
-    plan |= {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    columns = ("attention.q", "attention.k", "attention.v", "up")
+    rows = ("attention.out", "down")
+    plan = {name: ColwiseParallel() for name in columns} | {
+        name: RowwiseParallel() for name in rows
+    }
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
-    return model
+    ends = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, ends)
+
+    def run() -> Tensor:
+        with loss_parallel():
+            return step(model)
+
+    return model, run
+
+
+def step(model: nn.Module) -> Tensor:
+    model.zero_grad()
+    loss = loss_of(model)
+    loss.backward()
+    return loss.detach()
+
+
+def measure(
+    rank: int, world_size: int, rounds: int, steps: int, width: int
+) -> dict[str, list[float]]:
+    warnings.simplefilter("ignore")
+    whole = build(width)
+    wanted = step(whole)
+    variants = {
+        "torch": theirs(world_size, width),
+        "boltmesh, local": ours(world_size, width, "local"),
+        "boltmesh, region": ours(world_size, width, "region"),
+    }
+    for name, (model, run) in variants.items():
+        run()
+        found = run()
+        torch.testing.assert_close(
+            _plain(found), wanted, msg=lambda text, name=name: f"{name}: {text}"
+        )
+        for each, other in zip(whole.parameters(), model.parameters(), strict=True):
+            compare(each.grad, other.grad, rank, world_size, name)
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for number in range(rounds):
+        turn = number % len(names)  # nobody always comes first
+        for name in names[turn:] + names[:turn]:
+            dist.barrier()
+            ends = [time.perf_counter()]
+            for _ in range(steps):
+                variants[name][1]()
+                ends.append(time.perf_counter())
+            times[name].append(
+                statistics.median(after - before for before, after in itertools.pairwise(ends))
+            )
+    return times
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def compare(whole: Tensor, found: Tensor, rank: int, world_size: int, name: str) -> None:
+    """Find a shard, of either kind, equal to its place in the whole gradient."""
+    found = found.to_local() if isinstance(found, DTensor) else found
+    if found.shape != whole.shape:
+        dim = next(n for n in range(whole.dim()) if whole.shape[n] != found.shape[n])
+        whole = whole.chunk(world_size, dim)[rank]
+    torch.testing.assert_close(
+        found, whole, rtol=1e-3, atol=1e-6, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--width", type=int, default=512)
+    options = parser.parse_args()
+    times = run_ranks(
+        measure, options.ranks, options.rounds, options.steps, options.width, timeout_s=1800.0
+    )[0]
+    print(f"{options.ranks} ranks, width {options.width}, {LAYERS} blocks, {ROWS} x {TOKENS} tokens"
+          f", {options.rounds} rounds of {options.steps} steps")  # fmt: skip
+    peer = times.pop("torch")
+    print(f"  torch            {1e3 * statistics.median(peer):7.2f} ms")
+    for name, mine in times.items():
+        ratios = sorted(a / b for a, b in zip(mine, peer, strict=True))
+        print(f"  {name:<16} {1e3 * statistics.median(mine):7.2f} ms   ratio "
+              f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
