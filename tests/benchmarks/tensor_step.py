@@ -108,9 +108,8 @@ def ours(world_size: int, width: int, backend: str) -> tuple[nn.Module, Callable
     model = build(width)
     blocks = find_blocks(model)
     plan = make_plan(analyse(model, loss_of, blocks=blocks), world_size)
-    plan = replace(
-        plan, backends={kind: backend for kind in {plan.kinds.get(b, b) for b in blocks}}
-    )
+    kinds = {plan.kinds.get(each, each) for each in blocks}
+    plan = replace(plan, backends=dict.fromkeys(kinds, backend))
     apply_plan(model, plan, TensorGroup(dist.group.WORLD, torch.device("cpu")))
     return model, lambda: step(model)
 
@@ -159,9 +158,7 @@ def measure(
     for name, (model, run) in variants.items():
         run()
         found = run()
-        torch.testing.assert_close(
-            _plain(found), wanted, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(_plain(found), wanted, msg=partial(said_of, name))
         for each, other in zip(whole.parameters(), model.parameters(), strict=True):
             compare(each.grad, other.grad, rank, world_size, name)
     times: dict[str, list[float]] = {name: [] for name in variants}
@@ -190,9 +187,11 @@ def compare(whole: Tensor, found: Tensor, rank: int, world_size: int, name: str)
     if found.shape != whole.shape:
         dim = next(n for n in range(whole.dim()) if whole.shape[n] != found.shape[n])
         whole = whole.chunk(world_size, dim)[rank]
-    torch.testing.assert_close(
-        found, whole, rtol=1e-3, atol=1e-6, msg=lambda text: f"{name}: {text}"
-    )
+    torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-6, msg=partial(said_of, name))
+
+
+def said_of(name: str, text: str) -> str:
+    return f"{name}: {text}"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Every causal language model of Hugging Face that ships a tensor plan, tiny, with random weights."""
+"""Causal language models of Hugging Face that ship a tensor plan, tiny, with random weights."""
 
 from typing import Any
 
