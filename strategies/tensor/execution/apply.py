@@ -228,4 +228,3 @@ def _channels(module: Module) -> int:
     """The dimension of a module's output that its weight's outputs are."""
     kernel = getattr(module, "kernel_size", ())
     return -1 - len(kernel) if isinstance(kernel, tuple) else -1
-
