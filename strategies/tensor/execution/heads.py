@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 
-
 def attend(
     query: Tensor,
     key: Tensor,
