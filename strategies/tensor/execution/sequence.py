@@ -21,7 +21,6 @@ from torch.autograd import Function
 from typing_extensions import Self, override
 
 from boltmesh.errors import LayoutError
-from boltmesh.strategies.tensor.execution.changes import Around
 from boltmesh.strategies.tensor.execution.collectives import (
     gather_parts,
     gather_sequence,
@@ -29,7 +28,6 @@ from boltmesh.strategies.tensor.execution.collectives import (
     take_part,
 )
 from boltmesh.strategies.tensor.execution.group import TensorGroup
-from boltmesh.strategies.tensor.plan import GatherPoint
 from boltmesh.strategies.torch_compat import is_in_backward
 
 
@@ -123,76 +121,3 @@ class _Awaited(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.entry.is_over = True
         return gradient, None
-
-
-class Entry:
-    """Around the first block of a stack: its first activation is divided."""
-
-    def __init__(self, parts: SequenceParts) -> None:
-        self._parts = parts
-
-    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
-        """Run the block."""
-        place = first_activation(args, kwargs)
-        args, kwargs = replaced(args, kwargs, place, self._parts.split)
-        return forward(*args, **kwargs)
-
-
-class Exit:
-    """Around the last block of a stack: its output, or the first of several, is joined."""
-
-    def __init__(self, parts: SequenceParts) -> None:
-        self._parts = parts
-
-    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
-        """Run the block."""
-        output = forward(*args, **kwargs)
-        if isinstance(output, Tensor):
-            return self._parts.join(output)
-        if type(output) in {tuple, list} and isinstance(output[0], Tensor):
-            return type(output)([self._parts.join(output[0]), *output[1:]])
-        raise LayoutError(
-            f"Sequence parallelism joins a tensor, or the first of a tuple, behind the last "
-            f"block, which returns a {type(output).__name__}. Set strategy.sequence_parallel=false."
-        )
-
-
-class Gather:
-    """Around a module that takes the whole sequence in some of its arguments."""
-
-    def __init__(self, parts: SequenceParts, points: list[GatherPoint]) -> None:
-        self._parts = parts
-        self._arguments = [each.argument for each in points]
-
-    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
-        for argument in self._arguments:
-            args, kwargs = replaced(args, kwargs, argument, self._parts.gather)
-        return forward(*args, **kwargs)
-
-
-def first_activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
-    """Return the place or keyword of the first floating point tensor.
-
-    Raises:
-        LayoutError: There is none.
-    """
-    for place, value in [*enumerate(args), *kwargs.items()]:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return place
-    raise LayoutError(
-        "Sequence parallelism divides the first activation that a stack of blocks takes, and it "
-        "takes none. Set strategy.sequence_parallel=false."
-    )
-
-
-def replaced(
-    args: tuple[Any, ...], kwargs: dict[str, Any], argument: int | str, change: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of which one is changed; it may be missing where it has a default."""
-    if isinstance(argument, int):
-        if argument < len(args):
-            args = (*args[:argument], change(args[argument]), *args[argument + 1 :])
-    elif argument in kwargs:
-        kwargs = {**kwargs, argument: change(kwargs[argument])}
-    return args, kwargs
