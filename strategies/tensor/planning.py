@@ -137,7 +137,7 @@ def _sharded(analysis: Analysis, choice: _Choice) -> dict[str, ShardedParameter]
 
 
 def _is_of_attention(analysis: Analysis, facts: ParameterFacts) -> bool:
-    return facts.name.rpartition(".")[0] in analysis.attentions
+    return facts.name.rpartition(".")[0] in analysis.trace.attentions
 
 
 def _one_by_one(sections: Sequence[Section]) -> tuple[Section, ...]:
