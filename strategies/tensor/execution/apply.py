@@ -10,7 +10,7 @@ from torch.nn import Module, Parameter
 
 from boltmesh.errors import LayoutError
 from boltmesh.strategies.blocks import has_forward
-from boltmesh.strategies.tensor.backends import backends_of_axes, without_replicated
+from boltmesh.strategies.tensor.backends import OUTSIDE, backends_of_axes, without_replicated
 from boltmesh.strategies.tensor.execution.attention import Heads
 from boltmesh.strategies.tensor.execution.attributes import divide_sizes, divide_width
 from boltmesh.strategies.tensor.execution.borders import (
@@ -219,12 +219,13 @@ class _Application:
         A module of one matrix product knows its part by the shapes of its weight; see
         ``divide_width``. One that computes with several parts runs on shards in either backend.
         """
-        running_whole = {
+        in_region = {
             block
             for axis, planned in enumerate(self.plan.axes)
-            for block in planned.blocks
+            for block in planned.blocks or (OUTSIDE,)
             if self.backends[axis] == "region"
         }
+        blocks = {block for planned in self.plan.axes for block in planned.blocks}
         single = {owner.name for owner in owners if len(owner.styles & {"column", "row"}) == 1}
         several = {owner.name for owner in owners} - single
         divide_sizes(
@@ -233,7 +234,7 @@ class _Application:
                 each
                 for each in self.plan.attributes
                 if each.module not in single
-                and (each.module in several or not block_around(each.module, running_whole))
+                and (each.module in several or block_around(each.module, blocks) not in in_region)
             ],
             self.group.size,
             self.changes,

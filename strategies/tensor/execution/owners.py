@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from torch.nn import Module
 
 from boltmesh.strategies.blocks import has_forward
+from boltmesh.strategies.tensor.backends import OUTSIDE
 from boltmesh.strategies.tensor.plan import ShardedParameter, Style, TensorPlan
 
 
@@ -55,8 +56,8 @@ def owners_of(root: Module, plan: TensorPlan) -> list[Owner]:
 
 
 def block_around(name: str, blocks: Iterable[str]) -> str:
-    """Return the block that a module lies in, or the empty name."""
-    return next((each for each in blocks if f"{name}.".startswith(f"{each}.")), "")
+    """Return the block that a module lies in, or what stands for none."""
+    return next((each for each in blocks if f"{name}.".startswith(f"{each}.")), OUTSIDE)
 
 
 def scope_of(root: Module, names: Sequence[str]) -> str:
