@@ -12,25 +12,25 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.torch_compat import tree_leaves, tree_map_only
 
 _PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
 
 
-def kinds_of(blocks: Mapping[str, Module], kinds: Mapping[str, str]) -> dict[str, str]:
+def kinds_of(blocks: Mapping[str, Module], plan: TensorPlan) -> dict[str, str]:
     """Return, by name of each block, the first one that runs as it does.
 
-    A plan knows blocks of one class that hold alike parameters. Those whose modules differ in a
-    setting, such as a window of attention, are told apart here; a number that is a block's own
-    place in its list makes no difference.
+    Of one kind are blocks of one class whose modules have the same settings, hold alike parameters,
+    and are planned alike. A number that is a block's own place in its list makes no difference.
 
     Args:
         blocks: By dotted name.
-        kinds: The first block of its kind by name of every block, as a plan says.
+        plan: Of the model.
     """
     firsts: dict[Any, str] = {}
     return {
-        name: firsts.setdefault((kinds.get(name, name), _settings(name, block)), name)
+        name: firsts.setdefault((_settings(name, block), _planned(name, plan)), name)
         for name, block in blocks.items()
     }
 
@@ -38,7 +38,10 @@ def kinds_of(blocks: Mapping[str, Module], kinds: Mapping[str, str]) -> dict[str
 def _settings(name: str, block: Module) -> tuple[Any, ...]:
     last = name.rpartition(".")[2]
     place = int(last) if last.isdigit() else None
-    found = []
+    found: list[Any] = [
+        (path, tuple(each.shape), each.dtype, each.requires_grad)
+        for path, each in block.named_parameters(remove_duplicate=False)
+    ]
     for path, module in block.named_modules():
         own = {
             key: value
@@ -47,6 +50,21 @@ def _settings(name: str, block: Module) -> tuple[Any, ...]:
         }
         found.append((path, type(module), repr(sorted(own.items()))))
     return tuple(found)
+
+
+def _planned(block: str, plan: TensorPlan) -> tuple[Any, ...]:
+    start = f"{block}."
+    sharded = [
+        (name.removeprefix(start), each.dim, each.sections, each.style)
+        for each in plan.sharded.values()
+        for name in each.names
+        if name.startswith(start)
+    ]
+    names = [
+        tuple(name.removeprefix(start) for name in each if name.startswith(start))
+        for each in (plan.partial, plan.boundaries, plan.local_dropouts)
+    ]
+    return tuple(sharded), tuple(names)
 
 
 class Shapes:

@@ -202,7 +202,7 @@ def _difference(whole: Outcome, planned: Outcome, divided: Mapping[str, Any]) ->
         if not apart <= TOLERANCE:
             return f"gives a value (the {_ordinal(place)}) that is {apart:.2g} off"
     if whole.gradients.keys() != planned.gradients.keys():
-        name = sorted(whole.gradients.keys() ^ planned.gradients.keys())[0]
+        name = min(whole.gradients.keys() ^ planned.gradients.keys())
         return f"gives {'no' if name in whole.gradients else 'a'} gradient of {name}"
     largest = max((float(each.abs().max()) for each in whole.gradients.values()), default=0.0)
     for name, one in whole.gradients.items():

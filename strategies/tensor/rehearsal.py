@@ -175,5 +175,3 @@ class WithoutDropout(TorchFunctionMode):
 
 _DROPOUT_AT = 4
 """Where attention takes the probability."""
-
-

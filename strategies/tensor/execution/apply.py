@@ -13,7 +13,12 @@ from boltmesh.strategies.blocks import has_forward
 from boltmesh.strategies.tensor.backends import OUTSIDE, backends_of_axes, without_replicated
 from boltmesh.strategies.tensor.execution.attention import Heads
 from boltmesh.strategies.tensor.execution.attributes import divide_sizes, divide_width
-from boltmesh.strategies.tensor.execution.borders import AlikeBorder, Border, Scope
+from boltmesh.strategies.tensor.execution.borders import (
+    AlikeBorder,
+    Border,
+    Scope,
+    SequenceBorder,
+)
 from boltmesh.strategies.tensor.execution.changes import Changes
 from boltmesh.strategies.tensor.execution.dropout import Draws, divide_draws
 from boltmesh.strategies.tensor.execution.group import TensorGroup
@@ -33,7 +38,12 @@ from boltmesh.strategies.tensor.execution.region import (
     Table,
 )
 from boltmesh.strategies.tensor.execution.sharding import join_shards, shard_parameters
-from boltmesh.strategies.tensor.execution.views import Boundary, PartialGradients
+from boltmesh.strategies.tensor.execution.stacks import Stacks
+from boltmesh.strategies.tensor.execution.views import (
+    Boundary,
+    PartialGradients,
+    WholeGradient,
+)
 from boltmesh.strategies.tensor.execution.vocabulary import divide_vocabularies, left_whole
 from boltmesh.strategies.tensor.execution.vocabulary_part import LossParallel, Vocabulary
 from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan
@@ -129,6 +139,7 @@ class _Application:
         self.backends = backends_of_axes(plan)
         self.scopes: dict[str, set[bool]] = defaultdict(set)
         """By module name, whether an axis that it holds is run as DTensors."""
+        self.stacks = Stacks(root, plan, group)
 
     def run(self) -> None:
         grouped: dict[tuple[int, str], list[Owner]] = defaultdict(list)
@@ -140,13 +151,14 @@ class _Application:
             self._put_axis(owners, is_region=self._is_region(axis))
         self._put_views()
         self._put_draws()
+        self.stacks.put_on(self.changes, self.draws)
 
     def _is_region(self, axis: int) -> bool:
         return self.backends[axis] == "region" and axis in self.plan.region_axes
 
     def _put_axis(self, owners: list[Owner], *, is_region: bool) -> None:
         """Wrap the modules of one axis in one block, and the module that holds them."""
-        border = AlikeBorder(self.group)
+        border = self._border(owners)
         for owner in owners:
             self._put_owner(owner, border, is_region=is_region)
         name = scope_of(self.root, [owner.name for owner in owners])
@@ -157,6 +169,16 @@ class _Application:
                 self.changes.wrap(scope, Scope(border), method)
                 if is_region:
                     self.changes.wrap(scope, Region(self.group, self.draws), method)
+
+    def _border(self, owners: list[Owner]) -> Border:
+        stacks = {self.stacks.around(owner.name) for owner in owners}
+        stack = stacks.pop()
+        if stacks:
+            raise LayoutError(
+                f"'{owners[0].name}' is divided together with modules outside of the blocks whose "
+                f"sequences are divided. Set strategy.sequence_parallel=false."
+            )
+        return SequenceBorder(self.group, stack.parts) if stack else AlikeBorder(self.group)
 
     def _put_owner(self, owner: Owner, border: Border, *, is_region: bool) -> None:
         module, styles = owner.module, owner.styles
@@ -220,22 +242,28 @@ class _Application:
 
     def _put_views(self) -> None:
         by_owner: dict[str, list[str]] = defaultdict(list)
-        for name in self.plan.partial:
+        partial = [name for name in self.plan.partial if not self._lies_in_region(name)]
+        partial += [name for name in self.stacks.partial() if name not in self.plan.partial]
+        for name in partial:
             owner, _, attribute = name.rpartition(".")
             by_owner[owner].append(attribute)
         for owner, attributes in by_owner.items():
-            module = self.root.get_submodule(owner)
-            if not self._lies_in_region(owner):
-                around = PartialGradients(module, tuple(attributes), self.group)
-                self.changes.wrap(self._caller(owner), around)
+            around = PartialGradients(
+                self.root.get_submodule(owner), tuple(attributes), self.group
+            )
+            self.changes.wrap(self._caller(owner), around)
         for name in self.plan.boundaries:
-            if not self._lies_in_region(name):
-                self.changes.wrap(self.root.get_submodule(name), Boundary(self.group))
+            module, is_region = self.root.get_submodule(name), self._lies_in_region(name)
+            if self.stacks.around(name) is None:
+                if not is_region:
+                    self.changes.wrap(module, Boundary(self.group))
+            elif is_region:
+                self.changes.wrap(module, WholeGradient(self.group))
 
     def _put_draws(self) -> None:
         listed = {self.root.get_submodule(name) for name in self.plan.local_dropouts}
         for name in self.plan.local_dropouts:
-            if not self._lies_in_region(name):
+            if not self._lies_in_region(name) and self.stacks.around(name) is None:
                 divide_draws(self.root.get_submodule(name), listed, self.draws, self.changes)
 
     def _lies_in_region(self, name: str) -> bool:

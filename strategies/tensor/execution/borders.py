@@ -9,9 +9,9 @@ from torch import Tensor
 from boltmesh.strategies.tensor.execution.collectives import (
     reduce_gradient,
     reduce_sum,
-    scatter_sum,
 )
 from boltmesh.strategies.tensor.execution.group import TensorGroup
+from boltmesh.strategies.tensor.execution.sequence import SequenceParts
 from boltmesh.strategies.torch_compat import times_written
 
 
@@ -82,9 +82,9 @@ class SequenceBorder(Border):
     What enters was gathered before, where several modules take it: see ``GatherPoint``.
     """
 
-    def __init__(self, group: TensorGroup, dim: int) -> None:
+    def __init__(self, group: TensorGroup, parts: SequenceParts) -> None:
         super().__init__(group)
-        self.dim = dim
+        self._parts = parts
 
     def enter(self, value: Tensor) -> Tensor:
         """Return it as it is: the gather that made it sums gradients."""
@@ -92,7 +92,7 @@ class SequenceBorder(Border):
 
     def leave(self, part: Tensor) -> Tensor:
         """Return this rank's part of the sum."""
-        return scatter_sum(part, self.group, self.dim)
+        return self._parts.scatter(part)
 
     def after(self, parameter: Tensor) -> Tensor:
         """Return it with the sum of the gradients that its uses on parts of the sequence give."""

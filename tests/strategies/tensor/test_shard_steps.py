@@ -16,7 +16,7 @@ class Lars(torch.optim.SGD):
     """Scales the gradient of each parameter by norms of both."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for each in group["params"]:
                 each.grad.mul_(each.norm() / each.grad.norm())
@@ -27,7 +27,7 @@ class ClippedAdam(torch.optim.AdamW):
     """Clips by the norm of all gradients that it sees."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
         super().step(closure)
 
@@ -36,7 +36,7 @@ class Estimating(torch.optim.SGD):
     """In the manner of D-adaptation: a tiny rate that grows with what all gradients have shown."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         group = self.param_groups[0]
         seen = sum(float(each.grad.abs().sum()) for each in group["params"])
         group["lr"] = group.get("estimate", 1e-8)
@@ -48,7 +48,7 @@ class Noisy(torch.optim.SGD):
     """Adds noise of its own."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for each in self.param_groups[0]["params"]:
             each.grad.add_(torch.randn_like(each))
         super().step(closure)
@@ -61,7 +61,7 @@ class Lookahead(Optimizer):
         self.inner = inner
         self.param_groups, self.state = inner.param_groups, inner.state
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.inner.step()
 
 
