@@ -1,0 +1,168 @@
+"""Causal language models of Hugging Face that ship a tensor plan, planned against unplanned.
+
+    python -m tests.parity.tensor_models [--only NAME ...] [--ranks 2] [--sequence-parallel]
+
+Each is built tiny, with random weights, and trained for three steps of SGD in one process and by
+``TensorParallelStrategy``, whose plan finds itself. Prints a table: what share of the parameters is
+divided, how blocks run, the largest difference of losses and of parameters after the steps; or why
+it was refused. ``test_tensor_models.py`` runs a part of it. About ten minutes on two cores.
+"""
+
+import warnings
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from boltmesh.differences import Trace
+from boltmesh.errors import BoltMeshError
+from boltmesh.parity import Problem, trace_layout, trace_one_process
+from boltmesh.strategies.tensor_parallel import TensorParallelStrategy
+from tests.support.causal_lms import SHIPPED, build
+from tests.support.ranks import run_ranks
+
+STEPS, ROWS, TOKENS = 3, 4, 16
+
+
+class Model(LightningModule):
+    """One of Hugging Face, with its own loss."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.model = build(name)
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@dataclass
+class Divided:
+    """A run by a plan."""
+
+    trace: Trace
+    share: float
+    """Of the elements of parameters, what is divided."""
+    backends: dict[str, str]
+    notes: tuple[str, ...]
+
+
+@dataclass
+class Row:
+    """A line of the table."""
+
+    name: str
+    share: float = 0.0
+    backends: str = ""
+    loss: float = 0.0
+    parameter: float = 0.0
+    refused: str = ""
+    notes: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        if self.refused:
+            return f"| {self.name} | refused: {self.refused} | | | |"
+        figures = f"{self.loss:.1e} | {self.parameter:.1e}"
+        return f"| {self.name} | {100 * self.share:.0f} % | {self.backends} | {figures} |"
+
+
+def tokens() -> DataLoader[Any]:
+    torch.manual_seed(3)
+    return DataLoader(TensorDataset(torch.randint(3, 90, (STEPS * ROWS, TOKENS))), batch_size=ROWS)
+
+
+def problem(name: str) -> Problem:
+    return Problem(
+        module=partial(Model, name),
+        train=tokens,
+        steps=STEPS,
+        trainer={"accelerator": "cpu"},
+    )
+
+
+def alone(rank: int, world_size: int, name: str) -> Trace | str:
+    warnings.simplefilter("ignore")
+    try:
+        return trace_one_process(problem(name), data_size=1, is_dealt=False)
+    except Exception as error:  # noqa: BLE001 - whatever an architecture raises at these sizes
+        return f"{type(error).__name__}: {error}"
+
+
+def divided(rank: int, world_size: int, name: str, sequence_parallel: bool) -> Divided | str:
+    warnings.simplefilter("ignore")
+    strategy = TensorParallelStrategy(telemetry=False, sequence_parallel=sequence_parallel)
+    try:
+        trace = trace_layout(problem(name), strategy, devices=world_size)
+    except BoltMeshError as error:
+        return str(error)
+    assert trace.disagreement is None, trace.disagreement
+    placed = strategy.tensor_axis.placement
+    assert placed is not None
+    plan = placed.plan
+    elements = sum(each.numel() for each in trace.parameters.values())
+    share = sum(each.elements for each in plan.sharded.values()) / elements
+    return Divided(trace, share, dict(plan.backends), plan.notes)
+
+
+def measure(
+    name: str, ranks: int = 2, *, sequence_parallel: bool = False, timeout_s: float = 300
+) -> Row:
+    """Run one model both ways."""
+    wanted = run_ranks(alone, 1, name, timeout_s=timeout_s)[0]
+    if isinstance(wanted, str):
+        return Row(name, refused=f"by itself, {_short(wanted)}")
+    found = run_ranks(divided, ranks, name, sequence_parallel, timeout_s=timeout_s)[0]
+    if isinstance(found, str):
+        return Row(name, refused=_short(found))
+    pairs = zip(wanted.losses, found.trace.losses, strict=True)
+    return Row(
+        name,
+        found.share,
+        ", ".join(sorted(set(found.backends.values()))),
+        max(abs(one - other) / abs(one) for one, other in pairs),
+        max(
+            (found.trace.parameters[key] - each).abs().max().item()
+            for key, each in wanted.parameters.items()
+        ),
+        notes=found.notes,
+    )
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:160].replace("|", "/")
+
+
+def table(names: Sequence[str], ranks: int, *, sequence_parallel: bool) -> None:
+    print(f"| {ranks} ranks | divided | blocks run | loss | parameters |")
+    print("| --- | --- | --- | --- | --- |", flush=True)
+    for name in names:
+        try:
+            row = measure(name, ranks, sequence_parallel=sequence_parallel)
+        except Exception as error:  # noqa: BLE001 - the table goes on
+            row = Row(name, refused=f"FAILED {_short(repr(error))}")
+        print(row.text(), flush=True)
+        for note in row.notes:
+            print(f"    {name}: {note}", flush=True)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=SHIPPED, default=SHIPPED)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sequence-parallel", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    table(options.only, options.ranks, sequence_parallel=options.sequence_parallel)
+
+
+if __name__ == "__main__":
+    main()
