@@ -40,6 +40,7 @@ class ShardedParameter:
     """Which of ``TensorPlan.axes``; parameters of one axis are divided together or not at all."""
     why: str = ""
     """In words for the table."""
+    element_bytes: int = 4
 
     @property
     def length(self) -> int:
@@ -76,6 +77,8 @@ class Whole:
     name: str
     why: str
     """The operator that needed it whole, or what does not divide; for the table."""
+    shape: tuple[int, ...] = ()
+    element_bytes: int = 4
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,8 @@ class TensorPlan:
     """Axes that views name with sizes: those that ``region`` carries as DTensors."""
     sequence: SequencePlan | None = None
     """None where it is not possible, or was not asked for."""
+    divides_logits: bool = True
+    """Whether heads may be divided by tokens."""
     backends: dict[str, Backend] = field(default_factory=dict)
     """By kind of block (the name of its first); filled once it was proven."""
     notes: tuple[str, ...] = ()
