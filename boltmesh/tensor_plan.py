@@ -4,12 +4,13 @@
 the plan: it runs a batch both ways and compares.
 """
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from boltmesh.errors import ConfigError
-from boltmesh.plan_text import size_text
-from boltmesh.strategies.tensor.plan_table import write_plan
+from boltmesh.plan_text import align, size_text
+from boltmesh.strategies.tensor.plan_table import PlanRow, rows
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from boltmesh.tensor_model import TensorSummary
 
 TENSOR = "bolt_tensor"
+WHOLE = "whole"
+WIDTH = 96
+"""Columns of text."""
 
 
 def plan_tensor(
@@ -46,16 +50,57 @@ def plan_tensor(
 
 
 def write_tensor(summary: "TensorSummary") -> str:
-    """The plan as a table, and what it saves."""
-    size = summary.plan.size
-    kept = f"{size_text(summary.rank_bytes)} of {size_text(summary.whole_bytes)}"
+    """What each rank keeps, what that asks for in every step, and why the rest is whole."""
+    table = rows(summary.plan)
+    asked = _grouped((each.collectives, each.pattern) for each in table if each.collectives)
+    whole = _grouped((each.why, each.pattern) for each in table if each.style == WHOLE)
+    kept = f"{size_text(summary.rank_bytes)} of {size_text(summary.whole_bytes)} of parameters"
     return "\n".join(
         [
-            f"{summary.model} over {size} ranks: each keeps {kept} of parameters",
+            f"{summary.model} over {summary.plan.size} ranks: each keeps {kept}",
             "",
-            write_plan(summary.plan),
+            *align(
+                [
+                    ("count", [str(each.count) for each in table]),
+                    ("shape", ["x".join(map(str, each.shape)) for each in table]),
+                    ("per rank", [size_text(each.rank_bytes) for each in table]),
+                ],
+                ("parameter and how it is divided", [_divided(each) for each in table]),
+            ),
+            *_section("asked for in every step:", asked),
+            *_section("whole, and why:", whole),
+            *_section("divided, and why:", _reasons(table)),
+            *_section("notes:", {note: [] for note in (*summary.plan.notes, *summary.notes)}),
             "",
-            "A run proves this plan on a batch before its first step, and runs whole what fails.",
-            *(f"{each}." for each in summary.notes),
+            "A run proves this on a batch before its first step: losses, gradients and outputs of",
+            "blocks. What differs from the whole model then stays whole, and the run says so.",
         ]
     )
+
+
+def _divided(row: PlanRow) -> str:
+    return f"{row.pattern}  {row.style}"
+
+
+def _reasons(table: Sequence[PlanRow]) -> dict[str, list[str]]:
+    return _grouped((each.why, each.pattern) for each in table if each.style != WHOLE and each.why)
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for key, pattern in pairs:
+        groups.setdefault(key, []).append(pattern)
+    return groups
+
+
+def _section(title: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    if not groups:
+        return []
+    lines = ["", title]
+    for key, patterns in groups.items():
+        lines += textwrap.wrap(key, WIDTH, initial_indent="  ", subsequent_indent="  ")
+        listed = ", ".join(patterns)
+        lines += textwrap.wrap(
+            listed, WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+        )
+    return lines
