@@ -34,7 +34,7 @@ class Attention(nn.Module):
         if is_fused:
             self.qkv = nn.Linear(width, 3 * width)
         else:
-            self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+            self.q, self.k, self.v = (nn.Linear(width, width, bias=each != "k") for each in "qkv")
         self.is_fused = is_fused
         self.out = nn.Linear(width, width)
 
