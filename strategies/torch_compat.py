@@ -93,6 +93,18 @@ def make_subclass(kind: type[Tensor], tensor: Tensor) -> Any:
     return Tensor._make_subclass(kind, tensor)
 
 
+def make_wrapper(kind: type[Tensor], local: Tensor, shape: Sequence[int]) -> Any:
+    """A tensor of a class and shape, of the type and on the device of another, without storage."""
+    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        kind, torch.Size(shape), dtype=local.dtype, device=local.device
+    )
+
+
+def subclasses_unasked() -> AbstractContextManager[None]:
+    """Within it, calls on a tensor subclass go on to autograd, not to its rules for functions."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def written_or_viewed(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Any, bool]]:

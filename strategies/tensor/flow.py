@@ -11,6 +11,11 @@ from boltmesh.strategies.tensor.analysis.analyse import Analysis
 from boltmesh.strategies.tensor.analysis.atoms import Atom, Dim, find
 from boltmesh.strategies.tensor.analysis.records import Operand, Step
 
+PRODUCTS = frozenset({
+    "_grouped_mm", "addmm", "baddbmm", "bmm", "convolution", "linear", "mm", "mv",
+})  # fmt: skip
+"""Operators that sum over an axis of two tensors."""
+
 
 @dataclass
 class Flow:
@@ -88,7 +93,7 @@ class _Follower:
             return
         by_parameter = {self.sharded.get(each.parameter or "") for each in step.inputs}
         for atom in sorted(given, key=self.order.__getitem__):
-            if atom in by_parameter and _is_product(step):
+            if atom in by_parameter and step.operator in PRODUCTS:
                 continue
             for each in step.inputs:
                 is_whole = atom not in axes_of(each.dims, self.chosen)
@@ -130,7 +135,7 @@ class _Follower:
         while waiting:
             each = waiting.pop()
             for step in self.consumers.get(each, ()):
-                if _is_product(step) and any(
+                if step.operator in PRODUCTS and any(
                     operand.parameter in self.sharded for operand in step.inputs
                 ):
                     return "also feeds a matrix that is divided"
@@ -142,9 +147,3 @@ class _Follower:
                 waiting += [out.key for out in floating if out.key not in seen]
                 seen.update(out.key for out in floating)
         return ""
-
-
-def _is_product(step: Step) -> bool:
-    return step.operator in {
-        "_grouped_mm", "addmm", "baddbmm", "bmm", "convolution", "linear", "mm", "mv",
-    }  # fmt: skip

@@ -98,14 +98,33 @@ class GatherPoint:
 
 
 @dataclass(frozen=True)
+class ExitPoint:
+    """Which output of a module has the sequence."""
+
+    module: str
+    place: int | str | None
+    """In a tuple or a mapping; None where the module gives one tensor."""
+
+
+@dataclass(frozen=True)
 class SequencePlan:
-    """Where the sequence is divided: from the entry of a stack of blocks to its exit."""
+    """Where the sequence is divided: from the entry of a stack of blocks to its exit.
+
+    A plan with one has its consequences in the other fields as well: parameters between blocks are
+    ``partial``, dropouts there are local, and a gather takes the place of boundaries behind it.
+    """
 
     stacks: tuple[tuple[str, str], ...]
     """First and last block of each."""
     gathers: tuple[GatherPoint, ...]
     dim: int = 1
     """Of the activations; ``[batch, sequence, channels]``."""
+    entries: tuple[GatherPoint, ...] = ()
+    """Of each stack: the argument of its first block that is divided."""
+    exits: tuple[ExitPoint, ...] = ()
+    """Of each stack: the output of its last block that is joined."""
+    fed: tuple[str, ...] = ()
+    """Modules with columns that a gather feeds: it sums their inputs' gradients, they do not."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Makes a plan of what was found out about a model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
@@ -20,6 +20,8 @@ from boltmesh.strategies.tensor.plan import (
     Whole,
 )
 from boltmesh.strategies.tensor.sections import Section
+from boltmesh.strategies.tensor.sequence_plan import divide_sequence
+from boltmesh.strategies.tensor.sequence_walk import NoSequence
 from boltmesh.strategies.tensor.vocabularies import vocabularies
 
 LossParallel = Literal["auto", True, False]
@@ -60,7 +62,34 @@ def make_plan(
             f"loss_parallel=True, but no logits can be divided over {size} ranks: {why}. "
             f"Set loss_parallel='auto'."
         )
-    return _plan(analysis, size, choice)
+    plan = _plan(analysis, size, choice)
+    return _with_sequence(analysis, choice, plan) if sequence_parallel else plan
+
+
+def _with_sequence(analysis: Analysis, choice: _Choice, plan: TensorPlan) -> TensorPlan:
+    """Divide the sequence between blocks as well, with all that follows from it."""
+    styles = {name: each.style for name, each in plan.sharded.items()}
+    followed = {each.atom for each in choice.chosen if not each.is_vocabulary}
+    try:
+        division = divide_sequence(analysis, styles, followed)
+    except NoSequence as why:
+        raise ConfigError(
+            f"sequence_parallel=True, but {why}. Set sequence_parallel=False."
+        ) from None
+    outputs = analysis.trace.module_outputs
+    gathered = {
+        name
+        for name in plan.boundaries
+        if any(each.key in division.gathered for each in outputs.get(name, {}).values())
+    }
+    partial = division.partial | set(plan.partial)
+    return replace(
+        plan,
+        partial=tuple(name for name in analysis.parameters if name in partial),
+        boundaries=tuple(name for name in plan.boundaries if name not in gathered),
+        local_dropouts=tuple(dict.fromkeys([*plan.local_dropouts, *division.drawing])),
+        sequence=division.plan,
+    )
 
 
 def _choose(analysis: Analysis, size: int, *, with_heads: bool) -> _Choice:
@@ -137,7 +166,7 @@ def _sharded(analysis: Analysis, choice: _Choice) -> dict[str, ShardedParameter]
 
 
 def _is_of_attention(analysis: Analysis, facts: ParameterFacts) -> bool:
-    return facts.name.rpartition(".")[0] in analysis.attentions
+    return facts.name.rpartition(".")[0] in analysis.trace.attentions
 
 
 def _one_by_one(sections: Sequence[Section]) -> tuple[Section, ...]:

@@ -13,7 +13,7 @@ from boltmesh.strategies.tensor.candidates import (
     section_pattern,
 )
 
-MIN_SHARE = 0.05
+MIN_SHARE = 0.1
 """A table without a head is divided from this share of the model on: each lookup costs a sum."""
 
 _OF_LOSSES = {

@@ -45,8 +45,6 @@ class Analysis:
     trace: Trace
     blocks: tuple[str, ...]
     """Names of the repeated blocks."""
-    attentions: frozenset[str] = frozenset()
-    """Modules of torch's own attention, whose projections are one parameter."""
     integers: dict[str, dict[str, int]] = field(default_factory=dict)
     """Attributes of modules that may be sizes, by name of the module."""
 
@@ -71,7 +69,10 @@ def analyse(
     """
     names = _tied_names(module)
     parameters = {first: module.get_parameter(first) for first in names}
-    trace = of_parameters(parameters)
+    attentions = (
+        name for name, each in module.named_modules() if isinstance(each, MultiheadAttention)
+    )
+    trace = of_parameters(parameters, frozenset(attentions))
     for each in (run, *others):
         with _stand_ins(module, trace, list(names)) as persistent, modules_watched(module, trace):
             with torch.random.fork_rng(devices=[]), torch.enable_grad(), Watch(trace, persistent):
@@ -90,9 +91,6 @@ def analyse(
         facts,
         trace,
         tuple(blocks),
-        frozenset(
-            name for name, each in module.named_modules() if isinstance(each, MultiheadAttention)
-        ),
         {name: _integers(each) for name, each in module.named_modules()},
     )
 

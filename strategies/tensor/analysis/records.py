@@ -72,6 +72,8 @@ class Step:
     outputs: tuple[Operand, ...]
     modules: tuple[str, ...]
     """In whose forwards it ran, outer to inner; the root is the empty name."""
+    needed: Dim = ()
+    """What it needed whole."""
 
     @property
     def module(self) -> str:

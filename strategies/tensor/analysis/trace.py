@@ -36,6 +36,8 @@ class Trace:
 
     parameters: dict[str, tuple[Dim, ...]]
     """Dimensions by first name, in the order of the model."""
+    attentions: frozenset[str] = frozenset()
+    """Modules of torch's own attention, which are run as layers for q, k and v."""
     products: list[Product] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
@@ -46,8 +48,10 @@ class Trace:
     """Operators without a rule."""
     guessed: Counter[str] = field(default_factory=Counter)
     """Operators that needed data which are not there, and got ones."""
-    module_inputs: dict[str, dict[int | str, int]] = field(default_factory=dict)
-    """Keys of the floating tensors that a module took first, by place or keyword."""
+    module_inputs: dict[str, dict[int | str, Operand]] = field(default_factory=dict)
+    """The floating tensors that a module took first, by place or keyword."""
+    module_outputs: dict[str, dict[int | str | None, Operand]] = field(default_factory=dict)
+    """And gave first, by place or key; by None where it gave nothing else."""
     producers: dict[int, str] = field(default_factory=dict)
     """The innermost module that returned a tensor."""
     bases: dict[int, int] = field(default_factory=dict)
@@ -114,8 +118,9 @@ class Trace:
         self._kept.clear()
 
 
-def of_parameters(parameters: Mapping[str, Tensor]) -> Trace:
+def of_parameters(parameters: Mapping[str, Tensor], attentions: frozenset[str]) -> Trace:
     """A trace in which nothing has happened yet: each dimension is an axis of its own."""
-    return Trace(
-        {name: tuple(new_dim(each) for each in tensor.shape) for name, tensor in parameters.items()}
-    )
+    dims = {
+        name: tuple(new_dim(each) for each in tensor.shape) for name, tensor in parameters.items()
+    }
+    return Trace(dims, attentions)

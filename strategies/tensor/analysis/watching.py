@@ -108,7 +108,7 @@ class Watch(DispatchMode):
 
     def _note(self, call: Call, taken: tuple[Any, ...]) -> None:
         given = tuple(self.trace.operand(each) for each in call.outputs)
-        step = Step(call.name, taken, given, tuple(self.trace.stack))
+        step = Step(call.name, taken, given, tuple(self.trace.stack), tuple(call.needed))
         self.trace.steps.append(step)
 
 
@@ -119,6 +119,15 @@ def _in_half(tensor: Tensor) -> Tensor:
 def _ones(tensor: Tensor) -> Tensor:
     """A tensor with data in the place of one without."""
     return torch.ones(tensor.shape, dtype=tensor.dtype) if is_fake(tensor) else tensor
+
+
+def _places(output: Any) -> list[tuple[int | str | None, Any]]:
+    """What a module gave, taken apart by one level."""
+    if isinstance(output, Mapping):
+        return list(output.items())
+    if isinstance(output, list | tuple):
+        return list(enumerate(output))
+    return [(None, output)]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -158,13 +167,21 @@ def _hooks(name: str, trace: Trace) -> tuple[Any, Any]:
         given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         for place, value in given:
             if isinstance(value, Tensor) and value.is_floating_point():
-                taken.setdefault(place, trace.label(value).key)
+                taken.setdefault(place, trace.operand(value))
 
     def after(module: Module, args: tuple[Any, ...], output: Any) -> None:
         if trace.stack:
             trace.stack.pop()
+        if name in trace.attentions and isinstance(output, tuple) and output[1] is not None:
+            trace.keep_whole(output[1], "weights of each head")
         for each in _tensors(output):
             if each.is_floating_point():
                 trace.producers.setdefault(trace.label(each).key, name)
+        if name not in trace.module_outputs:
+            trace.module_outputs[name] = {
+                place: trace.operand(value)
+                for place, value in _places(output)
+                if isinstance(value, Tensor) and value.is_floating_point()
+            }
 
     return before, after

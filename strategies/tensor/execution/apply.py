@@ -1,6 +1,7 @@
 """Puts a plan on a model: shards in the place of parameters, and wrappers around modules."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -9,9 +10,9 @@ from torch.nn import Module, Parameter
 
 from boltmesh.errors import LayoutError
 from boltmesh.strategies.blocks import has_forward
-from boltmesh.strategies.tensor.backends import backends_of_axes, without_replicated
+from boltmesh.strategies.tensor.backends import OUTSIDE, backends_of_axes, without_replicated
 from boltmesh.strategies.tensor.execution.attention import Heads
-from boltmesh.strategies.tensor.execution.attributes import divide_sizes
+from boltmesh.strategies.tensor.execution.attributes import divide_sizes, divide_width
 from boltmesh.strategies.tensor.execution.borders import AlikeBorder, Border, Scope
 from boltmesh.strategies.tensor.execution.changes import Changes
 from boltmesh.strategies.tensor.execution.dropout import Draws, divide_draws
@@ -33,6 +34,8 @@ from boltmesh.strategies.tensor.execution.region import (
 )
 from boltmesh.strategies.tensor.execution.sharding import join_shards, shard_parameters
 from boltmesh.strategies.tensor.execution.views import Boundary, PartialGradients
+from boltmesh.strategies.tensor.execution.vocabulary import divide_vocabularies, left_whole
+from boltmesh.strategies.tensor.execution.vocabulary_part import LossParallel, Vocabulary
 from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -48,6 +51,8 @@ class AppliedPlan:
     """Without what its backends leave whole."""
     group: TensorGroup
     changes: Changes = field(default_factory=Changes, repr=False)
+    vocabularies: list[Vocabulary] = field(default_factory=list, repr=False)
+    """They count for which functions logits were gathered."""
 
     @property
     def sharded(self) -> dict[Parameter, ShardedParameter]:
@@ -75,7 +80,14 @@ class AppliedPlan:
         self.changes.undo()
 
 
-def apply_plan(module: Module, plan: TensorPlan, group: TensorGroup) -> AppliedPlan:
+def apply_plan(
+    module: Module,
+    plan: TensorPlan,
+    group: TensorGroup,
+    *,
+    loss_parallel: LossParallel = "auto",
+    tell: Callable[[str], None] = lambda _: None,
+) -> AppliedPlan:
     """Let a model run on this rank's part. No communication; all ranks have to do the same.
 
     Args:
@@ -83,6 +95,8 @@ def apply_plan(module: Module, plan: TensorPlan, group: TensorGroup) -> AppliedP
             shards in place: the objects, their names and their order stay.
         plan: How. Blocks that its backends name ``replicated`` stay whole.
         group: The ranks that share the model, as many as the plan is for.
+        loss_parallel: What to do where code needs logits of the whole vocabulary.
+        tell: Hears once of each function that had logits gathered.
 
     Raises:
         LayoutError: The plan is not one of this model, or of this number of ranks.
@@ -91,10 +105,13 @@ def apply_plan(module: Module, plan: TensorPlan, group: TensorGroup) -> AppliedP
         raise LayoutError(
             f"The tensor plan is for {plan.size} ranks, and the group has {group.size}."
         )
-    kept = without_replicated(plan)
+    kept = left_whole(without_replicated(plan), module)
     shard_parameters(module, kept.sharded.values(), size=group.size, rank=group.rank)
     applied = AppliedPlan(module, kept, group)
     _Application(module, kept, group, applied.changes).run()
+    applied.vocabularies = divide_vocabularies(
+        module, kept, group, applied.changes, loss_parallel=loss_parallel, tell=tell
+    )
     return applied
 
 
@@ -148,9 +165,10 @@ class _Application:
         elif "expert" in styles or {"column", "row"} <= styles:
             self.changes.wrap(module, Inside(border))
         elif "column" in styles:
-            sections = owner.leading("column").sections
+            matrix = owner.leading("column")
+            divide_width(module, matrix, self.group.size, self.changes)
             column = (
-                RegionColumn(border, sections, _channels(module), self.group)
+                RegionColumn(border, matrix.sections, _channels(module), self.group)
                 if is_region
                 else Column(border)
             )
@@ -174,20 +192,27 @@ class _Application:
             self.changes.wrap(owner.module, Table(owner.leading("table").sections, self.group))
 
     def _divide_sizes(self, owners: list[Owner]) -> None:
-        """Divide the sizes that code on plain shards names: that of owners, in either backend."""
-        running_whole = {
+        """Divide the sizes that code on plain shards names.
+
+        A module of one matrix product knows its part by the shapes of its weight; see
+        ``divide_width``. One that computes with several parts runs on shards in either backend.
+        """
+        in_region = {
             block
             for axis, planned in enumerate(self.plan.axes)
-            for block in planned.blocks
+            for block in planned.blocks or (OUTSIDE,)
             if self.backends[axis] == "region"
         }
-        of_owners = {owner.name for owner in owners}
+        blocks = {block for planned in self.plan.axes for block in planned.blocks}
+        single = {owner.name for owner in owners if len(owner.styles & {"column", "row"}) == 1}
+        several = {owner.name for owner in owners} - single
         divide_sizes(
             self.root,
             [
                 each
                 for each in self.plan.attributes
-                if each.module in of_owners or not block_around(each.module, running_whole)
+                if each.module not in single
+                and (each.module in several or block_around(each.module, blocks) not in in_region)
             ],
             self.group.size,
             self.changes,
@@ -214,7 +239,7 @@ class _Application:
                 divide_draws(self.root.get_submodule(name), listed, self.draws, self.changes)
 
     def _lies_in_region(self, name: str) -> bool:
-        """Whether a module runs on DTensors, which draw and sum gradients by how they are divided."""
+        """Whether a module runs on DTensors, which know what to draw and what to sum."""
         return any(
             held == {True} and (not scope or f"{name}.".startswith(f"{scope}."))
             for scope, held in self.scopes.items()

@@ -2,11 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.nn import Module
 
 from boltmesh.strategies.blocks import has_forward
+from boltmesh.strategies.tensor.backends import OUTSIDE
 from boltmesh.strategies.tensor.plan import ShardedParameter, Style, TensorPlan
 
 
@@ -39,26 +40,24 @@ class Owner:
 
 
 def owners_of(root: Module, plan: TensorPlan) -> list[Owner]:
-    """Return the modules that a plan divides parameters of, in the plan's order."""
+    """Return the modules that a plan divides parameters of, in the plan's order.
+
+    But for tables and heads, whose tokens are divided outside of blocks.
+    """
     found: dict[str, list[ShardedParameter]] = defaultdict(list)
     for entry in plan.sharded.values():
         for name in entry.names:
-            found[name.rpartition(".")[0]].append(_named(entry, name))
+            if entry.style != "vocabulary":
+                found[name.rpartition(".")[0]].append(replace(entry, name=name))
     return [
         Owner(name, root.get_submodule(name), entries[0].axis, tuple(entries))
         for name, entries in found.items()
     ]
 
 
-def _named(entry: ShardedParameter, name: str) -> ShardedParameter:
-    from dataclasses import replace
-
-    return replace(entry, name=name)
-
-
 def block_around(name: str, blocks: Iterable[str]) -> str:
-    """Return the block that a module lies in, or the empty name."""
-    return next((each for each in blocks if f"{name}.".startswith(f"{each}.")), "")
+    """Return the block that a module lies in, or what stands for none."""
+    return next((each for each in blocks if f"{name}.".startswith(f"{each}.")), OUTSIDE)
 
 
 def scope_of(root: Module, names: Sequence[str]) -> str:

@@ -38,10 +38,14 @@ def pointwise(call: Call) -> None:
         call.give(*given, output=call.first)
 
 
-@rule(
+RANDOM = (
     "_fused_dropout", "bernoulli", "bernoulli_", "exponential_", "geometric_", "native_dropout",
     "normal_", "rand_like", "randint_like", "randn_like", "random_", "uniform_",
 )  # fmt: skip
+"""Operators that draw a number for each element of a tensor."""
+
+
+@rule(*RANDOM)
 def draw(call: Call) -> None:
     """Random numbers for each element."""
     dims = call.dims(call.first)

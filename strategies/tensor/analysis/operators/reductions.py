@@ -24,7 +24,9 @@ def reduce(call: Call) -> None:
     """One number out of many."""
     dims = call.dims(call.first)
     gone = _places(call.arguments.get("dim"), len(dims))
-    call.whole(*(dims[each] for each in sorted(gone)))
+    if call.name != "mean" or call.trace.module not in call.trace.attentions:
+        # Torch's attention gives weights averaged over heads: the layers that it is run as can.
+        call.whole(*(dims[each] for each in sorted(gone)))
     keeps = call.output.ndim == len(dims)
     kept = [
         () if place in gone else dim for place, dim in enumerate(dims) if keeps or place not in gone

@@ -1,12 +1,12 @@
 """One call of an operator, and the table of rules by the operator's name."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from boltmesh.strategies.tensor.analysis.atoms import Dim, keep_whole, new_dim, unify
+from boltmesh.strategies.tensor.analysis.atoms import Atom, Dim, keep_whole, leaves, new_dim, unify
 from boltmesh.strategies.tensor.analysis.records import Draw, ShapeUse
 from boltmesh.strategies.tensor.analysis.trace import Trace
 
@@ -22,6 +22,8 @@ class Call:
     """By the names of the operator's schema, defaults included."""
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
+    needed: list[Atom] = field(default_factory=list)
+    """What it needs whole, as far as its rule has said."""
 
     @property
     def first(self) -> Tensor:
@@ -59,6 +61,7 @@ class Call:
         """Say that this operator needs dimensions whole."""
         for each in dims:
             keep_whole(each, self.trace.reason(self.name))
+            self.needed.extend(leaves(each))
 
     def draws(self, dims: Sequence[Dim]) -> None:
         """Note that random numbers were drawn for a tensor with these dimensions."""
@@ -70,14 +73,11 @@ class Call:
 
     def forget(self) -> None:
         """Say that nothing is known of this operator: all that it touches stays whole."""
-        for each in (*self.inputs, *self.outputs):
-            if each is not None:
-                self.trace.label(each)
         for each in self.inputs:
-            self.trace.keep_whole(each, self.name)
+            self.whole(*self.dims(each))
         self.give_new(*self.outputs)
         for each in self.outputs:
-            self.trace.keep_whole(each, self.name)
+            self.whole(*self.dims(each))
 
 
 Rule: TypeAlias = Callable[[Call], None]
