@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 VOCABULARY, LENGTH = 24, 6
 
-EPSILON = 1e-5
+EPSILON = 1e-4
 """Of Adam: the gradients of key biases are zero in truth, and their rounding is not to be scaled up
 to the size of a step."""
 
