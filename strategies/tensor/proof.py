@@ -201,6 +201,13 @@ def _difference(whole: Outcome, planned: Outcome, divided: Mapping[str, Any]) ->
         apart = _apart(one, other, 0.0)
         if not apart <= TOLERANCE:
             return f"gives a value (the {_ordinal(place)}) that is {apart:.2g} off"
+    comparable = _comparable(whole, planned)
+    if not (comparable or whole.values or whole.gradients):
+        return "gives nothing that could be compared: it returns and logs nothing"
+    for name, one, other in comparable:
+        apart = _apart(one, other, 0.0)
+        if not apart <= TOLERANCE:
+            return f"gives an output of {name} that is {apart:.2g} off"
     if whole.gradients.keys() != planned.gradients.keys():
         name = min(whole.gradients.keys() ^ planned.gradients.keys())
         return f"gives {'no' if name in whole.gradients else 'a'} gradient of {name}"
@@ -211,6 +218,16 @@ def _difference(whole: Outcome, planned: Outcome, divided: Mapping[str, Any]) ->
         if not apart <= TOLERANCE:
             return f"gives a gradient of {name} that is {apart:.2g} off"
     return None
+
+
+def _comparable(whole: Outcome, planned: Outcome) -> list[tuple[str, Tensor, Tensor]]:
+    """Return the outputs of blocks that are whole in both; a layer by itself may give its part."""
+    return [
+        (name, one, other)
+        for name, several in whole.probed.items()
+        for one, other in zip(several, planned.probed.get(name, []), strict=False)
+        if one.shape == other.shape
+    ]
 
 
 def _apart(one: Tensor, other: Tensor, least: float) -> float:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.strategies.steps.metrics import find_metrics
-from boltmesh.strategies.steps.quiet import quiet
+from boltmesh.strategies.steps.quiet import log_replaced, quiet
 from boltmesh.strategies.steps.restoring import modules_unchanged, random_state_unchanged
 from boltmesh.strategies.tensor.manual import by_hand
 from boltmesh.strategies.torch_compat import tree_leaves
@@ -43,7 +43,9 @@ class Outcome:
     """What one run of a step gave."""
 
     values: list[Tensor] = field(default_factory=list)
-    """The loss, or what else the step returned, in order; of outputs of blocks the first."""
+    """What the step returned, the loss for one, and what it logged, in order."""
+    probed: dict[str, list[Tensor]] = field(default_factory=dict)
+    """By name of a probe, the first tensor of the output of each of its calls."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """By first name, of the parameters that got one."""
 
@@ -89,10 +91,11 @@ class Rehearsal:
         for each in parameters.values():
             each.grad = None
         try:
+            logged: list[Any] = []
             with self._untraced(), self._probed(outcome), torch.set_grad_enabled(self.trains):
-                result, collected = self._call()
-                given = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-                outcome.values[:0] = [each.detach() for each in given]
+                with log_replaced(self.module, lambda name, value, *_, **__: logged.append(value)):
+                    result, collected = self._call()
+                outcome.values = _tensors_of([result, logged])
                 if self.trains and self.module.automatic_optimization:
                     loss = result.get("loss") if isinstance(result, Mapping) else result
                     if isinstance(loss, Tensor) and loss.requires_grad:
@@ -131,14 +134,19 @@ class Rehearsal:
     @contextmanager
     def _probed(self, outcome: Outcome) -> Iterator[None]:
         handles = [
-            each.register_forward_hook(partial(_keep_output, outcome.values))
-            for each in self.probes.values()
+            each.register_forward_hook(partial(_keep_output, outcome.probed.setdefault(name, [])))
+            for name, each in self.probes.items()
         ]
         try:
             yield
         finally:
             for each in handles:
                 each.remove()
+
+
+def _tensors_of(tree: Any) -> list[Tensor]:
+    found = [each for each in tree_leaves(tree) if isinstance(each, Tensor | float | int)]
+    return [torch.as_tensor(each).detach() for each in found]
 
 
 def _keep_output(values: list[Tensor], module: Module, args: Any, output: Any) -> None:

@@ -72,7 +72,7 @@ CASES = [
     Case("scheduled accumulation", accumulate={0: 1, 1: 2, 2: 3}, count=16, steps=6),
     Case("two groups of replicas", ranks=4, size=2, trainer=CLIP, accumulate=2),
     Case("replicas, odd batches", ranks=4, size=2, count=43, batch_size=3, model=SGD),
-    Case("bf16-mixed", trainer={**BF16, **CLIP}, tolerance=ROUGH),
+    Case("bf16-mixed", model=SGD, trainer={**BF16, **CLIP}, tolerance=ROUGH),
     Case("bf16-true", model=SGD, trainer={"precision": "bf16-true"}, tolerance=ROUGH),
     Case("64 bits", trainer={"precision": "64-true"}),
     Case("two parameter groups, schedule", model={"groups": True}, trainer=CLIP),

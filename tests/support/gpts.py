@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 VOCABULARY, LENGTH = 24, 6
 
-EPSILON = 1e-5
+EPSILON = 1e-4
 """Of Adam: the gradients of key biases are zero in truth, and their rounding is not to be scaled up
 to the size of a step."""
 
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         if is_fused:
             self.qkv = nn.Linear(width, 3 * width)
         else:
-            self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+            self.q, self.k, self.v = (nn.Linear(width, width, bias=each != "k") for each in "qkv")
         self.is_fused = is_fused
         self.out = nn.Linear(width, width)
 
