@@ -22,6 +22,7 @@ from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.planner.precision import widths_of
 from boltmesh.strategies.tensor.analysis.analyse import analyse
+from boltmesh.strategies.tensor.hugging_face import disagreements
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.planning import make_plan
 from boltmesh.strategies.tensor.rehearsal import Rehearsal
@@ -71,6 +72,7 @@ def describe_division(
             module: LightningModule = build(config.model, "model", source=source)
             notes = configure(module)
         put_stand_ins(module)
+        wanted = given.get("plan")
         args = (batch, *compat.step_arguments(module, STEP))
         rehearsal = Rehearsal(module, STEP, args, torch.device("cpu"))
         try:
@@ -80,6 +82,7 @@ def describe_division(
                 size,
                 loss_parallel=given.get("loss_parallel", "auto"),
                 sequence_parallel=bool(given.get("sequence_parallel", False)),
+                wanted=None if wanted in (None, "auto") else wanted,
             )
         except ConfigError as error:
             raise ConfigError(f"{source}: strategy: {error}") from error
@@ -90,5 +93,5 @@ def describe_division(
         plan=plan,
         whole_bytes=stored.itemsize * sum(whole.values()),
         rank_bytes=stored.itemsize * sum({**whole, **divided}.values()),
-        notes=tuple(notes),
+        notes=(*disagreements(plan, module), *notes),
     )
