@@ -102,6 +102,8 @@ class TensorParallelStrategy(MeshStrategy):
         self.tensor_axis = TensorAxis(self.options)
         self._control: dict[str, ProcessGroup] = {}
         """On the CPU: ``"tensor"`` and, for all ranks of the job, ``"all"``."""
+        self._sample: tuple[Any, tuple[Any, ...]] = None, ()
+        """A batch of the run that is set up, and what a step is called with behind it."""
 
     # Starting.
 
@@ -172,12 +174,16 @@ class TensorParallelStrategy(MeshStrategy):
         axis = self.tensor_axis
         axis.begin(self._tensor_context())
         self.recorder.name_group(self._control["tensor"], "tensor")
-        if not axis.is_placed(module, step):
-            refuse_parameters(module)
+        is_new = not axis.is_placed(module, step)
+        if is_new or self._is_fitting:
             batch = of_first_rank(sample_batch(trainer).batch, self._control["all"])
-            axis.place(module, step, batch, compat.step_arguments(module, step))
+            self._sample = batch, compat.step_arguments(module, step)
+        if is_new:
+            refuse_parameters(module)
+            axis.place(module, step, *self._sample)
         self._adopt_metrics()
         super().setup(trainer)
+        self._sample = None, ()
         if self._is_fitting:
             axis.follow_scaler()
 
@@ -218,7 +224,17 @@ class TensorParallelStrategy(MeshStrategy):
 
     @override
     def expected_traffic(self) -> list[ExpectedTraffic]:
-        return super().expected_traffic()
+        trainer = compat.trainer_of(self.lightning_module)
+        module = self.lightning_module
+        assert trainer is not None
+        assert module is not None
+        if not module.automatic_optimization:
+            return []
+        self.tensor_axis.count(*self._sample, self.precision_plugin.train_step_context)
+        return super().expected_traffic() + self.tensor_axis.expected_traffic(
+            accumulated=trainer.accumulate_grad_batches,
+            num_norms=int(compat.has_norm_clipping(trainer)),
+        )
 
     @override
     def expected_memory(self) -> list[MemoryKind]:

@@ -37,8 +37,10 @@ from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.plan_json import from_json, to_json
 from boltmesh.strategies.tensor.planning import LossParallel, make_plan
 from boltmesh.strategies.tensor.proof import Stage, prove
-from boltmesh.strategies.tensor.rehearsal import Rehearsal
+from boltmesh.strategies.tensor.rehearsal import Around, Rehearsal
+from boltmesh.strategies.tensor.traffic import Amount, count_step, expected_traffic
 from boltmesh.strategies.torch_compat import agree_on_overflow
+from boltmesh.telemetry.traffic import ExpectedTraffic
 
 UserPlan = Literal["auto"] | Mapping[str, str]
 
@@ -99,6 +101,8 @@ class TensorAxis:
         self.placement: Placement | None = None
         """None before a model was placed."""
         self._forget_scaler: Callable[[], None] = _nothing
+        self._counted: dict[str, Amount] | None = None
+        """What a batch of training moves, by operator; None where nobody knows."""
 
     def begin(self, context: TensorContext) -> None:
         """Take where the axis finds itself now: called for every run, before ``place``."""
@@ -246,6 +250,35 @@ class TensorAxis:
                 parameter.grad = None
 
     # What the engine asks.
+
+    def count(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
+        """Find out what a batch of training moves, to be expected; called for every fit.
+
+        Args:
+            batch: Of training, on the CPU.
+            rest: What ``training_step`` is called with behind it.
+            around: Precision.
+        """
+        assert self.placement is not None
+        rehearsal = Rehearsal(self.placement.module, "training_step", (batch, *rest), _CPU)
+        self._counted = count_step(rehearsal, self.group, around)
+
+    def expected_traffic(self, *, accumulated: int, num_norms: int) -> list[ExpectedTraffic]:
+        """What one optimizer step moves on this rank; nothing where nobody knows.
+
+        Args:
+            accumulated: Batches in an optimizer step.
+            num_norms: Norms over the ranks in an optimizer step.
+        """
+        if self._counted is None or self.group.size == 1:
+            return []
+        return expected_traffic(
+            self._counted,
+            size=self.group.size,
+            accumulated=accumulated,
+            num_norms=num_norms,
+            agrees_on_overflow=self.context.scaler is not None,
+        )
 
     def follow_scaler(self) -> None:
         """Make all ranks skip a step when gradients of one have overflown.

@@ -144,6 +144,5 @@ def test_runs_go_on_in_every_layout(tmp_path: Path) -> None:
             continue
         assert found.keys() == reference.keys(), name
         for key, each in found.items():
-            torch.testing.assert_close(
-                each, reference[key], rtol=1e-4, atol=2e-5, msg=lambda text: f"{name}: {key}: {text}"
-            )
+            near = torch.isclose(each, reference[key], rtol=1e-4, atol=2e-5)
+            assert bool(near.all()), f"{name}: {key}"

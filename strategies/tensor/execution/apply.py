@@ -16,6 +16,7 @@ from boltmesh.strategies.tensor.execution.attributes import divide_sizes, divide
 from boltmesh.strategies.tensor.execution.borders import (
     AlikeBorder,
     Border,
+    Fed,
     Scope,
     SequenceBorder,
 )
@@ -42,7 +43,6 @@ from boltmesh.strategies.tensor.execution.stacks import Stacks
 from boltmesh.strategies.tensor.execution.views import (
     Boundary,
     PartialGradients,
-    WholeGradient,
 )
 from boltmesh.strategies.tensor.execution.vocabulary import divide_vocabularies, left_whole
 from boltmesh.strategies.tensor.execution.vocabulary_part import LossParallel, Vocabulary
@@ -151,7 +151,7 @@ class _Application:
             self._put_axis(owners, is_region=self._is_region(axis))
         self._put_views()
         self._put_draws()
-        self.stacks.put_on(self.changes, self.draws)
+        self.stacks.put_on(self.changes)
 
     def _is_region(self, axis: int) -> bool:
         return self.backends[axis] == "region" and axis in self.plan.region_axes
@@ -160,7 +160,8 @@ class _Application:
         """Wrap the modules of one axis in one block, and the module that holds them."""
         border = self._border(owners)
         for owner in owners:
-            self._put_owner(owner, border, is_region=is_region)
+            of_owner = Fed(border) if self.stacks.is_fed(owner.name) else border
+            self._put_owner(owner, of_owner, is_region=is_region)
         name = scope_of(self.root, [owner.name for owner in owners])
         self.scopes[name].add(is_region)
         scope = self.root.get_submodule(name)
@@ -168,7 +169,9 @@ class _Application:
             if callable(getattr(scope, method, None)):
                 self.changes.wrap(scope, Scope(border), method)
                 if is_region:
-                    self.changes.wrap(scope, Region(self.group, self.draws), method)
+                    is_in_stack = isinstance(border, SequenceBorder)
+                    region = Region(self.group, self.draws, shares_gradients=is_in_stack)
+                    self.changes.wrap(scope, region, method)
 
     def _border(self, owners: list[Owner]) -> Border:
         stacks = {self.stacks.around(owner.name) for owner in owners}
@@ -242,29 +245,27 @@ class _Application:
 
     def _put_views(self) -> None:
         by_owner: dict[str, list[str]] = defaultdict(list)
-        partial = [name for name in self.plan.partial if not self._lies_in_region(name)]
-        partial += [name for name in self.stacks.partial() if name not in self.plan.partial]
-        for name in partial:
-            owner, _, attribute = name.rpartition(".")
-            by_owner[owner].append(attribute)
+        for name in self.plan.partial:
+            # DTensors sum what they need themselves, but not for parts of a sequence beside them.
+            if self._runs_on_parts(name):
+                owner, _, attribute = name.rpartition(".")
+                by_owner[owner].append(attribute)
         for owner, attributes in by_owner.items():
-            around = PartialGradients(
-                self.root.get_submodule(owner), tuple(attributes), self.group
-            )
+            module = self.root.get_submodule(owner)
+            around = PartialGradients(module, tuple(attributes), self.group)
             self.changes.wrap(self._caller(owner), around)
         for name in self.plan.boundaries:
-            module, is_region = self.root.get_submodule(name), self._lies_in_region(name)
-            if self.stacks.around(name) is None:
-                if not is_region:
-                    self.changes.wrap(module, Boundary(self.group))
-            elif is_region:
-                self.changes.wrap(module, WholeGradient(self.group))
+            if not self._lies_in_region(name):
+                self.changes.wrap(self.root.get_submodule(name), Boundary(self.group))
 
     def _put_draws(self) -> None:
         listed = {self.root.get_submodule(name) for name in self.plan.local_dropouts}
         for name in self.plan.local_dropouts:
-            if not self._lies_in_region(name) and self.stacks.around(name) is None:
+            if self._runs_on_parts(name):
                 divide_draws(self.root.get_submodule(name), listed, self.draws, self.changes)
+
+    def _runs_on_parts(self, name: str) -> bool:
+        return not self._lies_in_region(name) or self.stacks.around(name) is not None
 
     def _lies_in_region(self, name: str) -> bool:
         """Whether a module runs on DTensors, which know what to draw and what to sum."""

@@ -28,7 +28,7 @@ from boltmesh.strategies.tensor.execution.collectives import (
     take_part,
 )
 from boltmesh.strategies.tensor.execution.group import TensorGroup
-from boltmesh.strategies.torch_compat import is_in_backward
+from boltmesh.strategies.torch_compat import is_in_backward, times_written
 
 
 class SequenceParts:
@@ -45,6 +45,8 @@ class SequenceParts:
         self._length = 0
         self._awaited: WeakSet[_Length] = WeakSet()
         """Of entries whose backward pass is not over."""
+        self._gathered: tuple[Tensor, int, Tensor] | None = None
+        """What was gathered last, how often it had been written by then, and the whole."""
 
     def split(self, whole: Tensor) -> Tensor:
         """Keep this rank's part of what is alike on all ranks. Gathers in the backward pass."""
@@ -60,14 +62,27 @@ class SequenceParts:
         return self._cut(gather_parts(part, self._group, self.dim))
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return the whole, for computations that are divided. Collective."""
-        return self._cut(gather_sequence(part, self._group, self.dim))
+        """Return the whole, for computations that are divided. Collective.
+
+        What several modules take is gathered once, until `forget`.
+        """
+        if self._gathered is not None:
+            earlier, version, whole = self._gathered
+            if earlier is part and version == _times_written(part):
+                return whole
+        whole = self._cut(gather_sequence(part, self._group, self.dim))
+        self._gathered = part, _times_written(part), whole
+        return whole
 
     def scatter(self, part: Tensor) -> Tensor:
         """Add up partial sums of all ranks and keep this rank's part. Collective."""
         length = part.shape[self.dim]
         filled = self._filled(part, torch.zeros_like(part.narrow(self.dim, length - 1, 1)))
         return scatter_sum(filled, self._group, self.dim)
+
+    def forget(self) -> None:
+        """Keep no activation longer than a block runs."""
+        self._gathered = None
 
     def _filled(self, whole: Tensor, last: Tensor) -> Tensor:
         missing = -whole.shape[self.dim] % self._group.size
@@ -85,17 +100,26 @@ class SequenceParts:
         if is_in_backward():
             lengths = {e.whole for e in self._awaited if not e.is_over} or lengths
         fitting = sorted(each for each in lengths if 0 <= filled - each < self._group.size)
-        if len(fitting) != 1:
+        if not fitting:
             raise LayoutError(
-                f"{filled} positions belong to sequences of {fitting or sorted(lengths)}, and it "
-                f"is not known to which, because blocks are computed again in the backward pass. "
-                f"Give sequences lengths that {self._group.size} ranks divide, or set "
+                f"Dimension {self.dim} of an activation has {filled} positions on all ranks, and "
+                f"the stack of blocks was entered with sequences of {sorted(lengths)}. Set "
                 "strategy.sequence_parallel=false."
+            )
+        if len(fitting) > 1:
+            raise LayoutError(
+                f"Blocks are computed again in the backward pass, for sequences of {fitting} whose "
+                f"parts are equally long. Give them lengths that {self._group.size} ranks divide, "
+                "or set strategy.sequence_parallel=false."
             )
         return fitting[0]
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return self
+
+
+def _times_written(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else times_written(tensor)
 
 
 class _Length:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from boltmesh.strategies.tensor.execution.changes import Around
-from boltmesh.strategies.tensor.execution.collectives import reduce_gradient, shared_gradient
+from boltmesh.strategies.tensor.execution.collectives import reduce_gradient
 from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.torch_compat import tree_map_only
 
@@ -79,20 +79,6 @@ class Boundary:
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         return map_floats(lambda each: summed_gradient(each, self.group), forward(*args, **kwargs))
-
-
-@dataclass(frozen=True)
-class WholeGradient:
-    """Around a module whose output's gradient is whole where each rank should have a part of it.
-
-    What is gathered of a sequence sums the gradients of all that it is used for.
-    """
-
-    group: TensorGroup
-
-    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
-        return map_floats(lambda each: shared_gradient(each, self.group), forward(*args, **kwargs))
 
 
 def map_floats(function: Any, value: Any) -> Any:
