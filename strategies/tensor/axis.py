@@ -212,8 +212,8 @@ class TensorAxis:
             if name != first
             and name not in tied
             and first not in tied
-            and shapes.passable.get(name, False)
-            and shapes.passable.get(first, False)
+            and shapes.allow(name, first)
+            and any(True for _ in blocks[name].children())  # what a norm gets differs by its place
         }
 
     def _group_for_a_proof(self) -> TensorGroup:

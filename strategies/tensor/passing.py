@@ -71,7 +71,12 @@ class Shapes:
     """Notes, as a step runs, which blocks give back something like what they get."""
 
     def __init__(self) -> None:
-        self.passable: dict[str, bool] = {}
+        self._seen: dict[str, set[object]] = {}
+
+    def allow(self, block: str, first: str) -> bool:
+        """Whether a block can hand on what it gets in the place of what the first one gave."""
+        seen, given = self._seen.get(block, set()), self._seen.get(first, set())
+        return len(seen) == 1 and seen == given and None not in seen
 
     @contextmanager
     def watching(self, blocks: Mapping[str, Module]) -> Iterator[None]:
@@ -88,8 +93,10 @@ class Shapes:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def note(module: Module, args: Any, kwargs: Any, output: Any) -> None:
-            is_alike = _passed(args, kwargs, output) is not None
-            self.passable[name] = is_alike and self.passable.get(name, True)
+            handed = _passed(args, kwargs, output)
+            self._seen.setdefault(name, set()).add(
+                None if handed is None else tuple(_looks(each) for each in tree_leaves(handed))
+            )
 
         return note
 
@@ -150,6 +157,11 @@ def _passed(args: Any, kwargs: Any, output: Any) -> Any:
     if taken.shape != first.shape or taken.dtype != first.dtype:
         return None
     return tree_map_only(Tensor, lambda each: taken if each is first else each, output)
+
+
+def _looks(value: Any) -> Any:
+    """What can be told of a value that may have no data."""
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
 
 
 def _floats(tree: Any) -> Iterable[Tensor]:
