@@ -39,34 +39,10 @@ RULES: dict[str, Rule] = {}
 """By name of a function. Filled by the modules of `rules` when they are imported."""
 
 _ABOUT = frozenset(
-    [
-        "size",
-        "dim",
-        "numel",
-        "nelement",
-        "element_size",
-        "get_device",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "ndimension",
-        "requires_grad_",
-        "register_hook",
-        "retain_grad",
-        "__hash__",
-        "backward",
-        "grad",
-        "is_same_size",
-        "is_inference",
-        "stride",
-        "storage_offset",
-        "has_names",
-        "result_type",
-        "is_tensor",
-        "__len__",
-        "data_ptr",
-        "untyped_storage",
-    ]
+    "size dim numel nelement element_size get_device is_floating_point is_complex is_signed "
+    "ndimension requires_grad_ register_hook retain_grad __hash__ backward grad is_same_size "
+    "is_inference stride storage_offset has_names result_type is_tensor __len__ data_ptr "
+    "untyped_storage".split()
 )
 """Functions that ask about a tensor, or are autograd's own, and need none of its values."""
 

@@ -47,8 +47,7 @@ def _check(logits: Tensor, targets: Tensor, tolerance: float, **settings: Any) -
     weights = torch.arange(1.0, expected.numel() + 1).view(expected.shape).to(expected.dtype)
     (expected * weights).sum().backward()
     (found * weights).sum().backward()
-    assert part.grad is not None
-    assert whole.grad is not None
+    assert part.grad is not None and whole.grad is not None
     torch.testing.assert_close(
         part.grad, vocabulary.own(whole.grad, 1), rtol=10 * tolerance, atol=10 * tolerance
     )
@@ -105,8 +104,7 @@ def _low_precision(rank: int, size: int) -> None:
         found = F.cross_entropy(divided, targets, label_smoothing=0.1)
         assert found.dtype == kind
         found.backward()
-        assert part.grad is not None
-        assert exact.grad is not None
+        assert part.grad is not None and exact.grad is not None
         # Sums are in fp32 and only results are rounded, once: half a unit of the last digit.
         assert relative(found, expected.detach()) < 0.51 * 2.0 ** (1 - digits)
         assert relative(part.grad, vocabulary.own(exact.grad, 1)) < 2.0 ** (1 - digits)
@@ -161,8 +159,7 @@ def _probabilities(rank: int, size: int, loss_parallel: Any) -> dict[str, int]:
     F.cross_entropy(whole, soft).backward()
     found = F.cross_entropy(divided, soft)
     found.backward()
-    assert part.grad is not None
-    assert whole.grad is not None
+    assert part.grad is not None and whole.grad is not None
     torch.testing.assert_close(part.grad, vocabulary.own(whole.grad, 1))
     return vocabulary.gathered_for
 
@@ -183,8 +180,7 @@ def _gathered_before(rank: int, size: int) -> tuple[float, float, float]:
     found = F.cross_entropy(torch.sort(divided, stable=True).values, targets.clamp(max=15))
     again = F.cross_entropy(divided.cumsum(1).diff(dim=1, prepend=torch.zeros(12, 1)), targets)
     again.backward()
-    assert part.grad is not None
-    assert whole.grad is not None
+    assert part.grad is not None and whole.grad is not None
     return (
         abs(float(again - expected)),
         relative(part.grad, vocabulary.own(whole.grad, 1)),

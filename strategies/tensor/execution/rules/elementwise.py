@@ -19,146 +19,28 @@ from boltmesh.strategies.tensor.execution.vocabulary_tensor import (
 )
 from boltmesh.strategies.torch_compat import tree_leaves, tree_map_only
 
-_FUNCTIONS = [
-    "abs",
-    "add",
-    "addcdiv",
-    "addcmul",
-    "ceil",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "clip",
-    "copysign",
-    "cos",
-    "div",
-    "divide",
-    "eq",
-    "erf",
-    "exp",
-    "exp2",
-    "expm1",
-    "floor",
-    "fmax",
-    "fmin",
-    "ge",
-    "gelu",
-    "greater",
-    "greater_equal",
-    "gt",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "isneginf",
-    "isposinf",
-    "le",
-    "leaky_relu",
-    "lerp",
-    "less",
-    "less_equal",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "logaddexp",
-    "logical_and",
-    "logical_not",
-    "logical_or",
-    "logical_xor",
-    "logit",
-    "logsigmoid",
-    "lt",
-    "masked_fill",
-    "maximum",
-    "minimum",
-    "mul",
-    "multiply",
-    "nan_to_num",
-    "ne",
-    "neg",
-    "negative",
-    "not_equal",
-    "pow",
-    "reciprocal",
-    "relu",
-    "remainder",
-    "round",
-    "rsqrt",
-    "rsub",
-    "sgn",
-    "sigmoid",
-    "sign",
-    "silu",
-    "sin",
-    "softplus",
-    "sqrt",
-    "square",
-    "sub",
-    "subtract",
-    "tanh",
-    "tanhshrink",
-    "true_divide",
-    "trunc",
-    "where",
-    "xlogy",
-]
+_FUNCTIONS = (
+    "abs add addcdiv addcmul ceil clamp clamp_max clamp_min clip copysign cos div divide eq erf "
+    "exp exp2 expm1 floor fmax fmin ge gelu greater greater_equal gt isfinite isinf isnan "
+    "isneginf isposinf le leaky_relu lerp less less_equal log log10 log1p log2 logaddexp "
+    "logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum "
+    "minimum mul multiply nan_to_num ne neg negative not_equal pow reciprocal relu remainder "
+    "round rsqrt rsub sgn sigmoid sign silu sin softplus sqrt square sub subtract tanh "
+    "tanhshrink true_divide trunc where xlogy"
+).split()
 
-_OPERATORS = [
-    "__abs__",
-    "__add__",
-    "__radd__",
-    "__iadd__",
-    "__sub__",
-    "__rsub__",
-    "__isub__",
-    "__mul__",
-    "__rmul__",
-    "__imul__",
-    "__truediv__",
-    "__rtruediv__",
-    "__itruediv__",
-    "__div__",
-    "__rdiv__",
-    "__idiv__",
-    "__pow__",
-    "__rpow__",
-    "__ipow__",
-    "__neg__",
-    "__eq__",
-    "__ne__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "__and__",
-    "__or__",
-    "__xor__",
-    "__invert__",
-]
+_OPERATORS = (
+    "__abs__ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ "
+    "__truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ __pow__ __rpow__ __ipow__ "
+    "__neg__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__"
+).split()
 
 _IN_PLACE = [f"{name}_" for name in _FUNCTIONS] + ["zero_", "fill_", "copy_"]
 
-_OF_ONE = [
-    "clone",
-    "contiguous",
-    "detach",
-    "data",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "bool",
-    "int",
-    "long",
-    "cpu",
-    "cuda",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "empty_like",
-    "alias",
-    "positive",
-]
+_OF_ONE = (
+    "clone contiguous detach data float double half bfloat16 bool int long cpu cuda "
+    "zeros_like ones_like full_like empty_like alias positive"
+).split()
 
 
 @rule_for(*_FUNCTIONS, *_OPERATORS, *_IN_PLACE, *_OF_ONE)

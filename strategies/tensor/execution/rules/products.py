@@ -52,7 +52,9 @@ def embedding(
 
 
 @rule_for("linear")
-def linear(func: Callable[..., Any], inputs: Any, weight: Any, bias: Tensor | None = None) -> Any:
+def linear(
+    func: Callable[..., Any], inputs: Any, weight: Any, bias: Tensor | None = None
+) -> Any:
     """Compute the logits of this rank's tokens."""
     if not _makes_logits(inputs, weight, 0):
         return NO_RULE

@@ -19,29 +19,10 @@ from boltmesh.strategies.tensor.execution.vocabulary_tensor import (
     wrap,
 )
 
-_VIEWS = [
-    "T",
-    "adjoint",
-    "chunk",
-    "flatten",
-    "mT",
-    "movedim",
-    "moveaxis",
-    "narrow",
-    "permute",
-    "select",
-    "split",
-    "split_with_sizes",
-    "squeeze",
-    "swapaxes",
-    "swapdims",
-    "t",
-    "tensor_split",
-    "transpose",
-    "unbind",
-    "unflatten",
-    "unsqueeze",
-]
+_VIEWS = (
+    "T adjoint chunk flatten mT movedim moveaxis narrow permute select split "
+    "split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unsqueeze"
+).split()
 
 _SIZED = ("expand", "expand_as", "reshape", "reshape_as", "view", "view_as")
 
@@ -96,17 +77,15 @@ def resize(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any) ->
 
 
 @rule_for("cat", "concat", "concatenate", "stack")
-def join(func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Any:
+def join(
+    func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any
+) -> Any:
     """Put divided tensors one after the other, along another dimension than the divided one."""
     divided = [each for each in tensors if isinstance(each, VocabularyTensor)]
     first = divided[0]
     dims = first.dim() + (func.__name__ == "stack")
     along = dim % dims
-    if (
-        kwargs
-        or len(divided) != len(tensors)
-        or (func.__name__ != "stack" and along == first.divided_dim)
-    ):
+    if kwargs or len(divided) != len(tensors) or (func.__name__ != "stack" and along == first.divided_dim):
         return NO_RULE
     if any(
         each.divided_dim != first.divided_dim

@@ -48,7 +48,9 @@ def add_up(
 
 
 @rule_for("logsumexp")
-def log_sum_exp(func: Callable[..., Any], divided: Any, dim: _Dims, keepdim: bool = False) -> Any:
+def log_sum_exp(
+    func: Callable[..., Any], divided: Any, dim: _Dims, keepdim: bool = False
+) -> Any:
     """Return what softmax divides by, as its logarithm, such as a z-loss is made of."""
     if not isinstance(divided, VocabularyTensor) or _dims(divided, dim) != (divided.divided_dim,):
         return NO_RULE
