@@ -13,7 +13,13 @@ from boltmesh.strategies.blocks import has_forward
 from boltmesh.strategies.tensor.backends import OUTSIDE, backends_of_axes, without_replicated
 from boltmesh.strategies.tensor.execution.attention import Heads
 from boltmesh.strategies.tensor.execution.attributes import divide_sizes, divide_width
-from boltmesh.strategies.tensor.execution.borders import AlikeBorder, Border, Scope
+from boltmesh.strategies.tensor.execution.borders import (
+    AlikeBorder,
+    Border,
+    Fed,
+    Scope,
+    SequenceBorder,
+)
 from boltmesh.strategies.tensor.execution.changes import Changes
 from boltmesh.strategies.tensor.execution.dropout import Draws, divide_draws
 from boltmesh.strategies.tensor.execution.group import TensorGroup
@@ -33,7 +39,11 @@ from boltmesh.strategies.tensor.execution.region import (
     Table,
 )
 from boltmesh.strategies.tensor.execution.sharding import join_shards, shard_parameters
-from boltmesh.strategies.tensor.execution.views import Boundary, PartialGradients
+from boltmesh.strategies.tensor.execution.stacks import Stacks
+from boltmesh.strategies.tensor.execution.views import (
+    Boundary,
+    PartialGradients,
+)
 from boltmesh.strategies.tensor.execution.vocabulary import divide_vocabularies, left_whole
 from boltmesh.strategies.tensor.execution.vocabulary_part import LossParallel, Vocabulary
 from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan
@@ -129,6 +139,7 @@ class _Application:
         self.backends = backends_of_axes(plan)
         self.scopes: dict[str, set[bool]] = defaultdict(set)
         """By module name, whether an axis that it holds is run as DTensors."""
+        self.stacks = Stacks(root, plan, group)
 
     def run(self) -> None:
         grouped: dict[tuple[int, str], list[Owner]] = defaultdict(list)
@@ -140,15 +151,17 @@ class _Application:
             self._put_axis(owners, is_region=self._is_region(axis))
         self._put_views()
         self._put_draws()
+        self.stacks.put_on(self.changes)
 
     def _is_region(self, axis: int) -> bool:
         return self.backends[axis] == "region" and axis in self.plan.region_axes
 
     def _put_axis(self, owners: list[Owner], *, is_region: bool) -> None:
         """Wrap the modules of one axis in one block, and the module that holds them."""
-        border = AlikeBorder(self.group)
+        border = self._border(owners)
         for owner in owners:
-            self._put_owner(owner, border, is_region=is_region)
+            of_owner = Fed(border) if self.stacks.is_fed(owner.name) else border
+            self._put_owner(owner, of_owner, is_region=is_region)
         name = scope_of(self.root, [owner.name for owner in owners])
         self.scopes[name].add(is_region)
         scope = self.root.get_submodule(name)
@@ -156,7 +169,19 @@ class _Application:
             if callable(getattr(scope, method, None)):
                 self.changes.wrap(scope, Scope(border), method)
                 if is_region:
-                    self.changes.wrap(scope, Region(self.group, self.draws), method)
+                    is_in_stack = isinstance(border, SequenceBorder)
+                    region = Region(self.group, self.draws, shares_gradients=is_in_stack)
+                    self.changes.wrap(scope, region, method)
+
+    def _border(self, owners: list[Owner]) -> Border:
+        stacks = {self.stacks.around(owner.name) for owner in owners}
+        stack = stacks.pop()
+        if stacks:
+            raise LayoutError(
+                f"'{owners[0].name}' is divided together with modules outside of the blocks whose "
+                f"sequences are divided. Set strategy.sequence_parallel=false."
+            )
+        return SequenceBorder(self.group, stack.parts) if stack else AlikeBorder(self.group)
 
     def _put_owner(self, owner: Owner, border: Border, *, is_region: bool) -> None:
         module, styles = owner.module, owner.styles
@@ -221,13 +246,14 @@ class _Application:
     def _put_views(self) -> None:
         by_owner: dict[str, list[str]] = defaultdict(list)
         for name in self.plan.partial:
-            owner, _, attribute = name.rpartition(".")
-            by_owner[owner].append(attribute)
+            # DTensors sum what they need themselves, but not for parts of a sequence beside them.
+            if self._runs_on_parts(name):
+                owner, _, attribute = name.rpartition(".")
+                by_owner[owner].append(attribute)
         for owner, attributes in by_owner.items():
             module = self.root.get_submodule(owner)
-            if not self._lies_in_region(owner):
-                around = PartialGradients(module, tuple(attributes), self.group)
-                self.changes.wrap(self._caller(owner), around)
+            around = PartialGradients(module, tuple(attributes), self.group)
+            self.changes.wrap(self._caller(owner), around)
         for name in self.plan.boundaries:
             if not self._lies_in_region(name):
                 self.changes.wrap(self.root.get_submodule(name), Boundary(self.group))
@@ -235,8 +261,11 @@ class _Application:
     def _put_draws(self) -> None:
         listed = {self.root.get_submodule(name) for name in self.plan.local_dropouts}
         for name in self.plan.local_dropouts:
-            if not self._lies_in_region(name):
+            if self._runs_on_parts(name):
                 divide_draws(self.root.get_submodule(name), listed, self.draws, self.changes)
+
+    def _runs_on_parts(self, name: str) -> bool:
+        return not self._lies_in_region(name) or self.stacks.around(name) is not None
 
     def _lies_in_region(self, name: str) -> bool:
         """Whether a module runs on DTensors, which know what to draw and what to sum."""

@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from boltmesh.strategies.tensor.execution.collectives import (
     reduce_gradient,
     reduce_sum,
-    scatter_sum,
 )
 from boltmesh.strategies.tensor.execution.group import TensorGroup
+from boltmesh.strategies.tensor.execution.sequence import SequenceParts
 from boltmesh.strategies.torch_compat import times_written
 
 
@@ -76,30 +77,55 @@ class AlikeBorder(Border):
         self._entered = None
 
 
-class SequenceBorder(Border):
+class SequenceBorder(AlikeBorder):
     """Outside, each rank has a part of the sequence.
 
-    What enters was gathered before, where several modules take it: see ``GatherPoint``.
+    What enters from elsewhere, such as an encoder's states, is alike on all ranks; see `Fed` for
+    what was gathered.
     """
 
-    def __init__(self, group: TensorGroup, dim: int) -> None:
+    def __init__(self, group: TensorGroup, parts: SequenceParts) -> None:
         super().__init__(group)
-        self.dim = dim
+        self._parts = parts
 
-    def enter(self, value: Tensor) -> Tensor:
-        """Return it as it is: the gather that made it sums gradients."""
-        return value
-
+    @override
     def leave(self, part: Tensor) -> Tensor:
         """Return this rank's part of the sum."""
-        return scatter_sum(part, self.group, self.dim)
+        self.forget()
+        return self._parts.scatter(part)
 
+    @override
     def after(self, parameter: Tensor) -> Tensor:
         """Return it with the sum of the gradients that its uses on parts of the sequence give."""
         return reduce_gradient(parameter, self.group)
 
+
+class Fed(Border):
+    """The border of a module that takes a sequence which was gathered: that sums its gradient."""
+
+    def __init__(self, border: Border) -> None:
+        super().__init__(border.group)
+        self._border = border
+
+    @override
+    def enter(self, value: Tensor) -> Tensor:
+        """Return it as it is."""
+        return value
+
+    @override
+    def leave(self, part: Tensor) -> Tensor:
+        """As the other border."""
+        return self._border.leave(part)
+
+    @override
+    def after(self, parameter: Tensor) -> Tensor:
+        """As the other border."""
+        return self._border.after(parameter)
+
+    @override
     def forget(self) -> None:
-        """Nothing is kept."""
+        """As the other border."""
+        self._border.forget()
 
 
 class Scope:

@@ -40,6 +40,11 @@ def reduce_gradient(value: Tensor, group: TensorGroup) -> Tensor:
     return value if group.size == 1 else cast("Tensor", _ReduceGradient.apply(value, group))  # type: ignore[no-untyped-call]
 
 
+def shared_gradient(value: Tensor, group: TensorGroup) -> Tensor:
+    """Keep a value whose gradient is alike; each rank passes on an equal part of it. Local."""
+    return value if group.size == 1 else cast("Tensor", _SharedGradient.apply(value, group))  # type: ignore[no-untyped-call]
+
+
 def reduce_sum(part: Tensor, group: TensorGroup) -> Tensor:
     """Add up what the ranks have. Leaves ``part`` as it is."""
     return part if group.size == 1 else cast("Tensor", _ReduceSum.apply(part, group))  # type: ignore[no-untyped-call]
@@ -113,6 +118,19 @@ class _ReduceGradient(Function):
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return reduce_sum(gradient, ctx.group), None
+
+
+class _SharedGradient(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.group.size, None
 
 
 class _ReduceSum(Function):

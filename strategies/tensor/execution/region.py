@@ -21,6 +21,7 @@ from typing_extensions import override
 from boltmesh.errors import LayoutError
 from boltmesh.strategies.tensor.execution.borders import Border
 from boltmesh.strategies.tensor.execution.changes import Around
+from boltmesh.strategies.tensor.execution.collectives import shared_gradient
 from boltmesh.strategies.tensor.execution.dropout import Draws
 from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.execution.heads import attend, multiply
@@ -123,9 +124,10 @@ class AlongParameters:
 class Region:
     """Around the module whose code runs between the column and the row modules of an axis."""
 
-    def __init__(self, group: TensorGroup, draws: Draws) -> None:
+    def __init__(self, group: TensorGroup, draws: Draws, *, shares_gradients: bool = False) -> None:
         self._group = group
         self._draws = draws
+        self._shares_gradients = shares_gradients
 
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
         """Run the module; what it returns is whole."""
@@ -135,7 +137,7 @@ class Region:
         with (
             torch.inference_mode(mode=False) if is_inference else nullcontext(),
             torch.no_grad() if is_inference else nullcontext(),
-            RegionMode(self._group, self._draws),
+            RegionMode(self._group, self._draws, shares_gradients=self._shares_gradients),
         ):
             out = forward(*args, **kwargs)
         return tree_map_only(DTensor, _whole, out)
@@ -146,12 +148,20 @@ def _whole(value: DTensor) -> Tensor:
 
 
 class RegionMode(TorchFunctionMode):
-    """Makes what meets a DTensor one, and keeps on parts what needs no other rank."""
+    """Makes what meets a DTensor one, and keeps on parts what needs no other rank.
 
-    def __init__(self, group: TensorGroup, draws: Draws) -> None:
+    Args:
+        group: That has the parts.
+        draws: The generator's two states.
+        shares_gradients: Whether gradients of what meets a DTensor are summed once more, as those
+            of a gathered sequence are: each rank then passes an equal part of them on.
+    """
+
+    def __init__(self, group: TensorGroup, draws: Draws, *, shares_gradients: bool = False) -> None:
         super().__init__()
         self._group = group
         self._draws = draws
+        self._shares_gradients = shares_gradients
 
     @override
     def __torch_function__(
@@ -166,6 +176,7 @@ class RegionMode(TorchFunctionMode):
         if not any(map(_has_dtensor, given)):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
+            args, kwargs = tree_map_only(Tensor, self._as_dtensor, (args, kwargs))
             with self._draws.own():
                 attended = attend(*args, **kwargs)
             if attended is not None:
@@ -186,6 +197,8 @@ class RegionMode(TorchFunctionMode):
         if isinstance(value, DTensor):
             return value
         # Its own backward sums gradients, where uses of it differ by rank.
+        if self._shares_gradients and value.requires_grad:
+            value = shared_gradient(value, self._group)
         return DTensor.from_local(value, self._group.mesh, [Replicate()])
 
     def _drawn(
