@@ -196,14 +196,18 @@ def _messages_of_a_step(rank: int, size: int) -> list[tuple[str, int]]:
 def test_a_step_sums_activations_twice_and_three_numbers_per_position() -> None:
     positions = 4 * 5
     activations = 4 * positions * WIDTH
-    assert run_ranks(_messages_of_a_step, 2) == [
-        [
-            ("allreduce_", activations),  # what was looked up
-            ("allreduce_", 4 * positions),
-            ("allreduce_", 8 * positions),
-            ("allreduce_", activations),  # the gradient of the head's input
+    assert (
+        run_ranks(_messages_of_a_step, 2)
+        == [
+            [
+                ("allreduce_", activations),  # what was looked up
+                ("allreduce_", 4 * positions),
+                ("allreduce_", 8 * positions),
+                ("allreduce_", activations),  # the gradient of the head's input
+            ]
         ]
-    ] * 2
+        * 2
+    )
 
 
 REFUSED = {
