@@ -330,7 +330,9 @@ class TensorParallelStrategy(MeshStrategy):
         self, tensor: Tensor, group: ProcessGroup | None = None, sync_grads: bool = False
     ) -> Tensor:
         """Gather over the data axis unless another group is given: others hold the same."""
-        return super().all_gather(tensor, group or self.groups["data"], sync_grads)
+        if group is None or group is dist.group.WORLD:  # which a module asks for by default
+            group = self.groups["data"]
+        return super().all_gather(tensor, group, sync_grads)
 
     # Checkpoints.
 
@@ -345,13 +347,13 @@ class TensorParallelStrategy(MeshStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self.tensor_axis.guard.opened():
+        with self.tensor_axis.opened():
             return super().lightning_module_state_dict()
 
     @override
     def whole_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         axis = self.tensor_axis
-        with axis.guard.opened():
+        with axis.opened():
             state = state_dict()
         return {
             name: each if axis.division(name) is None else axis.joined(name, each)

@@ -6,6 +6,7 @@ rank's shards in the place of parameters, and what the engine asks about them af
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from boltmesh.strategies.tensor.building import make_shards, make_whole, tied_ou
 from boltmesh.strategies.tensor.division import divisions_of
 from boltmesh.strategies.tensor.execution.apply import AppliedPlan, apply_plan
 from boltmesh.strategies.tensor.execution.group import TensorGroup
+from boltmesh.strategies.tensor.hugging_face import disagreements
 from boltmesh.strategies.tensor.passing import Shapes, kinds_of
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.plan_json import from_json, to_json
@@ -39,6 +41,7 @@ from boltmesh.strategies.tensor.planning import LossParallel, make_plan
 from boltmesh.strategies.tensor.proof import Stage, prove
 from boltmesh.strategies.tensor.rehearsal import Around, Rehearsal
 from boltmesh.strategies.tensor.traffic import Amount, count_step, expected_traffic
+from boltmesh.strategies.tensor.user_plan import with_user_plan
 from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -194,12 +197,15 @@ class TensorAxis:
 
     def _made(self, analysis: Analysis, module: LightningModule) -> TensorPlan:
         options = self.options
-        return make_plan(
+        plan = make_plan(
             analysis,
             self.group.size,
             loss_parallel=options.loss_parallel,
             sequence_parallel=options.sequence_parallel,
         )
+        if options.plan != "auto":
+            plan = with_user_plan(plan, analysis, options.plan)
+        return replace(plan, notes=(*plan.notes, *disagreements(plan, module)))
 
     def _passed(
         self, module: LightningModule, plan: TensorPlan, blocks: Mapping[str, Any], shapes: Shapes
@@ -232,6 +238,10 @@ class TensorAxis:
                 for each, entry in applied.sharded.items()
             }
         )
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Within it, the model gives its state, parts of parameters, to who knows that they are."""
+        return nullcontext() if self.placement is None else self.guard.opened()
 
     def close(self) -> None:
         """Make the model whole again, if one was placed. Collective over the axis.

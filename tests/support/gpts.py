@@ -53,6 +53,19 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, length, self.width))
 
 
+class Adapted(nn.Module):
+    """A frozen layer and a product of two thin ones beside it, as LoRA has them."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.a = nn.Linear(layer.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.b(self.a(x))
+
+
 class Block(nn.Module):
     """Attention and an MLP, each behind a norm."""
 
@@ -84,6 +97,7 @@ class TinyGPT(LightningModule):
         optimizer: str = "adamw",
         groups: bool = False,
         freezes: bool = False,
+        lora: int = 0,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -102,6 +116,11 @@ class TinyGPT(LightningModule):
         if freezes:
             self.tokens.requires_grad_(False)
             self.blocks[0].requires_grad_(False)
+
+        if lora:
+            self.requires_grad_(False)
+            for block in self.blocks:
+                block.up, block.down = Adapted(block.up, lora), Adapted(block.down, lora)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
