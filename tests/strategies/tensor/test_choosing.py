@@ -10,7 +10,7 @@ def graph(seed, count):
     """Random weights and conflicts, in both directions."""
     generator = random.Random(seed)
     weights = {item: generator.randint(1, 9) for item in range(count)}
-    conflicts = {item: set() for item in range(count)}
+    conflicts: dict[int, set[int]] = {item: set() for item in range(count)}
     for one, other in combinations(range(count), 2):
         if generator.random() < 0.35:
             conflicts[one].add(other)

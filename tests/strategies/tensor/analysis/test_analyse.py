@@ -310,6 +310,7 @@ class Counting(MLP):
 
     def __init__(self, width):
         super().__init__(width)
+        self.mean: Tensor
         self.register_buffer("mean", torch.zeros(32))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -354,7 +355,7 @@ def test_a_step_may_look_at_the_batch():
 def test_what_a_step_returns_is_whole():
     module = MLP(8)
 
-    analysis = analyse(module, lambda model: model.up(X), blocks={})
+    analysis = analyse(module, lambda _: module.up(X), blocks={})
 
     assert not make_plan(analysis, 2).sharded
 
