@@ -6,6 +6,7 @@ from math import prod
 
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
 from boltmesh.strategies.tensor.analysis.atoms import Atom, Dim, find, leaves, length
+from boltmesh.strategies.tensor.analysis.records import Lookup, Product, Use
 from boltmesh.strategies.tensor.plan import Style
 from boltmesh.strategies.tensor.sections import Section
 
@@ -159,7 +160,8 @@ def _strays(analysis: Analysis) -> dict[str, str]:
     """
     trace = analysis.trace
     found: dict[str, str] = {}
-    for each in (*trace.products, *trace.uses, *trace.lookups):
+    records: list[Product | Use | Lookup] = [*trace.products, *trace.uses, *trace.lookups]
+    for each in records:
         owners = {name.rpartition(".")[0] for name in analysis.parameters[each.parameter].names}
         is_own = each.module in owners or (
             each.module in trace.attentions
