@@ -150,10 +150,27 @@ class Roles:
         )
 
 
-def why_not(atom: Atom, found: Sequence[Place], roles: Roles, size: int) -> str:
-    """Return why an axis cannot be divided by ``size``, in words; empty if it can."""
-    if atom.is_whole:
-        return f"{atom.reasons[0]} needs it whole"
+def why_not(
+    atom: Atom,
+    found: Sequence[Place],
+    roles: Roles,
+    size: int,
+    *,
+    trusted: frozenset[str] = frozenset(),
+) -> str:
+    """Return why an axis cannot be divided by ``size``, in words; empty if it can.
+
+    Args:
+        atom: The axis.
+        found: Where it lies.
+        roles: Of parameters.
+        size: Ranks.
+        trusted: Operators without a rule that somebody else answers for. Where an axis meets one,
+            nothing is known of where else it ends.
+    """
+    reasons = [each for each in atom.reasons if each.operator not in trusted]
+    if reasons:
+        return f"{reasons[0]} needs it whole"
     if atom.form == "sections":
         return "it has sections inside of something else"
     if atom.size % size:
@@ -170,6 +187,8 @@ def why_not(atom: Atom, found: Sequence[Place], roles: Roles, size: int) -> str:
     styles = [roles.style(each.parameter, each.dim, atom) for each in found]
     if None in styles:
         return "a parameter is used in two ways"
+    if atom.reasons:
+        return ""
     rows = [roles.is_row(each.parameter, atom) for each in found]
     if not any(rows):
         return "nothing sums over it"
@@ -199,10 +218,11 @@ def candidates(analysis: Analysis, size: int) -> Iterator[Candidate]:
     roles = Roles(analysis)
     for atom, found in places(analysis).items():
         if not why_not(atom, found, roles, size):
-            yield _candidate(analysis, atom, found, roles)
+            yield candidate_of(analysis, atom, found, roles)
 
 
-def _candidate(analysis: Analysis, atom: Atom, found: Sequence[Place], roles: Roles) -> Candidate:
+def candidate_of(analysis: Analysis, atom: Atom, found: Sequence[Place], roles: Roles) -> Candidate:
+    """Describe an axis that can be divided."""
     members = []
     for each in found:
         style = roles.style(each.parameter, each.dim, atom)

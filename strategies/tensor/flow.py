@@ -63,6 +63,8 @@ class _Follower:
         for step in self.trace.steps:
             for each in step.inputs:
                 self.consumers.setdefault(each.key, []).append(step)
+        self.strange = {name.split(".")[1] for name in self.trace.unknown}
+        """Without a rule: divided only where a user answers for it."""
         self.flow = Flow()
 
     def follow(self) -> Flow:
@@ -87,6 +89,8 @@ class _Follower:
         Those sum the gradients of their inputs themselves.
         """
         given: set[Atom] = set()
+        if step.operator in self.strange:
+            return
         for each in step.outputs:
             given |= axes_of(each.dims, self.chosen)
         if not given:

@@ -40,6 +40,7 @@ class ShardedParameter:
     """Which of ``TensorPlan.axes``; parameters of one axis are divided together or not at all."""
     why: str = ""
     """In words for the table."""
+    element_bytes: int = 4
 
     @property
     def length(self) -> int:
@@ -76,6 +77,8 @@ class Whole:
     name: str
     why: str
     """The operator that needed it whole, or what does not divide; for the table."""
+    shape: tuple[int, ...] = ()
+    element_bytes: int = 4
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,8 @@ class TensorPlan:
     """None where it is not possible, or was not asked for."""
     kinds: dict[str, str] = field(default_factory=dict)
     """The first block of its kind by name of every block; one that is missing is alone."""
+    divides_logits: bool = True
+    """Whether heads may be divided by tokens."""
     backends: dict[str, Backend] = field(default_factory=dict)
     """By kind of block (the name of its first), and for what lies in none, by the empty name;
     filled once it was proven."""

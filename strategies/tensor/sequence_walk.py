@@ -4,7 +4,7 @@ from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
-from boltmesh.strategies.tensor.analysis.atoms import Atom, find, leaves
+from boltmesh.strategies.tensor.analysis.atoms import Atom, Reason, find, leaves
 from boltmesh.strategies.tensor.analysis.operators.pointwise import RANDOM
 from boltmesh.strategies.tensor.analysis.records import Operand, Step
 from boltmesh.strategies.tensor.flow import PRODUCTS, axes_of
@@ -69,7 +69,9 @@ class Walk:
             return
         self.gathers += [p for each in points for p in each if p not in self.gathers]
         if gathered and not all(points):
-            raise NoSequence(f"{step.operator} in {step.module} needs all tokens and some of them")
+            raise NoSequence(
+                f"{Reason(step.operator, step.module)} needs all tokens and some of them"
+            )
         self.partial |= {
             each.parameter
             for each in step.inputs
@@ -87,9 +89,8 @@ class Walk:
                 self.fed.append(step.module)
 
     def _styles(self, step: Step) -> set[Style]:
-        return {
-            self.styles[each.parameter] for each in step.inputs if each.parameter in self.styles
-        }
+        names = {each.parameter for each in step.inputs}
+        return {style for name, style in self.styles.items() if name in names}
 
     def _is_divided(self, operand: Operand, step: Step) -> bool:
         """Whether an operator finds some of the tokens of an operand only."""
@@ -138,7 +139,7 @@ class Walk:
         return has_any
 
     def _check_tokenwise(self, step: Step) -> None:
-        where = f"{step.operator} in {step.module}"
+        where = Reason(step.operator, step.module)
         if self.tokens & {find(each) for each in step.needed}:
             raise NoSequence(f"{where} looks at several tokens")
         for each in step.outputs:

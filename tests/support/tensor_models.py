@@ -55,6 +55,7 @@ class FusedAttention(nn.Module):
         self.heads, self.width = heads, width
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
+        self.seen: Tensor
         self.register_buffer("seen", torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -231,7 +232,7 @@ def example(name: str, *, seed: int = 0, rows: int = 2, tokens: int = TOKENS) ->
     torch.manual_seed(seed)
     if name in _BY_HAND:
         module = _BY_HAND[name]()
-        vocabulary = module.tokens.num_embeddings
+        vocabulary = module.get_parameter("tokens.weight").shape[0]
         return Example(module, _texts(rows, tokens, vocabulary, ("tokens", "labels")))
     if name == "vit_by_hand":
         return Example(ViT(), _images(rows, "images"))
@@ -294,7 +295,7 @@ def _config(hf: Any, name: str) -> Any:
             d_model=WIDTH,
             d_kv=16,
             d_ff=128,
-            num_layers=2,
+            num_layers=3,  # the first of each stack is not like the others
             num_heads=HEADS,
             dropout_rate=0.0,
             decoder_start_token_id=0,

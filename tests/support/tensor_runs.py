@@ -16,7 +16,8 @@ from boltmesh.strategies.tensor.execution.apply import AppliedPlan, apply_plan
 from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.planning import make_plan
-from tests.support.tensor_models import HUGGING_FACE, hugging_face, written
+from tests.support.tensor_layers import MODELS, more
+from tests.support.tensor_models import example
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -29,17 +30,11 @@ def world() -> TensorGroup:
 
 
 def built(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Loss]:
-    """A model by name, in training mode, and what gives its loss on its batch."""
-    is_known = name.removeprefix("hf_") in HUGGING_FACE and name.startswith("hf_")
-    model, batch = hugging_face(name[3:]) if is_known else written(name)
-    batch = {key: value.to(dtype) if value.is_floating_point() else value
-             for key, value in batch.items()}  # fmt: skip
-
-    def loss(module: nn.Module) -> Tensor:
-        out: Any = module(**batch)
-        return out.loss if hasattr(out, "loss") else out
-
-    return model.train().to(dtype), loss
+    """A model by name, alike on every rank, in training mode, and what gives its loss."""
+    made = more(name) if name in MODELS else example(name)
+    for key, value in made.batch.items():
+        made.batch[key] = value.to(dtype) if value.is_floating_point() else value
+    return made.module.train().to(dtype), made.loss
 
 
 def planned(model: nn.Module, loss: Loss, size: int, backend: str) -> TensorPlan:
@@ -139,10 +134,11 @@ def matrix(
     rank: int, world_size: int, pairs: list[tuple[str, str]], dtype: torch.dtype
 ) -> dict[tuple[str, str], Difference | str]:
     """Compare many models in one start of the ranks; an error stands for itself."""
-    results: dict[tuple[str, str], Difference | str] = {}
-    for name, backend in pairs:
-        try:
-            results[name, backend] = compared(name, backend, dtype)
-        except (RuntimeError, NotImplementedError) as error:
-            results[name, backend] = f"{type(error).__name__}: {error}"
-    return results
+    return {pair: _compared_or_error(*pair, dtype) for pair in pairs}
+
+
+def _compared_or_error(name: str, backend: str, dtype: torch.dtype) -> Difference | str:
+    try:
+        return compared(name, backend, dtype)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"

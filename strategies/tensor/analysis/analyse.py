@@ -29,6 +29,7 @@ class ParameterFacts:
     """All names of a tied parameter, ``name`` first."""
     shape: tuple[int, ...]
     dims: tuple[Dim, ...]
+    element_bytes: int
 
     @property
     def elements(self) -> int:
@@ -83,7 +84,11 @@ def analyse(
         trace.forget_labels()
     facts = {
         first: ParameterFacts(
-            first, tuple(tied), tuple(parameters[first].shape), trace.parameters[first]
+            first,
+            tuple(tied),
+            tuple(parameters[first].shape),
+            trace.parameters[first],
+            parameters[first].element_size(),
         )
         for first, tied in names.items()
     }

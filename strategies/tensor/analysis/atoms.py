@@ -25,7 +25,8 @@ class Reason:
 
     @override
     def __str__(self) -> str:
-        return f"{self.operator} in {self.module}" if self.module else self.operator
+        name = self.operator.removeprefix("native").strip("_")
+        return f"{name} in {self.module}" if self.module else name
 
 
 @dataclass(eq=False)

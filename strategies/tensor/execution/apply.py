@@ -186,7 +186,7 @@ class _Application:
     def _put_owner(self, owner: Owner, border: Border, *, is_region: bool) -> None:
         module, styles = owner.module, owner.styles
         if isinstance(module, nn.MultiheadAttention):
-            Heads(module, border, self.group, self.draws).put_on(self.changes)
+            Heads(module, border, self.group, self.draws).put_on(self.root, self.changes)
         elif "expert" in styles or {"column", "row"} <= styles:
             self.changes.wrap(module, Inside(border))
         elif "column" in styles:

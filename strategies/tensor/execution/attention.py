@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import MultiheadAttention
+from torch.nn import Module, MultiheadAttention, TransformerEncoder
 from torch.nn import functional as F
 
 from boltmesh.strategies.tensor.execution.borders import Border
@@ -47,8 +47,14 @@ class Heads:
         self._group = group
         self._draws = draws
 
-    def put_on(self, changes: Changes) -> None:
-        """Take the place of the module's forward, and keep torch's fused kernels away from it."""
+    def put_on(self, root: Module, changes: Changes) -> None:
+        """Take the place of the module's forward, and keep torch's fused kernels away from it.
+
+        In evaluation, its encoder would make nested tensors for them.
+        """
+        for each in root.modules():
+            if isinstance(each, TransformerEncoder) and self._module in set(each.modules()):
+                changes.set(each, "use_nested_tensor", value=False)
         refuse_fused_attention(self._module, changes.set)
         changes.wrap(self._module, self)
 

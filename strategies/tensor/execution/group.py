@@ -1,5 +1,7 @@
 """The ranks that share every layer, and where this one stands among them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,6 +40,20 @@ class TensorGroup:
         return DeviceMesh.from_group(
             self.process_group, self.device.type, mesh_dim_names=("tensor",)
         )
+
+    @contextmanager
+    def counted_by(self, process_group: ProcessGroup) -> Iterator[None]:
+        """Let another group take the place of this one, for who only wants to know what it does.
+
+        DTensors between column and row stay on the mesh of this one.
+        """
+        _ = self.mesh
+        own = self.process_group
+        object.__setattr__(self, "process_group", process_group)
+        try:
+            yield
+        finally:
+            object.__setattr__(self, "process_group", own)
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return self

@@ -1,7 +1,8 @@
 """Attention over heads that ranks divide: each rank attends with its own, nobody communicates.
 
 DTensor has rules for some of the kernels that attention dispatches to, by device and by version of
-torch; heads are independent in all of them.
+torch, and none for what a product of two rows of matrices becomes in inference mode. Heads are
+independent in all of them.
 """
 
 from typing import Any
@@ -45,16 +46,37 @@ def attend(
     return DTensor.from_local(out, query.device_mesh, [placement])
 
 
+def multiply(left: Tensor, right: Tensor) -> DTensor | None:
+    """Multiply matrices of this rank's heads, or batch entries.
+
+    Returns:
+        The products; None where these are not two rows of matrices that are divided alike.
+    """
+    if not (isinstance(left, DTensor) and isinstance(right, DTensor)):
+        return None
+    (placement,) = left.placements
+    if left.dim() != right.dim() or right.placements != (placement,):
+        return None
+    if not isinstance(placement, Shard) or placement.dim >= left.dim() - 2:
+        return None
+    product = left.to_local() @ right.to_local()
+    return DTensor.from_local(product, left.device_mesh, [placement])
+
+
 def _like(query: DTensor, other: Tensor, placement: Shard) -> Tensor | None:
     """This rank's part of keys or values; None where its heads are not those of its queries."""
     whole = _as_dtensor(query, other)
     if whole.placements == (placement,):
         return whole.to_local()
-    if whole.size(placement.dim) == query.size(placement.dim):
-        return whole.redistribute(placements=[placement]).to_local()
-    if whole.size(placement.dim) == 1 and whole.placements == (Replicate(),):
-        return whole.to_local(grad_placements=[Partial()])
-    return None
+    if whole.placements != (Replicate(),):
+        return None
+    heads, all_heads = whole.size(placement.dim), query.size(placement.dim)
+    # The sum of gradients waits: one head that several see is expanded to them before.
+    local = whole.to_local(grad_placements=[Partial()])
+    if heads == all_heads:
+        own = query.to_local().size(placement.dim)
+        return local.narrow(placement.dim, query.device_mesh.get_local_rank() * own, own)
+    return local if heads == 1 else None
 
 
 def _mask(query: DTensor, mask: Tensor, placement: Shard) -> Tensor:

@@ -8,6 +8,7 @@ of them: before autograd, which then sees no mixed operator in either direction,
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from boltmesh.strategies.tensor.execution.changes import Around
 from boltmesh.strategies.tensor.execution.collectives import shared_gradient
 from boltmesh.strategies.tensor.execution.dropout import Draws
 from boltmesh.strategies.tensor.execution.group import TensorGroup
-from boltmesh.strategies.tensor.execution.heads import attend
+from boltmesh.strategies.tensor.execution.heads import attend, multiply
 from boltmesh.strategies.tensor.execution.local import Column, Row
 from boltmesh.strategies.tensor.execution.sectioned import as_whole
 from boltmesh.strategies.tensor.execution.views import (
@@ -130,8 +131,14 @@ class Region:
 
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
         """Run the module; what it returns is whole."""
-        mode = RegionMode(self._group, self._draws, shares_gradients=self._shares_gradients)
-        with mode:
+        # In inference mode operators come to DTensor as they are called, and those that are made
+        # of others have no rule there. Without gradients they do not.
+        is_inference = torch.is_inference_mode_enabled()
+        with (
+            torch.inference_mode(mode=False) if is_inference else nullcontext(),
+            torch.no_grad() if is_inference else nullcontext(),
+            RegionMode(self._group, self._draws, shares_gradients=self._shares_gradients),
+        ):
             out = forward(*args, **kwargs)
         return tree_map_only(DTensor, _whole, out)
 
@@ -174,6 +181,10 @@ class RegionMode(TorchFunctionMode):
                 attended = attend(*args, **kwargs)
             if attended is not None:
                 return attended
+        if func in _PRODUCTS and not kwargs:
+            product = multiply(*args)
+            if product is not None:
+                return product
         if func in _RANDOM and isinstance(args[0], DTensor):
             return self._drawn(func, args[0], args[1:], kwargs)
         if func is torch.cat:
@@ -203,6 +214,8 @@ class RegionMode(TorchFunctionMode):
             drawn = func(value.to_local(), *args, **kwargs)
         return DTensor.from_local(drawn, self._group.mesh, [placement])
 
+
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 
 _RANDOM = {
     F.dropout,
