@@ -114,6 +114,7 @@ class Roles:
         self.addends = {each.parameter for each in trace.uses if each.is_addend}
         self.contracted: dict[str, set[Atom]] = {}
         """Atoms that were summed over in a product with a parameter."""
+        self.strays = _strays(analysis)
         for each in trace.products:
             self.contracted.setdefault(each.parameter, set()).update(leaves(each.contracted))
 
@@ -150,6 +151,25 @@ class Roles:
         )
 
 
+def _strays(analysis: Analysis) -> dict[str, str]:
+    """Parameters that another module uses than those that own them, and which.
+
+    That module would find a part where it expects the whole. Torch's attention is run by code of
+    ours, which knows of its output layer.
+    """
+    trace = analysis.trace
+    found: dict[str, str] = {}
+    for each in (*trace.products, *trace.uses, *trace.lookups):
+        owners = {name.rpartition(".")[0] for name in analysis.parameters[each.parameter].names}
+        is_own = each.module in owners or (
+            each.module in trace.attentions
+            and any(owner.startswith(f"{each.module}.") for owner in owners)
+        )
+        if not is_own:
+            found.setdefault(each.parameter, each.module)
+    return found
+
+
 def why_not(
     atom: Atom,
     found: Sequence[Place],
@@ -179,6 +199,9 @@ def why_not(
     if unused:
         return f"the step does not use {unused[0]}"
     for each in found:
+        if each.parameter in roles.strays:
+            where = roles.strays[each.parameter] or "the model"
+            return f"{each.parameter} is used outside of its module, by {where}"
         if why := _why_not_there(each):
             return why
     names = [each.parameter for each in found]

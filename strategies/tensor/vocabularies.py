@@ -47,6 +47,9 @@ def vocabularies(
             refusal = "logits are to be whole"
         elif not is_head and atom.size not in lengths and _share(analysis, where) < MIN_SHARE:
             refusal = f"a table of {_share(analysis, where):.1%} of the model is not worth a sum"
+        elif strays := [each.parameter for each in where if each.parameter in roles.strays]:
+            user = roles.strays[strays[0]] or "the model"
+            refusal = f"{strays[0]} is used outside of its module, by {user}"
         elif atom.size % size:
             refusal = f"{atom.size} tokens are no multiple of {size}"
         if refusal:
