@@ -1,6 +1,8 @@
-# One line per target; `make help` lists them. PYTHON=python3.12 chooses another interpreter.
+# One line per target; `make help` lists them. PYTHON=python3.12 chooses another interpreter,
+# WORKERS=4 runs more tests beside each other.
 
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -30,8 +32,9 @@ demo: venv  ## train a small GPT on two CPU ranks for about two minutes
 	  '  boltmesh fit ddp data.init_args.path=FOLDER                 # other text' \
 	  '  boltmesh fit ddp --print-config > mine.yaml                 # a config of your own'
 
+# Many tests wait, for a process to start or to end; meanwhile another worker computes.
 test: check  ## check, then the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 check: venv  ## lint, format, types, import contracts
 	$(BIN)/ruff check

@@ -9,18 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -28,22 +25,18 @@ from typing_extensions import override
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies import observe
 from boltmesh.strategies.building.materialize import materialize
-from boltmesh.strategies.checkpointing import CheckpointingStrategy
 from boltmesh.strategies.data.axis import AxisContext, DataAxis
-from boltmesh.strategies.mesh import AXES, MeshLayout
 from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.rank_mesh import RankMeshStrategy
+from boltmesh.strategies.rank_mesh import StartMethod as StartMethod
 from boltmesh.strategies.recomputation import Recomputation, Recompute
 from boltmesh.strategies.resume import ResumeManager
-from boltmesh.strategies.torch_compat import device_index
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 from boltmesh.telemetry.snapshot import AlertThresholds, MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
-T = TypeVar("T")
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-
-class MeshStrategy(CheckpointingStrategy):
+class MeshStrategy(RankMeshStrategy):
     """Runs a LightningModule on a mesh of ranks with the axes pipeline, data and tensor.
 
     Args:
@@ -90,6 +83,11 @@ class MeshStrategy(CheckpointingStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
+            pipeline=pipeline,
+            tensor=tensor,
+            timeout_s=timeout_s,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -99,146 +97,30 @@ class MeshStrategy(CheckpointingStrategy):
         self.data_axis = data_axis
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io  # which a sharded axis refuses
-        self.timeout_s = timeout_s
         self.telemetry = telemetry
         self.recomputation = Recomputation(activation_checkpointing)
         self.seed = seed
-        self.groups: dict[str, ProcessGroup] = {}
         self.recorder: Recorder | NullRecorder = NullRecorder()
         self.recipe: str | None = None
         """Which config the run was made from; set by ``boltmesh fit``, told to who watches."""
         self.alerts: AlertThresholds | None = None
         """When who watches is to be alarmed; set like ``recipe``."""
-        self._pipeline, self._tensor = pipeline, tensor
-        self._num_nodes = 1
-        self._process_group_backend = process_group_backend
-        self._start_method = start_method
         self._resume: ResumeManager | None = None
         self._sigterm: compat.SigtermAgreement | None = None
-
-    # Where this rank stands.
-
-    is_distributed = True
-    """Read by the Trainer, which otherwise would give every rank the same data."""
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks of this host."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def _is_fitting(self) -> bool:
         trainer = compat.trainer_of(self.lightning_module)
         return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
-    @property
-    def process_group_backend(self) -> str:
-        """``nccl`` on CUDA, ``gloo`` on the CPU, unless chosen."""
-        return self._process_group_backend or compat.default_backend(self.root_device)
-
-    @property
-    def layout(self) -> MeshLayout:
-        """The sizes of the axes.
-
-        Raises:
-            LayoutError: When they do not divide the number of ranks.
-        """
-        return self.layout_of(self.num_nodes * self.num_processes)
-
-    def layout_of(self, world_size: int) -> MeshLayout:
-        """Return what the sizes of the axes would be in a job of so many ranks.
-
-        Raises:
-            LayoutError: When they do not divide the number of ranks.
-        """
-        return MeshLayout.fill_data(
-            world_size=world_size, pipeline=self._pipeline, tensor=self._tensor
-        )
-
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """This rank's place on each axis."""
-        return self.layout.coordinates(self.global_rank)
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        return {"num_replicas": self.layout.data, "rank": self.coordinates["data"]}
-
-    def set_world_ranks(self) -> None:
-        """Called by the Trainer once ranks are known, and again after the ranks were started."""
-        if self.cluster_environment is not None:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        # Some environments ignore the setters, so what they say afterwards counts.
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
     # Starting.
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        _ = self.layout  # refuses sizes that do not fit, when the Trainer is built
-        if self._start_method == "popen":
-            launcher = compat.ScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-            launcher.on_death = self._record_death
-            self._launcher = launcher
-        else:
-            self._launcher = compat.MultiProcessingLauncher(self, start_method=self._start_method)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._reset_seed()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        device = self.root_device
-        compat.init_process_group(
-            self.cluster_environment,
-            self.process_group_backend,
-            timeout=timedelta(seconds=self.timeout_s),
-            device_id=None if device.type == "cpu" else device,
-        )
-        if not self.groups:
-            self.groups = self._build_groups()
         self._resume = ResumeManager(self)
         if self.telemetry:
             self.recorder = observe.open_recorder_of(self)
-
-    def _build_groups(self) -> dict[str, ProcessGroup]:
-        """One group per axis, never the default one: the default's traffic is nobody's axis.
-
-        Collective over all ranks.
-        """
-        groups = {}
-        for axis in AXES:
-            if self.layout.sizes[axis] > 1 or axis == "data":
-                group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-                    self.layout.groups(axis),
-                    timeout=timedelta(seconds=self.timeout_s),
-                    group_desc=axis,
-                )
-                assert group is not None
-                groups[axis] = group
-        return groups
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -275,10 +157,6 @@ class MeshStrategy(CheckpointingStrategy):
             self.recorder.watch_memory(partial(observe.tensors_by_kind, self))
             if self.seed is not None:
                 seed_random_state(self.seed + self.coordinates["data"])
-
-    def _reset_seed(self) -> None:
-        """Begin the random numbers anew on every rank, after the model was built."""
-        compat.reset_seed()
 
     def _share_weights(self) -> None:
         """Give every rank the first one's model, for a run that trains nothing."""
@@ -509,48 +387,7 @@ class MeshStrategy(CheckpointingStrategy):
         parameters = self.precision_plugin.main_params(optimizer)
         self.data_axis.clip_by_norm(optimizer, parameters, clip_val)
 
-    # Collectives.
-
-    @override
-    def _meet(self) -> None:
-        if compat.distributed_is_initialized():
-            dist.barrier(device_ids=device_index(self.root_device))
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if not compat.distributed_is_initialized():
-            return obj
-        holder = [obj]
-        dist.broadcast_object_list(holder, src)
-        return holder[0]
-
-    @override
-    def reduce(
-        self,
-        tensor: Tensor | Any,
-        group: Any | None = None,
-        reduce_op: ReduceOp | str | None = "mean",
-    ) -> Tensor | Any:
-        """Reduce over the data axis unless another group is given.
-
-        Ranks of the other axes hold the same value; over all ranks a sum would count it again.
-        """
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return compat.all_reduce_copy(tensor, group or self.groups.get("data"), reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not compat.distributed_is_initialized():
-            return decision
-        agree = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(agree, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(agree)
-
     # Ending.
-
-    def _record_death(self, local_rank: int, code: int | None) -> None:
-        self.recorder.rank_died(self.node_rank * self.num_processes + local_rank, code)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -597,9 +434,9 @@ class MeshStrategy(CheckpointingStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # Spawned ranks make their own groups, files and hooks.
+        # Spawned ranks make their own files and hooks.
         state = super().__getstate__()
-        state.update(groups={}, recorder=NullRecorder(), _resume=None, _sigterm=None)
+        state.update(recorder=NullRecorder(), _resume=None, _sigterm=None)
         return state
 
     @classmethod

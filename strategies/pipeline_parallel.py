@@ -23,8 +23,9 @@ from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_save
 from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
+from boltmesh.strategies.pipeline.axis import PipelineAxis
 from boltmesh.strategies.pipeline.broadcasting import gathered
+from boltmesh.strategies.pipeline.context import PipelineContext
 from boltmesh.strategies.pipeline.evaluation import Evaluation
 from boltmesh.strategies.pipeline.expected import with_second_version
 from boltmesh.strategies.pipeline.kinds import schedule_kind
@@ -291,14 +292,16 @@ class PipelineParallelStrategy(MeshStrategy):
         axis = self.pipeline_axis
         # What selective checkpointing keeps is not seen before the first step.
         is_known = self.recomputation.kind != "selective"
-        held = expected_held_memory(self.lightning_module, self.optimizers, axis.held)
+        parameters = axis.holdings.parameters
+        held = expected_held_memory(self.lightning_module, self.optimizers, parameters)
         if axis.delayed is not None:
-            held = with_second_version(held, axis.held)
+            held = with_second_version(held, parameters)
         return held + (axis.expected_activations() if is_known else [])
 
     @override
     def held_parameters(self) -> Sequence[Parameter]:
-        return self.pipeline_axis.held if self.pipeline_axis.placement is not None else []
+        axis = self.pipeline_axis
+        return axis.holdings.parameters if axis.placement is not None else []
 
     @override
     def kept_beside(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -435,18 +438,18 @@ class PipelineParallelStrategy(MeshStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         # A hook of the user's may clip by what torch has.
-        with total_norm_replaced(self.pipeline_axis.norms.total):
+        with total_norm_replaced(self.pipeline_axis.holdings.norms.total):
             return super().optimizer_step(*args, **kwargs)
 
     @override
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        return float(self.pipeline_axis.norms.norm(parameters))
+        return float(self.pipeline_axis.holdings.norms.norm(parameters))
 
     @override
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
-        self.pipeline_axis.norms.clip(parameters, clip_val)
+        self.pipeline_axis.holdings.norms.clip(parameters, clip_val)
 
     # Checkpoints.
 
@@ -459,27 +462,27 @@ class PipelineParallelStrategy(MeshStrategy):
 
     @override
     def holds(self, name: str) -> bool:
-        return self.coordinates["pipeline"] in self.pipeline_axis.holders(name)
+        return self.coordinates["pipeline"] in self.pipeline_axis.holdings.holders(name)
 
     @override
     def stores(self, name: str) -> bool:
-        return self.pipeline_axis.holders(name)[0] == self.coordinates["pipeline"]
+        return self.pipeline_axis.holdings.holders(name)[0] == self.coordinates["pipeline"]
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self._obstacle:
             self.pipeline_axis.drain()
-        with self.pipeline_axis.guard.opened():
+        with self.pipeline_axis.holdings.guard.opened():
             return super().lightning_module_state_dict()
 
     @override
     def whole_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         axis = self.pipeline_axis
-        with axis.guard.opened():
+        with axis.holdings.guard.opened():
             state = state_dict()
         return gathered(
             state,
-            lambda name: axis.holders(name)[0],
+            lambda name: axis.holdings.holders(name)[0],
             self.groups["pipeline"],
             self.root_device,
             keeps=self.local_rank == 0,

@@ -1,11 +1,17 @@
-"""What every test starts from and leaves behind: its own run directory, and no other change."""
+"""What every test starts from and leaves behind: its own run directory, and no other change.
+
+Under pytest-xdist, too: tests share no folder, port or process, and one that measures time has the
+machine to itself.
+"""
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.turnstile import taking_turns
 
 # Before torch is imported, here or in a rank: several ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,9 +42,24 @@ def _own_torch() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow tests last, and skip by name what needs a device that is not there."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the timeout: who waits is not slow
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Run a test marked ``alone`` while no other worker of pytest-xdist runs one."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    # Of each worker a folder in one that they share, and that pytest clears away.
+    shared = Path(item.config.getoption("basetemp")).parent
+    with taking_turns(shared, alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put slow tests last, and skip by name what needs a device that is not there.
+
+    With several workers they come first: the short ones then even out who ends last.
+    """
+    has_workers = hasattr(config, "workerinput")
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None) is has_workers)
     needs_a_device = [item for item in items if item.get_closest_marker("gpu")]
     if needs_a_device and not _has_cuda():
         for item in needs_a_device:

@@ -5,8 +5,6 @@ shards torch would do that too, gathering as it goes, in another order and preci
 of ranks: the numbers would not be those of one process.
 """
 
-import copy
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +14,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.strategies.torch_compat import DispatchMode, step_without_hooks
+from boltmesh.strategies.optimizer_trial import can_be_tried, trial_step
+from boltmesh.strategies.torch_compat import DispatchMode
 
 _SHAPE = (4, 6)
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "cholesky", "inverse", "matrix_exp"}
@@ -30,9 +29,7 @@ def multiplies_matrices(optimizer: Optimizer) -> bool:
     False where it cannot be tried: torch's own optimizers, which are known, one that steps another
     one within, and one that does not work on a small matrix.
     """
-    if type(optimizer).__module__.startswith("torch."):
-        return False
-    if any(isinstance(each, Optimizer) for each in vars(optimizer).values()):
+    if not can_be_tried(optimizer):
         return False
     return any(_is_product_in(optimizer, group) for group in optimizer.param_groups)
 
@@ -40,17 +37,13 @@ def multiplies_matrices(optimizer: Optimizer) -> bool:
 def _is_product_in(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     if not any(each.dim() > 1 for each in group["params"]):
         return False
-    runner = object.__new__(type(optimizer))
-    vars(runner).update(vars(optimizer))  # a copy by torch's rules has lost what is the class's own
     leaf = Parameter(torch.ones(_SHAPE))
     leaf.grad = torch.eye(*_SHAPE)
-    settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-    runner.param_groups = [{**settings, "params": [leaf]}]
-    runner.state = defaultdict(dict)
+    step = trial_step(optimizer, group, [leaf])
     seen = _Products()
     try:
         with torch.random.fork_rng(devices=[]), seen:
-            step_without_hooks(optimizer)(runner)
+            step()
     except Exception:  # noqa: BLE001 - it wants other parameters, which a real step will show
         return seen.is_any
     return seen.is_any

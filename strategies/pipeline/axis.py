@@ -7,32 +7,24 @@ batch of training is made of is in ``training.py``, one of the other loops in ``
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.amp import GradScaler
-from torch.distributed import ProcessGroup
-from torch.nn import Module
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.checkpoint.guard import StateGuard
-from boltmesh.strategies.joint_norms import JointNorms
-from boltmesh.strategies.pipeline.bubble import peak_live_bytes
 from boltmesh.strategies.pipeline.building import UnmadeModel
+from boltmesh.strategies.pipeline.context import PipelineContext
 from boltmesh.strategies.pipeline.cutting import find_budget
 from boltmesh.strategies.pipeline.delayed import DelayedGradients
-from boltmesh.strategies.pipeline.executor.agreement import agreement_size
 from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.executor.program import Program
 from boltmesh.strategies.pipeline.executor.step import Outcome
-from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
-from boltmesh.strategies.pipeline.expected import border_bytes, expected_collectives
+from boltmesh.strategies.pipeline.forecast import Forecast
 from boltmesh.strategies.pipeline.glue_state import GlueState
+from boltmesh.strategies.pipeline.holdings import Holdings
 from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
 from boltmesh.strategies.pipeline.metrics.sharing import MetricSharing
 from boltmesh.strategies.pipeline.microbatches import Cutter
@@ -42,42 +34,21 @@ from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.proofs import Proofs
 from boltmesh.strategies.pipeline.relay import relay_of
-from boltmesh.strategies.pipeline.replay.absent import AbsentError, make_absent
 from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
-from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.replay.trace import MetricTrace
 from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
-from boltmesh.strategies.pipeline.sharing import SharedParameters
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
-from boltmesh.strategies.pipeline.values import ValueSpec
 from boltmesh.strategies.pipeline.versions import ParameterSlots
 from boltmesh.strategies.steps.digest import BatchDigest
 from boltmesh.strategies.steps.metrics import find_metrics
 from boltmesh.strategies.steps.quiet import quiet
 from boltmesh.strategies.torch_compat import agree_on_overflow
-from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
-from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace, PipelinePlan
+from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 SEED_STRIDE = 1_000_003
 """Between the seeds of two steps: a prime above any number of microbatches."""
-
-
-@dataclass(frozen=True)
-class PipelineContext:
-    """Where the axis finds itself."""
-
-    group: ProcessGroup
-    """The ranks of this pipeline."""
-    device: torch.device
-    recorder: Recorder | NullRecorder
-    seed: int
-    """What random numbers within steps start from; alike on all ranks of the pipeline."""
-    timeout: timedelta | None = None
-    scaler: GradScaler | None = None
-    recomputed: frozenset[Module] = frozenset()
-    """Blocks whose forward pass runs once more in the backward pass."""
 
 
 class PipelineAxis:
@@ -93,9 +64,6 @@ class PipelineAxis:
         self.cutter = Cutter()
         self.digest = BatchDigest()
         """Of the batch that the next step gets."""
-        self._crossing: list[tuple[tuple[ValueSpec, ...], ...]] | None = None
-        """By microbatch and stage of a batch of training, what the border before the stage carries;
-        None before one was seen."""
 
     # Placing the model.
 
@@ -127,7 +95,6 @@ class PipelineAxis:
         """
         self.close()
         self.placement = None
-        self._crossing = None
         context = self.context
         self.module = module
         self._vector_norms = vector_norms(module)
@@ -173,9 +140,11 @@ class PipelineAxis:
         self._num_microbatches = len(parts)
         stages = self._programs.of(len(parts)).stages
         self._glue_state = GlueState(module, stages, self._programs.rank_of_stage, context.group)
-        self._let_go(placement)
-        unmade.make(set(self.held), context.device)
-        placement.plans.check = self._refuse_unheld
+        self.holdings = Holdings(module, placement.division, context.group, context.device)
+        self.delayed = self._delayed() if self._programs.is_asynchronous else None
+        unmade.make(set(self.holdings.parameters), context.device)
+        placement.plans.check = self.holdings.refuse_unheld
+        self._forecast = Forecast(self._programs, len(parts), context.group)
         self.placement = placement
 
     def expect(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
@@ -187,7 +156,7 @@ class PipelineAxis:
             around: Precision.
         """
         assert self.placement is not None
-        if self._crossing is not None:
+        if self._forecast.crossing is not None:
             return
         parts = self._cut(batch)[0]
         with around():
@@ -195,36 +164,14 @@ class PipelineAxis:
                 self.placement.plans.stages("training_step", part, *rest, seed=self.context.seed)
                 for part in parts
             ]
-        self._crossing = [tuple(stage.plan.values_in for stage in stages) for stages in runs]
-
-    def _let_go(self, placement: Placement) -> None:
-        rank = self.context.group.rank()
-        holders = placement.ranks_of_parameter
-        named = dict(self.module.named_parameters())
-        first_names = {id(each): name for name, each in named.items()}
-        self._first_names = {
-            name: first_names[id(each)]
-            for name, each in self.module.named_parameters(remove_duplicate=False)
-        }
-        self._held_names = frozenset(name for name in named if rank in holders[name])
-        self.held = [each for name, each in named.items() if name in self._held_names]
-        self._absent = [each for name, each in named.items() if name not in self._held_names]
-        make_absent(self._absent, self.context.device)
-        absent = [each for each, first in self._first_names.items() if rank not in holders[first]]
-        self.guard = StateGuard(self.module, absent)
-        shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
-        own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
-        self.shared = SharedParameters(own, shared, self.context.group)
-        elsewhere = [each for each in self.held if id(each) in self.shared.counted_elsewhere]
-        self.norms = JointNorms(self.context.group, elsewhere)
-        self.delayed = self._delayed() if self._programs.is_asynchronous else None
+        self._forecast.crossing = [[each.plan.values_in for each in stages] for stages in runs]
 
     def _delayed(self) -> DelayedGradients:
         def finish(num_microbatches: int) -> None:
             self._run(self._programs.asynchronous(num_microbatches, 0), [])
 
-        slots = ParameterSlots(self.module, self.held)
-        return DelayedGradients(slots, self.shared, finish, self._executor.drop_carried)
+        slots = ParameterSlots(self.module, self.holdings.parameters)
+        return DelayedGradients(slots, self.holdings.shared, finish, self._executor.drop_carried)
 
     def drain(self) -> None:
         """Do the backward passes that were left to a next batch. Collective over the pipeline.
@@ -237,30 +184,12 @@ class PipelineAxis:
     def move_absent(self, device: torch.device) -> None:
         """Make what other ranks hold seem to be on a device, before the model is moved to it."""
         if self.placement is not None:
-            make_absent(self._absent, device)
-
-    def _refuse_unheld(self, plans: tuple[StagePlan, ...]) -> None:
-        """Refuse a step that uses parameters of other ranks in stages of this one.
-
-        The model was divided by what another step does with another batch.
-        """
-        rank = self.context.group.rank()
-        for plan in plans:
-            if self._programs.rank_of_stage[plan.stage] != rank:
-                continue
-            missing = sorted(plan.parameters - self._held_names)
-            if missing:
-                raise AbsentError(
-                    f"stage {plan.stage} uses {missing[0]!r} in this step, and the model was "
-                    f"divided by a batch whose step does not: rank {rank} of the pipeline does "
-                    f"not hold it. Let every step use the same parameters outside of layers, put "
-                    f"{missing[0]!r} into a layer of its own, or begin with the run that uses it."
-                )
+            self.holdings.move_absent(device)
 
     def start(self) -> None:
         """Called when parameters are on their device. Collective over the pipeline."""
         assert self.placement is not None
-        self.shared.broadcast()
+        self.holdings.shared.broadcast()
         # Where nobody seeds, ranks have drawn different ones.
         self._glue_state.broadcast(self.placement.division.loose_buffers)
 
@@ -271,19 +200,10 @@ class PipelineAxis:
             accumulated: Batches in an optimizer step.
         """
         recorder = self.context.recorder
-        for group in [*self.shared.groups(), self._executor.control_group]:
+        for group in [*self.holdings.shared.groups(), self._executor.control_group]:
             if group is not None:
                 recorder.name_group(group, "pipeline")
-        recorder.schedule(
-            PipelinePlan(
-                schedule=self.options.schedule,
-                num_stages=self._programs.num_stages,
-                num_microbatches=self._num_microbatches,
-                order=self._programs.order(self._num_microbatches),
-                rank_of_stage=self._programs.rank_of_stage,
-                border_bytes=border_bytes(self._crossing or (), accumulated),
-            )
-        )
+        recorder.schedule(self._forecast.plan(self.options.schedule, accumulated))
 
     def follow_scaler(self) -> None:
         """Make all stages skip a step when gradients of one have overflown.
@@ -295,20 +215,6 @@ class PipelineAxis:
         if context.scaler is not None and context.group.size() > 1:
             self._forget_scaler = agree_on_overflow(context.scaler, context.group, context.device)
 
-    def holders(self, name: str) -> tuple[int, ...]:
-        """Return which ranks of the pipeline have the values of a parameter or other state.
-
-        Args:
-            name: In the module's state; any name of a parameter that has several.
-        """
-        assert self.placement is not None
-        known = self._first_names.get(name)
-        if known is not None:
-            return self.placement.ranks_of_parameter[known]
-        # Every rank has all buffers and extra state, and one of them the model's.
-        first = self.placement.division.rank_of_state(name)
-        return (first, *(each for each in range(self.context.group.size()) if each != first))
-
     # Steps.
 
     def find_metrics(self) -> None:
@@ -318,16 +224,10 @@ class PipelineAxis:
 
     def work_off(self, run: Run, finish: Finish, around: Around) -> StepLogs:
         """Run all chunks of this rank; return what the last stage logged."""
-        assert self.placement is not None
         stages_of_rank = self._programs.of(len(run.parts)).stages
         try:
             with around():
-                runs = [
-                    self.placement.plans.stages(
-                        run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
-                    )
-                    for number, part in enumerate(run.parts)
-                ]
+                runs = self._stage_runs(run)
                 metrics = self._metric_calls(run, [each[0].plan.metrics for each in runs])
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
             self.refuse(error)
@@ -354,6 +254,16 @@ class PipelineAxis:
                 self._run(self._programs.asynchronous(before, len(run.parts)), stages)
         self._glue_state.share(each[0].plan for each in runs)
         return logs
+
+    def _stage_runs(self, run: Run) -> list[tuple[StageRun, ...]]:
+        """Return how each microbatch runs on each stage."""
+        assert self.placement is not None
+        return [
+            self.placement.plans.stages(
+                run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
+            )
+            for number, part in enumerate(run.parts)
+        ]
 
     def _metric_calls(self, run: Run, called: Sequence[tuple[MetricTrace, ...]]) -> MetricCalls:
         """Return what keeps the calls of metrics that a step makes."""
@@ -382,22 +292,14 @@ class PipelineAxis:
         Returns:
             What it gave for each microbatch; nothing on the other stages' ranks.
         """
-        assert self.placement is not None
         program = self._programs.of(len(run.parts)).forward_only
         end = self._programs.num_stages - 1
         try:
             with around():
-                runs = [
-                    (
-                        *self.placement.plans.stages(
-                            run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
-                        )[:end],
-                        last[number],
-                    )
-                    for number, part in enumerate(run.parts)
-                ]
+                planned = self._stage_runs(run)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
             self.refuse(error)
+        runs = [(*each[:end], last[number]) for number, each in enumerate(planned)]
         stages = [
             RunStage(
                 [each[index] for each in runs],
@@ -485,24 +387,11 @@ class PipelineAxis:
             accumulated: Batches in it.
             num_norms: Norms over all stages in it.
         """
-        crossing = self._crossing
-        if crossing is None:
-            return []
-
-        def values_at(border: int, microbatch: int) -> tuple[ValueSpec, ...]:
-            return crossing[microbatch][border]
-
-        over_borders = expected_traffic(
-            self._programs.of(len(crossing)), values_at, accumulated=accumulated
-        )
-        if self._executor.control_group is None:
-            return over_borders
-        return over_borders + expected_collectives(
-            agreements=agreement_size(self._programs.num_stages, self.context.group.size()),
-            shared=self.shared.size_per_batch(),
-            told=self.sharing.size_per_batch(),
+        return self._forecast.traffic(
             accumulated=accumulated,
             num_norms=num_norms,
+            shared=self.holdings.shared.size_per_batch(),
+            told=self.sharing.size_per_batch(),
             agrees_on_overflow=self.context.scaler is not None,
         )
 
@@ -512,9 +401,8 @@ class PipelineAxis:
         kept = self.placement.kept_bytes
         if kept is None:
             return []
-        order = self._programs.order(self._num_microbatches)[self.context.group.rank()]
         place: MemoryPlace = "host" if self.context.device.type == "cpu" else "device"
-        return [MemoryKind("activations", place, None, peak_live_bytes(order, kept))]
+        return [self._forecast.activations(kept, place)]
 
     def close(self) -> None:
         """End what runs beside the training. Parameters stay as they are."""

@@ -82,20 +82,6 @@ class Ideal:
         """Idle over busy time, as Megatron and Llama 3 report it."""
         return of_ideal(self.bubble)
 
-    @property
-    def own_bubble(self) -> float:
-        """Idle time between a rank's own first start and last end, of the worst rank.
-
-        The zero-bubble paper counts like this: steps of one rank follow each other without a gap
-        where the optimizer of each rank begins when that rank is through.
-        """
-        gaps = [0.0]
-        for row in self.timetable:
-            if row:
-                own = row[-1].end - row[0].start
-                gaps.append(1 - sum(slot.end - slot.start for slot in row) / own)
-        return max(gaps)
-
     @cached_property
     def peak_live_activations(self) -> tuple[int, ...]:
         """Of each rank: microbatches of one stage that it keeps at once for their backward."""

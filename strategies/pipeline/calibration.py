@@ -23,7 +23,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.leaves import Leaves, leaves_of
+from boltmesh.strategies.pipeline.leaves import Leaves, leaves_of, variables_behind
 from boltmesh.strategies.pipeline.live_values import narrowed
 from boltmesh.strategies.pipeline.losses import (
     Form,
@@ -294,19 +294,8 @@ def _compare(form: Form, cut: Cut) -> bool:
 
 def _trained(loss: Tensor) -> list[Tensor]:
     """Return the parameters that the end of the step uses itself."""
-    found: dict[int, Tensor] = {}
-    seen: set[Node] = set()
-    pending: list[Node | None] = [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        pending.extend(each for each, _ in node.next_functions)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Parameter):
-            found[id(variable)] = variable
-    return list(found.values())
+    behind = variables_behind(loss.grad_fn)
+    return list({id(each): each for each in behind if isinstance(each, Parameter)}.values())
 
 
 def _disproved(what: str) -> str:

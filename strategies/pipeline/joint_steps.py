@@ -4,8 +4,6 @@ A rank of a pipeline has the gradients of its stages. Prodigy, D-Adaptation, or 
 by a norm of its own would take those for all, and stages would step by different amounts.
 """
 
-import copy
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
-from boltmesh.strategies.torch_compat import step_without_hooks
+from boltmesh.strategies.optimizer_trial import can_be_tried, trial_step
 
 _SHAPE = (4, 6)
 _STEPS = 4
@@ -29,9 +27,7 @@ def joins_gradients(optimizer: Optimizer) -> bool:
     """
     if isinstance(optimizer, LBFGS):
         return True
-    if type(optimizer).__module__.startswith("torch."):
-        return False
-    if any(isinstance(each, Optimizer) for each in vars(optimizer).values()):
+    if not can_be_tried(optimizer):
         return False
     return any(_is_joint_in(optimizer, group) for group in optimizer.param_groups)
 
@@ -46,15 +42,11 @@ def _is_joint_in(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 
 def _stepped(optimizer: Optimizer, group: Mapping[str, Any], size: float) -> Tensor:
     """Return a parameter after some steps beside another one with gradients of a size."""
-    runner = object.__new__(type(optimizer))
-    vars(runner).update(copy.copy(vars(optimizer)))
     first, second = (Parameter(torch.ones(_SHAPE)) for _ in range(2))
-    settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-    runner.param_groups = [{**settings, "params": [first, second]}]
-    runner.state = defaultdict(dict)
+    step = trial_step(optimizer, group, [first, second])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # for those that draw
         for _ in range(_STEPS):
             first.grad, second.grad = torch.ones(_SHAPE), torch.full(_SHAPE, size)
-            step_without_hooks(optimizer)(runner)
+            step()
     return first.detach()

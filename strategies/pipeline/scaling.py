@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from boltmesh.strategies.pipeline.axis import PipelineContext
+    from boltmesh.strategies.pipeline.context import PipelineContext
 
 
 def gradient_scale(context: "PipelineContext", num_microbatches: int) -> Tensor | float:

@@ -13,7 +13,7 @@ from boltmesh.strategies.pipeline.asynchronous import pipedream_2bw, with_messag
 from boltmesh.strategies.pipeline.kinds import check_schedule
 from boltmesh.strategies.pipeline.table import ScheduleTable as ScheduleTable
 from boltmesh.strategies.pipeline.table import owners
-from boltmesh.strategies.pipeline.verify import check_order
+from boltmesh.strategies.pipeline.verify import check_communication, check_order
 from boltmesh.telemetry.schedule import (
     NOMINAL,
     Order,
@@ -91,6 +91,9 @@ def with_communication(table: ScheduleTable) -> tuple[tuple[str, ...], ...]:
     one rank nothing is sent. Overlapped pairs are taken apart, the forward first. All sends and
     receives of a pair of ranks stand in the same order on both, so that even ranks which hold still
     until their peer has come get through.
+
+    Raises:
+        ConfigError: Ranks that do as torch places it could wait for each other for good.
     """
     if carried(table.order):
         timetable = simulate(table.order, lambda action: NOMINAL[action.kind])
@@ -100,4 +103,13 @@ def with_communication(table: ScheduleTable) -> tuple[tuple[str, ...], ...]:
         )
     from boltmesh.strategies.torch_compat import torch_send_recv
 
-    return torch_send_recv(table.order, table.rank_of_stage)
+    rows = torch_send_recv(table.order, table.rank_of_stage)
+    try:
+        for is_buffered in (False, True):
+            check_communication(rows, table.rank_of_stage, is_buffered=is_buffered)
+    except ValueError as error:
+        raise ConfigError(
+            f"This torch places the messages of schedule={table.name} so that ranks do not get "
+            f"through: {error}. Install a torch that boltmesh is tested with, such as 2.13."
+        ) from error
+    return rows

@@ -70,7 +70,7 @@ def training_step(
         return (scaled * scale,)
 
     run = Run("training_step", args[0], parts, args[1:], kwargs, seeds, sizes)
-    deposit = Deposit(axis.held)
+    deposit = Deposit(axis.holdings.parameters)
     delayed = axis.delayed
     with deposit.taking() if delayed is None else nullcontext():
         logs = axis.work_off(run, finish, around)
@@ -80,7 +80,7 @@ def training_step(
     if loss is None:
         return None
     if delayed is None:
-        deposit.replace(axis.shared.add_up(deposit.made()))
+        deposit.replace(axis.holdings.shared.add_up(deposit.made()))
     else:
         deposit.put(delayed.take())
         total = 1.0

@@ -1,9 +1,9 @@
 """Every schedule x 2 and 4 ranks x nine families of models x fp32 and bf16, against one process.
 
-    python -m tests.parity.pipeline_models [--only NAME] [--ranks 2 4]
+    PYTHONPATH=examples python -m tests.parity.pipeline_models [--only NAME] [--ranks 2 4]
 
 Five optimizer steps each. Prints a table: the largest difference of any gradient of the first step,
-relative to the largest gradient of its parameter, and of losses and parameters after all steps.
+relative to the largest gradient of the model, and of losses and parameters after all steps.
 ``test_pipeline_models.py`` runs a part of it. A few minutes for each model on two cores.
 """
 

@@ -2,13 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from lightning.pytorch import seed_everything
 from torch import Tensor
@@ -18,6 +15,7 @@ from boltmesh.errors import BoltMeshError
 from boltmesh.strategies.torch_compat import is_fake
 from tests.support.pipelines import pipeline, quiet_trainer
 from tests.support.ranks import run_ranks
+from tests.support.scripts import script_of_two_ranks, wait_until_gone
 from tests.support.stack import Block, Stack, token_data
 
 pytestmark = pytest.mark.ranks
@@ -109,18 +107,8 @@ def test_all_ranks_say_what_failed_and_can_run_again(how: str, said: str) -> Non
         assert "Rank 1, which has stage 1, could not begin the step: ConfigError" in told[0][0]
 
 
-def wait_until_gone(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 SCRIPT = """
-import sys, time
-sys.path.insert(0, {root!r})
+import time
 import boltmesh
 import torch
 from lightning.pytorch import Trainer
@@ -131,7 +119,7 @@ class Slow(Stack):
     def training_step(self, batch, batch_idx):
         if batch_idx == 3:
             import os
-            os.write(1, f"READY {{self.global_rank}} {{os.getpid()}}\\n".encode())
+            os.write(1, f"READY {self.global_rank} {os.getpid()}\\n".encode())
         time.sleep(0.05)
         return super().training_step(batch, batch_idx)
 
@@ -147,36 +135,9 @@ trainer.fit(Slow(depth=4), token_data(80, 8))
 def test_a_rank_that_is_killed_within_a_step_takes_the_others_with_it(
     victim: int, tmp_path: Path
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(root=str(Path(__file__).parents[2])))
-    with (tmp_path / "stderr").open("w") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            cwd=tmp_path,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    assert process.stdout is not None
-    pids: dict[int, int] = {}
-    try:
-        for line in process.stdout:
-            if line.startswith("READY"):
-                _, rank, pid = line.split()
-                pids[int(rank)] = int(pid)
-            if len(pids) == 2:
-                break
+    with script_of_two_ranks(SCRIPT, tmp_path) as (process, pids):
         os.kill(pids[victim], signal.SIGKILL)
         start = time.monotonic()
         assert process.wait(2 * SECONDS) != 0
         assert wait_until_gone(pids[1], 2 * SECONDS)
         assert time.monotonic() - start < 2 * SECONDS  # of which the launcher leaves it three
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-    if victim == 1:  # rank 0 is the process that reports
-        assert "local rank 1 (pid" in (tmp_path / "stderr").read_text()

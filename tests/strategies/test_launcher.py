@@ -2,22 +2,18 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from boltmesh.process import describe_exit
 from boltmesh.telemetry.reading.reader import list_jobs, open_job
+from tests.support.scripts import script_of_two_ranks, wait_until_gone
 
 SCRIPT = """
-import sys, time
-sys.path.insert(0, {root!r})
+import time
 import boltmesh
 from lightning.pytorch import Trainer, Callback
 from tests.support.models import Regression, regression_data
@@ -26,7 +22,7 @@ class Slow(Callback):
     def on_train_batch_end(self, trainer, *args):
         if trainer.global_step == 3:
             import os
-            os.write(1, f"READY {{trainer.global_rank}} {{os.getpid()}}\\n".encode())
+            os.write(1, f"READY {trainer.global_rank} {os.getpid()}\\n".encode())
         time.sleep(0.02)
 
 trainer = Trainer(accelerator="cpu", devices=2, strategy="bolt_ddp", max_epochs=-1, logger=False,
@@ -36,52 +32,11 @@ trainer.fit(Regression(), regression_data(48, 4))
 """
 
 
-@contextmanager
-def started(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", dict[int, int]]]:
-    """The script's process and the process of each rank; none outlives the test."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(root=str(Path(__file__).parents[2])))
-    with (tmp_path / "stderr").open("w") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            cwd=tmp_path,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    assert process.stdout is not None
-    pids: dict[int, int] = {}
-    try:
-        for line in process.stdout:
-            if line.startswith("READY"):
-                _, rank, pid = line.split()
-                pids[int(rank)] = int(pid)
-            if len(pids) == 2:
-                break
-        yield process, pids
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-
-
-def wait_until_gone(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, victim: int) -> None:
-    with started(tmp_path) as (process, pids):
+    with script_of_two_ranks(SCRIPT, tmp_path) as (process, pids):
         assert process.pid == pids[0]
         killed_at = time.monotonic()
         os.kill(pids[victim], signal.SIGKILL)
@@ -106,7 +61,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, victim: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["whole job", "rank 0"])
 def test_a_sigterm_ends_the_whole_job(tmp_path: Path, send: Callable[[int, int], None]) -> None:
-    with started(tmp_path) as (process, pids):
+    with script_of_two_ranks(SCRIPT, tmp_path) as (process, pids):
         send(process.pid, signal.SIGTERM)
         assert process.wait(15) == 128 + signal.SIGTERM
         assert wait_until_gone(pids[1], 15)

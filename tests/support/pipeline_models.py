@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.skips import Skips
+
 WIDTH, WORDS, LENGTH = 8, 13, 6
 
 
@@ -312,27 +314,14 @@ class Level(nn.Module):
         return torch.tanh(self.norm(self.conv(x)))
 
 
-class UNet(LightningModule):
+class UNet(Skips):
     """Skips from every level down to the same level up."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([Level(1, 4), Level(4, 4), Level(4, 4)])
-        self.middle = Level(4, 4)
-        self.up = nn.ModuleList([Level(8, 4), Level(8, 4), Level(8, 4)])
-        self.last = nn.Conv2d(4, 1, 1)
+        super().__init__(1, 4, Level)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x, skips = batch, []
-        for level in self.down:
-            x = level(x)
-            skips.append(x)
-            x = F.max_pool2d(x, 2)
-        x = self.middle(x)
-        for level in self.up:
-            x = F.interpolate(x, scale_factor=2.0)
-            x = level(torch.cat([x, skips.pop()], 1))
-        return F.mse_loss(self.last(x), batch)
+        return F.mse_loss(self.through(batch), batch)
 
 
 class Convolutions(LightningModule):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from tests.support.hugging_face import WORDS, HuggingFace
+from tests.support.skips import Skips
 
 RATE = 0.05
 
@@ -91,26 +92,14 @@ class Level(nn.Module):
         return F.gelu(self.norm(self.conv(x)))
 
 
-class UNet(Images):
+class UNet(Skips, Images):
     """Skips from every level down to the same level up, over the borders of stages."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([Level(3, 8), Level(8, 8), Level(8, 8)])
-        self.middle = Level(8, 8)
-        self.up = nn.ModuleList([Level(16, 8), Level(16, 8), Level(16, 8)])
-        self.last = nn.Conv2d(8, 3, 1)
+        super().__init__(3, 8, Level)
 
     def loss(self, batch: Any) -> Tensor:
-        x, skips = batch["pixel_values"], []
-        for level in self.down:
-            x = level(x)
-            skips.append(x)
-            x = F.max_pool2d(x, 2)
-        x = self.middle(x)
-        for level in self.up:
-            x = level(torch.cat([F.interpolate(x, scale_factor=2.0), skips.pop()], 1))
-        return F.mse_loss(self.last(x), batch["pixel_values"])
+        return F.mse_loss(self.through(batch["pixel_values"]), batch["pixel_values"])
 
 
 ZOO: dict[str, Callable[[], LightningModule]] = {

@@ -177,6 +177,7 @@ def test_a_place_that_does_not_exist_turns_telemetry_off_and_does_not_raise(reco
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_counting_a_transfer_costs_microseconds(recorder):
     begin = time.perf_counter()
     for _ in range(10_000):

@@ -9,12 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from boltmesh.tui.alerts.hook import MAX_RUNS, WINDOW_S, AlertHook, run_hook
+from boltmesh.tui.alerts.hook import MAX_RUNS, WINDOW_S, AlertHook, HookRun
 from boltmesh.tui.alerts.watch import Alert
 
 ALERT = Alert(
     time=12.5, job="abc123", name="sample", kind="stall", message="no step for 2m 00s", rank=4
 )
+
+
+def run_hook(command: str, alert: Alert, timeout_s: float = 30.0) -> str | None:
+    return HookRun(command, alert).finish(timeout_s)
 
 
 def wait_for(is_so: Callable[[], object], timeout_s: float = 10.0) -> None:

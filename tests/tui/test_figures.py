@@ -10,6 +10,7 @@ from boltmesh.tui.figures.events import event_rows
 from boltmesh.tui.figures.phases import phase_split, recent_step_seconds
 from boltmesh.tui.figures.progress import progress
 from boltmesh.tui.figures.ranks import rank_rows
+from boltmesh.tui.figures.step_time import batches_per_step
 from boltmesh.tui.figures.throughput import throughput_over_time
 from boltmesh.tui.figures.traffic import traffic_rows
 from boltmesh.tui.figures.wire import wire_factor
@@ -18,7 +19,6 @@ from tests.tui.samples import NOW, job, rank, state, step, total
 
 def test_the_time_left_follows_from_the_recent_pace() -> None:
     run = progress(state(job(global_step=10, max_steps=100)))
-    assert run.steps_per_second == pytest.approx(2.0)
     assert run.left_s == pytest.approx(45.0)
     assert run.fraction == pytest.approx(0.1)
     assert run.elapsed_s == 100
@@ -38,8 +38,8 @@ def test_an_ended_job_does_not_grow_older() -> None:
 
 def test_accumulated_batches_are_counted() -> None:
     steps = tuple(step(index, global_step=index // 4) for index in range(17))
-    assert progress(state(job(ranks=(rank(steps=steps),)))).batches_per_step == 4
-    assert progress(state(job(ranks=(rank(steps=()),)))).batches_per_step == 1
+    assert batches_per_step(job(ranks=(rank(steps=steps),))) == 4
+    assert batches_per_step(job(ranks=(rank(steps=()),))) == 1
 
 
 def test_the_phases_of_a_step_add_up_to_it() -> None:

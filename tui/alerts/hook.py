@@ -33,15 +33,6 @@ CLOSE_S = 5.0
 SCHEMA = 1
 
 
-def run_hook(command: str, alert: Alert, *, timeout_s: float = TIMEOUT_S) -> str | None:
-    """Run the command for one alert and wait for it.
-
-    Returns:
-        None when it exits with 0, else what went wrong, in one line.
-    """
-    return _Run(command, alert).finish(timeout_s)
-
-
 class AlertHook:
     """Runs a command for alerts, one after the other, on a thread of its own.
 
@@ -66,7 +57,7 @@ class AlertHook:
         self._begun: deque[float] = deque(maxlen=MAX_RUNS)
         self._num_dropped = 0
         self._last_dropped: Alert | None = None
-        self._run: _Run | None = None
+        self._run: HookRun | None = None
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
@@ -112,14 +103,19 @@ class AlertHook:
 
     def _work(self) -> None:
         while (alert := self._waiting.get()) is not None:
-            self._run = _Run(self._command, alert)
+            self._run = HookRun(self._command, alert)
             problem = self._run.finish(self._timeout_s)
             if problem is not None:
                 self._failures.append(_failure(alert, problem))
 
 
-class _Run:
-    """One run of the command."""
+class HookRun:
+    """One run of the command, which begins at once.
+
+    Args:
+        command: For ``/bin/sh``.
+        alert: What it is told of.
+    """
 
     def __init__(self, command: str, alert: Alert) -> None:
         self._alert = alert
@@ -140,7 +136,11 @@ class _Run:
             self._problem = f"the command cannot be run: {clean(error)}"
 
     def finish(self, timeout_s: float) -> str | None:
-        """Wait for the end; return what went wrong."""
+        """Wait for the end.
+
+        Returns:
+            None when it exits with 0, else what went wrong, in one line.
+        """
         process = self._process
         if process is None:
             return self._problem

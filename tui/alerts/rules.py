@@ -1,4 +1,4 @@
-"""What an alert can be about: loss, devices and the end of the job. ``alert_pace.py`` has the pace.
+"""What an alert can be about: loss, devices and the end of the job. ``pace.py`` has the pace.
 
 A rule is called with each look and with the alerts that are raised. It answers for the figures
 that are known: whether the condition holds, and what to say. Where a figure wavers around its

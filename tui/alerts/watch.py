@@ -1,7 +1,7 @@
 """Watches a job for what its owner wants to be told: deterministic, without I/O.
 
 The thresholds come from the job (``alerts:`` of its config). What is done about an alert is the
-viewer's: a line among the events, the bell, a command (``alert_hook.py``).
+viewer's: a line among the events, the bell, a command (``hook.py``).
 
 An alert is raised once, when its condition begins to hold, and resolved once, when the condition
 no longer holds. A figure that is not known at the moment changes nothing.

@@ -7,8 +7,8 @@ from boltmesh.tui.drawing.glyphs import Glyphs
 from boltmesh.tui.drawing.line import Line
 from boltmesh.tui.drawing.look import Look, heading, wrap_facts
 from boltmesh.tui.figures.phases import PhaseSplit
-from boltmesh.tui.figures.progress import progress
 from boltmesh.tui.figures.step_split import step_split
+from boltmesh.tui.figures.step_time import batches_per_step
 from boltmesh.tui.state import State
 
 _LABELS = {"transfer": "host to device", "communication": "exposed comm"}
@@ -41,7 +41,7 @@ def draw_phases(state: State, width: int, height: int, look: Look) -> list[Line]
 
 def phases_title(state: State) -> str:
     """Name what the records are of: a step, or one of the batches that a step accumulates."""
-    batches = progress(state).batches_per_step
+    batches = batches_per_step(state.job)
     return "step time" if batches == 1 else f"batch time, {batches} a step"
 
 

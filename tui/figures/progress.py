@@ -13,9 +13,6 @@ class Progress(msgspec.Struct, frozen=True):
     left_s: float | None
     fraction: float | None
     """Of ``max_steps``."""
-    steps_per_second: float | None
-    batches_per_step: int
-    """How many batches one optimizer step accumulates, over the recent steps."""
 
 
 def progress(state: State) -> Progress:
@@ -23,7 +20,7 @@ def progress(state: State) -> Progress:
     job = state.job
     is_running = job.state == "running"
     elapsed_s = max(0.0, (state.time if is_running else job.updated) - job.started)
-    pace, batches = _pace(job)
+    pace = _pace(job)
     # Lightning writes -1 for "no limit".
     limit = job.max_steps if job.max_steps is not None and job.max_steps > 0 else None
     left_s = None
@@ -33,19 +30,15 @@ def progress(state: State) -> Progress:
         elapsed_s=elapsed_s,
         left_s=left_s,
         fraction=None if limit is None else min(1.0, job.global_step / limit),
-        steps_per_second=pace,
-        batches_per_step=batches,
     )
 
 
-def _pace(job: JobSnapshot) -> tuple[float | None, int]:
-    """Return optimizer steps a second and batches a step, from the first rank that has records."""
+def _pace(job: JobSnapshot) -> float | None:
+    """Return optimizer steps a second, from the first rank that has records."""
     for rank in job.ranks:
         if len(rank.steps) >= 2:
             first, last = rank.steps[0], rank.steps[-1]
             steps = last.global_step - first.global_step
             seconds = last.end_time - first.end_time
-            batches = last.index - first.index
-            pace = steps / seconds if steps > 0 and seconds > 0 else None
-            return pace, max(1, round(batches / steps)) if steps > 0 else 1
-    return None, 1
+            return steps / seconds if steps > 0 and seconds > 0 else None
+    return None

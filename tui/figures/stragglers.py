@@ -49,8 +49,6 @@ class Lateness(msgspec.Struct, frozen=True):
     """The same of the others, their median."""
     step_s: float
     """The whole step."""
-    deviations: float | None
-    """How many scaled median deviations it is away; None where all others are the same."""
     phase: str | None
     """Where it loses the most time; None where it loses none."""
     phase_s: float
@@ -144,7 +142,6 @@ def _judge(
         own_s=peer.own_s,
         peers_s=peers_s,
         step_s=peer.step_s,
-        deviations=excess_s / spread if spread > 0 else None,
         phase=worst,
         phase_s=typical[worst] if worst is not None else 0.0,
         phase_peers_s=others[worst] if worst is not None else 0.0,

@@ -176,7 +176,7 @@ class CollectiveHook:
             TelemetryError: This torch lacks something, so nothing can be counted.
         """
         with self._lock:
-            if self._library is None:
+            if not self.is_installed:
                 self._install()
             self._observers = (*self._observers, observer)
 

@@ -6,7 +6,6 @@ import torch
 from torch.nn import Parameter
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.torch_compat import storage_key
 
 
 class AbsentError(ConfigError):
@@ -43,9 +42,3 @@ def is_absent(parameter: torch.Tensor) -> bool:
     if parameter.untyped_storage().nbytes() != parameter.element_size():
         return False
     return parameter.numel() > 1 or bool(parameter.isnan().all())
-
-
-def held_bytes(parameters: Iterable[Parameter]) -> int:
-    """Return the memory that parameters take on this rank, shared memory once."""
-    sizes = {storage_key(each): each.untyped_storage().nbytes() for each in parameters}
-    return sum(sizes.values())

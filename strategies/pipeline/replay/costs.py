@@ -17,8 +17,6 @@ class UnitUse:
     num_parameters: int
     """Its own and those that it shares with other units."""
     parameter_bytes: int
-    output_bytes: int
-    """Of all its calls together."""
     flops: int
     """Floating point operations of its forward calls, as torch counts them."""
     is_called: bool
@@ -47,9 +45,6 @@ def units_in_call_order(trace: Trace, units: Mapping[str, Module]) -> tuple[Unit
         if name not in called:
             order.insert(0 if previous is None else order.index(previous) + 1, name)
         previous = name
-    sizes: dict[str, int] = dict.fromkeys(order, 0)
-    for event in events:
-        sizes[trace.events[event].name] += sum(map(_bytes, trace.outputs[event].leaves))
     return tuple(
         UnitUse(
             name=name,
@@ -57,7 +52,6 @@ def units_in_call_order(trace: Trace, units: Mapping[str, Module]) -> tuple[Unit
             parameter_bytes=sum(
                 each.numel() * each.element_size() for each in units[name].parameters()
             ),
-            output_bytes=sizes[name],
             flops=trace.flops.get(name, 0),
             is_called=name in called,
             trained_bytes=sum(
@@ -101,7 +95,6 @@ def units_in_model_order(units: Mapping[str, Module]) -> tuple[UnitUse, ...]:
             name=name,
             num_parameters=sum(each.numel() for each in unit.parameters()),
             parameter_bytes=sum(each.numel() * each.element_size() for each in unit.parameters()),
-            output_bytes=0,
             flops=0,
             is_called=True,
         )

@@ -402,6 +402,7 @@ def cost_worker(rank, world_size):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_known_gather_costs_microseconds():
     assert max(run_ranks(cost_worker, 2)) < 100e-6
 

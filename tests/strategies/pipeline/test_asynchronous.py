@@ -112,6 +112,6 @@ def test_a_list_between_two_others_is_simulated_as_such() -> None:
 
 
 def test_the_memory_of_a_cut_counts_both_versions() -> None:
-    unit = UnitUse("block", 10, 40, 0, 100, is_called=True, trained_bytes=40, kept_bytes=7)
+    unit = UnitUse("block", 10, 40, 100, is_called=True, trained_bytes=40, kept_bytes=7)
     assert unit_cost(unit).num_bytes == 160  # weights, gradients and Adam's two moments
     assert unit_cost(unit, num_versions=2).num_bytes == 240

@@ -8,7 +8,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.bubble import StageTimes, closed_form_bubble, simulate_ideal
 from boltmesh.strategies.pipeline.kinds import KINDS
 from boltmesh.strategies.pipeline.schedules import schedule_table
-from boltmesh.telemetry.schedule import Action
+from boltmesh.telemetry.schedule import Action, Timetable
 
 TIMES = [
     StageTimes(),
@@ -62,6 +62,18 @@ def test_four_ranks_and_eight_microbatches(name: str, size: int, bubble: float) 
     assert ideal.bubble_of_ideal == pytest.approx(bubble / (1 - bubble))
 
 
+def own_bubble(timetable: Timetable) -> float:
+    """Idle time between a rank's own first start and last end, of the worst rank.
+
+    The zero-bubble paper counts like this: steps of one rank follow each other without a gap where
+    the optimizer of each rank begins when that rank is through.
+    """
+    return max(
+        1 - sum(slot.end - slot.start for slot in row) / (row[-1].end - row[0].start)
+        for row in timetable
+    )
+
+
 def test_the_zero_bubble_papers_values() -> None:
     """ZB-H1 has a third of the bubble of 1F1B, ZB-V none on a rank's own clock; both its memory."""
     for ranks in range(2, 7):
@@ -72,8 +84,8 @@ def test_the_zero_bubble_papers_values() -> None:
         )
         busy = 3 * count
         assert h1.window - busy == pytest.approx((one.window - busy) / 3)
-        assert v.own_bubble == pytest.approx(0)
-        assert h1.own_bubble > 0
+        assert own_bubble(v.timetable) == pytest.approx(0)
+        assert own_bubble(h1.timetable) > 0
         assert max(one.peak_live_activations) == ranks
         assert h1.peak_live_activations == (ranks,) * ranks
         # Stages are half as large, so twice as many are as much.

@@ -14,9 +14,10 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.building.deferred import deferred_init
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.measuring import measure_units
-from boltmesh.strategies.pipeline.replay.absent import held_bytes, is_absent
+from boltmesh.strategies.pipeline.replay.absent import is_absent
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
+from tests.support.held import held_bytes
 from tests.support.ranks import run_ranks
 from tests.support.shard_runs import QUIET
 

@@ -159,3 +159,13 @@ def test_an_order_of_torch_that_cannot_be_run_is_refused() -> None:
         pytest.raises(ConfigError, match=r"schedule=zbv that cannot be run.*Set schedule=1f1b"),
     ):
         schedule_table("zbv", num_ranks=2, num_microbatches=1)
+
+
+def test_messages_of_torch_that_nobody_takes_are_refused() -> None:
+    table = schedule_table("1f1b", num_ranks=2, num_microbatches=1)
+    broken = (("0F0", "0SEND_F0", "0RECV_B0", "0B0"), ("1RECV_F0", "1F0", "1B0"))
+    with (
+        patch("boltmesh.strategies.torch_compat.torch_send_recv", return_value=broken),
+        pytest.raises(ConfigError, match=r"schedule=1f1b so that ranks do not.*rank 0 waits"),
+    ):
+        with_communication(table)

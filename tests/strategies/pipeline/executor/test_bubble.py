@@ -136,6 +136,7 @@ def measure(rank: int, world_size: int, name: str) -> list[list[tuple[float, flo
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bubble_is_that_of_the_schedule(name: str) -> None:
     rows = tuple(map(tuple, order(name, RANKS, MICROBATCHES)))

@@ -11,12 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from boltmesh.errors import ConfigError, DivergenceError
-from boltmesh.strategies.pipeline.replay.absent import held_bytes, is_absent, make_absent
+from boltmesh.strategies.pipeline.replay.absent import is_absent, make_absent
 from boltmesh.strategies.pipeline.replay.costs import units_in_call_order
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.probe import probe
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
 from tests.support import pipeline_models as models
+from tests.support.held import held_bytes
 from tests.support.pipeline_models import WIDTH, Block, Words
 from tests.support.staged import Staged, assert_same_gradient, check_parity, split_evenly
 
@@ -189,7 +190,6 @@ def test_costs_of_units_in_call_order() -> None:
     assert [each.name for each in costs] == ["embedding", "blocks.0", "blocks.1", "norm", "head"]
     block, head = costs[1], costs[-1]
     assert block.flops == 2 * 18 * WIDTH * WIDTH
-    assert block.output_bytes == 18 * WIDTH * 4
     assert head.flops == 2 * 18 * WIDTH * models.WORDS
     assert head.num_parameters == WIDTH * models.WORDS
     assert all(each.is_called for each in costs)

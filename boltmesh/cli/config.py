@@ -1,0 +1,31 @@
+"""What commands that take a config have in common."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+CONFIG_HELP = (
+    "CONFIG is the name of a recipe or the path of a YAML file. Keys are changed with key=value, "
+    "for example trainer.max_steps=100; keys of trainer and run need no section: max_steps=100."
+)
+
+TRACEBACK = click.option(
+    "--traceback", "wants_traceback", is_flag=True, help="Show where errors come from."
+)
+
+
+def takes_config(command: Command) -> Command:
+    """Give a command the arguments ``config`` and ``overrides``."""
+    with_overrides = click.argument("overrides", nargs=-1, metavar="[key=value ...]")(command)
+    return click.argument("config")(with_overrides)
+
+
+def see_working_directory() -> None:
+    """As `python -m` has it: a config can name code that lies in the working directory."""
+    if str(Path.cwd()) not in {str(Path(each).absolute()) for each in sys.path}:
+        sys.path.insert(0, str(Path.cwd()))

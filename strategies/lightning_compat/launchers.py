@@ -1,0 +1,155 @@
+"""Starting the ranks of this host, and ending all of them when one dies."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _set_num_threads_if_needed,
+)
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from boltmesh.process import describe_exit, wait_for_end_of_parent
+
+if TYPE_CHECKING:
+    from subprocess import Popen
+
+
+_PARENT = "BOLTMESH_LAUNCHER_PID"
+
+
+_POLL_S = 0.3
+
+
+_GRACE_S = 3.0
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs the script again for the other ranks of this host, and ends all when one dies.
+
+    Lightning's own observer looks every five seconds and kills its process without a word; this
+    one names the rank that went first, within a second. Ranks whose parent dies, end with it.
+    """
+
+    on_death: Callable[[int, int | None], None] | None = None
+    """Called with the local rank that went first and its exit code, None where that is unknown."""
+
+    def __init__(
+        self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._naming = threading.Lock()
+        self._is_named = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Users copy Trainers, and a lock cannot be copied.
+        return {key: value for key, value in vars(self).items() if key != "_naming"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _naming=threading.Lock())
+
+    @override
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
+        if not self.cluster_environment.creates_processes_externally:
+            os.environ[_PARENT] = str(os.getpid())
+            self._call_children_scripts()
+            threading.Thread(target=self._watch, name="boltmesh-ranks", daemon=True).start()
+        elif os.environ.get(_PARENT) == str(os.getppid()):
+            parent = threading.Thread(
+                target=self._watch_parent, name="boltmesh-parent", daemon=True
+            )
+            parent.start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            # This rank may have failed because it lost a peer, and then says only that.
+            self._name_first_death(within_s=_POLL_S)
+            raise
+
+    def _watch_parent(self) -> None:
+        wait_for_end_of_parent()
+        if self.on_death is not None:
+            self.on_death(0, None)
+        os._exit(1)
+
+    def _watch(self) -> None:
+        while not self._name_first_death():
+            if all(process.poll() == 0 for process in self.procs):
+                return
+            time.sleep(_POLL_S)
+        # A rank that failed by an exception leaves its peers with an error of their own to
+        # report; one that is stuck in a collective never gets there.
+        time.sleep(_GRACE_S)
+        for process in self.procs:
+            if process.poll() is None:
+                process.kill()
+        sys.stdout.flush()
+        os._exit(1)
+
+    def _name_first_death(self, *, within_s: float = 0.0) -> bool:
+        """Say once which rank went first. False when all are alive or ended well."""
+        deadline = time.monotonic() + within_s
+        with self._naming:
+            while not self._is_named:
+                codes = [process.poll() for process in self.procs]
+                first = next((rank for rank, code in enumerate(codes, start=1) if code), None)
+                if first is not None:
+                    self._is_named = True
+                    self._name(first, self.procs[first - 1])
+                elif time.monotonic() >= deadline:
+                    return False
+                else:
+                    time.sleep(_POLL_S / 10)
+        return True
+
+    def _name(self, local_rank: int, process: "Popen[bytes]") -> None:
+        how = describe_exit(process.returncode)
+        print(  # noqa: T201 - the logging of a process about to end cannot be trusted to flush
+            f"boltmesh: local rank {local_rank} (pid {process.pid}) {how}; ending the other ranks.",
+            file=sys.stderr,
+            flush=True,
+        )
+        if self.on_death is not None:
+            self.on_death(local_rank, process.returncode)
+
+
+class MultiProcessingLauncher(_MultiProcessingLauncher):
+    """Hands the main process whole parameters, where ranks have parts of them."""
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        module = trainer.lightning_module
+        state_dict = module.state_dict
+
+        def whole_state_dict() -> dict[str, Any]:
+            if trainer.state.fn != TrainerFn.FITTING:
+                return {}  # the main process has what was evaluated
+            strategy: Any = self._strategy
+            whole: dict[str, Any] = strategy.whole_state(state_dict)
+            return whole
+
+        vars(module)["state_dict"] = whole_state_dict  # all ranks ask, before the first one saves
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            del vars(module)["state_dict"]

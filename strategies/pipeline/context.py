@@ -1,0 +1,27 @@
+"""What a pipeline is told of the run that it is in."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.amp import GradScaler
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
+
+
+@dataclass(frozen=True)
+class PipelineContext:
+    """Where the axis finds itself."""
+
+    group: ProcessGroup
+    """The ranks of this pipeline."""
+    device: torch.device
+    recorder: Recorder | NullRecorder
+    seed: int
+    """What random numbers within steps start from; alike on all ranks of the pipeline."""
+    timeout: timedelta | None = None
+    scaler: GradScaler | None = None
+    recomputed: frozenset[Module] = frozenset()
+    """Blocks whose forward pass runs once more in the backward pass."""

@@ -1,0 +1,89 @@
+"""What this rank of a pipeline holds of a model, and what keeps that one model with the others'."""
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+from boltmesh.strategies.checkpoint.guard import StateGuard
+from boltmesh.strategies.joint_norms import JointNorms
+from boltmesh.strategies.pipeline.placement import Division
+from boltmesh.strategies.pipeline.replay.absent import AbsentError, make_absent
+from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
+from boltmesh.strategies.pipeline.sharing import SharedParameters
+
+
+class Holdings:
+    """Lets go of the parameters that other ranks hold, and knows who holds what.
+
+    Args:
+        module: The whole model.
+        division: What stands where of it.
+        group: The ranks of the pipeline.
+        device: Where this rank computes.
+    """
+
+    def __init__(
+        self, module: Module, division: Division, group: ProcessGroup, device: torch.device
+    ) -> None:
+        self._division = division
+        self._group = group
+        rank = group.rank()
+        holders = division.ranks_of_parameter
+        named = dict(module.named_parameters())
+        first_names = {id(each): name for name, each in named.items()}
+        self._first_names = {
+            name: first_names[id(each)]
+            for name, each in module.named_parameters(remove_duplicate=False)
+        }
+        self._names = frozenset(name for name in named if rank in holders[name])
+        self.parameters = [each for name, each in named.items() if name in self._names]
+        """Those that this rank has values of."""
+        self._absent = [each for name, each in named.items() if name not in self._names]
+        make_absent(self._absent, device)
+        absent = [each for each, first in self._first_names.items() if rank not in holders[first]]
+        self.guard = StateGuard(module, absent)
+        shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
+        own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
+        self.shared = SharedParameters(own, shared, group)
+        elsewhere = [each for each in self.parameters if id(each) in self.shared.counted_elsewhere]
+        self.norms = JointNorms(group, elsewhere)
+
+    def move_absent(self, device: torch.device) -> None:
+        """Make what other ranks hold seem to be on a device, before the model is moved to it."""
+        make_absent(self._absent, device)
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """Return which ranks of the pipeline have the values of a parameter or other state.
+
+        Args:
+            name: In the module's state; any name of a parameter that has several.
+        """
+        known = self._first_names.get(name)
+        if known is not None:
+            return self._division.ranks_of_parameter[known]
+        # Every rank has all buffers and extra state, and one of them the model's.
+        first = self._division.rank_of_state(name)
+        return (first, *(each for each in range(self._group.size()) if each != first))
+
+    def refuse_unheld(self, plans: Iterable[StagePlan]) -> None:
+        """Refuse a step that uses parameters of other ranks in stages of this one.
+
+        The model was divided by what another step does with another batch.
+
+        Raises:
+            AbsentError: Not on every rank of the pipeline.
+        """
+        rank = self._group.rank()
+        for plan in plans:
+            if self._division.rank_of_stage[plan.stage] != rank:
+                continue
+            missing = sorted(plan.parameters - self._names)
+            if missing:
+                raise AbsentError(
+                    f"stage {plan.stage} uses {missing[0]!r} in this step, and the model was "
+                    f"divided by a batch whose step does not: rank {rank} of the pipeline does "
+                    f"not hold it. Let every step use the same parameters outside of layers, put "
+                    f"{missing[0]!r} into a layer of its own, or begin with the run that uses it."
+                )

@@ -1,0 +1,54 @@
+"""Data parallelism on groups of its own, and how ranks reach each other."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+
+class Replica(DistributedDataParallel):
+    """DDP on a group of its own that can be copied all the same.
+
+    DDP refuses to be pickled or deep-copied with any but the default group, because a copy gets
+    the default group. Where the group holds all ranks, that is the same.
+    """
+
+    @override
+    def _check_default_group(self) -> None:
+        if dist.get_world_size(self.process_group) != dist.get_world_size():
+            super()._check_default_group()  # type: ignore[no-untyped-call]
+
+
+def flush_static_graph(module: DistributedDataParallel) -> None:
+    """Launch the all-reduces that DDP postpones in the first iteration of a static graph.
+
+    DDP queues this flush on the autograd engine in its forward pass. Under manual optimisation
+    gradients are prepared outside of that forward pass, so nobody would launch them.
+    """
+    module.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+
+
+def device_index(device: torch.device) -> list[int] | None:
+    """What DDP and ``barrier`` call ``device_ids``: an accelerator's index, None on the CPU."""
+    return None if device.type == "cpu" or device.index is None else [device.index]
+
+
+BROADCAST_BUCKET_BYTES = 250 << 20
+"""How much is flattened for one broadcast, as ``DistributedDataParallel`` does."""
+
+
+def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Give every rank of a group the values of its first one, in few messages. Collective."""
+    dist._broadcast_coalesced(group, tensors, BROADCAST_BUCKET_BYTES, 0)  # type: ignore[attr-defined]
+
+
+def shared_store(prefix: str) -> Store | None:
+    """Return the store by which all ranks have met; None where there is no process group.
+
+    To be asked for each time: a store that is kept keeps its server's port.
+    """
+    if not dist.is_initialized():
+        return None
+    return PrefixStore(prefix, dist.distributed_c10d._get_default_store())

@@ -1,0 +1,28 @@
+"""What torch reads from disks: batches, and pieces of checkpoints."""
+
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.utils.data import IterableDataset
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+
+def skip_indices(iterator: Any, count: int) -> bool:
+    """Move a single-process iterator over a map-style dataset forward without loading anything.
+
+    Returns:
+        False when this iterator cannot be moved that way and its batches have to be loaded.
+    """
+    if not isinstance(iterator, _SingleProcessDataLoaderIter):
+        return False
+    if isinstance(iterator._dataset, IterableDataset):
+        return False
+    for _ in range(count):
+        iterator._next_index()  # type: ignore[no-untyped-call]
+    iterator._num_yielded += count
+    return True
+
+
+def storage_info(file_name: str, offset: int, length: int) -> Any:
+    """Where a piece of a sharded checkpoint lies, as torch's own reader wants to be told."""
+    return _StorageInfo(file_name, offset, length)

@@ -1,0 +1,93 @@
+"""Steps of optimizers, their scaling and their clipping."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def fused_adam(*, is_decoupled: bool) -> Any:
+    """Torch's fused Adam kernel; public is only the optimizer around it."""
+    return torch._fused_adamw_ if is_decoupled else torch._fused_adam_
+
+
+def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one device and type in place, in few kernels."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The class's ``step`` beneath the wrapper that runs step hooks."""
+    step: Any = type(optimizer).step
+    beneath: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
+    return beneath if getattr(step, "hooked", False) else step
+
+
+def stop_scaling_in_step(optimizer: Optimizer) -> Callable[[], None]:
+    """Make a gradient scaler unscale the gradients of a fused optimizer before its step.
+
+    Returns:
+        A function that puts things back.
+    """
+    marked = vars(optimizer).pop("_step_supports_amp_scaling", None)
+
+    def restore() -> None:
+        if marked is not None:
+            optimizer._step_supports_amp_scaling = marked  # type: ignore[attr-defined]
+
+    return restore
+
+
+def agree_on_overflow(
+    scaler: torch.amp.GradScaler, group: dist.ProcessGroup, device: torch.device | None = None
+) -> Callable[[], None]:
+    """Make a gradient scaler skip a step on all ranks of a group when one of them has to.
+
+    DTensor decides by the first gradient alone whether ranks have to agree; where that is of a
+    replicated parameter, they would not.
+
+    Args:
+        scaler: Of this rank.
+        group: The ranks that step together.
+        device: Of the gradients; with it a rank takes part that has none, which a scaler would
+            otherwise refuse to step.
+
+    Returns:
+        A function that puts things back.
+    """
+    unscale: Any = scaler._unscale_grads_
+
+    def unscale_and_agree(*args: Any, **kwargs: Any) -> Any:
+        found: dict[torch.device, Tensor] = unscale(*args, **kwargs)
+        if device is not None:
+            found.setdefault(device, torch.zeros((), device=device))
+        for each in found.values():
+            dist.all_reduce(each, dist.ReduceOp.MAX, group=group)
+        return found
+
+    vars(scaler)["_unscale_grads_"] = unscale_and_agree
+
+    def restore() -> None:
+        vars(scaler).pop("_unscale_grads_", None)
+
+    return restore
+
+
+TOTAL_NORM: Callable[..., Tensor] = torch.nn.utils.clip_grad._get_total_norm
+"""What ``torch.nn.utils.clip_grad_norm_`` clips by, of the gradients that it is given."""
+
+
+@contextmanager
+def total_norm_replaced(total_norm: Callable[..., Tensor]) -> Iterator[None]:
+    """Within, ``torch.nn.utils.clip_grad_norm_`` clips by another norm, whoever has imported it."""
+    clip_grad: Any = torch.nn.utils.clip_grad
+    before = clip_grad._get_total_norm
+    clip_grad._get_total_norm = total_norm
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm = before

@@ -1,0 +1,200 @@
+"""What FSDP2 is made to do at the gathers and reductions of its units."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultReduceScatter as DefaultReduceScatter,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from boltmesh.strategies.torch_compat.tensors import local_tensor
+from boltmesh.strategies.torch_compat.units import parameter_groups
+
+
+def intercept_collectives(
+    unit: FSDPModule,
+    *,
+    before_gather: Callable[[], None],
+    before_reduction: Callable[[list[str], list[str]], None],
+) -> None:
+    """Be called before each gather of a unit, early ones included, and before each reduction.
+
+    Not once a module runs: FSDP2 gathers ahead of that, and not what is gathered already.
+
+    Args:
+        unit: Of ``fully_shard``.
+        before_gather: Called in the thread that gathers.
+        before_reduction: Given the names of the parameters whose gradients are reduced, and of
+            those that should have one and have none.
+    """
+    for group in parameter_groups(unit):
+        _intercept_group(group, before_gather, before_reduction)
+
+
+def _intercept_group(
+    group: Any,
+    before_gather: Callable[[], None],
+    before_reduction: Callable[[list[str], list[str]], None],
+) -> None:
+    unshard, post_backward = group.unshard, group.post_backward
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        if group._all_gather_result is None and not group.is_unsharded:
+            before_gather()
+        return unshard(*args, **kwargs)
+
+    def reduce(*args: Any) -> Any:
+        if group.reduce_grads:
+            reduced, missing = _split_by_gradient(group)
+            if reduced:
+                before_reduction(reduced, missing)
+        return post_backward(*args)
+
+    group.unshard, group.post_backward = gather, reduce
+
+
+def reduce_with(
+    unit: FSDPModule, build: Callable[[int], tuple[Any, Callable[[], None]]]
+) -> Callable[[], None]:
+    """Reduce a unit's gradients by another ``ReduceScatter`` where FSDP2's default does it.
+
+    Args:
+        unit: Of ``fully_shard``.
+        build: Given the number of ranks that share the unit, returns what reduces, and a function
+            that is called after each reduction, also after one that failed.
+
+    Returns:
+        A function that puts the default back.
+    """
+    restores = [
+        _reduce_group_with(group, build)
+        for group in parameter_groups(unit)
+        if type(getattr(group, "_reduce_scatter_comm", None)) is DefaultReduceScatter
+    ]
+
+    def restore() -> None:
+        for each in restores:
+            each()
+
+    return restore
+
+
+def _reduce_group_with(
+    group: Any, build: Callable[[int], tuple[Any, Callable[[], None]]]
+) -> Callable[[], None]:
+    default, post_backward = group._reduce_scatter_comm, group.post_backward
+    comm, finish = build(group._reduce_scatter_process_group.size())
+
+    def reduce(*args: Any) -> Any:
+        try:
+            return post_backward(*args)
+        finally:
+            finish()
+
+    def restore() -> None:
+        group._reduce_scatter_comm = default
+        if group.post_backward is reduce:  # else somebody has wrapped it, and it does no harm
+            group.post_backward = post_backward
+
+    group._reduce_scatter_comm, group.post_backward = comm, reduce
+    return restore
+
+
+def watch_dropped_gathers(unit: FSDPModule, dropped: Callable[[Tensor], None]) -> None:
+    """Be told of shards that were gathered early for nothing, once nobody reads them any more.
+
+    FSDP2 gathers in the order of the last forward pass, and drops what the backward pass did not
+    come to without a word to the shards' ``fsdp_post_all_gather``.
+
+    Args:
+        unit: Of ``fully_shard``.
+        dropped: Given the local tensor of each parameter of the gather.
+    """
+    for group in parameter_groups(unit):
+        for name in ("finalize_backward", "_reset_iter_state"):
+            if hasattr(group, name):  # the second is new in torch 2.13
+                setattr(group, name, _telling_of_drops(group, getattr(group, name), dropped))
+
+
+def _telling_of_drops(
+    group: Any, drop: Callable[..., Any], dropped: Callable[[Tensor], None]
+) -> Callable[..., Any]:
+    def drop_and_tell(*args: Any, **kwargs: Any) -> Any:
+        is_pending = group._all_gather_result is not None
+        result = drop(*args, **kwargs)
+        if is_pending:
+            for each in group.fsdp_params:
+                dropped(local_tensor(each.sharded_param))
+        return result
+
+    return drop_and_tell
+
+
+def skip_gathers_ahead(unit: FSDPModule, is_needless: Callable[[], bool]) -> Callable[[], None]:
+    """Leave out gathers of a unit ahead of a backward pass that is not going to reach it.
+
+    FSDP2 gathers ahead in the reverse order of all forward passes since the last backward pass,
+    those without gradients among them, for it cannot tell them from checkpointed ones.
+
+    Args:
+        unit: Of ``fully_shard``.
+        is_needless: The same on all ranks of the unit. A unit that is reached nevertheless is
+            gathered when it is.
+
+    Returns:
+        A function that gathers ahead again.
+    """
+    restores = [_skip_group_ahead(group, is_needless) for group in parameter_groups(unit)]
+
+    def restore() -> None:
+        for each in restores:
+            each()
+
+    return restore
+
+
+def _skip_group_ahead(group: Any, is_needless: Callable[[], bool]) -> Callable[[], None]:
+    unshard, pre_backward = group.unshard, group.pre_backward
+    is_reached = False
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        is_ahead = group._training_state is TrainingState.PRE_BACKWARD and not is_reached
+        return None if is_ahead and is_needless() else unshard(*args, **kwargs)
+
+    def reach(*args: Any) -> Any:
+        nonlocal is_reached
+        is_reached = True
+        try:
+            return pre_backward(*args)
+        finally:
+            is_reached = False
+
+    def restore() -> None:
+        for name, ours, theirs in (
+            ("unshard", gather, unshard),
+            ("pre_backward", reach, pre_backward),
+        ):
+            if getattr(group, name) is ours:  # else somebody has wrapped it
+                setattr(group, name, theirs)
+
+    group.unshard, group.pre_backward = gather, reach
+    return restore
+
+
+def _split_by_gradient(group: Any) -> tuple[list[str], list[str]]:
+    reduced: list[str] = []
+    missing: list[str] = []
+    fills_up = getattr(group, "reduce_scatter_unused_params", False)
+    for each in group.fsdp_params:
+        whole = getattr(each, "_unsharded_param", None)
+        if whole is None:
+            continue
+        has_one = each.unsharded_accumulated_grad is not None or whole.grad is not None
+        if has_one or (fills_up and whole.requires_grad):
+            reduced.append(each._param_fqn)
+        elif whole.requires_grad:
+            missing.append(each._param_fqn)
+    return reduced, missing

@@ -1,0 +1,62 @@
+"""Starts a script of a user's, which starts the second rank itself."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def script_of_two_ranks(
+    text: str, folder: Path
+) -> Iterator[tuple["subprocess.Popen[str]", dict[int, int]]]:
+    """Start a script and wait until both ranks have written ``READY <rank> <pid>``.
+
+    Gives the script's process and the process of each rank; none outlives the test. What they
+    write to stderr is in ``folder/stderr``.
+    """
+    script = folder / "train.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{text}")
+    with (folder / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=folder,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    assert process.stdout is not None
+    pids: dict[int, int] = {}
+    try:
+        for line in process.stdout:
+            if line.startswith("READY"):
+                _, rank, pid = line.split()
+                pids[int(rank)] = int(pid)
+            if len(pids) == 2:
+                break
+        yield process, pids
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def wait_until_gone(pid: int, seconds: float) -> bool:
+    """Whether a process has ended before so many seconds have passed."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,75 @@
+"""A test that measures time has the machine to itself; the others of a run share it."""
+
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from tests.support.turnstile import taking_turns
+
+SOON_S, NEVER_S = 20.0, 0.3
+
+
+def stay(folder: Path, alone: bool, here: Connection) -> None:
+    """Say when it comes and when it is in, and go when told to."""
+    here.send("comes")
+    with taking_turns(folder, alone=alone):
+        here.send("in")
+        here.recv()
+    here.send("out")
+
+
+@pytest.fixture
+def visitor(tmp_path: Path):
+    context = multiprocessing.get_context("fork")
+    started = []
+
+    def start(*, alone: bool) -> Connection:
+        here, there = context.Pipe()
+        started.append(context.Process(target=stay, args=(tmp_path, alone, there), daemon=True))
+        started[-1].start()
+        assert here.poll(SOON_S)
+        assert here.recv() == "comes"
+        return here
+
+    yield start
+    for each in started:
+        each.kill()
+        each.join()
+
+
+def leave(visitor: Connection) -> None:
+    visitor.send("leave")
+    assert visitor.poll(SOON_S)
+    assert visitor.recv() == "out"
+
+
+def test_two_share_and_one_alone_waits_for_both(visitor) -> None:
+    first, second = visitor(alone=False), visitor(alone=False)
+    assert first.poll(SOON_S)
+    assert second.poll(SOON_S)
+    assert (first.recv(), second.recv()) == ("in", "in")
+    alone = visitor(alone=True)
+    assert not alone.poll(NEVER_S)
+    leave(first)
+    assert not alone.poll(NEVER_S)
+    leave(second)
+    assert alone.poll(SOON_S)
+
+
+def test_nobody_comes_in_before_one_who_waits_to_be_alone(visitor) -> None:
+    first = visitor(alone=False)
+    assert first.poll(SOON_S)
+    assert first.recv() == "in"
+    alone = visitor(alone=True)
+    time.sleep(NEVER_S)  # it stands in the turnstile now
+    late = visitor(alone=False)
+    assert not late.poll(NEVER_S)
+    leave(first)
+    assert alone.poll(SOON_S)
+    assert alone.recv() == "in"
+    assert not late.poll(NEVER_S)
+    leave(alone)
+    assert late.poll(SOON_S)
