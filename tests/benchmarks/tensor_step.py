@@ -35,11 +35,13 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.execution.apply import apply_plan
 from boltmesh.strategies.tensor.execution.group import TensorGroup
+from boltmesh.strategies.tensor.plan import Backend
 from boltmesh.strategies.tensor.planning import make_plan
 from tests.support.ranks import run_ranks
 
@@ -104,12 +106,13 @@ def loss_of(model: nn.Module) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def ours(world_size: int, width: int, backend: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+def ours(world_size: int, width: int, backend: Backend) -> tuple[nn.Module, Callable[[], Tensor]]:
     model = build(width)
     blocks = find_blocks(model)
     plan = make_plan(analyse(model, loss_of, blocks=blocks), world_size)
     kinds = {plan.kinds.get(each, each) for each in blocks}
     plan = replace(plan, backends=dict.fromkeys(kinds, backend))
+    assert dist.group.WORLD is not None
     apply_plan(model, plan, TensorGroup(dist.group.WORLD, torch.device("cpu")))
     return model, lambda: step(model)
 
@@ -181,8 +184,10 @@ def _plain(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def compare(whole: Tensor, found: Tensor, rank: int, world_size: int, name: str) -> None:
+def compare(whole: Tensor | None, found: Tensor | None, rank: int, world_size: int, name: str) -> None:
     """Find a shard, of either kind, equal to its place in the whole gradient."""
+    assert whole is not None
+    assert found is not None
     found = found.to_local() if isinstance(found, DTensor) else found
     if found.shape != whole.shape:
         dim = next(n for n in range(whole.dim()) if whole.shape[n] != found.shape[n])
