@@ -127,7 +127,7 @@ def theirs(world_size: int, width: int) -> tuple[nn.Module, Callable[[], Tensor]
     }
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
-    ends = {
+    ends: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
