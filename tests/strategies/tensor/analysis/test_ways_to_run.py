@@ -59,10 +59,11 @@ class LowRank(nn.Module):
 
 def test_with_low_rank_updates_of_frozen_layers():
     made = example("llama")
-    for layer in made.module.get_submodule("model.layers").children():
-        attention = layer.get_submodule("self_attn")
+    model: Any = made.module
+    for layer in model.model.layers:
+        attention = layer.self_attn
         for name in ("q_proj", "o_proj"):
-            setattr(attention, name, LowRank(attention.get_submodule(name)))
+            setattr(attention, name, LowRank(getattr(attention, name)))
 
     found = divisions(plan_of(made.module, made.loss))
 
