@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         DDPStrategy,
         MeshStrategy,
         PipelineParallelStrategy,
+        TensorParallelStrategy,
         ZeROStrategy,
     )
 
@@ -43,6 +44,7 @@ __all__ = [
     "PipelineParallelStrategy",
     "RankError",
     "TelemetryError",
+    "TensorParallelStrategy",
     "ZeROStrategy",
     "__version__",
 ]
@@ -60,6 +62,7 @@ _HOMES = {
     "PipelineParallelStrategy": "boltmesh.strategies",
     "RankError": "boltmesh.errors",
     "TelemetryError": "boltmesh.errors",
+    "TensorParallelStrategy": "boltmesh.strategies",
     "ZeROStrategy": "boltmesh.strategies",
 }
 

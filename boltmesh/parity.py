@@ -25,13 +25,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from boltmesh.differences import Trace
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.access import whole_value
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.lightning_compat import rank_loader
 
@@ -141,7 +141,7 @@ def _trace(
 
         trainer.fit(module, source(problem.train(), RunningStage.TRAINING, is_merged=is_merged))
         trace = recorder.trace
-        trace.parameters = {name: _copy(value) for name, value in module.named_parameters()}
+        trace.parameters = {name: _copy(each, each) for name, each in module.named_parameters()}
         trace.optimizer_state = recorder.optimizer_state
         if problem.validation is not None:
             loader = source(problem.validation(), RunningStage.VALIDATING)
@@ -160,7 +160,8 @@ def _trace(
     used = trainer.strategy
     if isinstance(used, MeshStrategy) and used.divides_modules:
         return _merge_over_stages(trace, used)
-    return _merge_over_ranks(trace)
+    ranks = _ranks_of_data(used) if isinstance(used, MeshStrategy) else None
+    return _merge_over_ranks(trace, ranks)
 
 
 def module_steps(module: LightningModule) -> int:
@@ -213,7 +214,8 @@ class _Recorder(Callback):
                 for key, value in state.items():
                     if isinstance(value, Tensor):
                         name = f"{names[id(parameter)]}.{key}"
-                        self.optimizer_state[f"{number}.{name}" if number else name] = _copy(value)
+                        name = f"{number}.{name}" if number else name
+                        self.optimizer_state[name] = _copy(value, parameter)
 
 
 def _gradient_norm(trainer: Trainer, optimizer: Optimizer) -> float:
@@ -288,13 +290,30 @@ def _concatenate(batches: Sequence[Any]) -> Any:
     raise ConfigError(f"A batch that holds a {type(first).__name__} cannot be concatenated.")
 
 
-def _merge_over_ranks(trace: Trace) -> Trace:
-    """Average what each rank saw and compare what all should hold. Collective over all ranks."""
+def _ranks_of_data(strategy: MeshStrategy) -> list[int] | None:
+    """Return the ranks that saw different data; None for all."""
+    layout = strategy.layout
+    if layout.tensor == 1:
+        return None
+    return [rank for rank in range(layout.world_size) if layout.coordinates(rank)["tensor"] == 0]
+
+
+def _merge_over_ranks(trace: Trace, chosen: Sequence[int] | None) -> Trace:
+    """Average what each rank saw and compare what all should hold. Collective over all ranks.
+
+    Args:
+        trace: Of this rank.
+        chosen: One of each group of ranks that saw the same; None where there are no such groups.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return trace
     mine = (trace.losses, trace.gradient_norms, trace.metrics, trace.validation, trace.predictions)
     all_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, mine)
+    disagreement = _find_disagreement(trace.parameters)
+    if chosen is not None:
+        disagreement = disagreement or _find_stray(all_ranks, chosen)
+        all_ranks = [all_ranks[rank] for rank in chosen]
     losses, norms, metrics, validation, predictions = zip(*all_ranks, strict=True)
     return Trace(
         losses=[_mean(step) for step in zip(*losses, strict=True)],
@@ -304,8 +323,21 @@ def _merge_over_ranks(trace: Trace) -> Trace:
         optimizer_state=trace.optimizer_state,
         validation=_mean_of_mappings(validation),
         predictions=_interleave(predictions),
-        disagreement=_find_disagreement(trace.parameters),
+        disagreement=disagreement,
     )
+
+
+def _find_stray(all_ranks: Sequence[Any], chosen: Sequence[int]) -> str | None:
+    """Name the first rank that saw something else than the one of its group that is chosen."""
+    for rank, (*numbers, predictions) in enumerate(all_ranks):
+        first = max(each for each in chosen if each <= rank)
+        *others, expected = all_ranks[first]
+        if repr(numbers) != repr(others):  # as text, where NaN is itself
+            return f"rank {rank} disagrees with rank {first} on losses, norms or metrics"
+        pairs = itertools.zip_longest(predictions, expected)
+        if not all(torch.equal(one, other) for one, other in pairs):
+            return f"rank {rank} disagrees with rank {first} on predictions"
+    return None
 
 
 def _merge_over_stages(trace: Trace, strategy: MeshStrategy) -> Trace:
@@ -391,10 +423,9 @@ def _leaves(value: Any) -> Iterator[Tensor]:
             yield from _leaves(each)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor on the host. Collective where it is sharded."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu().clone()
+def _copy(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return the whole of what a parameter has on the host. Collective where it is divided."""
+    return whole_value(tensor.detach(), parameter).cpu().clone()
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:

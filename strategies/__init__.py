@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from boltmesh.strategies.engine import MeshStrategy
     from boltmesh.strategies.mesh import MeshLayout
     from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
+    from boltmesh.strategies.tensor_parallel import TensorParallelStrategy
     from boltmesh.strategies.zero import ZeROStrategy
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "MeshLayout",
     "MeshStrategy",
     "PipelineParallelStrategy",
+    "TensorParallelStrategy",
     "ZeROStrategy",
     "deferred_init",
     "gathered_parameters",
@@ -27,6 +29,7 @@ _HOMES = {
     "MeshLayout": "boltmesh.strategies.mesh",
     "MeshStrategy": "boltmesh.strategies.engine",
     "PipelineParallelStrategy": "boltmesh.strategies.pipeline_parallel",
+    "TensorParallelStrategy": "boltmesh.strategies.tensor_parallel",
     "ZeROStrategy": "boltmesh.strategies.zero",
     "deferred_init": "boltmesh.strategies.building.deferred",
     "gathered_parameters": "boltmesh.strategies.access",

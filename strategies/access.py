@@ -5,10 +5,10 @@ block lasts, in the type that the optimizer keeps them in (fp32 also under ``bf1
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.offload.shard import OffloadedShard
@@ -31,6 +32,20 @@ from boltmesh.strategies.torch_compat import (
 _units: "WeakSet[FSDPModule]" = WeakSet()
 """Units of every sharded model of this process, also those that hold a module's parameters without
 being part of it."""
+
+
+class PartOfWhole(Protocol):
+    """What joins a parameter of which each rank of a group has a part in a plain tensor."""
+
+    def join(self, part: Tensor) -> Tensor:
+        """Return the whole, of the parameter or of what has its shape. Collective."""
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's part."""
+
+
+_parts: MutableMapping[Tensor, PartOfWhole] = WeakTensorKeyDictionary()
+"""By parameter, of every model of this process."""
 
 
 class _Place(NamedTuple):
@@ -51,6 +66,33 @@ class _Place(NamedTuple):
 def know_units(units: Iterable[FSDPModule]) -> None:
     """Note the units of a model, for parameters that are wanted while one of them is gathered."""
     _units.update(units)
+
+
+def know_parts(parts: Mapping[Parameter, PartOfWhole]) -> None:
+    """Note parameters of which this rank has parts in plain tensors."""
+    for parameter, part in parts.items():
+        _parts[parameter] = part
+
+
+def forget_parts(parameters: Iterable[Parameter]) -> None:
+    """Forget parameters that are whole again."""
+    for each in parameters:
+        _parts.pop(each, None)
+
+
+def whole_value(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return the whole of a parameter, its gradient or a state of its optimizer.
+
+    Collective where ranks have parts of it. A tensor that every rank has whole is returned itself.
+
+    Args:
+        tensor: What this rank has.
+        parameter: Whose it is.
+    """
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    part = _parts.get(parameter)
+    return tensor if part is None or tensor.shape != parameter.shape else part.join(tensor)
 
 
 @contextmanager
@@ -157,7 +199,10 @@ def _gathered_units(module: nn.Module, parameters: set[Parameter]) -> list[FSDPM
 def _gather(shard: Parameter) -> Parameter:
     """Return the whole of a sharded parameter, and any other as it is. Collective."""
     if not isinstance(shard, DTensor):
-        return shard
+        if shard not in _parts:
+            return shard
+        whole = _parts[shard].join(shard.detach())
+        return Parameter(whole, requires_grad=shard.requires_grad)
     local = shard_value(shard)
     value = DTensor.from_local(
         local.to(shard.device),
@@ -178,6 +223,8 @@ def _scatter(whole: Tensor, shard: Parameter) -> None:
     if not isinstance(shard, DTensor):
         if dist.is_initialized():
             dist.broadcast(whole, src=0)
+        if shard in _parts:
+            shard.copy_(_parts[shard].cut(whole))
         return
     value = distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=0)
     local = local_tensor(shard.detach())

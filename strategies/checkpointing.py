@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -34,7 +35,8 @@ from boltmesh.strategies.checkpoint.optimizer_state import (
     load_states,
     named_state,
 )
-from boltmesh.strategies.checkpoint.placeholder import Placeholder, held, passed_over
+from boltmesh.strategies.checkpoint.parts import Division, Part
+from boltmesh.strategies.checkpoint.placeholder import Placeholder, divided, held, passed_over
 from boltmesh.strategies.checkpoint.together import together
 from boltmesh.strategies.data.axis import DataAxis
 from boltmesh.strategies.resume import ResumeManager
@@ -66,6 +68,14 @@ class CheckpointingStrategy(ParallelStrategy):
     def stores(self, name: str) -> bool:
         """Whether this rank writes what it has of it into checkpoints."""
         return True
+
+    def division(self, name: str) -> Division | None:
+        """How a parameter is divided of which this rank has a part in a plain tensor; else None.
+
+        Args:
+            name: In the module's state; any name of a parameter that has several.
+        """
+        return None
 
     @property
     @override
@@ -101,7 +111,17 @@ class CheckpointingStrategy(ParallelStrategy):
         self.data_axis.synchronize()
         # The parameters themselves: tied ones are known by being one object.
         state: dict[str, Any] = self.lightning_module.state_dict(keep_vars=True)
-        return {name: each for name, each in state.items() if self.stores(name)}
+        stored = {name: each for name, each in state.items() if self.stores(name)}
+        return self._as_parts(stored)
+
+    def _as_parts(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Say of plain tensors that are parts what they are parts of; tied ones stay one object."""
+        parts: dict[int, Part] = {}
+        for name, each in state.items():
+            division = self.division(name)
+            if division is not None and id(each) not in parts:
+                parts[id(each)] = Part.of(each, division)
+        return {name: parts.get(id(each), each) for name, each in state.items()}
 
     def whole_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's state for another process. Collective over all ranks.
@@ -123,7 +143,8 @@ class CheckpointingStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        return self._joined_state(named_state(self.lightning_module, optimizer))
+        state = named_state(self.lightning_module, optimizer, divide=self.division)
+        return self._joined_state(state)
 
     def _joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Add what is stored once for all, and only other ranks have. Collective over all."""
@@ -228,11 +249,22 @@ class CheckpointingStrategy(ParallelStrategy):
             super().load_model_state_dict(checkpoint, strict, **kwargs)
             return
         assert self.lightning_module is not None
-        state = {
-            key: held(each) if self.holds(key) else passed_over(each) for key, each in state.items()
-        }
-        together(partial(self.lightning_module.load_state_dict, state, strict=strict))
+        load = partial(self._load_model_state, self.lightning_module, state, strict=strict)
+        together(load)
         self.data_axis.parameters_loaded()
+
+    def _load_model_state(
+        self, module: LightningModule, state: Mapping[str, Any], *, strict: bool
+    ) -> None:
+        module.load_state_dict(
+            {key: self._own_part(key, each) for key, each in state.items()}, strict=strict
+        )
+
+    def _own_part(self, name: str, value: Any) -> Any:
+        if not self.holds(name):
+            return passed_over(value)
+        division = self.division(name)
+        return held(value) if division is None else divided(value, division, name)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -245,7 +277,15 @@ class CheckpointingStrategy(ParallelStrategy):
         for optimizer in self.optimizers:
             self.data_axis.prepare_state(optimizer)
         take = self.take_pending()
-        load = partial(load_states, module, self.optimizers, states, holds=self.holds, take=take)
+        load = partial(
+            load_states,
+            module,
+            self.optimizers,
+            states,
+            holds=self.holds,
+            take=take,
+            divide=self.division,
+        )
         together(load)
         for optimizer in self.optimizers:
             self.data_axis.state_loaded(optimizer)

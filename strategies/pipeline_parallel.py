@@ -23,14 +23,11 @@ from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_save
 from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.pipeline.alike import of_first_rank, share_random_state
 from boltmesh.strategies.pipeline.axis import PipelineAxis, PipelineContext
 from boltmesh.strategies.pipeline.broadcasting import gathered
-from boltmesh.strategies.pipeline.digest import BatchDigest, batch_digest
 from boltmesh.strategies.pipeline.evaluation import Evaluation
 from boltmesh.strategies.pipeline.expected import with_second_version
 from boltmesh.strategies.pipeline.kinds import schedule_kind
-from boltmesh.strategies.pipeline.metrics.local import keep_local, let_gather
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
 from boltmesh.strategies.pipeline.refusals import (
     refuse_accumulation,
@@ -39,9 +36,12 @@ from boltmesh.strategies.pipeline.refusals import (
     refuse_run,
 )
 from boltmesh.strategies.pipeline.runs import Around
-from boltmesh.strategies.pipeline.sample import batch_sizes, sample_batch
 from boltmesh.strategies.pipeline.small_state import add_pending, joined_state
 from boltmesh.strategies.pipeline.training import training_step
+from boltmesh.strategies.steps.alike import of_first_rank, share_random_state
+from boltmesh.strategies.steps.digest import BatchDigest, batch_digest
+from boltmesh.strategies.steps.local_metrics import keep_local, let_gather
+from boltmesh.strategies.steps.sample import batch_sizes, sample_batch
 from boltmesh.strategies.torch_compat import TOTAL_NORM, total_norm_replaced
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic

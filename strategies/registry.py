@@ -75,6 +75,11 @@ STRATEGIES: dict[str, Entry] = {
         "PipelineParallelStrategy",
         "Pipeline parallelism: each rank holds some layers, microbatches pass through them.",
     ),
+    "bolt_tensor": Entry(
+        "boltmesh.strategies.tensor_parallel",
+        "TensorParallelStrategy",
+        "Tensor parallelism: the ranks of a host share each layer, by a plan that finds itself.",
+    ),
 }
 
 

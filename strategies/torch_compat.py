@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, MultiheadAttention, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
@@ -91,6 +91,18 @@ def make_subclass(kind: type[Tensor], tensor: Tensor) -> Any:
     FSDP2 compares the addresses of storages, which wrapper subclasses do not have.
     """
     return Tensor._make_subclass(kind, tensor)
+
+
+def make_wrapper(kind: type[Tensor], local: Tensor, shape: Sequence[int]) -> Any:
+    """A tensor of a class and shape, of the type and on the device of another, without storage."""
+    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        kind, torch.Size(shape), dtype=local.dtype, device=local.device
+    )
+
+
+def subclasses_unasked() -> AbstractContextManager[None]:
+    """Within it, calls on a tensor subclass go on to autograd, not to its rules for functions."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def written_or_viewed(
@@ -751,3 +763,14 @@ def torch_send_recv(
         num_stages=len(rank_of_stage),
     )
     return tuple(tuple(map(str, placed[rank])) for rank in sorted(placed))
+
+
+def refuse_fused_attention(
+    module: MultiheadAttention, set_attribute: Callable[[Module, str, object], None]
+) -> None:
+    """Keep ``TransformerEncoder`` from reading a ``MultiheadAttention``'s weights itself.
+
+    In evaluation it hands them to one kernel, or makes nested tensors for it, unless the projection
+    is one of three inputs of different widths. Attention's own forward reads that flag too.
+    """
+    set_attribute(module, "_qkv_same_embed_dim", False)

@@ -49,6 +49,20 @@ def prepare_unit(
         ConfigError: When a module on ``meta`` has no ``reset_parameters``.
     """
     modules = own_modules([unit] if isinstance(unit, nn.Module) else unit, name)
+    prepare_modules(modules, device=device, group=group)
+
+
+@torch.no_grad()
+def prepare_modules(
+    modules: dict[nn.Module, str], *, device: torch.device, group: ProcessGroup
+) -> None:
+    """Make what some modules hold themselves real, as ``prepare_unit`` does; not their children's.
+
+    Args:
+        modules: With their dotted names, parents first.
+        device: Where to.
+        group: Ranks that are to hold the same values.
+    """
     give_back_free_memory()  # of the unit before, which has been sharded
     _make_modules(modules, device, has_values=group.rank() == 0)
     made = [tensor for module in modules for _, tensor in own_tensors(module)]

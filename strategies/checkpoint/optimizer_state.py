@@ -16,8 +16,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.parts import Division, Part
 from boltmesh.strategies.checkpoint.pieces import KeptElsewhere, own_part
-from boltmesh.strategies.checkpoint.placeholder import held
+from boltmesh.strategies.checkpoint.placeholder import divided, held
 
 PARAMS = "params"
 
@@ -27,6 +28,9 @@ schedule applies gradients a step late."""
 
 Take = Callable[[torch.nn.Parameter, Tensor], None]
 """Takes a pending gradient."""
+
+Divide = Callable[[str], Division | None]
+"""How the parameter of a name is divided, of which this rank has a part in a plain tensor."""
 
 
 def parameter_names(module: Module, optimizer: Optimizer) -> list[list[str]]:
@@ -38,8 +42,12 @@ def parameter_names(module: Module, optimizer: Optimizer) -> list[list[str]]:
     ]
 
 
-def named_state(module: Module, optimizer: Optimizer) -> dict[str, Any]:
+def named_state(
+    module: Module, optimizer: Optimizer, *, divide: Divide = lambda _: None
+) -> dict[str, Any]:
     """An optimizer's state like its ``state_dict``, with names in place of numbers. No copies.
+
+    What has the shape of a parameter that ``divide`` knows becomes a ``Part``.
 
     Raises:
         CheckpointError: For a state tensor that is cut like no parameter, and that no other
@@ -48,15 +56,19 @@ def named_state(module: Module, optimizer: Optimizer) -> dict[str, Any]:
     names = parameter_names(module, optimizer)
     state: dict[str, dict[str, Any]] = {}
     for name, parameter in _pairs(names, optimizer):
+        division = divide(name)
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, DTensor) and value.shape != parameter.shape:
+            is_large = isinstance(value, Tensor) and value.dim() > 0
+            is_sharded = isinstance(value, DTensor) or (division is not None and is_large)
+            if is_sharded and value.shape != parameter.shape:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {key!r} of {name} as shards of the shape "
                     f"{tuple(value.shape)}, and the parameter has {tuple(parameter.shape)}: they "
                     f"cannot be stored. Use an optimizer whose state has the shape of its "
                     f"parameters, such as AdamW."
                 )
-            state.setdefault(name, {})[key] = value
+            kept = Part.of(value, division) if division is not None and is_large else value
+            state.setdefault(name, {})[key] = kept
     groups = [
         {**settings, PARAMS: members}
         for settings, members in zip(optimizer.param_groups, names, strict=True)
@@ -77,6 +89,7 @@ def load_states(
     *,
     holds: Callable[[str], bool] = lambda _: True,
     take: Take | None = None,
+    divide: Divide = lambda _: None,
 ) -> None:
     """Put the saved states of all optimizers into them; see ``load_state``."""
     if take is None and any(PENDING in each for state in saved for each in _values(state)):
@@ -91,7 +104,7 @@ def load_states(
             f"makes {len(optimizers)}. Make the same, or load the weights alone into a new run."
         )
     for optimizer, state in zip(optimizers, saved, strict=True):
-        load_state(module, optimizer, state, holds=holds, take=take)
+        load_state(module, optimizer, state, holds=holds, take=take, divide=divide)
 
 
 def _values(saved: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -105,12 +118,13 @@ def load_state(
     *,
     holds: Callable[[str], bool] = lambda _: True,
     take: Take | None = None,
+    divide: Divide = lambda _: None,
 ) -> None:
     """Put a saved state into an optimizer, whatever layout wrote it.
 
     Groups keep their identity, for schedulers and offloading hold on to them. Parameters that
-    this rank does not hold, as ``holds`` says by their names, get none. Pending gradients are no
-    state of the optimizer: ``take`` gets them.
+    this rank does not hold, as ``holds`` says by their names, get none; of those that ``divide``
+    knows it gets its part. Pending gradients are no state of the optimizer: ``take`` gets them.
 
     Raises:
         CheckpointError: When the groups are not those of the optimizer.
@@ -128,6 +142,11 @@ def load_state(
     with torch.no_grad():
         for name, parameter in _pairs(names, optimizer):
             values = dict(stored.get(name, {})) if holds(name) else {}
+            if (division := divide(name)) is not None:
+                values = {
+                    key: divided(each, division, f"The optimizer state {name}.{key}")
+                    for key, each in values.items()
+                }
             pending = values.pop(PENDING, None)
             if take is not None and pending is not None:
                 take(parameter, torch.empty_like(parameter).copy_(held(pending)))

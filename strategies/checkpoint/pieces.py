@@ -7,12 +7,14 @@ read whole, one at a time, and written back whole.
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
+
+from boltmesh.strategies.checkpoint.parts import Part
 
 PIECE_BYTES = 64 << 20
 """Larger shards are written in several pieces: a reader holds one at a time, and a rank that
@@ -39,17 +41,44 @@ class KeptInOrder(KeptElsewhere, Protocol):
         """What is read in this order is read from each place once."""
 
 
-def own_chunk(tensor: Tensor) -> ChunkStorageMetadata:
-    """Which part of the whole tensor this rank holds; of no elements where it holds nothing."""
-    if isinstance(tensor, DTensor):
-        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        assert isinstance(chunk, ChunkStorageMetadata)
-        return chunk
-    return ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
+class OwnChunk(NamedTuple):
+    """An unbroken block of a whole tensor that this rank holds."""
+
+    whole: ChunkStorageMetadata
+    """Where it lies in the whole."""
+    offsets: torch.Size
+    """Where it begins in this rank's part."""
+
+
+def own_chunks(tensor: Tensor) -> list[OwnChunk]:
+    """Which blocks of the whole tensor this rank holds."""
+    if isinstance(tensor, Part):
+        held, division = tensor.known()
+        return [
+            OwnChunk(ChunkStorageMetadata(whole, sizes), _sum(chunk.offsets, inner))
+            for chunk in own_chunks(held)
+            for whole, inner, sizes in division.chunks(chunk.whole.offsets, chunk.whole.sizes)
+            if 0 not in sizes
+        ]
+    if not isinstance(tensor, DTensor):
+        return [OwnChunk(ChunkStorageMetadata(_zeros(tensor), tensor.size()), _zeros(tensor))]
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    assert isinstance(chunk, ChunkStorageMetadata)
+    return [OwnChunk(chunk, _zeros(tensor))]
+
+
+def _zeros(tensor: Tensor) -> torch.Size:
+    return torch.Size([0] * tensor.dim())
+
+
+def _sum(one: torch.Size, other: torch.Size) -> torch.Size:
+    return torch.Size(left + right for left, right in zip(one, other, strict=True))
 
 
 def own_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: the tensor itself unless it is distributed."""
+    if isinstance(tensor, Part):
+        return own_part(tensor.known()[0])
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             return tensor.to_local()
@@ -80,6 +109,10 @@ def narrow(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:
     return tensor
 
 
-def relative(offsets: torch.Size, base: torch.Size) -> torch.Size:
-    """Offsets within a chunk that itself begins at ``base``."""
-    return torch.Size(one - other for one, other in zip(offsets, base, strict=True))
+def within(chunk: OwnChunk, piece: ChunkStorageMetadata) -> torch.Size | None:
+    """Where a piece begins in this rank's part; None for one that does not lie in the chunk."""
+    inner = [one - other for one, other in zip(piece.offsets, chunk.whole.offsets, strict=True)]
+    ends = zip(inner, piece.sizes, chunk.whole.sizes, strict=True)
+    if not all(at >= 0 and at + size <= end for at, size, end in ends):
+        return None
+    return _sum(chunk.offsets, torch.Size(inner))

@@ -13,7 +13,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint.pieces import KeptElsewhere, narrow, own_chunk, own_part
+from boltmesh.strategies.checkpoint.parts import Division, Part
+from boltmesh.strategies.checkpoint.pieces import KeptElsewhere, narrow, own_chunks, own_part
 from boltmesh.strategies.checkpoint.shard_reader import ShardReader
 
 
@@ -80,18 +81,50 @@ def held(value: Any) -> Any:
     """A whole tensor that every rank has, of which each will take its part; else the value."""
 
     def fill(destination: Tensor) -> None:
-        part, chunk = own_part(destination), own_chunk(destination)
-        own = narrow(value, chunk.offsets, chunk.sizes)
-        if 0 in chunk.sizes:
-            return
-        if isinstance(part, KeptElsewhere):
-            part.write(own)
-        else:
-            part.copy_(own)
+        part = own_part(destination)
+        chunks = [each for each in own_chunks(destination) if 0 not in each.whole.sizes]
+        if not isinstance(part, KeptElsewhere):
+            for chunk, offsets in chunks:
+                own = narrow(value, chunk.offsets, chunk.sizes)
+                narrow(part, offsets, chunk.sizes).copy_(own)
+        elif len(chunks) == 1:
+            part.write(narrow(value, chunks[0].whole.offsets, chunks[0].whole.sizes))
+        elif chunks:
+            kept = torch.empty(part.shape, dtype=part.dtype)
+            for chunk, offsets in chunks:
+                own = narrow(value, chunk.offsets, chunk.sizes)
+                narrow(kept, offsets, chunk.sizes).copy_(own)
+            part.write(kept)
 
     if isinstance(value, Placeholder) or not isinstance(value, Tensor):
         return value
     return Placeholder.of(value.shape, value.dtype, fill)
+
+
+def divided(value: Any, division: Division, name: str) -> Any:
+    """Stands for this rank's part of a whole tensor; for tensors of one element, that themselves.
+
+    Args:
+        value: Of a checkpoint: a tensor or a placeholder, whole.
+        division: How it is divided; the destination is this rank's part by itself.
+        name: For messages.
+
+    Raises:
+        CheckpointError: When the value has not the shape of the whole.
+    """
+    if not isinstance(value, Tensor) or (value.numel() <= 1 and value.shape != division.shape):
+        return value
+    if value.shape != division.shape:
+        raise CheckpointError(
+            f"{name} has the shape {tuple(value.shape)} in the checkpoint and "
+            f"{tuple(division.shape)} in the model. Load it into the model that it was made with."
+        )
+    source = held(value)
+
+    def fill(destination: Tensor) -> None:
+        source.fill(Part.of(destination, division))
+
+    return Placeholder.of(division.local_shape, value.dtype, fill)
 
 
 def passed_over(value: Any) -> Any:

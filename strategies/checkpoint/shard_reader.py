@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint.pieces import KeptElsewhere, narrow, own_chunk, own_part
+from boltmesh.strategies.checkpoint.pieces import KeptElsewhere, narrow, own_chunks, own_part
 from boltmesh.strategies.checkpoint.shard_writer import CHECKSUM
 
 _TORCH_NAMES = {
@@ -65,15 +65,17 @@ class ShardReader:
 
     def read_into(self, name: str, destination: Tensor) -> None:
         """Fill this rank's part of ``destination``, which has the shape of the stored tensor."""
-        part, chunk = own_part(destination), own_chunk(destination)
-        if 0 in chunk.sizes:
+        part = own_part(destination)
+        chunks = [each for each in own_chunks(destination) if 0 not in each.whole.sizes]
+        if not chunks:
             return
+        value = part
         if isinstance(part, KeptElsewhere):
-            value = torch.empty(chunk.sizes, dtype=part.dtype)
-            self._fill(name, value, chunk)
+            value = torch.empty(part.shape, dtype=part.dtype)
+        for chunk, offsets in chunks:
+            self._fill(name, narrow(value, offsets, chunk.sizes), chunk)
+        if isinstance(part, KeptElsewhere):
             part.write(value)
-        else:
-            self._fill(name, part, chunk)
 
     def _entry(self, name: str) -> TensorStorageMetadata:
         entry = self._metadata.state_dict_metadata[name]

@@ -28,14 +28,15 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from typing_extensions import override
 
+from boltmesh.strategies.checkpoint.parts import Part
 from boltmesh.strategies.checkpoint.pieces import (
     KeptElsewhere,
     KeptInOrder,
     narrow,
-    own_chunk,
+    own_chunks,
     own_part,
-    relative,
     split,
+    within,
 )
 from boltmesh.strategies.checkpoint.saving import save_into
 from boltmesh.strategies.torch_compat import storage_info
@@ -47,11 +48,11 @@ CHECKSUM = struct.Struct("<I")
 class PiecePlanner(DefaultSavePlanner):
     """Plans a rank's shards in pieces. Ranks that hold the same shard share the work.
 
-    The state holds tensors only; what is no DTensor is alike on all ranks, or counts as it is on
-    the first.
+    The state holds tensors only; what is neither DTensor nor ``Part`` is alike on all ranks, or
+    counts as it is on the first.
 
     Args:
-        is_divided: What is no DTensor is here on this rank alone, and written by it.
+        is_divided: What is neither is here on this rank alone, and written by it.
     """
 
     def __init__(self, *, is_divided: bool = False) -> None:
@@ -65,8 +66,11 @@ class PiecePlanner(DefaultSavePlanner):
         items = []
         for name, tensor in sorted(self.state_dict.items(), key=_position):
             assert isinstance(tensor, Tensor)
-            if isinstance(tensor, DTensor):
-                has_part = tensor.device_mesh.get_coordinate() is not None
+            kept = tensor.known()[0] if isinstance(tensor, Part) else tensor
+            if isinstance(kept, DTensor):
+                has_part = kept.device_mesh.get_coordinate() is not None
+            elif isinstance(tensor, Part):
+                has_part = True
             else:
                 has_part = self.is_coordinator or self._is_divided
             if has_part:
@@ -85,7 +89,9 @@ class PiecePlanner(DefaultSavePlanner):
                 self._read = None  # so that there are never two
                 self._read = (name, part.read())
             part = self._read[1]
-        return narrow(part, relative(piece.offsets, own_chunk(tensor).offsets), piece.sizes)
+        places = (within(chunk, piece) for chunk in own_chunks(tensor))
+        offsets = next(each for each in places if each is not None)
+        return narrow(part, offsets, piece.sizes)
 
 
 def _position(item: tuple[str, Any]) -> int:
@@ -95,8 +101,8 @@ def _position(item: tuple[str, Any]) -> int:
 
 
 def _pieces(name: str, tensor: Tensor, *, keeps_empty: bool) -> list[WriteItem]:
-    chunk = own_chunk(tensor)
-    if not keeps_empty and 0 in chunk.sizes:
+    chunks = [each.whole for each in own_chunks(tensor)]
+    if not keeps_empty and all(0 in each.sizes for each in chunks):
         return []
     # Not by asking the tensor: what is kept elsewhere would be read for that.
     properties = TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
@@ -106,6 +112,7 @@ def _pieces(name: str, tensor: Tensor, *, keeps_empty: bool) -> list[WriteItem]:
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(piece, properties, tensor.size()),
         )
+        for chunk in chunks
         for piece in split(chunk, tensor.element_size())
     ]
 

@@ -20,11 +20,12 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.checkpoint.guard import StateGuard
+from boltmesh.strategies.joint_norms import JointNorms
 from boltmesh.strategies.pipeline.bubble import peak_live_bytes
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.cutting import find_budget
 from boltmesh.strategies.pipeline.delayed import DelayedGradients
-from boltmesh.strategies.pipeline.digest import BatchDigest
 from boltmesh.strategies.pipeline.executor.agreement import agreement_size
 from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.executor.program import Program
@@ -33,19 +34,15 @@ from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
 from boltmesh.strategies.pipeline.expected import border_bytes, expected_collectives
 from boltmesh.strategies.pipeline.glue_state import GlueState
 from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
-from boltmesh.strategies.pipeline.metrics.replacing import find_metrics
 from boltmesh.strategies.pipeline.metrics.sharing import MetricSharing
 from boltmesh.strategies.pipeline.microbatches import Cutter
 from boltmesh.strategies.pipeline.normalizing import fewest_rows, vector_norms
-from boltmesh.strategies.pipeline.norms import StageNorms
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.proofs import Proofs
-from boltmesh.strategies.pipeline.quiet import quiet
 from boltmesh.strategies.pipeline.relay import relay_of
 from boltmesh.strategies.pipeline.replay.absent import AbsentError, make_absent
-from boltmesh.strategies.pipeline.replay.guard import StateGuard
 from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
 from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
@@ -55,6 +52,9 @@ from boltmesh.strategies.pipeline.sharing import SharedParameters
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
 from boltmesh.strategies.pipeline.versions import ParameterSlots
+from boltmesh.strategies.steps.digest import BatchDigest
+from boltmesh.strategies.steps.metrics import find_metrics
+from boltmesh.strategies.steps.quiet import quiet
 from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace, PipelinePlan
@@ -216,7 +216,7 @@ class PipelineAxis:
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
         self.shared = SharedParameters(own, shared, self.context.group)
         elsewhere = [each for each in self.held if id(each) in self.shared.counted_elsewhere]
-        self.norms = StageNorms(self.context.group, elsewhere)
+        self.norms = JointNorms(self.context.group, elsewhere)
         self.delayed = self._delayed() if self._programs.is_asynchronous else None
 
     def _delayed(self) -> DelayedGradients:

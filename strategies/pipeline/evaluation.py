@@ -19,14 +19,14 @@ from torch import Tensor
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.joining import Joints, find_joints, join
-from boltmesh.strategies.pipeline.metrics.replacing import metrics_replaced
-from boltmesh.strategies.pipeline.quiet import quiet
 from boltmesh.strategies.pipeline.replay.absent import AbsentError
 from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
-from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged
 from boltmesh.strategies.pipeline.replay.tail import Tail
 from boltmesh.strategies.pipeline.runs import Around, Run
 from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.steps.metrics import metrics_replaced
+from boltmesh.strategies.steps.quiet import quiet
+from boltmesh.strategies.steps.restoring import modules_unchanged
 from boltmesh.strategies.torch_compat import swapped_state
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.strategies.pipeline.broadcasting import broadcast
-from boltmesh.strategies.pipeline.replay.restoring import CONTAINERS
 from boltmesh.strategies.pipeline.replay.stage_plan import ANY_STAGE, StagePlan
 from boltmesh.strategies.pipeline.runs import During
+from boltmesh.strategies.steps.restoring import CONTAINERS
 
 
 class GlueState:

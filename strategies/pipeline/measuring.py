@@ -16,14 +16,14 @@ from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.replay.places import place_of
 from boltmesh.strategies.pipeline.replay.probe import LOGGING, without_weight_cache
 from boltmesh.strategies.pipeline.replay.remembering import key_of
-from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
-from boltmesh.strategies.pipeline.replay.structure import (
+from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
+from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.steps.restoring import modules_unchanged, random_state_unchanged
+from boltmesh.strategies.steps.structure import (
     is_constant,
     replace_tensors,
     tensors_in,
 )
-from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
-from boltmesh.strategies.random_state import seed_random_state
 
 WARMED, TIMED = 2, 5
 """How often each unit runs forward and backward before its times count, and how often they do."""

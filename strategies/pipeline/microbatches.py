@@ -19,13 +19,6 @@ from typing import Any
 import numpy as np
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.nesting import (
-    is_constant_list,
-    leaves,
-    like,
-    open_container,
-    refuse_uncuttable,
-)
 from boltmesh.strategies.pipeline.rows import (
     PAIR,
     AmbiguousError,
@@ -34,6 +27,13 @@ from boltmesh.strategies.pipeline.rows import (
     has_rows,
     refuse_differing,
     sample_lists,
+)
+from boltmesh.strategies.steps.nesting import (
+    is_constant_list,
+    leaves,
+    like,
+    open_container,
+    refuse_uncuttable,
 )
 
 

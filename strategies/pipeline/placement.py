@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.alike import of_first_rank
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.cutting import Budget, cut_units, unit_cost
 from boltmesh.strategies.pipeline.measuring import measure_units
@@ -29,6 +28,7 @@ from boltmesh.strategies.pipeline.replay.probe import probe
 from boltmesh.strategies.pipeline.replay.trace import Trace
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
 from boltmesh.strategies.pipeline.split import UnitCost
+from boltmesh.strategies.steps.alike import of_first_rank
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,16 @@
 """What a pipeline cannot do, refused before it takes any memory."""
 
-from collections.abc import Callable, Iterable, Iterator
-from types import CodeType
-from typing import Any
+from collections.abc import Iterable
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import grad_norm
 from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.pipeline.joint_steps import joins_gradients
-
-_GRADIENT_HOOKS = (
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_train_batch_end",
-    "configure_gradient_clipping",
-    "optimizer_step",
-)
-_LOCAL_NORMS: dict[str, Callable[..., Any]] = {
-    "grad_norm": grad_norm,
-    "get_total_norm": torch.nn.utils.get_total_norm,
-}
+from boltmesh.strategies.steps.local_norms import refuse_local_norms
 
 
 def refuse_run(
@@ -70,7 +54,7 @@ def refuse_run(
             "out, or use GroupNorm or LayerNorm, which do not depend on how a batch is cut."
         )
     for each in (module, *compat.callbacks_of(trainer)):
-        _refuse_local_norms(each)
+        refuse_local_norms(each, sees="the gradients of one stage, others on each rank")
 
 
 def refuse_late_gradients(trainer: Trainer, scaler: object) -> None:
@@ -115,33 +99,3 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 f"gradients, and a rank of a pipeline has those of its own stages alone. Use "
                 f"bolt_ddp, or an optimizer that steps each parameter by itself, such as AdamW."
             )
-
-
-def _refuse_local_norms(owner: object) -> None:
-    for hook in _GRADIENT_HOOKS:
-        function = getattr(type(owner), hook, None)
-        if function is None or function.__module__.startswith("lightning."):
-            continue
-        for name, norm in _LOCAL_NORMS.items():
-            if _uses(function, name, norm) and not hasattr(owner, name):
-                raise ConfigError(
-                    f"{type(owner).__name__}.{hook} calls {name}, which would see the gradients of "
-                    f"one stage, others on each rank. Take trainer.strategy.gradient_norm("
-                    f"optimizer), the norm over all stages, and clip by self.clip_gradients or "
-                    f"torch.nn.utils.clip_grad_norm_."
-                )
-
-
-def _uses(function: Any, name: str, target: object) -> bool:
-    """Whether a function's own lines name another one, as a global or as an attribute."""
-    code = getattr(function, "__code__", None)
-    if code is None or not any(name in each.co_names for each in _with_inner(code)):
-        return False
-    return function.__globals__.get(name, target) is target
-
-
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _with_inner(each)

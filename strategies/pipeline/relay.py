@@ -22,8 +22,8 @@ from boltmesh.errors import PipelineError
 from boltmesh.strategies.pipeline.placement import Placement
 from boltmesh.strategies.pipeline.replay.absent import is_absent, make_absent
 from boltmesh.strategies.pipeline.replay.randomness import RandomStreams
-from boltmesh.strategies.pipeline.replay.structure import tensors_in
 from boltmesh.strategies.pipeline.replay.wrapping import Forward, forwards_replaced
+from boltmesh.strategies.steps.structure import tensors_in
 from boltmesh.strategies.torch_compat import tree_map_only
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.nesting import is_constant_list, leaves, open_container
+from boltmesh.strategies.steps.nesting import is_constant_list, leaves, open_container
 
 PAIR = 2
 """Lists up to this length are parts of a batch where nothing says otherwise."""

@@ -29,9 +29,9 @@ from boltmesh.strategies.pipeline.log_rules import (
     usual_rule,
 )
 from boltmesh.strategies.pipeline.metrics.recording import MetricCalls, MetricValue
-from boltmesh.strategies.pipeline.metrics.replacing import find_metrics
 from boltmesh.strategies.pipeline.metrics.sharing import Given
-from boltmesh.strategies.pipeline.quiet import log_replaced
+from boltmesh.strategies.steps.metrics import find_metrics
+from boltmesh.strategies.steps.quiet import log_replaced
 
 METRIC_ARGUMENT = "an argument of a metric"
 """What numbers that metrics are called with are kept under, beside what is logged."""

@@ -13,10 +13,10 @@ from typing_extensions import override
 from boltmesh.strategies.pipeline.log_rules import Key, Noted, returned_numbers
 from boltmesh.strategies.pipeline.microbatches import Rows, cut
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
-from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.step_logs import StepLogs
 from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.steps.restoring import modules_unchanged, random_state_unchanged
 
 
 @dataclass

@@ -47,10 +47,10 @@ class ShardedParameter:
         """Of the divided dimension, whole."""
         return sum(section.length for section in self.sections)
 
-    def local_shape(self, size: int) -> tuple[int, ...]:
-        """Of one rank's shard."""
+    def local_shape(self, size: int, rank: int = 0) -> tuple[int, ...]:
+        """Of one rank's shard. Ranks differ only where a vocabulary does not divide."""
         shape = list(self.shape)
-        shape[self.dim] //= size
+        shape[self.dim] = sum(section.divided(size, rank).length for section in self.sections)
         return tuple(shape)
 
     @property
@@ -151,10 +151,13 @@ class TensorPlan:
     """Axes that views name with sizes: those that ``region`` carries as DTensors."""
     sequence: SequencePlan | None = None
     """None where it is not possible, or was not asked for."""
+    kinds: dict[str, str] = field(default_factory=dict)
+    """The first block of its kind by name of every block; one that is missing is alone."""
     divides_logits: bool = True
     """Whether heads may be divided by tokens."""
     backends: dict[str, Backend] = field(default_factory=dict)
-    """By kind of block (the name of its first); filled once it was proven."""
+    """By kind of block (the name of its first), and for what lies in none, by the empty name;
+    filled once it was proven."""
     notes: tuple[str, ...] = ()
     """Disagreements and fallbacks, in words for the table."""
     unknown: dict[str, int] = field(default_factory=dict)

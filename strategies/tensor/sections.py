@@ -4,7 +4,8 @@ A dimension is a row of sections, one after the other: the q, k and v of a fused
 gate and up of a gated MLP. Each section is a block of ``outer x count x inner`` elements, row by
 row, of which ``count`` is what is divided: heads, with the channels of a head inside and, in the
 layout of some models, (q, k, v) outside. A rank keeps its part of every section, so its shard is
-again such a row of sections, with ``count / size`` in the place of ``count``.
+again such a row of sections, with ``count / size`` in the place of ``count``. Only the tokens of a
+vocabulary are divided where that is no whole number: the first ranks have one more.
 
 Plain Python: a plan can be made and a checkpoint read where torch is not.
 """
@@ -26,9 +27,18 @@ class Section:
         """Elements."""
         return self.outer * self.count * self.inner
 
-    def divided(self, size: int) -> "Section":
-        """What one of ``size`` ranks keeps."""
-        return Section(self.outer, self.count // size, self.inner)
+    def divided(self, size: int, rank: int = 0) -> "Section":
+        """What one of ``size`` ranks keeps. Only where the count does not divide, ranks differ."""
+        return Section(self.outer, balanced_share(self.count, size, rank)[1], self.inner)
+
+
+def balanced_share(count: int, size: int, rank: int) -> tuple[int, int]:
+    """Return where a rank's share of ``count`` begins, and how much it is.
+
+    Where ``count`` does not divide, the first ranks have one more than the last.
+    """
+    each, left = divmod(count, size)
+    return rank * each + min(rank, left), each + (rank < left)
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ def runs(sections: Sequence[Section], size: int, rank: int) -> list[Run]:
 
     Args:
         sections: Of the whole dimension.
-        size: Ranks that share it; divides every ``count``.
+        size: Ranks that share it.
         rank: Whose shard.
     """
     joined: list[Run] = []
@@ -66,7 +76,7 @@ def _stretches(sections: Sequence[Section], size: int, rank: int) -> Iterator[tu
     """Start and length of each unbroken stretch that a rank keeps."""
     base = 0
     for section in sections:
-        length = section.count // size * section.inner
-        for row in range(section.outer):
-            yield base + row * section.count * section.inner + rank * length, length
+        start, count = balanced_share(section.count, size, rank)
+        for row in range(section.outer if count else 0):
+            yield base + (row * section.count + start) * section.inner, count * section.inner
         base += section.length

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from boltmesh.errors import PipelineError
-from boltmesh.strategies.pipeline.digest import BatchDigest, explain_difference
 from boltmesh.strategies.pipeline.executor.border import describe_specs, digest
 from boltmesh.strategies.pipeline.executor.idle import FIGURES, IdleMeter
 from boltmesh.strategies.pipeline.executor.program import Program
 from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.steps.digest import BatchDigest, explain_difference
 
 Specs = Mapping[tuple[int, int], tuple[ValueSpec, ...]]
 """By stage and microbatch what it gives, or what it awaits."""

@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError, PipelineError
-from boltmesh.strategies.pipeline.digest import BatchDigest
 from boltmesh.strategies.pipeline.executor.agreement import Agreement, DisagreementError
 from boltmesh.strategies.pipeline.executor.failure import Alarm, describe_failure
 from boltmesh.strategies.pipeline.executor.idle import IdleMeter
@@ -20,6 +19,7 @@ from boltmesh.strategies.pipeline.executor.spans import OnChunk, build_spans
 from boltmesh.strategies.pipeline.executor.stage import Stage
 from boltmesh.strategies.pipeline.executor.step import Carried, Outcome, Specs, Step
 from boltmesh.strategies.pipeline.executor.transport import Transport
+from boltmesh.strategies.steps.digest import BatchDigest
 
 _NO_BATCH: Final = BatchDigest()
 

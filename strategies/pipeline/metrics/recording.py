@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from boltmesh.errors import ConfigError, DivergenceError
-from boltmesh.strategies.pipeline.metrics.replacing import MetricCall, MetricKind, metrics_replaced
-from boltmesh.strategies.pipeline.metrics.stand_ins import copy_of, stand_in
-from boltmesh.strategies.pipeline.replay.structure import Build, take_apart, tensors_in
 from boltmesh.strategies.pipeline.replay.trace import MetricTrace
+from boltmesh.strategies.steps.metrics import MetricCall, MetricKind, metrics_replaced
+from boltmesh.strategies.steps.stand_ins import copy_of, stand_in
+from boltmesh.strategies.steps.structure import Build, take_apart, tensors_in
 from boltmesh.strategies.torch_compat import tree_map_only
 
 KeepNumber = Callable[[str, Tensor | float, bool], None]

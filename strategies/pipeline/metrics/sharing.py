@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from boltmesh.strategies.pipeline.metrics.recording import JoinedCall
-from boltmesh.strategies.pipeline.metrics.replacing import MetricKind
-from boltmesh.strategies.pipeline.replay.structure import take_apart, tensors_in
+from boltmesh.strategies.steps.metrics import MetricKind
+from boltmesh.strategies.steps.structure import take_apart, tensors_in
 
 _ALIGNMENT = 16
 """Bytes: no element of a tensor is larger."""

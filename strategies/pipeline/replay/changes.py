@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from boltmesh.strategies.pipeline.replay.restoring import CONTAINERS
+from boltmesh.strategies.steps.restoring import CONTAINERS
 from boltmesh.strategies.torch_compat import times_written
 
 _OWN = frozenset(vars(Module()))

@@ -20,8 +20,8 @@ from boltmesh.strategies.pipeline.replay.reads import (
     name_of,
     select,
 )
-from boltmesh.strategies.pipeline.replay.structure import is_constant, take_apart, tensors_in
 from boltmesh.strategies.pipeline.replay.trace import Argument, TensorSpec, UnitOutput
+from boltmesh.strategies.steps.structure import is_constant, take_apart, tensors_in
 from boltmesh.strategies.torch_compat import (
     NEEDS_DATA,
     FakeTensorMode,

@@ -24,7 +24,6 @@ from boltmesh.strategies.pipeline.replay.reads import (
     resolve_masks,
     select,
 )
-from boltmesh.strategies.pipeline.replay.structure import replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.pipeline.replay.trace import (
     NO_EVENT,
     Event,
@@ -34,6 +33,7 @@ from boltmesh.strategies.pipeline.replay.trace import (
     UnitOutput,
     Value,
 )
+from boltmesh.strategies.steps.structure import replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.torch_compat import (
     NEEDS_DATA,
     FakeTensorMode,

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
-from boltmesh.strategies.pipeline.replay.structure import tensors_in
 from boltmesh.strategies.pipeline.replay.trace import Trace
+from boltmesh.strategies.steps.structure import tensors_in
 from boltmesh.strategies.torch_compat import FakeTensorMode, is_fake, make_fake, storage_key
 
 

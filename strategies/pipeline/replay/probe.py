@@ -11,23 +11,23 @@ from torch import Tensor
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.metrics.replacing import (
-    MetricCall,
-    find_metrics,
-    metrics_replaced,
-)
-from boltmesh.strategies.pipeline.metrics.stand_ins import answer
 from boltmesh.strategies.pipeline.replay.changes import StateWatch, outside_of
 from boltmesh.strategies.pipeline.replay.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.replay.glue import GlueWatch
 from boltmesh.strategies.pipeline.replay.keeping import Keeping
 from boltmesh.strategies.pipeline.replay.randomness import host_random_state
 from boltmesh.strategies.pipeline.replay.remembering import key_of, recall, versions
-from boltmesh.strategies.pipeline.replay.restoring import modules_unchanged, random_state_unchanged
-from boltmesh.strategies.pipeline.replay.structure import replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.pipeline.replay.trace import NO_EVENT, MetricTrace, Trace, UnitOutput
 from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
 from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.steps.metrics import (
+    MetricCall,
+    find_metrics,
+    metrics_replaced,
+)
+from boltmesh.strategies.steps.restoring import modules_unchanged, random_state_unchanged
+from boltmesh.strategies.steps.stand_ins import answer
+from boltmesh.strategies.steps.structure import replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.torch_compat import fake_tensors, is_fake, make_fake
 
 LOGGING = ("log", "log_dict")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.pipeline.replay.structure import tensors_in
+from boltmesh.strategies.steps.structure import tensors_in
 
 SCALARS = frozenset({"item", "__bool__", "__complex__", "__float__", "__index__", "__int__"})
 ARRAYS = frozenset({"__array__", "numpy", "tolist"})

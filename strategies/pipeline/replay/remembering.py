@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.pipeline.replay.structure import is_constant, take_apart
 from boltmesh.strategies.pipeline.replay.trace import Argument, TensorSpec, UnitOutput
+from boltmesh.strategies.steps.structure import is_constant, take_apart
 from boltmesh.strategies.torch_compat import FakeTensorMode, is_fake, times_written
 
 Key = tuple[Hashable, ...]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from boltmesh.strategies.pipeline.replay.structure import is_constant, take_apart
+from boltmesh.strategies.steps.structure import is_constant, take_apart
 
 
 def batch_signature(

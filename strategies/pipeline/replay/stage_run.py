@@ -14,9 +14,9 @@ from boltmesh.strategies.pipeline.replay.placeholders import placeholder
 from boltmesh.strategies.pipeline.replay.randomness import RandomStreams
 from boltmesh.strategies.pipeline.replay.replay_mode import GlueReplay, explain
 from boltmesh.strategies.pipeline.replay.stage_plan import Handling, StagePlan
-from boltmesh.strategies.pipeline.replay.structure import is_immutable, take_apart
 from boltmesh.strategies.pipeline.replay.trace import Argument, TensorSpec
 from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
+from boltmesh.strategies.steps.structure import is_immutable, take_apart
 
 NOT_READY = object()
 NOTHING = Handling()

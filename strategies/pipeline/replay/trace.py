@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from boltmesh.strategies.pipeline.replay.structure import Build
+from boltmesh.strategies.steps.structure import Build
 
 NO_EVENT = -1
 

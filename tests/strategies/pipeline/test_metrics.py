@@ -10,13 +10,13 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from boltmesh.errors import ConfigError, DivergenceError
-from boltmesh.strategies.pipeline.metrics.local import Alone, keep_local, let_gather
 from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
-from boltmesh.strategies.pipeline.metrics.replacing import find_metrics, metrics_replaced
-from boltmesh.strategies.pipeline.metrics.stand_ins import answer
 from boltmesh.strategies.pipeline.replay.probe import probe
 from boltmesh.strategies.pipeline.replay.trace import MetricTrace
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
+from boltmesh.strategies.steps.local_metrics import Alone, keep_local, let_gather
+from boltmesh.strategies.steps.metrics import find_metrics, metrics_replaced
+from boltmesh.strategies.steps.stand_ins import answer
 from tests.support.judged import Judged, Layer, points
 
 PREDICTIONS, TARGETS = torch.eye(3)[[0, 1, 2, 0]], torch.tensor([0, 1, 1, 2])

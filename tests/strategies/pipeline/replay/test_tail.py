@@ -10,8 +10,8 @@ from torch import Tensor
 from boltmesh.strategies.pipeline.joining import find_joints, join
 from boltmesh.strategies.pipeline.microbatches import Cutter
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
-from boltmesh.strategies.pipeline.replay.structure import take_apart
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
+from boltmesh.strategies.steps.structure import take_apart
 from tests.support import hugging_face
 from tests.support import pipeline_models as models
 from tests.support.staged import split_evenly

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.pipeline.digest import BatchDigest, batch_digest, explain_difference
+from boltmesh.strategies.steps.digest import BatchDigest, batch_digest, explain_difference
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64, torch.uint8),

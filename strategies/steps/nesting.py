@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.replay.structure import close_mapping
+from boltmesh.strategies.steps.structure import close_mapping
 from boltmesh.strategies.torch_compat import open_one_level
 
 Member = tuple[str, Any]

@@ -1,4 +1,4 @@
-"""Keeps parts of a model from being taken for the model: NaN where other ranks have the values."""
+"""Keeps parts of a model from being taken for the model, where other ranks have the rest."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -16,6 +16,12 @@ _ADVICE = (
 )
 
 
+ABSENT = (
+    "would hold NaN for {count} parameters ({first!r}, ...) that other ranks of the pipeline have"
+)
+PARTS = "would hold this rank's part of {count} parameters ({first!r}, ...) for the whole"
+
+
 class StateGuard:
     """Makes ``state_dict()`` and pickling of a model raise, but where a strategy asks.
 
@@ -23,11 +29,14 @@ class StateGuard:
 
     Args:
         module: The whole model.
-        absent: Names of parameters that this rank has no values of.
+        absent: Names of parameters that this rank does not have whole.
+        holds: What a state would be, of so many parameters: words that ``{count}`` and ``{first}``
+            are put into, the name of one of them.
     """
 
-    def __init__(self, module: Module, absent: Collection[str]) -> None:
+    def __init__(self, module: Module, absent: Collection[str], *, holds: str = ABSENT) -> None:
         self._is_open = False
+        self.holds = holds
         self._handles = [
             each.register_state_dict_pre_hook(_Hook(self, absent, name))
             for name, each in module.named_modules()
@@ -69,10 +78,8 @@ class _Hook:
     def _refuse(self, what: str) -> NoReturn:
         start = f"{self._name}." if self._name else ""
         names = [each for each in self._absent if each.startswith(start)]
-        raise CheckpointError(
-            f"{what} would hold NaN for {len(names)} parameters ({names[0]!r}, ...) that other "
-            f"ranks of the pipeline have. {_ADVICE}"
-        )
+        holds = self._guard.holds.format(count=len(names), first=names[0])
+        raise CheckpointError(f"{what} {holds}. {_ADVICE}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Hook":
         return self

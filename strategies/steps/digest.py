@@ -1,9 +1,10 @@
-"""A short number by which the ranks of a pipeline see that they have the same batch.
+"""A short number by which ranks that share one model see that they have the same batch.
 
-Stage 0 computes with the inputs of a batch and the last stage with its targets, each from the copy
-that its own DataLoader gave it. Copies that differ train on nonsense without a word: random crops,
-masks or mixtures drawn apart, an order of the data that depends on the rank. So every rank tells
-a digest of what it has, and they are compared before anything is sent.
+In a pipeline, stage 0 computes with the inputs of a batch and the last stage with its targets; in a
+tensor group each rank computes its heads: each from the copy that its own DataLoader gave it.
+Copies that differ train on nonsense without a word: random crops, masks or mixtures drawn apart, an
+order of the data that depends on the rank. So every rank tells a digest of what it has, and they
+are compared before anything is sent.
 """
 
 import functools
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.pipeline.nesting import is_constant_list, leaves
+from boltmesh.strategies.steps.nesting import is_constant_list, leaves
 
 MOST_ELEMENTS: Final = 1024
 """Of a tensor that are looked at: where one in a hundred differs, all but one in 30,000 batches
@@ -65,11 +66,12 @@ def batch_digest(batch: Any, *, is_last: bool = False) -> BatchDigest:
     return BatchDigest(int.from_bytes(hasher.digest(), "big") | 1, shown, is_last)
 
 
-def explain_difference(told: Mapping[int, BatchDigest]) -> str:
+def explain_difference(told: Mapping[int, BatchDigest], *, group: str = "pipeline") -> str:
     """Say how batches differ, and what to do.
 
     Args:
         told: By global rank what each has; at least two differ.
+        group: What the ranks are that should have the same, in a word or two.
     """
     (first, mine), *others = told.items()
     rank, other = next(each for each in others if each[1].number != mine.number)
@@ -77,17 +79,17 @@ def explain_difference(told: Mapping[int, BatchDigest]) -> str:
         last, longer = (first, rank) if mine.is_last else (rank, first)
         how = (
             f"The data of rank {last} ends with this batch, and rank {longer} has more: every rank "
-            f"of a pipeline has to get the same number of batches."
+            f"of a {group} has to get the same number of batches."
         )
     elif mine.text != other.text:
         how = f"Rank {first} has a batch of {mine.text}, and rank {rank} one of {other.text}."
     else:
         how = f"Ranks {first} and {rank} have batches of the same shapes with other values."
     return (
-        f"{how} All ranks of a pipeline have to get the same batch, because each computes with a "
-        f"part of it. Take care that a dataset, sampler or collate_fn does not look at the rank or "
-        f"the time, that it draws random numbers from the generators of torch, numpy or random, "
-        f"and that no callback draws from these on one rank alone."
+        f"{how} All ranks of a {group} have to get the same batch, because each computes a part of "
+        f"what is made of it. Take care that a dataset, sampler or collate_fn does not look at the "
+        f"rank or the time, that it draws random numbers from the generators of torch, numpy or "
+        f"random, and that no callback draws from these on one rank alone."
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
-from boltmesh.strategies.pipeline.metrics.local import Alone
-from boltmesh.strategies.pipeline.metrics.replacing import MetricKind, methods_aside
+from boltmesh.strategies.steps.local_metrics import Alone
+from boltmesh.strategies.steps.metrics import MetricKind, methods_aside
 
 _KNOWN: dict[int, tuple[Any, MetricKind]] = {}
 """By identity of the metric, whose hash changes with its state: a reference that tells whether it

@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from boltmesh.strategies.pipeline.metrics.replacing import MetricCall, MetricKind, metrics_replaced
-from boltmesh.strategies.pipeline.metrics.stand_ins import answer
+from boltmesh.strategies.steps.metrics import MetricCall, MetricKind, metrics_replaced
+from boltmesh.strategies.steps.stand_ins import answer
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A first look at the data, by which a model is cut before it takes any memory.
+"""A first look at the data, by which a model is divided before it takes any memory.
 
 The loaders of the run are not touched: the user's own is asked once more, and the generators of
 random numbers stand afterwards as they stood before.
@@ -73,8 +73,8 @@ def _first_batch(loader: Any) -> Any:
     for batch in loader:
         return batch
     raise ConfigError(
-        "The dataloader gives no batch, and a pipeline needs one to find out how the model is "
-        "cut. Give it data."
+        "The dataloader gives no batch, and one is needed to find out how the model is divided. "
+        "Give it data."
     )
 
 
@@ -86,8 +86,8 @@ def _collated(loader: DataLoader[Any]) -> Any:
     indices = next(iter(loader.batch_sampler), None)
     if indices is None:
         raise ConfigError(
-            "The dataloader is empty, and a pipeline needs a batch to find out how the model is "
-            "cut. Give it data, or a smaller batch_size where drop_last=True leaves none."
+            "The dataloader is empty, and a batch is needed to find out how the model is divided. "
+            "Give it data, or a smaller batch_size where drop_last=True leaves none."
         )
     if hasattr(dataset, "__getitems__"):
         return loader.collate_fn(dataset.__getitems__(indices))

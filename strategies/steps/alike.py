@@ -1,4 +1,4 @@
-"""What has to be the same on all ranks of a pipeline, and is therefore the first one's."""
+"""What has to be the same on all ranks that share a model, and is therefore the first one's."""
 
 from typing import TypeVar
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def of_first_rank(value: T, group: ProcessGroup) -> T:
-    """Return what the first rank of a pipeline gives. Collective over the pipeline.
+    """Return what the first rank of a group gives. Collective over the group.
 
     Args:
         value: Small, and such that it can be pickled; of the first rank alone it counts.
-        group: The ranks of the pipeline.
+        group: The ranks that are to have it.
     """
     holder = [value]
     dist.broadcast_object_list(holder, dist.get_global_rank(group, 0), group=group)
@@ -24,10 +24,10 @@ def of_first_rank(value: T, group: ProcessGroup) -> T:
 
 
 def share_random_state(group: ProcessGroup, device: torch.device) -> None:
-    """Let the generators of all ranks of a pipeline go on from where the first one's stand.
+    """Let the generators of all ranks of a group go on from where the first one's stand.
 
     Loaders, samplers and collators draw from them, and every rank has its own copy of these.
-    Nothing changes where all were seeded alike. Collective over the pipeline.
+    Nothing changes where all were seeded alike. Collective over the group.
     """
     state = capture_random_state(device) if group.rank() == 0 else None
     state = of_first_rank(state, group)

@@ -1,0 +1,72 @@
+"""How the blocks of a plan are run, and what is left of the plan where blocks stay whole."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from boltmesh.strategies.tensor.plan import Backend, TensorPlan, Whole
+
+_ORDER: tuple[Backend, ...] = ("local", "region", "replicated")
+"""From what is tried first to what always works."""
+
+OUTSIDE = ""
+"""Stands for what lies in no repeated block."""
+
+
+def backend_of(plan: TensorPlan, block: str) -> Backend:
+    """How a block is run: as the first of its kind; on plain shards where nothing else is said."""
+    return plan.backends.get(plan.kinds.get(block, block), "local")
+
+
+def backends_of_axes(plan: TensorPlan) -> list[Backend]:
+    """How each axis is run.
+
+    Blocks that share an axis, such as those that share T5's position bias, are run alike: as the
+    one of them for which that is hardest.
+    """
+    known: dict[str, Backend] = {
+        block: backend_of(plan, block) for axis in plan.axes for block in _blocks(axis.blocks)
+    }
+    is_settled = False
+    while not is_settled:
+        is_settled = True
+        for axis in plan.axes:
+            hardest = _hardest(known[block] for block in _blocks(axis.blocks))
+            for block in _blocks(axis.blocks):
+                if known[block] != hardest:
+                    known[block] = hardest
+                    is_settled = False
+    return [_hardest(known[block] for block in _blocks(axis.blocks)) for axis in plan.axes]
+
+
+def without_replicated(plan: TensorPlan) -> TensorPlan:
+    """Return the plan without what it divides in blocks that stay whole. Axes keep their places."""
+    backends = backends_of_axes(plan)
+    whole = {index for index, backend in enumerate(backends) if backend == "replicated"}
+    if not whole:
+        return plan
+    blocks = {block for index in whole for block in _blocks(plan.axes[index].blocks)}
+    known = {block for axis in plan.axes for block in axis.blocks} | plan.kinds.keys()
+
+    def stays(name: str) -> bool:
+        home = next((each for each in known if f"{name}.".startswith(f"{each}.")), OUTSIDE)
+        return home not in blocks
+
+    dropped = [each for each in plan.sharded.values() if each.axis in whole]
+    return replace(
+        plan,
+        sharded={name: each for name, each in plan.sharded.items() if each.axis not in whole},
+        whole=plan.whole + tuple(Whole(each.name, "its block did not verify") for each in dropped),
+        partial=tuple(filter(stays, plan.partial)),
+        boundaries=tuple(filter(stays, plan.boundaries)),
+        local_dropouts=tuple(filter(stays, plan.local_dropouts)),
+        attributes=tuple(each for each in plan.attributes if stays(each.module)),
+        region_axes=tuple(each for each in plan.region_axes if each not in whole),
+    )
+
+
+def _blocks(blocks: tuple[str, ...]) -> tuple[str, ...]:
+    return blocks or (OUTSIDE,)
+
+
+def _hardest(backends: Iterable[Backend]) -> Backend:
+    return max(backends, key=_ORDER.index)

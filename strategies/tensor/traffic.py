@@ -1,0 +1,140 @@
+"""What an optimizer step of a tensor group should move: its collectives, run on tensors of no data.
+
+How often activations cross the borders of divided modules, and in which type, follows from the plan
+and from the step together: autocast, recomputation, frozen layers that need no gradient. So the
+planned step is run once as it will run, with shapes alone, and a group that only counts.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from boltmesh.strategies.tensor.batches import BYTES_PER_RANK
+from boltmesh.strategies.tensor.execution.group import TensorGroup
+from boltmesh.strategies.tensor.rehearsal import Around, Rehearsal
+from boltmesh.strategies.torch_compat import fake_tensors, make_fake, swapped_state
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+NORM_BYTES = 8
+"""Of a norm over the ranks, which is a single number in double precision."""
+
+OVERFLOW_BYTES = 4
+"""Of what a gradient scaler keeps: whether gradients are finite, in single precision."""
+
+
+class Amount(NamedTuple):
+    """What one operator moves."""
+
+    num_bytes: int
+    calls: int
+
+
+def count_step(
+    rehearsal: Rehearsal, group: TensorGroup, around: Around
+) -> dict[str, Amount] | None:
+    """Return what one batch moves, by operator of ``c10d``; None where that cannot be found out.
+
+    No communication. Gradients, values and random numbers stay as they are.
+
+    Args:
+        rehearsal: Of a model that runs by a plan, with a batch on the CPU.
+        group: That the plan was applied with.
+        around: Precision.
+    """
+    counter = _Counter(group.rank, group.size)
+    mode = fake_tensors()
+    swapped: dict[str, Tensor] = {}
+    for name, each in rehearsal.module.named_parameters():
+        with mode:
+            swapped[name] = _on_host(make_fake(each, mode), each)
+    for name, buffer in rehearsal.module.named_buffers():
+        swapped[name] = buffer.detach().cpu().clone()
+    try:
+        with swapped_state(rehearsal.module, swapped), group.counted_by(counter), around():
+            rehearsal.run()
+    except Exception:  # noqa: BLE001 - code that needs values; what is expected is only shown
+        return None
+    return {name: Amount(*each) for name, each in counter.counted.items()}
+
+
+def _on_host(fake: Tensor, parameter: Tensor) -> Tensor:
+    return Parameter(fake.detach().to("cpu"), requires_grad=parameter.requires_grad)
+
+
+def expected_traffic(
+    counted: Mapping[str, Amount],
+    *,
+    size: int,
+    accumulated: int,
+    num_norms: int,
+    agrees_on_overflow: bool,
+) -> list[ExpectedTraffic]:
+    """Return the collectives of one optimizer step on one rank.
+
+    Args:
+        counted: Of one batch.
+        size: Ranks of the tensor group.
+        accumulated: Batches in an optimizer step.
+        num_norms: Norms over the ranks in an optimizer step.
+        agrees_on_overflow: Whether ranks tell each other before a step if gradients overflowed.
+    """
+    own = counted.get("allreduce", Amount(0, 0))
+    in_step = NORM_BYTES * num_norms + OVERFLOW_BYTES * agrees_on_overflow
+    why = "sums of activations and their gradients, digests of batches"
+    why += ", the norm for clipping" if num_norms else ""
+    why += ", whether fp16 has overflown" if agrees_on_overflow else ""
+    reduced = ExpectedTraffic(
+        axis="tensor",
+        operator="allreduce",
+        payload_bytes=float((own.num_bytes + BYTES_PER_RANK * size) * accumulated + in_step),
+        calls=float((own.calls + 1) * accumulated + num_norms + agrees_on_overflow),
+        why=why,
+    )
+    others = [
+        ExpectedTraffic(
+            axis="tensor",
+            operator=operator,
+            payload_bytes=float(each.num_bytes * accumulated),
+            calls=float(each.calls * accumulated),
+            why="activations and their gradients, gathered or divided",
+        )
+        for operator, each in counted.items()
+        if operator != "allreduce"
+    ]
+    return [reduced, *others]
+
+
+class _Counter(dist.ProcessGroup):
+    """A group of which nobody hears."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.counted: dict[str, tuple[int, int]] = {}
+
+    def _count(self, operator: str, payload: Tensor) -> "_Done":
+        num_bytes, calls = self.counted.get(operator, (0, 0))
+        self.counted[operator] = num_bytes + payload.nbytes, calls + 1
+        return _Done()
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:  # type: ignore[override]
+        return self._count("allreduce", tensors[0])
+
+    def broadcast(self, tensors: list[Tensor], options: Any = None) -> Any:  # type: ignore[override]
+        return self._count("broadcast", tensors[0])
+
+    def _allgather_base(self, output: Tensor, part: Tensor, options: Any = None) -> Any:  # type: ignore[override]
+        return self._count("_allgather_base", output)
+
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:  # type: ignore[override]
+        return self._count("_reduce_scatter_base", whole)
+
+
+class _Done:
+    """Work that nobody waits for."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return at once."""
+        return True
