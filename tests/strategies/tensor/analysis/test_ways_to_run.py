@@ -121,3 +121,44 @@ def test_of_torchs_attention_with_keys_of_another_width():
         "inner.in_proj_bias": "column 0: 4x16 + 4x16 + 4x16",
         "inner.out_proj.weight": "row 1: 4x16",
     }
+
+
+class Sinks(nn.Module):
+    """Attention that may look at nothing: a learned score for each head beside those of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.sinks = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(2, (4, 16)).transpose(1, 2) for each in self.qkv(x).chunk(3, 2))
+        scores = q @ k.transpose(2, 3)
+        nothing = self.sinks.view(1, 4, 1, 1).expand(x.shape[0], 4, x.shape[1], 1)
+        weights = torch.cat([scores, nothing], 3).softmax(3)[..., :-1]
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Solving(Sinks):
+    """Solves a system of equations for each head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(2, (4, 16)).transpose(1, 2) for each in self.qkv(x).chunk(3, 2))
+        scores = q @ k.transpose(2, 3) * self.sinks.view(4, 1, 1)
+        y = torch.linalg.solve_triangular(scores, v, upper=False)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kind", [Sinks, Solving])
+def test_a_number_for_each_head_goes_with_its_head(kind):
+    module = nn.Sequential(nn.LayerNorm(WIDTH), kind(), nn.LayerNorm(WIDTH))
+
+    plan = plan_of(module, lambda model: model(X).square().mean())
+
+    assert not plan.unknown
+    assert divisions(plan) == {
+        "1.sinks": "along 0: 4x1",
+        "1.qkv.weight": "column 0: 4x16 + 4x16 + 4x16",
+        "1.qkv.bias": "column 0: 4x16 + 4x16 + 4x16",
+        "1.out.weight": "row 1: 4x16",
+    }
