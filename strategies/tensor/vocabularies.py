@@ -1,4 +1,8 @@
-"""Axes of tokens: tables and heads of which each rank may have some rows."""
+"""Axes of tokens: tables and heads of which each rank may have some rows.
+
+Their number need not divide: nothing between a lookup and a loss counts on equal parts, so the
+first ranks have one token more than the others, and no table is padded.
+"""
 
 from collections.abc import Sequence
 
@@ -50,8 +54,8 @@ def vocabularies(
         elif strays := [each.parameter for each in where if each.parameter in roles.strays]:
             user = roles.strays[strays[0]] or "the model"
             refusal = f"{strays[0]} is used outside of its module, by {user}"
-        elif atom.size % size:
-            refusal = f"{atom.size} tokens are no multiple of {size}"
+        elif atom.size < size:
+            refusal = f"{atom.size} tokens are fewer than {size} ranks"
         if refusal:
             refused[atom] = refusal
             continue

@@ -398,8 +398,8 @@ def test_experts_that_do_not_divide_are_left_whole_and_it_is_said():
 
 
 def test_loss_parallel_that_is_not_possible_is_refused_with_the_reason():
-    with pytest.raises(ConfigError, match=r"97 tokens are no multiple of 2.*loss_parallel='auto'"):
-        make_plan(analysed("gpt_odd_vocabulary"), 2, loss_parallel=True)
+    with pytest.raises(ConfigError, match=r"97 tokens are fewer than 98.*loss_parallel='auto'"):
+        make_plan(analysed("gpt_odd_vocabulary"), 98, loss_parallel=True)
     with pytest.raises(ConfigError, match="no loss over tokens"):
         make_plan(analysed("vit_by_hand"), 2, loss_parallel=True)
 
