@@ -95,7 +95,7 @@ def make_subclass(kind: type[Tensor], tensor: Tensor) -> Any:
 
 def make_wrapper(kind: type[Tensor], local: Tensor, shape: Sequence[int]) -> Any:
     """A tensor of a class and shape, of the type and on the device of another, without storage."""
-    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(
         kind, torch.Size(shape), dtype=local.dtype, device=local.device
     )
 

@@ -3,11 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
 from boltmesh.strategies.tensor.analysis.atoms import Atom, Dim, find, leaves, length
 from boltmesh.strategies.tensor.plan import Style
 from boltmesh.strategies.tensor.sections import Section
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.tensor.analysis.records import Lookup, Product, Use
 
 _TAKEN_APART = {"select", "unbind"}
 """What code does with the q, k and v of a projection that has them outside of its heads."""
@@ -114,6 +118,8 @@ class Roles:
         self.addends = {each.parameter for each in trace.uses if each.is_addend}
         self.contracted: dict[str, set[Atom]] = {}
         """Atoms that were summed over in a product with a parameter."""
+        self.attentions = trace.attentions
+        self.strays = _strays(analysis)
         for each in trace.products:
             self.contracted.setdefault(each.parameter, set()).update(leaves(each.contracted))
 
@@ -150,6 +156,26 @@ class Roles:
         )
 
 
+def _strays(analysis: Analysis) -> dict[str, str]:
+    """Parameters that another module uses than those that own them, and which.
+
+    That module would find a part where it expects the whole. Torch's attention is run by code of
+    ours, which knows of its output layer.
+    """
+    trace = analysis.trace
+    found: dict[str, str] = {}
+    records: list[Product | Use | Lookup] = [*trace.products, *trace.uses, *trace.lookups]
+    for each in records:
+        owners = {name.rpartition(".")[0] for name in analysis.parameters[each.parameter].names}
+        is_own = each.module in owners or (
+            each.module in trace.attentions
+            and any(owner.startswith(f"{each.module}.") for owner in owners)
+        )
+        if not is_own:
+            found.setdefault(each.parameter, each.module)
+    return found
+
+
 def why_not(
     atom: Atom,
     found: Sequence[Place],
@@ -179,7 +205,10 @@ def why_not(
     if unused:
         return f"the step does not use {unused[0]}"
     for each in found:
-        if why := _why_not_there(each):
+        if each.parameter in roles.strays:
+            where = roles.strays[each.parameter] or "the model"
+            return f"{each.parameter} is used outside of its module, by {where}"
+        if why := _why_not_there(each, roles):
             return why
     names = [each.parameter for each in found]
     if len(set(names)) < len(names):
@@ -200,12 +229,14 @@ def why_not(
     return ""
 
 
-def _why_not_there(place: Place) -> str:
+def _why_not_there(place: Place, roles: Roles) -> str:
     if len(place.at) != len(place.rows):
         return f"not every section of {place.parameter} has it"
+    # Of torch's attention, keys and values may be one section, and queries another one.
+    may_be_outer = len(place.rows) == 1 or place.parameter.rpartition(".")[0] in roles.attentions
     for row, at in zip(place.rows, place.at, strict=True):
         outer = row[:at]
-        is_taken_apart = len(place.rows) == 1 and all(
+        is_taken_apart = may_be_outer and all(
             any(reason.operator in _TAKEN_APART for reason in each.reasons) for each in outer
         )
         if length(outer) > 1 and not is_taken_apart:

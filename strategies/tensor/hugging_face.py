@@ -12,7 +12,7 @@ from torch.nn import Module
 from boltmesh.strategies.tensor.plan import Style, TensorPlan
 from boltmesh.strategies.tensor.plan_table import without_numbers
 
-_COLUMNS: frozenset[Style] = frozenset({"column", "expert", "table"})
+_COLUMNS: frozenset[Style] = frozenset({"along", "column", "expert", "table"})
 _ROWS: frozenset[Style] = frozenset({"row", "expert", "vocabulary"})
 _STYLES: dict[str, frozenset[Style]] = {
     "colwise": _COLUMNS,

@@ -60,7 +60,7 @@ def _single_rows(plan: TensorPlan) -> Iterator[PlanRow]:
             sharded.shape,
             _style(sharded),
             without_numbers(sharded.why),
-            sharded.elements // plan.size * sharded.element_bytes,
+            prod(sharded.local_shape(plan.size)) * sharded.element_bytes,
             _collectives(plan, sharded),
         )
     for each in plan.whole:

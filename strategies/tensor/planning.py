@@ -11,6 +11,7 @@ from boltmesh.strategies.tensor.choosing import choose
 from boltmesh.strategies.tensor.describing import Choice, plan_of
 from boltmesh.strategies.tensor.experts import routed_experts
 from boltmesh.strategies.tensor.flow import follow
+from boltmesh.strategies.tensor.owners import refused_owners
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.sequence_plan import divide_sequence
 from boltmesh.strategies.tensor.sequence_walk import NoSequence
@@ -104,7 +105,10 @@ def _choose(
         usable = [each for each in items if each.atom not in refused]
         chosen = choose(usable, {each: each.weight for each in usable}, _conflicts(usable))
         sharded = {name: each.atom for each in chosen for name in each.parameters}
-        flow = follow(analysis, sharded, [each.atom for each in chosen if not each.is_vocabulary])
+        styles = {m.parameter: m.style for each in chosen for m in each.members}
+        followed = [each.atom for each in chosen if not each.is_vocabulary]
+        flow = follow(analysis, sharded, followed)
+        flow.refused.update(refused_owners(analysis, sharded, styles, frozenset(followed)))
         for atom, why in flow.refused.items():
             if atom in forced:
                 raise ConfigError(

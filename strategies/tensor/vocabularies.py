@@ -1,4 +1,8 @@
-"""Axes of tokens: tables and heads of which each rank may have some rows."""
+"""Axes of tokens: tables and heads of which each rank may have some rows.
+
+Their number need not divide: nothing between a lookup and a loss counts on equal parts, so the
+first ranks have one token more than the others, and no table is padded.
+"""
 
 from collections.abc import Sequence
 
@@ -47,8 +51,11 @@ def vocabularies(
             refusal = "logits are to be whole"
         elif not is_head and atom.size not in lengths and _share(analysis, where) < MIN_SHARE:
             refusal = f"a table of {_share(analysis, where):.1%} of the model is not worth a sum"
-        elif atom.size % size:
-            refusal = f"{atom.size} tokens are no multiple of {size}"
+        elif strays := [each.parameter for each in where if each.parameter in roles.strays]:
+            user = roles.strays[strays[0]] or "the model"
+            refusal = f"{strays[0]} is used outside of its module, by {user}"
+        elif atom.size < size:
+            refusal = f"{atom.size} tokens are fewer than {size} ranks"
         if refusal:
             refused[atom] = refusal
             continue

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from boltmesh.strategies.tensor.execution import rules as _rules  # noqa: F401
 from boltmesh.strategies.tensor.execution.group import TensorGroup
@@ -39,8 +40,8 @@ class _Messages(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func.namespace in {"c10d", "_c10d_functional"}:
-            tensors = [each for each in torch.utils._pytree.tree_leaves(args)]
-            sizes = [e.numel() * e.element_size() for e in tensors if isinstance(e, Tensor)]
+            tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            sizes = [each.numel() * each.element_size() for each in tensors]
             self.sent.append((func.overloadpacket.__name__, max(sizes)))
         return func(*args, **(kwargs or {}))
 

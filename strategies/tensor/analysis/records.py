@@ -61,6 +61,8 @@ class Operand:
     dims: tuple[Dim, ...]
     parameter: str | None
     is_floating: bool
+    is_zero: bool = False
+    """Whether it is known to have nothing but zeros."""
 
 
 @dataclass(frozen=True)

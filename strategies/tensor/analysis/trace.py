@@ -17,6 +17,7 @@ from boltmesh.strategies.tensor.analysis.records import (
     Step,
     Use,
 )
+from boltmesh.strategies.torch_compat import is_fake
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Trace:
     producers: dict[int, str] = field(default_factory=dict)
     """The innermost module that returned a tensor."""
     bases: dict[int, int] = field(default_factory=dict)
-    """The tensor that another one is a view or a copy of."""
+    """The tensor that another one is a view of."""
     stack: list[str] = field(default_factory=list)
     """Modules whose forward runs."""
     _keys: Iterator[int] = field(default_factory=count)
@@ -99,7 +100,8 @@ class Trace:
     def operand(self, tensor: Tensor) -> Operand:
         """Describe a tensor that an operator takes or gives."""
         label = self.label(tensor)
-        return Operand(label.key, label.dims, label.parameter, tensor.is_floating_point())
+        is_zero = not is_fake(tensor) and not bool(tensor.any())
+        return Operand(label.key, label.dims, label.parameter, tensor.is_floating_point(), is_zero)
 
     def keep_whole(self, tensor: Tensor, operator: str) -> None:
         """Say that every dimension of a tensor has to be whole."""

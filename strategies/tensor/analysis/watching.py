@@ -39,10 +39,10 @@ _FAMILIES = (attention, cutting, indexing, making, pointwise, products, reductio
 """Loaded, they have put their rules into the table."""
 
 _VIEWS = frozenset({
-    "_reshape_alias", "_unsafe_view", "alias", "detach", "permute", "squeeze", "t", "transpose",
-    "unsqueeze", "view",
+    "_reshape_alias", "_unsafe_view", "alias", "detach", "expand", "permute", "select", "slice",
+    "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 })  # fmt: skip
-_COPIES = _VIEWS | {"_to_copy", "clone"}
+"""What is written to their outputs is written to their input."""
 
 
 class Watch(DispatchMode):
@@ -110,6 +110,8 @@ class Watch(DispatchMode):
         given = tuple(self.trace.operand(each) for each in call.outputs)
         step = Step(call.name, taken, given, tuple(self.trace.stack), tuple(call.needed))
         self.trace.steps.append(step)
+        if call.name in _VIEWS:
+            self.trace.bases.update({each.key: taken[0].key for each in given})
 
 
 def _in_half(tensor: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ anew from the logits, which exist anyway, so nothing of their size is kept.
 Label smoothing counts the tokens of the whole vocabulary, and the mean divides by the weights of
 targets that are not ignored, as `torch.nn.functional.cross_entropy` does.
 
-Shapes: N positions, v tokens of this rank, V of all.
+Shapes: N positions, v tokens of this rank, V of all. Logits and scores are ``(N, v)``, targets
+``(N,)``, weights of tokens ``(V,)``.
 
 Source: Megatron-LM, Shoeybi et al. 2019, section 3, https://arxiv.org/abs/1909.08053
 """
@@ -27,11 +28,11 @@ from boltmesh.strategies.tensor.execution.vocabulary_part import Vocabulary
 
 
 def cross_entropy(
-    logits_Nv: Tensor,
-    targets_N: Tensor,
+    logits: Tensor,
+    targets: Tensor,
     vocabulary: Vocabulary,
     *,
-    weight_V: Tensor | None = None,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -40,10 +41,10 @@ def cross_entropy(
     Collective. Both are in fp32 (fp64 for fp64) and alike on all ranks.
 
     Args:
-        logits_Nv: This rank's tokens.
-        targets_N: Tokens, alike on all ranks.
+        logits: Of this rank's tokens.
+        targets: Tokens or ``ignore_index``, alike on all ranks.
         vocabulary: Which tokens each rank has.
-        weight_V: Of every token, alike on all ranks.
+        weight: Of every token, alike on all ranks.
         ignore_index: Targets that count nothing.
         label_smoothing: Share of the target's probability that goes to all tokens alike.
 
@@ -51,17 +52,17 @@ def cross_entropy(
         IndexError: A target is neither a token nor ignored.
     """
     losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits_Nv, targets_N, vocabulary, weight_V, ignore_index, label_smoothing
+        logits, targets, vocabulary, weight, ignore_index, label_smoothing
     )
-    return cast("Tensor", losses), counted(targets_N, weight_V, ignore_index).to(losses.dtype)
+    return cast("Tensor", losses), counted(targets, weight, ignore_index).to(losses.dtype)
 
 
 def negative_log_likelihood(
-    scores_Nv: Tensor,
-    targets_N: Tensor,
+    scores: Tensor,
+    targets: Tensor,
     vocabulary: Vocabulary,
     *,
-    weight_V: Tensor | None = None,
+    weight: Tensor | None = None,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor]:
     """Return the same of logarithms of probabilities. Collective.
@@ -69,28 +70,28 @@ def negative_log_likelihood(
     Raises:
         IndexError: A target is neither a token nor ignored.
     """
-    weight_N = counted(targets_N, weight_V, ignore_index)
-    is_ignored = targets_N == ignore_index
-    picked = pick(scores_Nv, targets_N.masked_fill(is_ignored, 0), vocabulary)
-    losses = -picked.masked_fill(is_ignored, 0) * weight_N
-    return losses, weight_N.to(losses.dtype)
+    weights = counted(targets, weight, ignore_index)
+    is_ignored = targets == ignore_index
+    picked = pick(scores, targets.masked_fill(is_ignored, 0), vocabulary)
+    losses = -picked.masked_fill(is_ignored, 0) * weights
+    return losses, weights.to(losses.dtype)
 
 
-def reduced(losses_N: Tensor, counted_N: Tensor, reduction: str) -> Tensor:
+def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
     """Sum up losses as ``reduction`` says; without a target, the mean is nan as in torch."""
     if reduction == "none":
-        return losses_N
-    total = losses_N.sum()
-    return total if reduction == "sum" else total / counted_N.sum()
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / counts.sum()
 
 
-def counted(targets_N: Tensor, weight_V: Tensor | None, ignore_index: int) -> Tensor:
+def counted(targets: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Return the weight of each target, 0 of those that are ignored."""
-    is_ignored = targets_N == ignore_index
-    if weight_V is None:
+    is_ignored = targets == ignore_index
+    if weight is None:
         return (~is_ignored).float()
-    weight_N = weight_V.index_select(0, targets_N.masked_fill(is_ignored, 0))
-    return weight_N.masked_fill(is_ignored, 0)
+    weights = weight.index_select(0, targets.masked_fill(is_ignored, 0))
+    return weights.masked_fill(is_ignored, 0)
 
 
 class _CrossEntropy(Function):
@@ -108,42 +109,45 @@ class _CrossEntropy(Function):
         group, smoothing = vocabulary.group, label_smoothing / vocabulary.size
         is_ignored = targets == ignore_index
         places, is_others = vocabulary.find(targets.masked_fill(is_ignored, 0))
-        values = in_sum_type(logits)
-        own_total = torch.logsumexp(values, -1)
-        largest = all_reduce(own_total, group, is_maximum=True)
-        of_target = values.gather(-1, places.unsqueeze(-1)).squeeze(-1) - largest
-        sums = [(own_total - largest).exp(), of_target.masked_fill(is_others, 0)]
-        own_weight = None if weight is None else vocabulary.own(weight, 0).to(values.dtype)
+        own_weight = None if weight is None else vocabulary.own(weight, 0)
+        distances = in_sum_type(logits)  # (N, v), below the largest logit of a position
+        largest = all_reduce(distances.amax(-1), group, is_maximum=True)  # (N,)
+        distances = distances - largest.unsqueeze(-1)
+        of_target = distances.gather(-1, places.unsqueeze(-1)).squeeze(-1)
+        sums = [of_target.masked_fill(is_others, 0)]
         if smoothing:
-            # Taken after the largest is away, so that these many terms lose no digits.
-            distances = values - largest.unsqueeze(-1)
+            own_weight = None if own_weight is None else own_weight.to(distances.dtype)
             sums.append(distances.sum(-1) if own_weight is None else distances @ own_weight)
-        sums = list(all_reduce(torch.stack(sums), group))
-        log_total = sums[0].log()
-        weight_N = counted(targets, weight, ignore_index).to(values.dtype)
-        all_weight = vocabulary.size if weight is None else weight.sum().to(values.dtype)
-        losses = (1 - label_smoothing) * weight_N * (log_total - sums[1])
+        sums.append(distances.exp_().sum(-1))
+        of_target, *of_all, total = all_reduce(torch.stack(sums), group)
+        log_total = total.log()
+        weights = counted(targets, weight, ignore_index).to(log_total.dtype)
+        all_weight = vocabulary.size if weight is None else weight.sum().to(log_total.dtype)
+        losses = (1 - label_smoothing) * weights * (log_total - of_target)
         if smoothing:
-            losses = losses + smoothing * (all_weight * log_total - sums[2])
+            losses = losses + smoothing * (all_weight * log_total - of_all[0])
         ctx.save_for_backward(
-            logits, places, is_others, is_ignored, log_total + largest, weight_N, own_weight
+            logits, places, is_others, is_ignored, largest, log_total, weights, own_weight
         )
         ctx.label_smoothing, ctx.smoothing, ctx.all_weight = label_smoothing, smoothing, all_weight
-        return losses.masked_fill(is_ignored, 0)
+        return cast("Tensor", losses.masked_fill(is_ignored, 0))
 
     @staticmethod
     @override
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor | None, ...]:
-        logits, places, is_others, is_ignored, normalizer, weight_N, own_weight = ctx.saved_tensors
+    @once_differentiable
+    def backward(ctx: Any, gradient_of_loss: Tensor) -> tuple[Tensor | None, ...]:
+        logits, places, is_others, is_ignored, largest, log_total, weights, own_weight = (
+            ctx.saved_tensors
+        )
         # A batch of which all is ignored has a mean of nan, and still no gradient.
-        gradient_N = gradient_N.masked_fill(is_ignored, 0)
-        of_target = (1 - ctx.label_smoothing) * weight_N * gradient_N
-        of_all = of_target + ctx.smoothing * ctx.all_weight * gradient_N
-        gradient = (in_sum_type(logits) - normalizer.unsqueeze(-1)).exp_()
-        gradient.mul_(of_all.unsqueeze(-1))
+        gradient_of_loss = gradient_of_loss.masked_fill(is_ignored, 0)
+        of_target = (1 - ctx.label_smoothing) * weights * gradient_of_loss
+        of_all = of_target + ctx.smoothing * ctx.all_weight * gradient_of_loss
+        # One after the other: their sum would round away what little is left of a sure token.
+        gradient = in_sum_type(logits) - largest.unsqueeze(-1)
+        gradient.sub_(log_total.unsqueeze(-1)).exp_().mul_(of_all.unsqueeze(-1))
         if ctx.smoothing:
-            share = (ctx.smoothing * gradient_N).unsqueeze(-1)
+            share = (ctx.smoothing * gradient_of_loss).unsqueeze(-1)
             gradient.sub_(share if own_weight is None else share * own_weight)
         gradient.scatter_add_(
             -1, places.unsqueeze(-1), -of_target.masked_fill(is_others, 0).unsqueeze(-1)

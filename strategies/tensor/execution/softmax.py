@@ -3,7 +3,7 @@
 Two numbers per position are all that ranks tell each other: the largest logit and the sum of the
 exponentials. Both are kept in fp32 (fp64 for fp64), whatever the type of the logits.
 
-Shapes: B positions in any number of dimensions, v tokens of this rank; tokens come last.
+Shapes: ``(..., v)``, v tokens of this rank after any dimensions of positions.
 
 Source: Megatron-LM, Shoeybi et al. 2019, section 3, https://arxiv.org/abs/1909.08053
 """
@@ -20,28 +20,28 @@ from boltmesh.strategies.tensor.execution.collectives import all_reduce
 from boltmesh.strategies.tensor.execution.vocabulary_part import Vocabulary
 
 
-def log_softmax(logits_Bv: Tensor, vocabulary: Vocabulary) -> Tensor:
+def log_softmax(logits: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Return this rank's part of the logarithms of the probabilities. Collective."""
-    return cast("Tensor", _LogSoftmax.apply(logits_Bv, vocabulary))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _LogSoftmax.apply(logits, vocabulary))  # type: ignore[no-untyped-call]
 
 
-def softmax(logits_Bv: Tensor, vocabulary: Vocabulary) -> Tensor:
+def softmax(logits: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Return this rank's part of the probabilities. Collective."""
-    return cast("Tensor", _Softmax.apply(logits_Bv, vocabulary))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _Softmax.apply(logits, vocabulary))  # type: ignore[no-untyped-call]
 
 
-def log_sum_exp(logits_Bv: Tensor, vocabulary: Vocabulary) -> Tensor:
+def log_sum_exp(logits: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Return the logarithm of the sum of the exponentials of all tokens. Collective."""
-    return cast("Tensor", _LogSumExp.apply(logits_Bv, vocabulary))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _LogSumExp.apply(logits, vocabulary))  # type: ignore[no-untyped-call]
 
 
-def pick(scores_Bv: Tensor, tokens_B: Tensor, vocabulary: Vocabulary) -> Tensor:
+def pick(scores: Tensor, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Return the score of one token per position, alike on all ranks. Collective.
 
     Raises:
         IndexError: A token is not of the vocabulary.
     """
-    return cast("Tensor", _Pick.apply(scores_Bv, tokens_B, vocabulary))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _Pick.apply(scores, tokens, vocabulary))  # type: ignore[no-untyped-call]
 
 
 def in_sum_type(values: Tensor) -> Tensor:
@@ -49,27 +49,30 @@ def in_sum_type(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def normalizer(logits_Bv: Tensor, group_of: Vocabulary) -> Tensor:
-    """Return the logarithm of the sum of exponentials, without a gradient, in fp32. Collective."""
-    own = torch.logsumexp(in_sum_type(logits_Bv.detach()), -1)
-    largest = all_reduce(own, group_of.group, is_maximum=True)
-    # Where all logits of a position are -inf, or one is inf, this is nan, as it is in torch.
-    return all_reduce((own - largest).exp_(), group_of.group).log_().add_(largest)
+def log_probabilities(logits: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Return those of this rank's tokens, and what was subtracted, in fp32. Collective.
+
+    No gradient. Where all logits of a position are -inf, or one is inf, they are nan as in torch.
+    """
+    distances = in_sum_type(logits.detach())
+    largest = all_reduce(distances.amax(-1, keepdim=True), vocabulary.group, is_maximum=True)
+    distances = distances - largest
+    log_total = all_reduce(distances.exp().sum(-1, keepdim=True), vocabulary.group).log_()
+    return distances.sub_(log_total), largest + log_total
 
 
 class _LogSoftmax(Function):
     @staticmethod
     @override
-    def forward(ctx: Any, logits_Bv: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, vocabulary: Vocabulary) -> Tensor:
         ctx.group = vocabulary.group
-        scores = in_sum_type(logits_Bv) - normalizer(logits_Bv, vocabulary).unsqueeze(-1)
-        scores = scores.to(logits_Bv.dtype)
+        scores = log_probabilities(logits, vocabulary)[0].to(logits.dtype)
         ctx.save_for_backward(scores)
         return scores
 
     @staticmethod
     @override
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (scores,) = ctx.saved_tensors
         gradient = in_sum_type(gradient)
@@ -80,16 +83,15 @@ class _LogSoftmax(Function):
 class _Softmax(Function):
     @staticmethod
     @override
-    def forward(ctx: Any, logits_Bv: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, vocabulary: Vocabulary) -> Tensor:
         ctx.group = vocabulary.group
-        scores = in_sum_type(logits_Bv) - normalizer(logits_Bv, vocabulary).unsqueeze(-1)
-        probabilities = scores.exp_().to(logits_Bv.dtype)
+        probabilities = log_probabilities(logits, vocabulary)[0].exp_().to(logits.dtype)
         ctx.save_for_backward(probabilities)
         return probabilities
 
     @staticmethod
     @override
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (probabilities,) = ctx.saved_tensors
         gradient, weights = in_sum_type(gradient), in_sum_type(probabilities)
@@ -100,35 +102,35 @@ class _Softmax(Function):
 class _LogSumExp(Function):
     @staticmethod
     @override
-    def forward(ctx: Any, logits_Bv: Tensor, vocabulary: Vocabulary) -> Tensor:
-        total_B = normalizer(logits_Bv, vocabulary)
-        ctx.save_for_backward(logits_Bv, total_B)
-        return total_B.to(logits_Bv.dtype)
+    def forward(ctx: Any, logits: Tensor, vocabulary: Vocabulary) -> Tensor:
+        _, total = log_probabilities(logits, vocabulary)
+        ctx.save_for_backward(logits, total)
+        return total.squeeze(-1).to(logits.dtype)
 
     @staticmethod
     @override
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient_B: Tensor) -> tuple[Tensor, None]:
-        logits, total_B = ctx.saved_tensors
-        weights = (in_sum_type(logits) - total_B.unsqueeze(-1)).exp_()
-        return weights.mul_(gradient_B.unsqueeze(-1)).to(logits.dtype), None
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        logits, total = ctx.saved_tensors
+        weights = (in_sum_type(logits) - total).exp_()
+        return weights.mul_(gradient.unsqueeze(-1)).to(logits.dtype), None
 
 
 class _Pick(Function):
     @staticmethod
     @override
-    def forward(ctx: Any, scores_Bv: Tensor, tokens_B: Tensor, vocabulary: Vocabulary) -> Tensor:
-        places, is_others = vocabulary.find(tokens_B)
+    def forward(ctx: Any, scores: Tensor, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
+        places, is_others = vocabulary.find(tokens)
         ctx.save_for_backward(places, is_others)
-        ctx.shape = scores_Bv.shape
-        picked = scores_Bv.gather(-1, places.unsqueeze(-1)).squeeze(-1)
+        ctx.shape = scores.shape
+        picked = scores.gather(-1, places.unsqueeze(-1)).squeeze(-1)
         return all_reduce(picked.masked_fill(is_others, 0), vocabulary.group)
 
     @staticmethod
     @override
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient_B: Tensor) -> tuple[Tensor, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         places, is_others = ctx.saved_tensors
-        own = gradient_B.masked_fill(is_others, 0)
-        spread = gradient_B.new_zeros(ctx.shape)
+        own = gradient.masked_fill(is_others, 0)
+        spread = gradient.new_zeros(ctx.shape)
         return spread.scatter_(-1, places.unsqueeze(-1), own.unsqueeze(-1)), None, None

@@ -80,7 +80,7 @@ class Vocabulary:
         lengths = [self.length_of(rank) for rank in range(self.group.size)]
         parts = [
             _lengthened(part, lengths[0] - part.shape[dim], dim)
-            for part in whole.split(lengths, dim)
+            for part in torch.split(whole, lengths, dim)
         ]
         return take_part(torch.cat(parts, dim), self.group, dim).narrow(dim, 0, self.length)
 

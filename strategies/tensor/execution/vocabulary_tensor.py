@@ -20,6 +20,13 @@ from torch import Tensor
 from torch.autograd import Function
 from typing_extensions import override
 
+from boltmesh.strategies.tensor.execution.rulebook import (
+    NO_RULE,
+    RULES,
+    asks_nothing,
+    is_writing,
+    name_of,
+)
 from boltmesh.strategies.tensor.execution.vocabulary_part import Vocabulary
 from boltmesh.strategies.torch_compat import (
     make_wrapper,
@@ -28,28 +35,6 @@ from boltmesh.strategies.torch_compat import (
     tree_map_only,
     written_or_viewed,
 )
-
-Rule = Callable[..., Any]
-"""Called with the function and its arguments; returns its result, or `NO_RULE`."""
-
-NO_RULE = object()
-"""What a rule returns for arguments that it has no answer for."""
-
-RULES: dict[str, Rule] = {}
-"""By name of a function. Filled by the modules of `rules` when they are imported."""
-
-_ABOUT = frozenset(
-    "size dim numel nelement element_size get_device is_floating_point is_complex is_signed "
-    "ndimension requires_grad_ register_hook retain_grad __hash__ backward grad is_same_size "
-    "is_inference stride storage_offset has_names result_type is_tensor __len__ data_ptr "
-    "untyped_storage".split()
-)
-"""Functions that ask about a tensor, or are autograd's own, and need none of its values."""
-
-_COPYING = ("T", "mT", "H", "mH", "data", "real", "imag")
-"""Properties that are tensors. All others are asked of the whole."""
-
-_WRITING_OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 
 
 class VocabularyTensor(Tensor):
@@ -61,7 +46,6 @@ class VocabularyTensor(Tensor):
     times_written: int
     """Of ``local``, as far as this tensor knows of it."""
 
-    @staticmethod
     def __new__(cls, local: Tensor, vocabulary: Vocabulary, divided_dim: int) -> "VocabularyTensor":
         """See `wrap`, which autograd follows."""
         shape = list(local.shape)
@@ -74,7 +58,7 @@ class VocabularyTensor(Tensor):
         return made
 
     @override
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # communicates nothing
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"VocabularyTensor(shape={tuple(self.shape)}, divided_dim={self.divided_dim}, "
             f"local={self.local!r})"
@@ -85,6 +69,7 @@ class VocabularyTensor(Tensor):
         return repr(self)
 
     @classmethod
+    @override
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -93,10 +78,10 @@ class VocabularyTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        name, is_property = _name_of(func)
+        name, is_property = name_of(func)
         if is_property and name == "data" and len(args) > 1:
             raise NotImplementedError("'data' of a divided tensor cannot be set. Use copy_().")
-        if name in _ABOUT or (is_property and name not in _COPYING):
+        if asks_nothing(name, is_property=is_property):
             with subclasses_unasked():
                 return func(*args, **kwargs)
         if is_writing(name):
@@ -104,7 +89,8 @@ class VocabularyTensor(Tensor):
         return apply_rule(func, name, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    @override
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
@@ -129,16 +115,6 @@ class VocabularyTensor(Tensor):
         note(args, kwargs, name)
         args, kwargs = tree_map_only(VocabularyTensor, _gather_value, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def rule_for(*names: str) -> Callable[[Rule], Rule]:
-    """Make a function the rule for functions of torch, by name."""
-
-    def register(rule: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, rule))
-        return rule
-
-    return register
 
 
 def wrap(local: Tensor, vocabulary: Vocabulary, divided_dim: int) -> VocabularyTensor:
@@ -166,11 +142,6 @@ def part_like(divided: VocabularyTensor, value: Tensor) -> Tensor:
     if isinstance(value, VocabularyTensor):
         return _local_of(value)
     return divided.vocabulary.own(value, divided.divided_dim)
-
-
-def is_writing(name: str) -> bool:
-    """Whether a function of this name changes its first argument."""
-    return name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 def apply_rule(
@@ -302,11 +273,3 @@ def _holds_divided(value: Any) -> bool:
 def _length(value: Any) -> int:
     values = value if isinstance(value, (list, tuple)) else [value]
     return next(each.vocabulary.length for each in values if isinstance(each, VocabularyTensor))
-
-
-def _name_of(func: Callable[..., Any]) -> tuple[str, bool]:
-    """A function's name, and whether it is that of a property."""
-    name = getattr(func, "__name__", "")
-    if name in {"__get__", "__set__"}:
-        return getattr(getattr(func, "__self__", None), "__name__", ""), True
-    return name, False

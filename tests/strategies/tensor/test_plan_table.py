@@ -18,11 +18,15 @@ def test_blocks_are_told_in_one_row_with_what_a_rank_keeps_of_all_of_them():
 
 
 def test_what_is_whole_says_why_and_is_counted_whole():
-    row = table("gpt_odd_vocabulary")["tokens.weight"]
+    row = table("gpt_three_heads")["blocks.*.attention.q.weight"]
 
     assert row.style == "whole"
-    assert row.rank_bytes == 97 * 64 * 4
-    assert "97 tokens are no multiple of 2" in row.why
+    assert row.rank_bytes == row.count * 60 * 60 * 4
+    assert "3 is no multiple of 2" in row.why
+
+
+def test_a_vocabulary_that_does_not_divide_is_counted_for_the_rank_with_most_tokens():
+    assert table("gpt_odd_vocabulary")["tokens.weight"].rank_bytes == 49 * 64 * 4
 
 
 def test_every_byte_of_a_rank_is_in_the_table():

@@ -75,6 +75,8 @@ DIVISIONS = {
         "head.weight": "vocabulary 0: 96x1",
     },
     "gpt_odd_vocabulary": {
+        "tokens.weight": "vocabulary 0: 97x1",
+        "head.weight": "vocabulary 0: 97x1",
         "blocks.*.attention.q.weight": "column 0: 4x16",
         "blocks.*.attention.q.bias": "column 0: 4x16",
         "blocks.*.attention.k.weight": "column 0: 4x16",
@@ -182,11 +184,19 @@ def test_heads_that_do_not_divide_leave_attention_whole_and_say_so(size):
     assert f"3 is no multiple of {size}" in why
 
 
-def test_a_vocabulary_that_does_not_divide_is_whole_and_says_so():
-    why = {each.name: each.why for each in make_plan(analysed("gpt_odd_vocabulary"), 2).whole}
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_vocabulary_that_does_not_divide_gives_the_first_rank_one_token_more(size):
+    sharded = make_plan(analysed("gpt_odd_vocabulary"), size).sharded
 
-    assert "97 tokens are no multiple of 2" in why["head.weight"]
-    assert "97 tokens are no multiple of 2" in why["tokens.weight"]
+    for name in ("head.weight", "tokens.weight"):
+        rows = [sharded[name].local_shape(size, rank)[0] for rank in range(size)]
+        assert rows == [97 // size + 1] + [97 // size] * (size - 1)
+
+
+def test_a_vocabulary_of_fewer_tokens_than_ranks_is_whole_and_says_so():
+    why = {each.name: each.why for each in make_plan(analysed("gpt_odd_vocabulary"), 98).whole}
+
+    assert "97 tokens are fewer than 98 ranks" in why["head.weight"]
 
 
 def test_heads_of_keys_that_do_not_divide_leave_the_group_whole():

@@ -2,6 +2,7 @@
 
 from boltmesh.strategies.tensor.analysis.atoms import narrow, new_dim
 from boltmesh.strategies.tensor.analysis.operators.rule import Call, rule
+from boltmesh.strategies.tensor.analysis.records import Use
 
 
 @rule(
@@ -74,6 +75,10 @@ def join(call: Call) -> None:
         call.whole(*(call.dims(each)[place] for each in parts))
     dims[place] = new_dim(call.output.shape[place])
     call.whole(dims[place])
+    for each in parts:
+        parameter = call.trace.parameter(each)
+        if parameter is not None:
+            call.trace.uses.append(Use(parameter, tuple(dims), call.trace.module))
     call.give(*dims)
 
 

@@ -7,8 +7,8 @@ from boltmesh.strategies.tensor.analysis.records import Use
 
 @rule(
     "_conj", "_conj_physical", "addcdiv", "addcmul", "complex", "copy", "copy_", "fill", "fill_",
-    "floor_divide", "imag", "lerp", "masked_fill", "masked_fill_", "polar", "real", "resolve_conj",
-    "resolve_neg", "where", "zero", "zero_",
+    "floor_divide", "imag", "lerp", "log_sigmoid_forward", "masked_fill", "masked_fill_", "polar",
+    "real", "resolve_conj", "resolve_neg", "where", "zero", "zero_",
 )  # fmt: skip
 def pointwise(call: Call) -> None:
     """Dimensions of the same place, from the last one back, are the same; one element goes on."""

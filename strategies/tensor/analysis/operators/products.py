@@ -70,6 +70,16 @@ def vector_product(call: Call) -> None:
     call.give(*left[:-1])
 
 
+@rule("linalg_solve_triangular")
+def solve(call: Call) -> None:
+    """Systems of equations, each for itself."""
+    left, right = (call.dims(each) for each in call.inputs[:2])
+    for one, other in zip(left[:-2], right[:-2], strict=True):
+        call.same(one, other)
+    call.whole(*left[-2:], *right[-2:])
+    call.give(*right)
+
+
 @rule("_grouped_mm")
 def grouped_product(call: Call) -> None:
     """Rows of several experts, each times the matrix of its own."""

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boltmesh.strategies.tensor.execution.rulebook import NO_RULE, rule_for
 from boltmesh.strategies.tensor.execution.rules.rearranging import view_dim
 from boltmesh.strategies.tensor.execution.vocabulary_tensor import (
-    NO_RULE,
     VocabularyTensor,
-    rule_for,
     unwrap,
     wrap,
 )

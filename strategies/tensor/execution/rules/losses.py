@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boltmesh.strategies.tensor.execution import cross_entropy, softmax
+from boltmesh.strategies.tensor.execution.rulebook import NO_RULE, rule_for
 from boltmesh.strategies.tensor.execution.vocabulary_tensor import (
-    NO_RULE,
     VocabularyTensor,
-    rule_for,
     unwrap,
     wrap,
 )
@@ -36,7 +35,7 @@ def cross_entropy_loss(
         _rows(logits),
         target.reshape(-1),
         logits.vocabulary,
-        weight_V=weight,
+        weight=weight,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
     )
@@ -61,13 +60,13 @@ def nll_loss(
         _rows(scores),
         target.reshape(-1),
         scores.vocabulary,
-        weight_V=weight,
+        weight=weight,
         ignore_index=ignore_index,
     )
     return _reduced(losses, counted, reduction, target, _result_type(F.nll_loss, scores))
 
 
-@rule_for("log_softmax", "softmax")
+@rule_for("log_softmax softmax")
 def normalize(
     func: Callable[..., Any],
     logits: Any,

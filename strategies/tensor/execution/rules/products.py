@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boltmesh.strategies.tensor.execution.collectives import reduce_gradient, reduce_sum
+from boltmesh.strategies.tensor.execution.rulebook import NO_RULE, rule_for
 from boltmesh.strategies.tensor.execution.vocabulary_part import Vocabulary
 from boltmesh.strategies.tensor.execution.vocabulary_tensor import (
-    NO_RULE,
     VocabularyTensor,
     gather,
-    rule_for,
     unwrap,
     wrap,
 )
@@ -52,9 +51,7 @@ def embedding(
 
 
 @rule_for("linear")
-def linear(
-    func: Callable[..., Any], inputs: Any, weight: Any, bias: Tensor | None = None
-) -> Any:
+def linear(func: Callable[..., Any], inputs: Any, weight: Any, bias: Tensor | None = None) -> Any:
     """Compute the logits of this rank's tokens."""
     if not _makes_logits(inputs, weight, 0):
         return NO_RULE
@@ -68,7 +65,7 @@ def linear(
     )
 
 
-@rule_for("matmul", "mm", "__matmul__")
+@rule_for("matmul mm __matmul__")
 def product(func: Callable[..., Any], left: Any, right: Any) -> Any:
     """Compute logits by a transposed table, or the expectation of a table's rows."""
     if _makes_logits(left, right, 1):

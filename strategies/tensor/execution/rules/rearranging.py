@@ -11,23 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boltmesh.strategies.tensor.execution.rulebook import NO_RULE, rule_for
 from boltmesh.strategies.tensor.execution.vocabulary_tensor import (
-    NO_RULE,
     VocabularyTensor,
-    rule_for,
     unwrap,
     wrap,
 )
 
-_VIEWS = (
-    "T adjoint chunk flatten mT movedim moveaxis narrow permute select split "
-    "split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unsqueeze"
-).split()
 
-_SIZED = ("expand", "expand_as", "reshape", "reshape_as", "view", "view_as")
-
-
-@rule_for(*_VIEWS)
+@rule_for(
+    "T adjoint chunk flatten mT movedim moveaxis narrow permute select split split_with_sizes",
+    "squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unsqueeze",
+)
 def rearrange(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a function that names dimensions, but no sizes, unless they are of others."""
     if not isinstance(divided, VocabularyTensor):
@@ -55,7 +50,7 @@ def iterate(func: Callable[..., Any], divided: VocabularyTensor) -> Any:
     return iter(divided.unbind(0))
 
 
-@rule_for(*_SIZED)
+@rule_for("expand expand_as reshape reshape_as view view_as")
 def resize(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a function that is given the sizes of the whole; the part gets its own."""
     if not isinstance(divided, VocabularyTensor) or _has_dtype((*args, *kwargs.values())):
@@ -76,16 +71,18 @@ def resize(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any) ->
     return wrap(part, divided.vocabulary, dim)
 
 
-@rule_for("cat", "concat", "concatenate", "stack")
-def join(
-    func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any
-) -> Any:
+@rule_for("cat concat concatenate stack")
+def join(func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Any:
     """Put divided tensors one after the other, along another dimension than the divided one."""
     divided = [each for each in tensors if isinstance(each, VocabularyTensor)]
     first = divided[0]
     dims = first.dim() + (func.__name__ == "stack")
     along = dim % dims
-    if kwargs or len(divided) != len(tensors) or (func.__name__ != "stack" and along == first.divided_dim):
+    if (
+        kwargs
+        or len(divided) != len(tensors)
+        or (func.__name__ != "stack" and along == first.divided_dim)
+    ):
         return NO_RULE
     if any(
         each.divided_dim != first.divided_dim
@@ -102,7 +99,7 @@ def join(
 def view_dim(
     func: Callable[..., Any], divided: VocabularyTensor, *args: Any
 ) -> tuple[int, list[int]] | None:
-    """Return where a view's divided dimension is, and the shape of its part; None if it has none."""
+    """Return where a view's divided dimension is, and its part's shape; None if it has none."""
     outline = func(_outline(divided), *args)
     dim = _divided_dim(outline, divided)
     return None if dim is None else (dim, _part_shape(outline, dim, divided))

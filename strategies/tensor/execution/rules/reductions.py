@@ -9,10 +9,9 @@ from torch import Tensor
 
 from boltmesh.strategies.tensor.execution import softmax
 from boltmesh.strategies.tensor.execution.collectives import all_gather, reduce_sum
+from boltmesh.strategies.tensor.execution.rulebook import NO_RULE, rule_for
 from boltmesh.strategies.tensor.execution.vocabulary_tensor import (
-    NO_RULE,
     VocabularyTensor,
-    rule_for,
     unwrap,
     wrap,
 )
@@ -20,7 +19,7 @@ from boltmesh.strategies.tensor.execution.vocabulary_tensor import (
 _Dims = int | tuple[int, ...] | list[int] | None
 
 
-@rule_for("sum", "mean")
+@rule_for("sum mean")
 def add_up(
     func: Callable[..., Any],
     divided: Any,
@@ -48,9 +47,7 @@ def add_up(
 
 
 @rule_for("logsumexp")
-def log_sum_exp(
-    func: Callable[..., Any], divided: Any, dim: _Dims, keepdim: bool = False
-) -> Any:
+def log_sum_exp(func: Callable[..., Any], divided: Any, dim: _Dims, keepdim: bool = False) -> Any:
     """Return what softmax divides by, as its logarithm, such as a z-loss is made of."""
     if not isinstance(divided, VocabularyTensor) or _dims(divided, dim) != (divided.divided_dim,):
         return NO_RULE
@@ -90,10 +87,10 @@ def maximum(
     if keepdim:
         values = values.unsqueeze(divided.divided_dim)
         tokens = tokens.unsqueeze(divided.divided_dim)
-    return torch.return_types.max((values, tokens))  # type: ignore[attr-defined]
+    return torch.return_types.max((values, tokens))
 
 
-@rule_for("gather", "take_along_dim")
+@rule_for("gather take_along_dim")
 def gather_tokens(
     func: Callable[..., Any], divided: Any, dim: Any, index: Any, *, sparse_grad: bool = False
 ) -> Any:

@@ -144,7 +144,9 @@ def _small_models(
         if padding is not None and not settings.get("is_tied"):
             row = padding % tokens - vocabularies[0].start
             if 0 <= row < vocabularies[0].length:
-                assert not model.table.weight.grad[row].any()
+                gradient = model.table.weight.grad
+                assert gradient is not None
+                assert not gradient[row].any()
     return errors
 
 
@@ -210,7 +212,7 @@ def test_a_step_sums_activations_twice_and_three_numbers_per_position() -> None:
     )
 
 
-REFUSED = {
+REFUSED: dict[str, dict[str, Any]] = {
     "max_norm": {"max_norm": 1.0},
     "scale_grad_by_freq": {"scale_grad_by_freq": True},
     "sparse": {"sparse": True},

@@ -181,7 +181,8 @@ def _every_use(rank: int, size: int, tokens: int, names: list[str]) -> dict[str,
         torch.testing.assert_close(gathered(found), expected, rtol=1e-5, atol=1e-6, msg=name)
         _weighted(expected).backward()
         _weighted(found).backward()
-        assert part.grad is not None and whole.grad is not None, name
+        assert part.grad is not None, name
+        assert whole.grad is not None, name
         own = vocabulary.own(whole.grad, 2)
         torch.testing.assert_close(part.grad, own, rtol=1e-5, atol=1e-6, msg=name)
     return noted
@@ -195,12 +196,14 @@ def test_what_has_a_rule_stays_divided_and_what_has_none_gathers(size: int, toke
 
 def _questions(rank: int, size: int) -> None:
     vocabulary = vocabulary_of(11)
-    part, logits = divided_leaf(torch.randn(B, T, 11), vocabulary, 2)
+    _, logits = divided_leaf(torch.randn(B, T, 11), vocabulary, 2)
     with counted_messages() as messages:
         assert logits.shape == (B, T, 11)
         assert (logits.size(-1), logits.dim(), len(logits), logits.numel()) == (11, 3, B, 165)
         assert logits.dtype == torch.float32
-        assert logits.requires_grad and not logits.is_leaf and logits.is_floating_point()
+        assert logits.requires_grad
+        assert not logits.is_leaf
+        assert logits.is_floating_point()
         assert not logits.detach().requires_grad
         assert isinstance(logits, VocabularyTensor)
         assert "divided" in repr(logits)
@@ -259,7 +262,8 @@ def _learned(rank: int, size: int) -> None:
         _, logits = divided_leaf(values, vocabulary_of(11), 2)
         (F.log_softmax(logits * learned + learned, -1) * 0.5).logsumexp(-1).sum().backward()
         (F.log_softmax(values * copy + copy, -1) * 0.5).logsumexp(-1).sum().backward()
-        assert learned.grad is not None and copy.grad is not None
+        assert learned.grad is not None
+        assert copy.grad is not None
         torch.testing.assert_close(learned.grad, copy.grad, rtol=1e-5, atol=1e-5)
 
 
@@ -296,4 +300,5 @@ def _notes(rank: int, size: int) -> list[str]:
 def test_a_gather_is_told_of_once_per_function() -> None:
     for told in run_ranks(_notes, 2):
         assert len(told) == 2
-        assert "'std'" in told[0] and "'sort'" in told[1]
+        assert "'std'" in told[0]
+        assert "'sort'" in told[1]
