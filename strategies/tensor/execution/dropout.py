@@ -59,17 +59,19 @@ class Draws:
             yield
             return
         generator = default_generator(self._group.device)
-        before = _state_of(generator)
-        self._alike = alike = self._leave_alike(generator)
+        self._alike = _state_of(generator)
+        self._reseed(generator)
         own = _state_of(generator)
         try:
             yield
         finally:
-            if self._alike is alike and _is_same(_state_of(generator), own):
-                # Nothing was drawn: what follows draws as it does in a model on one rank.
-                self._alike = before
+            is_drawn = not _is_same(_state_of(generator), own)
             self._switch(generator, self._alike)
             self._alike = None
+            if is_drawn and generator.device.type != "cuda":
+                # What comes next starts from another number. Where nothing is drawn, all that
+                # follows is drawn as in a model on one rank.
+                _drawn_from(generator)
 
     @contextmanager
     def alike(self) -> Iterator[None]:
@@ -87,18 +89,14 @@ class Draws:
             self._alike = _state_of(generator)
             self._switch(generator, own)
 
-    def _leave_alike(self, generator: torch.Generator) -> Any:
-        """Seed by rank; return the state to come back to, which is the same on all ranks."""
+    def _reseed(self, generator: torch.Generator) -> None:
+        """Give the generator a state that follows from the one it has, and from the rank."""
         if generator.device.type == "cuda":
             # Reading a number from the device would wait for it. Its generator counts what it
             # gave, for any seed: the same count under another seed is another stream.
-            state, seed = _state_of(generator), generator.initial_seed()
-            self._switch(generator, (self._seed(seed), state[1]))
-            return state
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
-        state = _state_of(generator)
-        generator.manual_seed(self._seed(seed))
-        return state
+            self._switch(generator, (self._seed(generator.initial_seed()), generator.get_offset()))
+        else:
+            generator.manual_seed(self._seed(_drawn_from(generator)))
 
     def _seed(self, seed: int) -> int:
         return (seed ^ (self._group.rank + 1) * _SPREAD) % _SEEDS
@@ -115,6 +113,10 @@ class Draws:
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return self
+
+
+def _drawn_from(generator: torch.Generator) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
 def _state_of(generator: torch.Generator) -> Any:
