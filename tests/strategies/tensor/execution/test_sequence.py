@@ -128,9 +128,12 @@ def _again(rank: int, size: int, is_reentrant: bool) -> None:
         x, scale, heads = _made(length)
         (x + _across(_tokenwise(x, scale), heads)).sum().backward()
         torch.testing.assert_close(values[0].grad, x.grad, rtol=1e-4, atol=1e-5)
-    # One after the other, with a backward pass between: each has its length to itself.
+    # One after the other, with a backward pass between, each has its length to itself, also where
+    # its loss is kept.
+    kept = []
     for length in (8, 7, 8):
-        run(_made(length)).backward()
+        kept.append(run(_made(length)))
+        kept[-1].backward()
     first, second = run(_made(8)), run(_made(7))
     with pytest.raises(LayoutError, match=r"\[7, 8\] whose parts are equally long"):
         (first + second).backward()
