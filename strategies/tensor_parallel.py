@@ -1,6 +1,7 @@
 """``TensorParallelStrategy``: the ranks of a host share each layer, by a plan that finds itself."""
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -180,12 +181,18 @@ class TensorParallelStrategy(MeshStrategy):
             self._sample = batch, compat.step_arguments(module, step)
         if is_new:
             refuse_parameters(module)
-            axis.place(module, step, *self._sample)
+            self._tell(axis.place(module, step, *self._sample))
         self._adopt_metrics()
         super().setup(trainer)
         self._sample = None, ()
         if self._is_fitting:
             axis.follow_scaler()
+
+    def _tell(self, notes: Sequence[str]) -> None:
+        """Warn once of what of the plan did not verify."""
+        if self.is_global_zero:
+            for each in notes:
+                warnings.warn(f"Tensor plan: {each}.", stacklevel=2)
 
     @override
     @contextmanager

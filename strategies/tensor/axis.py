@@ -122,7 +122,7 @@ class TensorAxis:
 
     def place(
         self, module: LightningModule, step: str, batch: Any, rest: tuple[Any, ...]
-    ) -> TensorPlan:
+    ) -> tuple[str, ...]:
         """Divide the model. Collective over all ranks of the job.
 
         Args:
@@ -132,7 +132,7 @@ class TensorAxis:
             rest: What it is called with behind the batch.
 
         Returns:
-            The plan, with what its proof has made of it.
+            What the proof has changed about the plan, and why, in words.
 
         Raises:
             ConfigError: When the step cannot be run, or what was asked for is not possible.
@@ -152,6 +152,7 @@ class TensorAxis:
             device=context.device,
             probes={first: blocks[first] for first in dict.fromkeys(plan.kinds.values())},
         )
+        known = len(plan.notes)
         plan = prove(
             plan, Stage(on_device, blocks, passed, context.judges, self._group_for_a_proof)
         )
@@ -165,7 +166,9 @@ class TensorAxis:
             rank=self.group.rank,
         )
         self._adopt(module, step, apply_plan(module, plan, self.group))
-        return plan
+        if not self.divisions and self.group.size > 1:
+            return (*plan.notes[known:], "nothing of the model is divided: all ranks do all of it")
+        return plan.notes[known:]
 
     def _planned(self, rehearsal: Rehearsal, blocks: Mapping[str, Any]) -> TensorPlan:
         """Return the plan of the first rank. Collective over all ranks of the job."""
@@ -306,9 +309,14 @@ class TensorAxis:
         self._forget_scaler()
         self._forget_scaler = _nothing
 
+    @property
+    def divisions(self) -> Mapping[str, Division]:
+        """How parameters are divided, by all of their names."""
+        return {} if self.placement is None else self.placement.divisions
+
     def division(self, name: str) -> Division | None:
         """How a parameter is divided, by any of its names; None for what every rank has whole."""
-        return None if self.placement is None else self.placement.divisions.get(name)
+        return self.divisions.get(name)
 
     def joined(self, name: str, part: Tensor) -> Tensor:
         """Return the whole of which each rank has a part. Collective over the axis.

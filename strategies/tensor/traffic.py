@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import override
 
 from boltmesh.strategies.tensor.batches import BYTES_PER_RANK
 from boltmesh.strategies.tensor.execution.group import TensorGroup
@@ -111,7 +112,7 @@ class _Counter(dist.ProcessGroup):
     """A group of which nobody hears."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.counted: dict[str, tuple[int, int]] = {}
 
     def _count(self, operator: str, payload: Tensor) -> "_Done":
@@ -119,16 +120,20 @@ class _Counter(dist.ProcessGroup):
         self.counted[operator] = num_bytes + payload.nbytes, calls + 1
         return _Done()
 
+    @override
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:  # type: ignore[override]
         return self._count("allreduce", tensors[0])
 
+    @override
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> Any:  # type: ignore[override]
         return self._count("broadcast", tensors[0])
 
-    def _allgather_base(self, output: Tensor, part: Tensor, options: Any = None) -> Any:  # type: ignore[override]
+    @override
+    def _allgather_base(self, output: Tensor, part: Tensor, options: Any = None) -> Any:
         return self._count("_allgather_base", output)
 
-    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:  # type: ignore[override]
+    @override
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
         return self._count("_reduce_scatter_base", whole)
 
 

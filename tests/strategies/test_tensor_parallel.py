@@ -236,7 +236,7 @@ def draw(rank: int, world_size: int, seed: int, activation_checkpointing: Any) -
     strategy = TensorParallelStrategy(
         telemetry=False, activation_checkpointing=activation_checkpointing
     )
-    module.training_step = noted  # type: ignore[method-assign]
+    module.training_step = noted
     trainer_of(world_size, strategy=strategy, max_steps=6).fit(module, text_data(24, 4))
     return losses[-6:]
 
@@ -302,6 +302,55 @@ def test_a_deferred_model_has_the_weights_of_its_seed_and_each_rank_its_shards()
             assert torch.equal(values[name], each.detach()), name
 
 
+# Memory.
+
+
+def hold(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]]:
+    trainer = trainer_of(world_size)
+    trainer.fit(TinyGPT(ties=True, width=32), text_data(12, 4))
+    strategy: Any = trainer.strategy
+    expected = {each.kind: each.predicted_bytes for each in strategy.expected_memory()}
+    module = trainer.lightning_module
+    held = {"parameters": 0, "optimizer": 0}
+    for each in module.parameters():
+        assert each.untyped_storage().nbytes() == each.nbytes
+        held["parameters"] += each.nbytes
+    for state in trainer.optimizers[0].state.values():
+        held["optimizer"] += sum(each.nbytes for each in state.values())
+    held["gradients"] = held["parameters"]
+    return expected, held
+
+
+def test_a_rank_holds_its_shards_and_no_more() -> None:
+    whole = sum(each.nbytes for each in TinyGPT(ties=True, width=32).parameters())
+    for expected, held in run_ranks(hold, 2):
+        assert expected == held
+        assert held["parameters"] < 0.56 * whole
+
+
+# Going on in the midst of an epoch.
+
+
+def stop_and_go_on(rank: int, world_size: int, folder: Path) -> list[bool]:
+    def run(steps: int, seed: int, source: Path | None) -> dict[str, Tensor]:
+        seed_everything(seed, verbose=False)
+        module = TinyGPT(dropout=0.3, groups=True)
+        trainer = trainer_of(world_size, max_steps=steps, callbacks=[], max_epochs=-1)
+        trainer.fit(module, text_data(24, 4, shuffle=True), ckpt_path=source)
+        trainer.save_checkpoint(folder / f"{steps}-{seed}")
+        return {name: each.detach().clone() for name, each in module.named_parameters()}
+
+    run(4, 1, None)
+    again = run(9, 77, folder / "4-1")
+    straight = run(9, 1, None)
+    return [torch.equal(each, again[name]) for name, each in straight.items()]
+
+
+def test_a_run_goes_on_to_the_bit_with_dropout_and_shuffled_data(tmp_path: Path) -> None:
+    for same in run_ranks(stop_and_go_on, 2, tmp_path, timeout_s=90):
+        assert all(same)
+
+
 # What is refused.
 
 
@@ -311,8 +360,15 @@ class Muon(TinyGPT):
         return torch.optim.Muon(matrices, lr=0.01)
 
 
+class OwnData(TinyGPT):
+    batch_size = 4
+
+    def train_dataloader(self) -> Any:
+        return text_data(12, self.batch_size)
+
+
 class FromIterator(TinyGPT):
-    def training_step(self, dataloader_iter: Any) -> Tensor:
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
         return self.loss(batch)
 
@@ -333,7 +389,7 @@ def refuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
             built(),
             {"callbacks": [OnExceptionCheckpoint(folder)], "enable_checkpointing": True},
         ),
-        "batch size finder": (built(), {"callbacks": [BatchSizeFinder()]}),
+        "batch size finder": (OwnData(), {"callbacks": [BatchSizeFinder()]}),
         "sync_batchnorm": (built(), {"sync_batchnorm": True}),
         "dataloader_iter": (FromIterator(), {}),
         "grad_norm": (GradNorm(), {}),
@@ -345,7 +401,8 @@ def refuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
 
 def _refusal(world_size: int, module: Any, options: dict[str, Any]) -> str:
     try:
-        trainer_of(world_size, **options).fit(module, text_data(12, 4))
+        data = None if isinstance(module, OwnData) else text_data(12, 4)
+        trainer_of(world_size, **options).fit(module, data)
     except ConfigError as error:
         return str(error)
     return "trained"

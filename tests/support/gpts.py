@@ -56,7 +56,7 @@ class Attention(nn.Module):
 class Adapted(nn.Module):
     """A frozen layer and a product of two thin ones beside it, as LoRA has them."""
 
-    def __init__(self, layer: nn.Linear, rank: int) -> None:
+    def __init__(self, layer: Any, rank: int) -> None:
         super().__init__()
         self.layer = layer
         self.a = nn.Linear(layer.in_features, rank, bias=False)
