@@ -315,7 +315,11 @@ def test_clocks_that_are_apart_do_not_make_a_rank_old(nodes, clock):
     assert nodes[0].snapshot().ranks[2].last_seen == pytest.approx(time.time(), abs=30)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xc1", b"\x91" * 5000, os.urandom(64), b"\x80"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xc1", b"\x91" * 5000, os.urandom(64), b"\x80"],
+    ids=["empty", "no type", "deep", "random", "cut"],  # of each worker the same
+)
 def test_a_file_that_is_none_is_passed_over(nodes, clock, content):
     exchange(nodes, clock)
     path = nodes[0].job.path
