@@ -31,11 +31,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     loss_parallel,
     parallelize_module,
 )
-from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.tensor.analysis.analyse import analyse
@@ -122,9 +122,8 @@ def theirs(world_size: int, width: int) -> tuple[nn.Module, Callable[[], Tensor]
     mesh = init_device_mesh("cpu", (world_size,))
     columns = ("attention.q", "attention.k", "attention.v", "up")
     rows = ("attention.out", "down")
-    plan = {name: ColwiseParallel() for name in columns} | {
-        name: RowwiseParallel() for name in rows
-    }
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in rows}
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
     ends: dict[str, ParallelStyle] = {
@@ -184,7 +183,9 @@ def _plain(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def compare(whole: Tensor | None, found: Tensor | None, rank: int, world_size: int, name: str) -> None:
+def compare(
+    whole: Tensor | None, found: Tensor | None, rank: int, world_size: int, name: str
+) -> None:
     """Find a shard, of either kind, equal to its place in the whole gradient."""
     assert whole is not None
     assert found is not None

@@ -1,4 +1,4 @@
-"""``boltmesh plan`` and ``--dry-run`` of tensor parallelism: what is divided, why, and what is kept."""
+"""``boltmesh plan`` and ``--dry-run`` of tensor parallelism: what is divided, and why."""
 
 import json
 from typing import Any
