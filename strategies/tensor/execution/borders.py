@@ -51,6 +51,7 @@ class AlikeBorder(Border):
         self._entered: tuple[Tensor, int, Tensor] | None = None
         """What entered last, how often it had been written by then, and as what."""
 
+    @override
     def enter(self, value: Tensor) -> Tensor:
         """Return the value with the sum of the gradients in its backward."""
         if not (value.requires_grad and torch.is_grad_enabled()):
@@ -63,15 +64,18 @@ class AlikeBorder(Border):
         self._entered = value, times_written(value), entered
         return entered
 
+    @override
     def leave(self, part: Tensor) -> Tensor:
         """Return the sum."""
         self.forget()
         return reduce_sum(part, self.group)
 
+    @override
     def after(self, parameter: Tensor) -> Tensor:
         """Return it as it is: all ranks do the same with it."""
         return parameter
 
+    @override
     def forget(self) -> None:
         """Keep no activation longer than the block runs."""
         self._entered = None
