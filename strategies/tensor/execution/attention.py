@@ -8,6 +8,7 @@ arguments mean what they mean to torch.
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -129,25 +130,26 @@ class Heads:
     def _projected(self, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads, ``(batch, heads, length, channels)``."""
         module = self._module
-        if module.in_proj_weight is not None:
-            weights = list(module.in_proj_weight.chunk(3))
+        fused, bias = cast("Tensor | None", module.in_proj_weight), module.in_proj_bias
+        if fused is not None and call.query is call.key is call.value:
+            query, key, value = F.linear(call.query, fused, bias).chunk(3, -1)
+            return self._heads(query), self._heads(key), self._heads(value)
+        if fused is not None:
+            weights = fused.chunk(3)
         else:
-            weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
-        biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-        if call.query is call.key is call.value and module.in_proj_weight is not None:
-            joined = F.linear(call.query, module.in_proj_weight, module.in_proj_bias)
-            query, key, value = joined.chunk(3, -1)
-        else:
-            query, key, value = (
-                F.linear(each, weight, bias)
-                for each, weight, bias in zip(
-                    (call.query, call.key, call.value), weights, biases, strict=True
-                )
+            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        query, key, value = (
+            F.linear(each, weight, own)
+            for each, weight, own in zip(
+                (call.query, call.key, call.value), weights, biases, strict=True
             )
+        )
         return self._heads(query), self._heads(key), self._heads(value)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self._module.head_dim)).transpose(1, 2)
+        heads = projected.view(*projected.shape[:-1], -1, self._module.head_dim)
+        return heads.transpose(1, 2)
 
     def _mask(self, call: _Call, query: Tensor) -> Tensor | None:
         """What is added to the scores of this rank's heads, broadcast against them; or None."""
@@ -156,7 +158,7 @@ class Heads:
             return None
         added = None if mask is None else _additive(mask, query.dtype)
         if added is not None and added.dim() == 3:
-            added = added.unflatten(0, (call.query.shape[0], self._module.num_heads))
+            added = added.view(call.query.shape[0], self._module.num_heads, *added.shape[1:])
             if added.requires_grad:
                 added = take_part(added, self._group, 1)
             else:

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from boltmesh.strategies.tensor.execution.apply import apply_plan
-from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.plan import PlannedAxis, ShardedParameter, Style, TensorPlan
 from boltmesh.strategies.tensor.sections import Section
 from tests.support.ranks import run_ranks
+from tests.support.tensor_runs import world
 
 pytestmark = pytest.mark.ranks
 
@@ -104,7 +103,7 @@ def _largest(mine: dict[str, Tensor], whole: dict[str, Tensor]) -> dict[str, flo
 
 
 def _every_call(rank: int, world_size: int) -> dict[Any, dict[str, float]]:
-    group = TensorGroup(dist.group.WORLD, torch.device("cpu"))
+    group = world()
     found = {}
     for built_as, built in BUILT.items():
         for called_as, called in CALLED.items():
@@ -137,7 +136,7 @@ def _unbatched(rank: int, world_size: int) -> float:
     torch.manual_seed(0)
     whole = nn.MultiheadAttention(WIDTH, HEADS, dtype=torch.float64)
     module = copy.deepcopy(whole)
-    group = TensorGroup(dist.group.WORLD, torch.device("cpu"))
+    group = world()
     apply_plan(module, _plan(module, world_size), group)
     x = torch.randn(QUERIES, WIDTH, dtype=torch.float64)
     padding = torch.tensor([False] * (QUERIES - 1) + [True])
@@ -151,7 +150,7 @@ def test_one_sequence_needs_no_batch() -> None:
 
 def _without_a_mask(rank: int, world_size: int) -> str:
     module = nn.MultiheadAttention(WIDTH, HEADS)
-    group = TensorGroup(dist.group.WORLD, torch.device("cpu"))
+    group = world()
     apply_plan(module, _plan(module, world_size), group)
     x = torch.randn(QUERIES, ROWS, WIDTH)
     with pytest.raises(RuntimeError, match="Need attn_mask"):

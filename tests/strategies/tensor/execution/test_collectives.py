@@ -4,12 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from boltmesh.strategies.tensor.execution import collectives
-from boltmesh.strategies.tensor.execution.group import TensorGroup
 from tests.support.ranks import run_ranks
+from tests.support.tensor_runs import world
 
 pytestmark = pytest.mark.ranks
 
@@ -36,7 +35,7 @@ def _both(function: Callable[[Tensor], Tensor], value: Tensor, seed: int) -> tup
 
 
 def _every_border(rank: int, world_size: int) -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
-    group = TensorGroup(dist.group.WORLD, torch.device("cpu"))
+    group = world()
     results = {}
     for name in NAMES:
         for dim in (0, 1):
@@ -89,7 +88,7 @@ def test_a_border_and_its_backward_are_what_they_are_said_to_be(
 
 def _penalty(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     """A gradient penalty over a column and a row: the gradient of a gradient."""
-    group = TensorGroup(dist.group.WORLD, torch.device("cpu"))
+    group = world()
     rows = 4 // world_size
     column, row = (
         each[rank * rows : (rank + 1) * rows].clone().requires_grad_()

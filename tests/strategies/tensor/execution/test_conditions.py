@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +15,15 @@ from boltmesh.strategies.recomputation import Recomputation
 from boltmesh.strategies.tensor.execution.apply import apply_plan
 from boltmesh.strategies.tensor.execution.group import TensorGroup
 from tests.support.ranks import run_ranks
-from tests.support.tensor_runs import applied, built, compared, difference, gradients, planned
+from tests.support.tensor_runs import (
+    applied,
+    built,
+    compared,
+    difference,
+    gradients,
+    planned,
+    world,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -184,7 +191,7 @@ def test_parameters_are_any_to_a_data_axis_around(kind: str) -> None:
 
 def _rank_of_a_larger_group(rank: int, world_size: int) -> str:
     model, loss = built("gpt_local")
-    group = TensorGroup(dist.group.WORLD, torch.device("cpu"))
+    group = world()
     with pytest.raises(ValueError, match="for 4 ranks, and the group has 2"):
         apply_plan(model, planned(model, loss, 4, "local"), group)
     other, _ = built("gpt_three_heads")

@@ -13,7 +13,7 @@ from boltmesh.strategies.tensor.execution.changes import Changes
 from boltmesh.strategies.tensor.execution.dropout import Draws, divide_draws
 from boltmesh.strategies.tensor.execution.group import TensorGroup
 from tests.support.ranks import run_ranks
-from tests.support.tensor_runs import applied
+from tests.support.tensor_runs import applied, world
 
 pytestmark = pytest.mark.ranks
 
@@ -34,7 +34,7 @@ class _Drawing(nn.Module):
 
 
 def _group() -> TensorGroup:
-    return TensorGroup(dist.group.WORLD, torch.device("cpu"))
+    return world()
 
 
 def _drawing(p: float = 0.5) -> nn.Module:

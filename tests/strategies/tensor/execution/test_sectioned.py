@@ -5,16 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.execution.sectioned import Sectioned, as_whole
 from boltmesh.strategies.tensor.execution.sharding import shard_of
 from boltmesh.strategies.tensor.plan import ShardedParameter
 from boltmesh.strategies.tensor.sections import Section
 from tests.support.ranks import run_ranks
+from tests.support.tensor_runs import world
 
 pytestmark = pytest.mark.ranks
 
@@ -57,7 +56,7 @@ def _of(sections: tuple[Section, ...]) -> tuple[Tensor, Any]:
     length = sum(each.length for each in sections)
     whole = torch.randn(2, 5, length, generator=torch.Generator().manual_seed(0)).double()
     entry = ShardedParameter("x", ("x",), (2, 5, length), 2, sections, "column", 0)
-    group = TensorGroup(dist.group.WORLD, torch.device("cpu"))
+    group = world()
     part = shard_of(whole, entry, size=group.size, rank=group.rank).requires_grad_()
     return whole.requires_grad_(), as_whole(part, sections, group)
 

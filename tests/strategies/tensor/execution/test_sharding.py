@@ -50,16 +50,16 @@ def test_heads_of_a_fused_projection_stay_together() -> None:
 
 
 def test_parameters_stay_the_objects_they_are_and_ties_stay_ties() -> None:
-    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
-    model[1].weight = model[0].weight
-    model.listed = [model[0].weight]
+    table, head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+    head.weight = listed = table.weight
+    model = nn.Sequential(table, head)
     entry = _entry("0.weight", (6, 4), 0, Section(1, 6, 1))
-    before = model[0].weight.detach().clone()
+    before = table.weight.detach().clone()
     shard_parameters(model, [entry], size=2, rank=1)
-    assert model.listed[0] is model[0].weight is model[1].weight
-    assert torch.equal(model[1].weight, before[3:])
+    assert listed is table.weight is head.weight
+    assert torch.equal(head.weight, before[3:])
     shard_parameters(model, [entry], size=2, rank=1)
-    assert torch.equal(model[1].weight, before[3:]), "a shard is left alone"
+    assert torch.equal(head.weight, before[3:]), "a shard is left alone"
 
 
 def test_parameters_of_another_model_are_refused_by_name() -> None:
