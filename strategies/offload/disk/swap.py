@@ -19,8 +19,8 @@ from boltmesh.telemetry.recording.null_recorder import NullRecorder
 from boltmesh.telemetry.recording.recorder import Recorder
 
 NUM_THREADS = 8
-"""For each direction. Four keep a disk busy while all of them transfer; a thread that sums a block
-does not, and with four the step takes 6 % longer."""
+"""For each direction. Four keep a disk busy while all of them transfer; a thread that sums a shard
+of parameters does not."""
 
 
 class Swap:
