@@ -11,8 +11,8 @@ whoever computes something else is not compared.
 All of them gather and reduce the same units in as many collectives of the same sizes; under a
 Trainer a broadcast of 8 bytes is added, by which Lightning asks whether a rank was told to stop.
 The bare loop has no Trainer: what Lightning's own strategy costs beside it is the Trainer's part.
-Ours and the bare loop are on the process group of the world, ``ModelParallelStrategy`` makes its
-own mesh.
+Everybody is on the process group of the world, for ``stepping.py``'s reason: of the mesh that
+``ModelParallelStrategy`` makes, the network takes no notice.
 """
 
 import argparse
@@ -91,7 +91,13 @@ class Prepared(Network):
 
     def configure_model(self) -> None:
         if not isinstance(self.head.weight, torch.distributed.tensor.DTensor):
-            shard(self, self.device_mesh["data_parallel"])  # type: ignore[index]
+            shard(self, world_mesh())
+
+
+def world_mesh() -> DeviceMesh:
+    world = dist.group.WORLD
+    assert world is not None
+    return DeviceMesh.from_group(world, "cpu")
 
 
 def shard(network: Network, mesh: DeviceMesh) -> None:
@@ -131,9 +137,7 @@ def with_trainer(make: Callable[[int], Any], kind: type[Network]) -> Variant:
 
 def bare_loop(rank: int, world_size: int, steps: int, width: int) -> Result:
     network = Network(width)
-    world = dist.group.WORLD
-    assert world is not None
-    shard(network, DeviceMesh.from_group(world, "cpu"))
+    shard(network, world_mesh())
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
     starts = []
     for (inputs,) in loader(steps, width, rank):

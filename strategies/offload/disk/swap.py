@@ -19,8 +19,8 @@ from boltmesh.telemetry.recording.null_recorder import NullRecorder
 from boltmesh.telemetry.recording.recorder import Recorder
 
 NUM_THREADS = 8
-"""For each direction. Four keep a disk busy while all of them transfer; a thread that sums a block
-does not, and with four the step takes 6 % longer."""
+"""For each direction. Four keep a disk busy while all of them transfer; a thread that sums a shard
+of parameters does not."""
 
 
 class Swap:
@@ -68,6 +68,7 @@ class Swap:
         into: Tensor,
         *,
         is_urgent: bool = False,
+        is_verified: bool = True,
         on_done: Callable[[Ticket], None] = lambda _: None,
     ) -> Ticket:
         """Begin to read a range and to compare it with what was written.
@@ -76,19 +77,47 @@ class Swap:
             extent: The range.
             into: ``uint8``, as long as the range, page-aligned.
             is_urgent: Goes before what is not.
+            is_verified: False: not compared here. Whoever uses the data calls ``verify`` first.
             on_done: Called by the thread that moved the last block, also after an error.
         """
-        return self._submit("read", extent, into, on_done, is_urgent=is_urgent)
+        move = self._read_verified if is_verified else self._read_block
+        return self._submit("read", move, extent, into, on_done, is_urgent=is_urgent)
+
+    def verify(self, extent: Extent, data: Tensor) -> None:
+        """Compare what was read from a range with what was written there, on this thread.
+
+        Raises:
+            OffloadError: It is something else.
+        """
+        try:
+            for number in range(len(extent.sums)):
+                self._compare(extent, data, number)
+        except DamagedBlockError as error:
+            raise self.file.explain(error, _doing("read", extent)) from error
 
     def write(
         self,
         extent: Extent,
         data: Tensor,
         *,
+        is_sealed: bool = False,
         on_done: Callable[[Ticket], None] = lambda _: None,
     ) -> Ticket:
-        """Begin to write a range; ``data`` may not change until the ticket is done."""
-        return self._submit("write", extent, data, on_done, is_urgent=False)
+        """Begin to write a range; ``data`` may not change until the ticket is done.
+
+        Args:
+            extent: The range.
+            data: ``uint8``, as long as the range, page-aligned.
+            is_sealed: Whether ``seal`` was called with the same data.
+            on_done: Called by the thread that moved the last block, also after an error.
+        """
+        move = self._write_block if is_sealed else self._seal_and_write
+        return self._submit("write", move, extent, data, on_done, is_urgent=False)
+
+    def seal(self, extent: Extent, data: Tensor) -> None:
+        """Take the checksums of what is about to be written to a range, on this thread."""
+        for number in range(len(extent.sums)):
+            self._sum(extent, data, number)
 
     def sync(self) -> None:
         """Find out about writes that have only reached the page cache."""
@@ -111,6 +140,7 @@ class Swap:
     def _submit(
         self,
         direction: Literal["read", "write"],
+        move: Callable[[Extent, Tensor, int], None],
         extent: Extent,
         memory: Tensor,
         on_done: Callable[[Ticket], None],
@@ -121,16 +151,13 @@ class Swap:
 
         def finish(ticket: Ticket) -> None:
             if ticket.error is not None:
-                preposition = "from" if direction == "read" else "to"
-                doing = f"{direction} {extent.name} {preposition}"
                 cause = ticket.error
-                ticket.error = self.file.explain(cause, doing)
+                ticket.error = self.file.explain(cause, _doing(direction, extent))
                 ticket.error.__cause__ = cause
             else:
                 self.recorder.offload("disk", direction, extent.num_bytes, ticket.seconds)
             on_done(ticket)
 
-        move = self._read_block if direction == "read" else self._write_block
         ticket = Ticket(memory, len(extent.sums), finish)
         blocks: list[Block] = [partial(move, extent, memory, n) for n in range(len(extent.sums))]
         pool = self._reads if direction == "read" else self._writes
@@ -140,15 +167,30 @@ class Swap:
     def _read_block(self, extent: Extent, memory: Tensor, number: int) -> None:
         block, offset = _cut(extent, memory, number)
         self.file.read(as_bytes(block), offset)
+
+    def _read_verified(self, extent: Extent, memory: Tensor, number: int) -> None:
+        self._read_block(extent, memory, number)
+        self._compare(extent, memory, number)
+
+    def _compare(self, extent: Extent, memory: Tensor, number: int) -> None:
+        block, offset = _cut(extent, memory, number)
         if block_sum(block) != extent.sums[number]:
             raise DamagedBlockError(offset, block.numel())
 
+    def _sum(self, extent: Extent, memory: Tensor, number: int) -> None:
+        block, _ = _cut(extent, memory, number)
+        extent.sums[number] = block_sum(block)
+
     def _write_block(self, extent: Extent, memory: Tensor, number: int) -> None:
         block, offset = _cut(extent, memory, number)
+        total = extent.sums[number]
         extent.sums[number] = None  # half of a block is no block
-        total = block_sum(block)
         self.file.write(as_bytes(block), offset)
         extent.sums[number] = total
+
+    def _seal_and_write(self, extent: Extent, memory: Tensor, number: int) -> None:
+        self._sum(extent, memory, number)
+        self._write_block(extent, memory, number)
 
 
 def _close(reads: TransferPool, writes: TransferPool, file: SwapFile) -> None:
@@ -161,3 +203,7 @@ def _cut(extent: Extent, memory: Tensor, number: int) -> tuple[Tensor, int]:
     """One block of the memory, and where it lies in the file."""
     start = number * BLOCK_BYTES
     return memory[start : start + BLOCK_BYTES], extent.offset + start
+
+
+def _doing(direction: Literal["read", "write"], extent: Extent) -> str:
+    return f"{direction} {extent.name} {'from' if direction == 'read' else 'to'}"

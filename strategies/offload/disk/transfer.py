@@ -113,12 +113,14 @@ class TransferPool:
             for n in range(num_threads)
         ]
         self._started = threading.Barrier(num_threads + 1)
+        # Asked before they start: a thread that was never asked takes what was set last anywhere.
+        num_torch_threads = torch.get_num_threads()
         with stacks_of(STACK_BYTES):
             for thread in self._threads:
                 thread.start()
         self._started.wait()
         # A thread's own number is also what torch gives to threads that begin later: put it back.
-        torch.set_num_threads(torch.get_num_threads())
+        torch.set_num_threads(num_torch_threads)
 
     def submit(self, ticket: Ticket, blocks: Sequence[Block], *, is_urgent: bool = False) -> None:
         """Queue the blocks of one ticket. Urgent is what the training thread stands still for."""
@@ -135,7 +137,7 @@ class TransferPool:
         self._threads = []
 
     def _run(self) -> None:
-        # Checksums are small work on many threads already; more would only get in training's way.
+        # What these threads compute is small, and more would only get in training's way.
         torch.set_num_threads(1)
         use_device(self._device)  # what is read is copied to it by the thread that has read it
         self._started.wait()

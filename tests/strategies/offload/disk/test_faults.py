@@ -28,6 +28,7 @@ from tests.support.faulty_disk import (
     FaultyCalls,
     cut_file,
     failing,
+    file_name,
     flip_bit,
     lost,
     torn,
@@ -203,6 +204,34 @@ def test_a_flipped_bit_on_the_disk_is_found(store: DiskStore, swap: Swap) -> Non
     assert "could not read chunk 2 of the optimizer state" in str(error)
     assert f"bytes from byte {2 * CHUNK_BYTES} on are not those" in str(error)
     assert_dead(store, error)
+
+
+def test_a_block_in_the_place_of_another_is_found(store: DiskStore, swap: Swap) -> None:
+    """A disk that mixes up addresses: the block is whole, and not the one that belongs there."""
+    step(store)
+    store.flush()
+    with open(file_name(swap), "r+b", buffering=0) as file:
+        file.seek(3 * CHUNK_BYTES)
+        other = file.read(CHUNK_BYTES)
+        file.seek(2 * CHUNK_BYTES)
+        file.write(other)
+    error = steps_until_error(store)
+    assert "could not read chunk 2 of the optimizer state" in str(error)
+    assert_dead(store, error)
+
+
+def test_a_chunk_that_is_damaged_once_read_is_not_handed_out(
+    store: DiskStore, swap: Swap, calls: FaultyCalls
+) -> None:
+    """Read ahead and right, and changed in memory before anybody has asked for it."""
+    store._held.clear()
+    store.prefetch(5)
+    with store._changed:
+        store._wait_until(lambda: not store._held[5].is_moving)
+    store._held[5].buffer[20_480] ^= 1
+    with pytest.raises(OffloadError, match="could not read chunk 5") as caught:
+        store.acquire(5)
+    assert_dead(store, caught.value)
 
 
 def test_damage_to_what_is_not_read_again_does_no_harm(store: DiskStore, swap: Swap) -> None:

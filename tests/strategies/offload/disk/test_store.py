@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from boltmesh.strategies.offload.disk.checksum import block_sum
 from boltmesh.strategies.offload.disk.store import DiskStore
 from boltmesh.strategies.offload.disk.swap import Swap
 from tests.support.faulty_disk import FaultyCalls
@@ -248,6 +249,48 @@ def test_flush_returns_when_the_writes_are_over(
     assert not over.is_set()
     store.flush()
     assert over.is_set()
+
+
+def test_the_thread_that_steps_takes_the_checksums_and_each_read_is_verified_once(
+    make: Callable[..., DiskStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(9)
+    summed: list[tuple[int, int]] = []
+    threads: set[int] = set()
+
+    def sum_and_note(block: Tensor) -> int:
+        threads.add(threading.get_ident())
+        summed.append((block.data_ptr(), block.numel()))
+        return block_sum(block)
+
+    monkeypatch.setattr("boltmesh.strategies.offload.disk.swap.block_sum", sum_and_note)
+    for chunk in range(9):
+        store.prefetch(chunk)
+        store.acquire(chunk)[0].add_(1)
+        store.release(chunk, is_dirty=True)
+    store.flush()
+    assert threads == {threading.get_ident()}
+    assert len(summed) == 2 * 9  # once as it was read, once as it is written
+    store.acquire(8)  # memory still has it
+    store.release(8, is_dirty=False)
+    assert len(summed) == 2 * 9
+
+
+def test_what_is_written_later_has_checksums_too(make: Callable[..., DiskStore]) -> None:
+    store = make(9)
+    store.acquire(0)[0].fill_(7)
+    store.release(0, is_dirty=True, defers_write=True)
+    store.acquire(0)[1].fill_(8)
+    store.release(0, is_dirty=True, defers_write=True)
+    for chunk in range(1, 9):  # chunk 0 leaves the memory
+        store.acquire(chunk)
+        store.release(chunk, is_dirty=False)
+    store.flush()
+    assert 0 not in store._held
+    first, second, third = store.acquire(0)
+    assert (first == 7).all()
+    assert (second == 8).all()
+    assert torch.equal(third, values(0)[2])
 
 
 def test_closing_twice_and_with_hints_under_way_is_no_error(

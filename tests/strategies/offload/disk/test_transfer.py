@@ -1,5 +1,8 @@
 """Tickets tell of all their blocks; pools serve what is urgent first."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -94,6 +97,21 @@ def test_a_pool_leaves_the_number_of_torch_threads_as_it_was() -> None:
     assert inside == [1]
     assert torch.get_num_threads() == before
     assert later == [before]
+
+
+FIRST = """
+import torch
+from boltmesh.strategies.offload.disk.transfer import TransferPool
+TransferPool(2, "test").close()
+print(torch.get_num_threads())
+"""
+
+
+def test_a_pool_that_is_the_first_to_ask_torch_for_threads_does_not_settle_their_number() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", FIRST]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["2"]
 
 
 def test_closing_finishes_what_is_queued() -> None:
