@@ -58,7 +58,7 @@ from boltmesh.strategies.pipeline.versions import ParameterSlots
 from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace, PipelinePlan
-from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
 
 SEED_STRIDE = 1_000_003
 """Between the seeds of two steps: a prime above any number of microbatches."""
@@ -271,9 +271,10 @@ class PipelineAxis:
             accumulated: Batches in an optimizer step.
         """
         recorder = self.context.recorder
-        for group in [*self.shared.groups(), self._executor.control_group]:
-            if group is not None:
-                recorder.name_group(group, "pipeline")
+        for group in self.shared.groups():
+            recorder.name_group(group, "pipeline")
+        if self._executor.control_group is not None:
+            recorder.name_group(self._executor.control_group, CONTROL)
         recorder.schedule(
             PipelinePlan(
                 schedule=self.options.schedule,
