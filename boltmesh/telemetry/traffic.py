@@ -1,6 +1,11 @@
 """The bytes that a strategy says one step should move, to be shown beside the measured ones."""
 
+from typing import Final
+
 import msgspec
+
+CONTROL: Final = "control"
+"""The axis of what ranks agree on in small messages, beside the tensors of a model."""
 
 
 class ExpectedTraffic(msgspec.Struct, frozen=True):

@@ -45,7 +45,7 @@ from boltmesh.strategies.steps.metrics import find_metrics
 from boltmesh.strategies.steps.quiet import quiet
 from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace
-from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
 
 SEED_STRIDE = 1_000_003
 """Between the seeds of two steps: a prime above any number of microbatches."""
@@ -200,9 +200,10 @@ class PipelineAxis:
             accumulated: Batches in an optimizer step.
         """
         recorder = self.context.recorder
-        for group in [*self.holdings.shared.groups(), self._executor.control_group]:
-            if group is not None:
-                recorder.name_group(group, "pipeline")
+        for group in self.holdings.shared.groups():
+            recorder.name_group(group, "pipeline")
+        if self._executor.control_group is not None:
+            recorder.name_group(self._executor.control_group, CONTROL)
         recorder.schedule(self._forecast.plan(self.options.schedule, accumulated))
 
     def follow_scaler(self) -> None:

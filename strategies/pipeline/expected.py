@@ -7,7 +7,7 @@ from torch.nn import Parameter
 
 from boltmesh.strategies.pipeline.values import ValueSpec
 from boltmesh.telemetry.snapshot import MemoryKind
-from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
 
 NORM_BYTES = 8
 """Of a norm over all stages, which is a single number in double precision."""
@@ -28,35 +28,46 @@ def expected_collectives(
     """Return the collectives of one optimizer step on one rank; each pair is bytes and calls.
 
     Args:
-        agreements: Of a batch, on whether ranks await the same and nobody has failed.
+        agreements: Of a batch, on whether ranks await the same and nobody has failed: what a rank
+            sends, and receives.
         shared: Of a batch, for gradients of parameters that several stages hold.
         told: Of a batch, from the last stage: the loss and what was logged.
         accumulated: Batches in an optimizer step.
         num_norms: Norms over all stages in an optimizer step.
         agrees_on_overflow: Whether stages tell each other before a step if gradients overflowed.
     """
-    reduced, calls = (sum(each) for each in zip(agreements, shared, strict=True))
-    why = "agreements of the ranks"
-    why += ", gradients of parameters that stages share" if shared[0] else ""
-    why += ", the norm for clipping" if num_norms else ""
-    why += ", whether fp16 has overflown" if agrees_on_overflow else ""
-    in_step = NORM_BYTES * num_norms + OVERFLOW_BYTES * agrees_on_overflow
-    return [
+    reduced = {
+        "gradients of parameters that stages share": (shared[0] * accumulated, shared[1] * accumulated),
+        "the norm for clipping": (NORM_BYTES * num_norms, num_norms),
+        "whether fp16 has overflown": (OVERFLOW_BYTES * agrees_on_overflow, int(agrees_on_overflow)),
+    }
+    named = {why: each for why, each in reduced.items() if each[1]}
+    sizes, calls = zip(*named.values(), strict=True) if named else ((), ())
+    over_stages = ExpectedTraffic(
+        axis="pipeline",
+        operator="allreduce",
+        payload_bytes=float(sum(sizes)),
+        calls=float(sum(calls)),
+        why=", ".join(named),
+    )
+    agreed = [
         ExpectedTraffic(
-            axis="pipeline",
-            operator="allreduce",
-            payload_bytes=float(reduced * accumulated + in_step),
-            calls=float(calls * accumulated + num_norms + agrees_on_overflow),
-            why=why,
-        ),
-        ExpectedTraffic(
-            axis="pipeline",
-            operator="broadcast",
-            payload_bytes=float(told[0] * accumulated),
-            calls=float(told[1] * accumulated),
-            why="the last stage tells the loss and what was logged",
-        ),
+            axis=CONTROL,
+            operator=operator,
+            payload_bytes=float(agreements[0] * accumulated),
+            calls=float(agreements[1] * accumulated),
+            why="agreements of the ranks, at both ends of a batch",
+        )
+        for operator in ("send", "recv")
     ]
+    told_by_last = ExpectedTraffic(
+        axis="pipeline",
+        operator="broadcast",
+        payload_bytes=float(told[0] * accumulated),
+        calls=float(told[1] * accumulated),
+        why="the last stage tells the loss and what was logged",
+    )
+    return [*([over_stages] if named else []), told_by_last, *agreed]
 
 
 def with_second_version(

@@ -123,7 +123,7 @@ def theirs(world_size: int, width: int) -> tuple[nn.Module, Callable[[], Tensor]
     columns = ("attention.q", "attention.k", "attention.v", "up")
     rows = ("attention.out", "down")
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
-    plan |= {name: RowwiseParallel() for name in rows}
+    plan.update((name, RowwiseParallel()) for name in rows)
     for block in model.blocks:
         parallelize_module(block, mesh, plan)
     ends: dict[str, ParallelStyle] = {

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from boltmesh.telemetry.snapshot import JobSnapshot
+from boltmesh.telemetry.traffic import CONTROL
 from boltmesh.tui.figures.memo import remember_last
 
 Unit = Literal["rank", "ranks", "stage", "stages"]
@@ -40,13 +41,15 @@ def rank_pairs(job: JobSnapshot) -> Pairs:
     """Return what each rank sends to each other one.
 
     Both sides count the same bytes: the sender is believed, and where it is not seen, because it
-    is on another host or ran a version that did not count, the receiver.
+    is on another host or ran a version that did not count, the receiver. What ranks agree on is no
+    part of it.
     """
     sent: dict[tuple[int, int], float | None] = {}
     received: dict[tuple[int, int], float | None] = {}
     for rank in job.ranks:
         for total in rank.peers:
-            if total.bytes_per_step == 0:  # only outside of steps, to set up
+            # Only outside of steps, to set up; or beside what the model sends.
+            if total.bytes_per_step == 0 or total.axis == CONTROL:
                 continue
             if total.operator.startswith("send"):
                 key, pairs = (rank.rank, total.peer), sent

@@ -6,7 +6,8 @@ digest of its batch, which has to be the same on all, and how long it computed i
 The question is asked while the first stage computes already, and answered before the first message.
 
 At its end, that nobody has failed. So no rank is in a later step than one that fails, and all
-raise in the same step. See [Note: Failing together] in ``failure.py``.
+raise in the same step. See [Note: Failing together] in ``failure.py``. The rank that ends last, on
+which the next step waits, has the answer of all others by then.
 """
 
 import contextlib
@@ -16,10 +17,11 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
 from boltmesh.errors import PipelineError
 from boltmesh.strategies.pipeline.executor.border import describe_specs, digest
+from boltmesh.strategies.pipeline.executor.exchange import Exchange, exchange_size
 from boltmesh.strategies.pipeline.executor.idle import FIGURES, IdleMeter
 from boltmesh.strategies.pipeline.executor.program import Program
 from boltmesh.strategies.pipeline.values import ValueSpec
@@ -30,15 +32,20 @@ Specs = Mapping[tuple[int, int], tuple[ValueSpec, ...]]
 
 _UNKNOWN: Final = -1
 
-
-_ROW = torch.int64
-_FLAG = torch.int32
+_ROW: Final = torch.int64
+_FLAG: Final = torch.int32
+_BEGIN, _END = 0, 1
 
 
 def agreement_size(num_stages: int, num_ranks: int) -> tuple[int, int]:
-    """Return the bytes and the calls of both agreements of a step."""
-    row = 2 * num_stages + (1 + FIGURES) * num_ranks
-    return row * _ROW.itemsize + _FLAG.itemsize, 2
+    """Return the bytes and the messages that a rank sends for both agreements of a step."""
+    begin = exchange_size(_row_length(num_stages, num_ranks), _ROW, num_ranks)
+    end = exchange_size(1, _FLAG, num_ranks)
+    return begin[0] + end[0], begin[1] + end[1]
+
+
+def _row_length(num_stages: int, num_ranks: int) -> int:
+    return 2 * num_stages + (1 + FIGURES) * num_ranks
 
 
 class DisagreementError(PipelineError):
@@ -78,12 +85,15 @@ class Agreement:
         is_training = program.has_backward and bool(program.microbatches)
         figures = meter.begin(is_training=is_training)
         # All lie in one row, of a length that no batch changes.
-        self._row = torch.tensor([*digests[0], *digests[1], *batches, *figures], dtype=_ROW)
-        self._question: Work | None = None
+        row = torch.tensor([*digests[0], *digests[1], *batches, *figures], dtype=_ROW)
+        self._question: Exchange | None = None
         if group is None:
             meter.hear(figures)
         else:
-            self._question = dist.all_reduce(self._row, group=group, async_op=True)
+            self._question = Exchange(group, len(row), _ROW, tag=_BEGIN)
+            self._question.tell(row)
+            # Asked for now, so that nobody has to wait for room when all is done.
+            self._failures = Exchange(group, 1, _FLAG, tag=_END)
 
     def _own_digests(self, program: Program) -> list[list[int]]:
         """Return what this rank knows, and zeros for what others know.
@@ -113,8 +123,7 @@ class Agreement:
         question, self._question = self._question, None
         if question is None:
             return
-        question.wait()
-        told = self._row.tolist()
+        told = question.hear().tolist()
         num_stages, num_ranks = len(self._rank_of_stage), max(self._rank_of_stage) + 1
         given, awaited = told[:num_stages], told[num_stages : 2 * num_stages]
         if min(given + awaited) < 0:
@@ -160,9 +169,8 @@ class Agreement:
         """Return whether any rank fails in this step. Collective; the last thing in a step."""
         if self._group is None:
             return is_failing
-        flag = torch.tensor([int(is_failing)], dtype=_FLAG)
-        dist.all_reduce(flag, group=self._group)
-        return bool(flag.item())
+        self._failures.tell(torch.tensor([int(is_failing)], dtype=_FLAG))
+        return bool(self._failures.hear().item())
 
     def wait_for_all(self) -> None:
         """Wait until all ranks know why the step failed: with one of them its store may go."""

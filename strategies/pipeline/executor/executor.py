@@ -245,14 +245,13 @@ class Executor:
     def _end(self, agreement: Agreement, outcome: Outcome, error: BaseException | None) -> Outcome:
         """Return the outcome if all ranks have one; else raise the first cause on all of them."""
         try:
-            agreement.settle()
-            if not isinstance(error, DisagreementError) and not agreement.has_failed(
-                error is not None
-            ):
+            try:
+                agreement.settle()
+            except DisagreementError as caught:
+                error = caught
+            if not agreement.has_failed(error is not None):
                 self._meter.meet()
                 return outcome
-        except DisagreementError as caught:
-            error = caught
         except Exception as caught:  # noqa: BLE001 - a rank is gone: told to all and raised below
             error = error or self._ring(caught, None)
         self.drop_carried()

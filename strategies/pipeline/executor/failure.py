@@ -108,23 +108,26 @@ class Alarm:
         self._rank, self._name = rank, name
         self._on_stuck = on_stuck
         self._failures = 0
-        self._is_running = threading.Event()
+        self._is_running = False
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Look for failures of other ranks, from a thread that sleeps outside of this."""
+        """Look for failures of other ranks, from a thread that does nothing outside of this.
+
+        It is not woken: what wakes a thread of Python in each step takes turns with the step.
+        """
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._watch, args=(self._is_over,), name="boltmesh-pipeline", daemon=True
             )
             self._thread.start()
-        self._is_running.set()
+        self._is_running = True
         try:
             yield
         finally:
-            self._is_running.clear()
+            self._is_running = False
 
     def ring(self, cause: str) -> None:
         """Tell all ranks why this one fails, unless another one failed before."""
@@ -151,23 +154,19 @@ class Alarm:
     def open(self) -> None:
         """Watch again after ``close``."""
         if self._is_over.is_set():
-            # New events: the thread of before may still be about to see its own.
-            self._is_over, self._is_running = threading.Event(), threading.Event()
+            # A new event: the thread of before may still be about to see its own.
+            self._is_over = threading.Event()
             self._thread = None
 
     def close(self) -> None:
         """Watch no longer until ``open``."""
         self._is_over.set()
-        self._is_running.set()
 
     def _watch(self, is_over: threading.Event) -> None:
         seen = -1
         known_since = 0.0
-        while True:
-            self._is_running.wait()
-            if is_over.wait(_LOOK_S):
-                return
-            if not self._is_running.is_set():
+        while not is_over.wait(_LOOK_S):
+            if not self._is_running:
                 known_since = 0.0
             elif self.cause is not None:
                 known_since = known_since or time.monotonic()

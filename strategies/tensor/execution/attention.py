@@ -130,7 +130,8 @@ class Heads:
     def _projected(self, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads, ``(batch, heads, length, channels)``."""
         module = self._module
-        fused, bias = cast("Tensor | None", module.in_proj_weight), module.in_proj_bias
+        fused = cast("Tensor | None", module.in_proj_weight)
+        bias = cast("Tensor | None", module.in_proj_bias)
         if fused is not None and call.query is call.key is call.value:
             query, key, value = F.linear(call.query, fused, bias).chunk(3, -1)
             return self._heads(query), self._heads(key), self._heads(value)

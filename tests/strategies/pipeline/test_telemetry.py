@@ -14,6 +14,7 @@ from boltmesh.strategies.pipeline_parallel import BUBBLE, PipelineParallelStrate
 from boltmesh.telemetry.job import ID_VARIABLE, RUN_DIR_VARIABLE
 from boltmesh.telemetry.reading.reader import Job
 from boltmesh.telemetry.snapshot import JobSnapshot
+from boltmesh.telemetry.traffic import CONTROL
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
 
@@ -88,22 +89,24 @@ def test_a_pipeline_tells_its_bubble_its_traffic_and_what_it_keeps(
         (each.axis, each.operator): (each.payload_bytes, each.calls) for each in seen.expected
     }
     ranks = seen.ranks
-    for operator in ("send", "recv", "allreduce", "broadcast"):
+    kinds = [("pipeline", each) for each in ("send", "recv", "allreduce", "broadcast")]
+    for axis, operator in [*kinds, (CONTROL, "send"), (CONTROL, "recv")]:
         own = [
-            [
-                each
-                for each in rank.collectives
-                if (each.axis, each.operator) == ("pipeline", operator)
-            ]
+            [each for each in rank.collectives if (each.axis, each.operator) == (axis, operator)]
             for rank in ranks
         ]
         size = sum(each.bytes_per_step or 0.0 for found in own for each in found) / len(ranks)
         calls = sum(each.calls_per_step or 0.0 for found in own for each in found) / len(ranks)
-        assert (size, calls) == pytest.approx(expected["pipeline", operator]), operator
+        assert (size, calls) == pytest.approx(expected[axis, operator]), (axis, operator)
     kept = [(each.stage, each.most) for rank in ranks for each in rank.live_microbatches]
     assert kept == [(0, 2), (1, 1)]
     assert seen.pipeline is not None
     assert seen.pipeline.rank_of_stage == (0, 1)
     ((forward, back),) = seen.pipeline.border_bytes
-    sent = {(rank.rank, each.peer): each.bytes_per_step for rank in ranks for each in rank.peers}
+    sent = {
+        (rank.rank, each.peer): each.bytes_per_step
+        for rank in ranks
+        for each in rank.peers
+        if each.axis == "pipeline"
+    }
     assert (sent[0, 1], sent[1, 0]) == pytest.approx((forward, back))

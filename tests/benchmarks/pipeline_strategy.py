@@ -1,0 +1,214 @@
+"""``PipelineParallelStrategy`` as users run it, beside a hand-written pipeline and beside DDP.
+
+    python tests/benchmarks/pipeline_strategy.py [--ranks 2] [--rounds 6] [--steps 24] [--width 512]
+
+The same network, rows and optimizer everywhere, in the same processes in turn: a job of Lightning's
+Trainer with ``PipelineParallelStrategy`` (1F1B), telemetry on and off; ``PipelineStage`` and
+``Schedule1F1B`` of torch in a bare loop over the same loader; and ``DDPStrategy`` under a Trainer,
+whose ranks have the same rows together. Beside them one process under a Trainer and in a bare loop:
+their difference is what Lightning's own loop takes of a step, and it is part of the first ratio.
+
+A round's figure is the median step of the first rank, behind the first few. The last weights of the
+first rank's stage are compared before anything is printed.
+"""
+
+import argparse
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from boltmesh.strategies import DDPStrategy
+from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
+from tests.benchmarks.peers.stepping import (
+    Clocks,
+    OnWorld,
+    fit,
+    median_step,
+    print_ratios,
+    read_clocks,
+    take_turns,
+)
+from tests.support.ranks import run_ranks
+
+MICROBATCHES = 8
+ROWS = 32
+LAYERS = 3
+"""Of each rank."""
+SKIPPED = 6
+LEARNING_RATE = 1e-2
+
+Run = Callable[[int, int, int], tuple[Clocks, list[Tensor]]]
+"""Takes ranks, steps and width; returns a step's time, and the weights of the first stage."""
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.gelu(self.linear(hidden))
+
+
+class Network(LightningModule):
+    """Equal layers one behind the other, as many for each rank."""
+
+    def __init__(self, world_size: int, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(LAYERS * world_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for each in self.layers:
+            hidden = each(hidden)
+        return hidden
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return loss_of(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
+
+
+class Pipeline(PipelineParallelStrategy):
+    """Ours, with its messages on the group of the world."""
+
+    @override
+    def _build_groups(self) -> dict[str, ProcessGroup]:
+        world = dist.group.WORLD
+        assert world is not None
+        return {**super()._build_groups(), "pipeline": world}
+
+
+class OnWorldDDP(OnWorld, DDPStrategy):
+    """Ours."""
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def loader(steps: int, width: int, *, ranks: int = 1) -> DataLoader[Any]:
+    """All rows of a batch; a rank of several that deal them out gets its share."""
+    rows = MICROBATCHES * ROWS
+    source = torch.Generator().manual_seed(9)
+    inputs, targets = (torch.randn(steps * rows, width, generator=source) for _ in range(2))
+    return DataLoader(TensorDataset(inputs, targets), batch_size=rows // ranks)
+
+
+def weights(layers: Sequence[nn.Module]) -> list[Tensor]:
+    return [each.detach().clone() for layer in layers for each in layer.parameters()]
+
+
+def with_trainer(make: Callable[[], Any], *, divides_rows: bool = False) -> Run:
+    def run(world_size: int, steps: int, width: int) -> tuple[Clocks, list[Tensor]]:
+        network = Network(world_size, width)
+        data = loader(steps, width, ranks=world_size if divides_rows else 1)
+        starts = fit(network, data, strategy=make(), devices=world_size, steps=steps)
+        return median_step(starts, skipped=SKIPPED), weights(network.layers[:LAYERS])
+
+    return run
+
+
+def torch_pipeline(world_size: int, steps: int, width: int) -> tuple[Clocks, list[Tensor]]:
+    rank = dist.get_rank()
+    first = LAYERS * rank
+    part = nn.Sequential(*Network(world_size, width).layers[first : first + LAYERS])
+    stage = PipelineStage(part, rank, world_size, torch.device("cpu"), group=dist.group.WORLD)
+    # Gradients are divided by the number of microbatches, which are of one size.
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
+    optimizer = torch.optim.SGD(part.parameters(), lr=LEARNING_RATE)
+    starts = []
+    for inputs, targets in loader(steps, width):
+        starts.append(read_clocks())
+        optimizer.zero_grad()
+        schedule.step(
+            *((inputs,) if rank == 0 else ()),
+            **({"target": targets} if rank == world_size - 1 else {}),
+        )
+        optimizer.step()
+    return median_step(starts, skipped=SKIPPED), weights(part)
+
+
+def bare_loop(world_size: int, steps: int, width: int) -> tuple[Clocks, list[Tensor]]:
+    network = Network(world_size, width)
+    optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
+    starts = []
+    for inputs, targets in loader(steps, width):
+        starts.append(read_clocks())
+        optimizer.zero_grad()
+        loss_of(network(inputs), targets).backward()
+        optimizer.step()
+    return median_step(starts, skipped=SKIPPED), weights(network.layers[:LAYERS])
+
+
+TOGETHER: Mapping[str, Run] = {
+    "boltmesh pipeline": with_trainer(lambda: Pipeline(microbatches=MICROBATCHES)),
+    "the same, telemetry off": with_trainer(
+        lambda: Pipeline(microbatches=MICROBATCHES, telemetry=False)
+    ),
+    "torch pipeline, no Trainer": torch_pipeline,
+    "boltmesh DDP": with_trainer(OnWorldDDP, divides_rows=True),
+}
+ALONE: Mapping[str, Run] = {
+    "one process, Trainer": with_trainer(lambda: "auto"),
+    "one process, no Trainer": bare_loop,
+}
+
+
+def measure(
+    rank: int, world_size: int, rounds: int, steps: int, width: int, names: Sequence[str]
+) -> dict[str, list[Clocks]]:
+    warnings.simplefilter("ignore")
+    runs = {**TOGETHER, **ALONE}
+    times: dict[str, list[Clocks]] = {name: [] for name in names}
+    known: list[Tensor] | None = None
+    for turn in take_turns(names, rounds):
+        for name in turn:
+            taken, made = runs[name](world_size, steps, width)
+            times[name].append(taken)
+            if rank == 0:
+                known = made if known is None else known
+                for mine, first in zip(made, known, strict=True):
+                    torch.testing.assert_close(mine, first)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--width", type=int, default=512)
+    options = parser.parse_args()
+    sizes = (options.rounds, options.steps, options.width)
+    together = run_ranks(measure, options.ranks, *sizes, list(TOGETHER), timeout_s=1800.0)[0]
+    alone = run_ranks(measure, 1, *sizes, list(ALONE), timeout_s=1800.0)[0]
+    print(f"{options.ranks} ranks, width {options.width}, {MICROBATCHES} microbatches of {ROWS} "
+          f"rows, {options.rounds} rounds of {options.steps} steps")  # fmt: skip
+    print_ratios(together, ["torch pipeline, no Trainer", "boltmesh DDP"])
+    print_ratios(alone, ["one process, no Trainer"])
+    trainer, bare = (
+        [wall for wall, _ in alone[name]]
+        for name in ("one process, Trainer", "one process, no Trainer")
+    )
+    takes = statistics.median(a - b for a, b in zip(trainer, bare, strict=True))
+    print(f"  Lightning's loop takes {1e3 * takes:.2f} ms of a step")
+
+
+if __name__ == "__main__":
+    main()
