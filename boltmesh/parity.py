@@ -11,29 +11,33 @@ and predictions are compared, in this order, and the first that differs is named
 the running statistics of a batch norm depend on how a batch is cut.
 """
 
-import copy
-import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from boltmesh.differences import Trace
-from boltmesh.errors import ConfigError
+from boltmesh.merging import (
+    interleave,
+    mean,
+    mean_of_mappings,
+    merge_over_ranks,
+    merge_over_stages,
+    ranks_of_data,
+)
+from boltmesh.rank_batches import RankBatches
 from boltmesh.strategies.access import whole_value
 from boltmesh.strategies.engine import MeshStrategy
-from boltmesh.strategies.lightning_compat import rank_loader
 
 OWN = "boltmesh/"
 """What the names begin with that strategies log."""
@@ -137,7 +141,7 @@ def _trace(
         def source(loader: DataLoader[Any], stage: RunningStage, *, is_merged: bool = False) -> Any:
             if not is_reference or not is_dealt:
                 return loader
-            return _RankBatches(loader, data_size, stage, is_merged=is_merged)
+            return RankBatches(loader, data_size, stage, is_merged=is_merged)
 
         trainer.fit(module, source(problem.train(), RunningStage.TRAINING, is_merged=is_merged))
         trace = recorder.trace
@@ -151,17 +155,17 @@ def _trace(
             # Rank by rank also in one process: a prediction may depend on the batch's index.
             loaders: list[Any] = [problem.prediction()]
             if is_reference and is_dealt:
-                whole = _RankBatches(loaders[0], data_size, RunningStage.PREDICTING)
+                whole = RankBatches(loaders[0], data_size, RunningStage.PREDICTING)
                 loaders = whole.split()
             predicted = [_flatten(trainer.predict(module, loader)) for loader in loaders]
-            trace.predictions = _interleave(predicted)
+            trace.predictions = interleave(predicted)
     if is_reference:
         return trace
     used = trainer.strategy
     if isinstance(used, MeshStrategy) and used.divides_modules:
-        return _merge_over_stages(trace, used)
-    ranks = _ranks_of_data(used) if isinstance(used, MeshStrategy) else None
-    return _merge_over_ranks(trace, ranks)
+        return merge_over_stages(trace, used)
+    ranks = ranks_of_data(used) if isinstance(used, MeshStrategy) else None
+    return merge_over_ranks(trace, ranks)
 
 
 def module_steps(module: LightningModule) -> int:
@@ -202,8 +206,8 @@ class _Recorder(Callback):
         self._metrics.append(_numbers(trainer.callback_metrics))
         if trainer.global_step != self._last_step:
             self._last_step = trainer.global_step
-            self.trace.losses.append(_mean(self._losses))
-            self.trace.metrics.append(_mean_of_mappings(self._metrics))
+            self.trace.losses.append(mean(self._losses))
+            self.trace.metrics.append(mean_of_mappings(self._metrics))
             self._losses, self._metrics = [], []
 
     @override
@@ -226,176 +230,6 @@ def _gradient_norm(trainer: Trainer, optimizer: Optimizer) -> float:
     return math.sqrt(math.fsum(squares))
 
 
-class _RankBatches:
-    """The batches of all data ranks for one process: in turn, or as one.
-
-    Each rank's share comes from Lightning's own distributed sampler with the numbers that it
-    should have, so that a strategy which asks for others is found out.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        data_size: int,
-        stage: RunningStage,
-        *,
-        is_merged: bool = False,
-    ) -> None:
-        dataset = getattr(loader, "dataset", None)
-        if dataset is None or isinstance(dataset, IterableDataset):
-            raise ConfigError(
-                f"A comparison needs a DataLoader over a dataset with indices, and this is "
-                f"{type(loader).__name__} over {type(dataset).__name__}: nothing says which rank "
-                f"should see what of it."
-            )
-        self.loaders = [rank_loader(loader, rank, data_size, stage) for rank in range(data_size)]
-        self.is_merged = is_merged
-        # Where Lightning looks for ``set_epoch``.
-        self.sampler, self.batch_sampler = self, None
-
-    def split(self) -> "list[_RankBatches]":
-        """One rank each."""
-        parts = [copy.copy(self) for _ in self.loaders]
-        for part, loader in zip(parts, self.loaders, strict=True):
-            part.loaders = [loader]
-        return parts
-
-    def set_epoch(self, epoch: int) -> None:
-        for loader in self.loaders:
-            if hasattr(loader.sampler, "set_epoch"):
-                loader.sampler.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        lengths = [len(loader) for loader in self.loaders]
-        return max(lengths) if self.is_merged else sum(lengths)
-
-    def __iter__(self) -> Iterator[Any]:
-        nothing = object()
-        for batches in itertools.zip_longest(*self.loaders, fillvalue=nothing):
-            present = [batch for batch in batches if batch is not nothing]
-            if self.is_merged:
-                yield _concatenate(present)
-            else:
-                yield from present
-
-
-def _concatenate(batches: Sequence[Any]) -> Any:
-    first = batches[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(batches))
-    if isinstance(first, dict):
-        return {key: _concatenate([batch[key] for batch in batches]) for key in first}
-    if isinstance(first, (list, tuple)):
-        return type(first)(_concatenate(parts) for parts in zip(*batches, strict=True))
-    raise ConfigError(f"A batch that holds a {type(first).__name__} cannot be concatenated.")
-
-
-def _ranks_of_data(strategy: MeshStrategy) -> list[int] | None:
-    """Return the ranks that saw different data; None for all."""
-    layout = strategy.layout
-    if layout.tensor == 1:
-        return None
-    return [rank for rank in range(layout.world_size) if layout.coordinates(rank)["tensor"] == 0]
-
-
-def _merge_over_ranks(trace: Trace, chosen: Sequence[int] | None) -> Trace:
-    """Average what each rank saw and compare what all should hold. Collective over all ranks.
-
-    Args:
-        trace: Of this rank.
-        chosen: One of each group of ranks that saw the same; None where there are no such groups.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return trace
-    mine = (trace.losses, trace.gradient_norms, trace.metrics, trace.validation, trace.predictions)
-    all_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, mine)
-    disagreement = _find_disagreement(trace.parameters)
-    if chosen is not None:
-        disagreement = disagreement or _find_stray(all_ranks, chosen)
-        all_ranks = [all_ranks[rank] for rank in chosen]
-    losses, norms, metrics, validation, predictions = zip(*all_ranks, strict=True)
-    return Trace(
-        losses=[_mean(step) for step in zip(*losses, strict=True)],
-        gradient_norms=[[each[0] for each in call] for call in zip(*norms, strict=True)],
-        metrics=[_mean_of_mappings(step) for step in zip(*metrics, strict=True)],
-        parameters=trace.parameters,
-        optimizer_state=trace.optimizer_state,
-        validation=_mean_of_mappings(validation),
-        predictions=_interleave(predictions),
-        disagreement=disagreement,
-    )
-
-
-def _find_stray(all_ranks: Sequence[Any], chosen: Sequence[int]) -> str | None:
-    """Name the first rank that saw something else than the one of its group that is chosen."""
-    for rank, (*numbers, predictions) in enumerate(all_ranks):
-        first = max(each for each in chosen if each <= rank)
-        *others, expected = all_ranks[first]
-        if repr(numbers) != repr(others):  # as text, where NaN is itself
-            return f"rank {rank} disagrees with rank {first} on losses, norms or metrics"
-        pairs = itertools.zip_longest(predictions, expected)
-        if not all(torch.equal(one, other) for one, other in pairs):
-            return f"rank {rank} disagrees with rank {first} on predictions"
-    return None
-
-
-def _merge_over_stages(trace: Trace, strategy: MeshStrategy) -> Trace:
-    """Put together what each stage holds; what all know is taken from the first rank.
-
-    Collective over all ranks.
-    """
-    mine = {
-        "losses": trace.losses,
-        "metrics": trace.metrics,
-        "parameters": {
-            name: each for name, each in trace.parameters.items() if strategy.holds(name)
-        },
-        "optimizer_state": trace.optimizer_state,
-        "validation": trace.validation,
-        "predictions": trace.predictions,
-    }
-    ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, mine)
-    merged: dict[str, dict[str, Tensor]] = {"parameters": {}, "optimizer_state": {}}
-    disagreement = None
-    for kind, values in merged.items():
-        for rank, each in enumerate(ranks):
-            for name, value in each[kind].items():
-                if not torch.equal(values.setdefault(name, value), value):
-                    disagreement = disagreement or f"rank {rank} disagrees on {kind} {name!r}"
-    for kind in ("losses", "metrics", "validation"):
-        for rank, each in enumerate(ranks):
-            if each[kind] != ranks[0][kind]:
-                disagreement = disagreement or f"rank {rank} disagrees with rank 0 on {kind}"
-    for rank, each in enumerate(ranks):
-        pairs = zip(each["predictions"], ranks[0]["predictions"], strict=True)
-        if not all(torch.equal(one, other) for one, other in pairs):
-            disagreement = disagreement or f"rank {rank} disagrees with rank 0 on predictions"
-    return Trace(
-        losses=ranks[0]["losses"],
-        gradient_norms=trace.gradient_norms,
-        metrics=ranks[0]["metrics"],
-        parameters={name: merged["parameters"][name] for name in trace.parameters},
-        optimizer_state=merged["optimizer_state"],
-        validation=ranks[0]["validation"],
-        predictions=ranks[0]["predictions"],
-        disagreement=disagreement,
-    )
-
-
-def _find_disagreement(parameters: dict[str, Tensor]) -> str | None:
-    """Name the first parameter that is not the same to the bit on every rank."""
-    found = None
-    for name, parameter in parameters.items():
-        low, high = parameter.double().clone(), parameter.double().clone()
-        dist.all_reduce(low, op=dist.ReduceOp.MIN)
-        dist.all_reduce(high, op=dist.ReduceOp.MAX)
-        if found is None and not torch.equal(low, high):
-            found = f"ranks disagree on parameter {name!r} by {(high - low).max().item():.2g}"
-    return found
-
-
 def _flatten(predictions: Any) -> list[Tensor]:
     """One tensor per batch: what a module predicts may be nested."""
     batches = []
@@ -404,12 +238,6 @@ def _flatten(predictions: Any) -> list[Tensor]:
         if leaves:
             batches.append(torch.cat([leaf.flatten().float().cpu() for leaf in leaves]))
     return batches
-
-
-def _interleave(ranks: Sequence[list[Tensor]]) -> list[Tensor]:
-    """The first batch of each rank, then the second of each, as far as there are any."""
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*ranks))
-    return [each for each in turns if each is not None]
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:
@@ -431,14 +259,3 @@ def _copy(tensor: Tensor, parameter: Tensor) -> Tensor:
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
     """Return what the module logged; what a strategy logs of itself, one process does not have."""
     return {name: float(each) for name, each in metrics.items() if not name.startswith(OWN)}
-
-
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return math.fsum(values) / len(values) if values else math.nan
-
-
-def _mean_of_mappings(mappings: Iterable[dict[str, float]]) -> dict[str, float]:
-    mappings = list(mappings)
-    names = dict.fromkeys(name for each in mappings for name in each)
-    return {name: _mean(each[name] for each in mappings if name in each) for name in names}

@@ -37,9 +37,15 @@ def expected_collectives(
         agrees_on_overflow: Whether stages tell each other before a step if gradients overflowed.
     """
     reduced = {
-        "gradients of parameters that stages share": (shared[0] * accumulated, shared[1] * accumulated),
+        "gradients of parameters that stages share": (
+            shared[0] * accumulated,
+            shared[1] * accumulated,
+        ),
         "the norm for clipping": (NORM_BYTES * num_norms, num_norms),
-        "whether fp16 has overflown": (OVERFLOW_BYTES * agrees_on_overflow, int(agrees_on_overflow)),
+        "whether fp16 has overflown": (
+            OVERFLOW_BYTES * agrees_on_overflow,
+            int(agrees_on_overflow),
+        ),
     }
     named = {why: each for why, each in reduced.items() if each[1]}
     sizes, calls = zip(*named.values(), strict=True) if named else ((), ())

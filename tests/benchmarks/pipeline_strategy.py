@@ -16,7 +16,7 @@ import argparse
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def loader(steps: int, width: int, *, ranks: int = 1) -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, targets), batch_size=rows // ranks)
 
 
-def weights(layers: Sequence[nn.Module]) -> list[Tensor]:
+def weights(layers: Iterable[nn.Module]) -> list[Tensor]:
     return [each.detach().clone() for layer in layers for each in layer.parameters()]
 
 

@@ -9,9 +9,10 @@ import tracemalloc
 import pytest
 
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.reading import rank_reader, reader
+from boltmesh.telemetry.reading import job_reader, rank_reader
+from boltmesh.telemetry.reading.job_reader import RANKS_A_LOOK, STILL_RANKS_A_LOOK
 from boltmesh.telemetry.reading.rank_reader import RankReader
-from boltmesh.telemetry.reading.reader import RANKS_A_LOOK, STILL_RANKS_A_LOOK, Job, open_job
+from boltmesh.telemetry.reading.reader import Job, open_job
 from tests.telemetry.test_reader import make_job, make_rank, write_status, write_step
 
 NUM_RANKS = 1024
@@ -167,7 +168,7 @@ def test_several_readers_see_the_same_while_a_rank_writes():
 
 def test_ranks_that_stand_still_have_their_turn_before_others(monkeypatch):
     num_ranks = 272
-    monkeypatch.setattr(reader, "STILL_S", 0.0)
+    monkeypatch.setattr(job_reader, "STILL_S", 0.0)
     ranks = Ranks(make_job(world_size=num_ranks, mesh={"data": num_ranks}), num_ranks)
     ranks.advance(slice(None), 6)
     with open_job() as job:
@@ -179,20 +180,20 @@ def test_ranks_that_stand_still_have_their_turn_before_others(monkeypatch):
 
 
 def test_a_rank_that_was_left_behind_is_caught_up_with_by_its_newest_steps(monkeypatch):
-    monkeypatch.setattr(reader, "RANKS_IN_TURN", 1)
-    monkeypatch.setattr(reader, "RANKS_A_LOOK", 0)
-    monkeypatch.setattr(reader, "STILL_RANKS_A_LOOK", 0)
-    monkeypatch.setattr(reader, "MANY_RANKS", 1)
+    monkeypatch.setattr(job_reader, "RANKS_IN_TURN", 1)
+    monkeypatch.setattr(job_reader, "RANKS_A_LOOK", 0)
+    monkeypatch.setattr(job_reader, "STILL_RANKS_A_LOOK", 0)
+    monkeypatch.setattr(job_reader, "MANY_RANKS", 1)
     ranks = Ranks(make_job(world_size=2), 2)
     ranks.advance(slice(None), 6)
     with open_job() as job:
         job.snapshot()
         ranks.advance(slice(None), 200)
         assert job.snapshot().ranks[0].collectives == ()
-        monkeypatch.setattr(reader, "RANKS_A_LOOK", 2)
+        monkeypatch.setattr(job_reader, "RANKS_A_LOOK", 2)
         seen = job.snapshot().ranks[0]
         read = job._ranks[0].reader.traffic.ring.records
-        assert len(read) < reader.BRIEF_STEPS * 3 + 64 < 3 * 200
+        assert len(read) < job_reader.BRIEF_STEPS * 3 + 64 < 3 * 200
         (total,) = seen.collectives
         assert (total.calls, total.calls_per_step) == (3 * ranks.step, 3.0)
         ranks.advance(slice(None), 100)
