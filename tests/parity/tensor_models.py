@@ -27,7 +27,7 @@ from boltmesh.strategies.tensor_parallel import TensorParallelStrategy
 from tests.support.causal_lms import SHIPPED, build
 from tests.support.ranks import RankFailure, run_ranks
 
-STEPS, ROWS, TOKENS = 3, 4, 16
+STEPS, ROWS, TOKENS = 3, 4, 18
 
 AT_ONCE = 6
 """Models that share a start of the ranks, which import transformers."""
