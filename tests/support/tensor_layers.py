@@ -27,6 +27,31 @@ class LocalAttention(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
+class LatentAttention(nn.Module):
+    """Keys and values made of a few channels, beside others that all heads share.
+
+    What is divided meets both: the shared channels head by head, the few as columns of ``up``.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.q, self.down = nn.Linear(width, 20 * heads), nn.Linear(width, 12 + 6)
+        self.norm = nn.LayerNorm(12)
+        self.up, self.o = nn.Linear(12, (14 + 20) * heads), nn.Linear(20 * heads, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent, shared = self.down(x).split([12, 6], -1)
+        q, made = (
+            each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for each in (self.q(x), self.up(self.norm(latent)))
+        )
+        k, v = made.split([14, 20], -1)
+        k = torch.cat([k, shared.unsqueeze(1).expand(-1, self.num_heads, -1, -1)], -1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
 class TorchLayers(nn.Module):
     """Torch's own encoder layers, whose attention takes its projection as one argument."""
 
@@ -116,6 +141,7 @@ def _routed() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt_local": lambda: GPT(lambda: LocalAttention(WIDTH, HEADS)),
     "gpt_local_tied": lambda: GPT(lambda: LocalAttention(WIDTH, HEADS), tied=True),
+    "gpt_latent": lambda: GPT(lambda: LatentAttention(WIDTH, HEADS)),
     "gpt_drawing": lambda: GPT(lambda: DrawingAttention(WIDTH, HEADS, 0.1)),
     "experts": _routed,
     "torch_layers": TorchLayers,
