@@ -170,6 +170,8 @@ class _Follower:
         while waiting:
             each = waiting.pop()
             for step in self.consumers.get(each, ()):
+                if step.operator == "detach":  # what is made of that has no gradient
+                    continue
                 if step.operator in PRODUCTS and self._divided_of(step):
                     columns.setdefault(step.module)
                     continue
