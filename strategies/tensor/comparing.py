@@ -19,9 +19,7 @@ _SMALL = 1e-3
 """Of the largest gradient: below it a gradient may be rounding alone."""
 
 
-def difference(
-    whole: Outcome, planned: Outcome, divided: Mapping[str, Division]
-) -> str | None:
+def difference(whole: Outcome, planned: Outcome, divided: Mapping[str, Division]) -> str | None:
     """Say where a planned run differs first; None if it does not."""
     if len(whole.values) != len(planned.values):
         return f"gives {len(planned.values)} values for {len(whole.values)}"

@@ -60,6 +60,15 @@ def follow(
     return _Follower(analysis, sharded, followed, styles).follow()
 
 
+def _entered_as_one(styles: Mapping[str, Style]) -> set[str]:
+    """Modules with columns and rows of their own, such as stacked experts."""
+    found: dict[str, set[Style]] = {}
+    for name, style in styles.items():
+        found.setdefault(name.rpartition(".")[0], set()).add(style)
+    return {name for name, several in found.items() if several >= {"column", "row"}
+            or "expert" in several}  # fmt: skip
+
+
 class _Follower:
     def __init__(
         self,
@@ -81,6 +90,7 @@ class _Follower:
                 self.consumers.setdefault(each.key, []).append(step)
         self.strange = {name.split(".")[1] for name in self.trace.unknown}
         """Without a rule: divided only where a user answers for it."""
+        self.entered = _entered_as_one(styles) - self.trace.attentions
         self.flow = Flow()
 
     def follow(self) -> Flow:
@@ -92,7 +102,8 @@ class _Follower:
                 if operand.parameter is not None:
                     partial.setdefault(operand.parameter)
                     continue
-                for name, key in self._origins(operand.key, partial):
+                entered = next((each for each in step.modules if each in self.entered), None)
+                for name, key in self._origins(operand.key, partial, entered):
                     boundaries.setdefault(name, set()).add(key)
                     whole, columns = self._other_uses(key, atom)
                     if whole:
@@ -131,10 +142,13 @@ class _Follower:
                 if is_whole and each.is_floating and each.dims:
                     yield atom, each
 
-    def _origins(self, key: int, partial: dict[str, None]) -> Iterator[tuple[str, int]]:
+    def _origins(
+        self, key: int, partial: dict[str, None], entered: str | None
+    ) -> Iterator[tuple[str, int]]:
         """Give the modules that a replicated tensor comes from, the nearest ones with parameters.
 
-        Parameters on the way have a part of their gradient as well.
+        Parameters on the way have a part of their gradient as well. A module that is entered as one
+        sums the gradients of all that it takes, so nothing outside of it has a part.
         """
         waiting, seen = [key], set[int]()
         while waiting:
@@ -142,11 +156,13 @@ class _Follower:
             if each in seen:
                 continue
             seen.add(each)
+            step = self.made.get(each)
+            if entered is not None and (step is None or entered not in step.modules):
+                continue
             name = self.trace.producers.get(each)
             if name and self._has_parameters(name):
                 yield name, each
                 continue
-            step = self.made.get(each)
             for operand in () if step is None else step.inputs:
                 if operand.parameter is not None:
                     partial.setdefault(operand.parameter)

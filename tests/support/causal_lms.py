@@ -156,7 +156,9 @@ def _shrunk(kind: Any) -> Any:
         by_layer["layer_types"] = KINDS[whole.model_type]
     layers = 1 + max([2, *(len(_different(each)) for each in by_layer.values())])
     for key, value in by_layer.items():
-        chosen[key] = [SIZES[key]] * layers if key in SIZES else (_different(value) * layers)[:layers]
+        chosen[key] = (
+            [SIZES[key]] * layers if key in SIZES else (_different(value) * layers)[:layers]
+        )
     for key in {"num_hidden_layers", "num_layers"} & known.keys():
         chosen[key] = layers
     if known.get("rope_parameters") == {} and "layer_types" in chosen:

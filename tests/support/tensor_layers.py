@@ -82,11 +82,21 @@ class Experts(nn.Module):
         return (picked * weights.unsqueeze(-1)).sum(1)
 
 
+class ScaledExperts(Experts):
+    """Scales what is divided inside of experts by what the router gives."""
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        scales = torch.zeros(len(x), len(self.up)).to(weights).scatter(1, chosen, weights)
+        gate, up = torch.einsum("nd,edf->enf", x, self.up).chunk(2, -1)
+        inner = F.silu(gate) * up * scales.t().unsqueeze(-1)
+        return torch.einsum("enf,efd->end", inner, self.down).sum(0)
+
+
 class Routed(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, kind: type[Experts] = Experts) -> None:
         super().__init__()
         self.router = nn.Linear(width, 4)
-        self.experts = Experts(width, 16, 4)
+        self.experts = kind(width, 16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
@@ -131,10 +141,10 @@ class DrawingAttention(nn.Module):
         return self.rest(self.o(y.transpose(1, 2).flatten(2)))
 
 
-def _routed() -> nn.Module:
+def _routed(kind: type[Experts] = Experts) -> nn.Module:
     model = GPT(lambda: LocalAttention(WIDTH, HEADS))
     for block in model.blocks:
-        block.mlp = Routed(WIDTH)
+        block.mlp = Routed(WIDTH, kind)
     return model
 
 
@@ -144,6 +154,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt_latent": lambda: GPT(lambda: LatentAttention(WIDTH, HEADS)),
     "gpt_drawing": lambda: GPT(lambda: DrawingAttention(WIDTH, HEADS, 0.1)),
     "experts": _routed,
+    "experts_scaled": lambda: _routed(ScaledExperts),
     "torch_layers": TorchLayers,
     "convolutions": Images,
 }
