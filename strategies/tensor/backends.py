@@ -38,6 +38,12 @@ def backends_of_axes(plan: TensorPlan) -> list[Backend]:
     return [_hardest(known[block] for block in _blocks(axis.blocks)) for axis in plan.axes]
 
 
+def block_of(plan: TensorPlan, name: str) -> str:
+    """Return the block that a module or parameter lies in, or what stands for none."""
+    known = {block for axis in plan.axes for block in axis.blocks} | plan.kinds.keys()
+    return next((each for each in known if f"{name}.".startswith(f"{each}.")), OUTSIDE)
+
+
 def without_replicated(plan: TensorPlan) -> TensorPlan:
     """Return the plan without what it divides in blocks that stay whole. Axes keep their places."""
     backends = backends_of_axes(plan)
@@ -45,11 +51,9 @@ def without_replicated(plan: TensorPlan) -> TensorPlan:
     if not whole:
         return plan
     blocks = {block for index in whole for block in _blocks(plan.axes[index].blocks)}
-    known = {block for axis in plan.axes for block in axis.blocks} | plan.kinds.keys()
 
     def stays(name: str) -> bool:
-        home = next((each for each in known if f"{name}.".startswith(f"{each}.")), OUTSIDE)
-        return home not in blocks
+        return block_of(plan, name) not in blocks
 
     dropped = [each for each in plan.sharded.values() if each.axis in whole]
     return replace(
@@ -58,6 +62,7 @@ def without_replicated(plan: TensorPlan) -> TensorPlan:
         whole=plan.whole + tuple(Whole(each.name, "its block did not verify") for each in dropped),
         partial=tuple(filter(stays, plan.partial)),
         boundaries=tuple(filter(stays, plan.boundaries)),
+        fed=tuple(filter(stays, plan.fed)),
         local_dropouts=tuple(filter(stays, plan.local_dropouts)),
         attributes=tuple(each for each in plan.attributes if stays(each.module)),
         region_axes=tuple(each for each in plan.region_axes if each not in whole),

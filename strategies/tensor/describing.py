@@ -43,6 +43,7 @@ def plan_of(analysis: Analysis, size: int, choice: Choice) -> TensorPlan:
         tuple(_whole(analysis, size, choice, set(sharded))),
         partial=tuple(name for name in choice.flow.partial if name not in sharded),
         boundaries=tuple(choice.flow.boundaries),
+        fed=tuple(choice.flow.fed),
         local_dropouts=tuple(
             dict.fromkeys(each.module for each in trace.draws if axes_of(each.dims, followed))
         ),

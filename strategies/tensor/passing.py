@@ -62,7 +62,7 @@ def _planned(block: str, plan: TensorPlan) -> tuple[Any, ...]:
     ]
     names = [
         tuple(name.removeprefix(start) for name in each if name.startswith(start))
-        for each in (plan.partial, plan.boundaries, plan.local_dropouts)
+        for each in (plan.partial, plan.boundaries, plan.fed, plan.local_dropouts)
     ]
     return tuple(sharded), tuple(names)
 

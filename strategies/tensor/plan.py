@@ -143,6 +143,8 @@ class TensorPlan:
     """Replicated parameters that meet something divided: each rank has a part of their gradient."""
     boundaries: tuple[str, ...] = ()
     """Modules whose replicated output meets something divided: its gradient is summed."""
+    fed: tuple[str, ...] = ()
+    """Modules with columns whose inputs come from boundaries, which sum the gradients of these."""
     local_dropouts: tuple[str, ...] = ()
     """Modules that draw for something divided: each rank draws its own."""
     attributes: tuple[SizeAttribute, ...] = ()

@@ -94,6 +94,8 @@ def _collectives(plan: TensorPlan, sharded: ShardedParameter) -> str:
             return "scattered sum forward, gather backward"
         if module in plan.sequence.fed:
             return "gather forward, scattered sum backward, once for all of an input"
+    if module in plan.fed:
+        return "its input's gradient is summed further up"
     return {
         "column": "sum backward",
         "row": "sum forward",

@@ -107,7 +107,7 @@ def _choose(
         sharded = {name: each.atom for each in chosen for name in each.parameters}
         styles = {m.parameter: m.style for each in chosen for m in each.members}
         followed = [each.atom for each in chosen if not each.is_vocabulary]
-        flow = follow(analysis, sharded, followed)
+        flow = follow(analysis, sharded, followed, styles)
         flow.refused.update(refused_owners(analysis, sharded, styles, frozenset(followed)))
         for atom, why in flow.refused.items():
             if atom in forced:

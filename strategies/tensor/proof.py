@@ -4,15 +4,11 @@ Automatic plans go wrong silently: a router that sees a part of the sequence, a 
 every rank has a part. So each kind of block runs the user's own step whole and as planned, on the
 ranks and over the links that will train, and the loss and every gradient have to be the same. What
 is not falls back to the next way of running it, and stays whole where no way is right.
-
-What is compared does not depend on how much of a sum a rank does: gradients relative to their own
-size, but at least to a thousandth of the largest one, for those of key biases are zero in truth.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,19 +17,14 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.tensor.backends import OUTSIDE
+from boltmesh.strategies.tensor.backends import OUTSIDE, block_of
+from boltmesh.strategies.tensor.comparing import difference
 from boltmesh.strategies.tensor.division import divisions_of
 from boltmesh.strategies.tensor.execution.apply import apply_plan
 from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.passing import blocks_passed
 from boltmesh.strategies.tensor.plan import Backend, TensorPlan
 from boltmesh.strategies.tensor.rehearsal import Outcome, Rehearsal
-
-TOLERANCE = 1e-4
-"""Of fp32 sums in another order: prototypes differed by up to 2.2e-5 over 27 models."""
-
-_SMALL = 1e-3
-"""Of the largest gradient: below it a gradient may be rounding alone."""
 
 _BACKENDS: tuple[Backend, ...] = ("local", "region")
 
@@ -99,11 +90,12 @@ class _Proof:
             plan = replace(plan, sequence=None)
         chosen: dict[str, Backend] = {}
         for kind in self.kinds:
-            chosen[kind] = self._backend_of(plan, kind)
+            chosen[kind], plan = self._backend_of(plan, kind)
         if plan.sequence is not self.plan.sequence:
-            fault = self._fault(self.plan, chosen)
+            with_sequence = replace(plan, sequence=self.plan.sequence)
+            fault = self._fault(with_sequence, chosen)
             if fault is None:
-                return self._with(self.plan, chosen)
+                return self._with(with_sequence, chosen)
             self.notes.append(f"the sequence is not divided: {fault}")
         while (fault := self._fault(plan, chosen)) is not None:
             kept = [kind for kind, backend in chosen.items() if backend != "replicated"]
@@ -117,17 +109,20 @@ class _Proof:
             self.notes.append(f"{_named(kept[-1])} stays whole, as with others it {fault}")
         return self._with(plan, chosen)
 
-    def _backend_of(self, plan: TensorPlan, kind: str) -> Backend:
+    def _backend_of(self, plan: TensorPlan, kind: str) -> tuple[Backend, TensorPlan]:
         """Return the first way of running a kind that is right, when all others stay whole."""
         others: dict[str, Backend] = dict.fromkeys(self.kinds, "replicated")
         for backend in _BACKENDS:
             if backend == "region" and not _has_region(plan, kind):
                 continue
-            fault = self._fault(plan, {**others, kind: backend})
-            if fault is None:
-                return backend
-            self.notes.append(f"{_named(kind)} is not run as {backend}: {fault}")
-        return "replicated"
+            faults = []
+            for tried in _with_sizes(plan, kind) if backend == "local" else [plan]:
+                fault = self._fault(tried, {**others, kind: backend})
+                if fault is None:
+                    return backend, tried
+                faults.append(fault)
+            self.notes.append(f"{_named(kind)} is not run as {backend}: {faults[0]}")
+        return "replicated", plan
 
     def _with(self, plan: TensorPlan, chosen: Mapping[str, Backend]) -> TensorPlan:
         return replace(plan, backends=dict(chosen), notes=(*plan.notes, *self.notes))
@@ -174,7 +169,7 @@ class _Proof:
             finally:
                 applied.remove()
         divided = divisions_of(applied.plan, group.rank)
-        return _difference(self.whole, outcome, divided)
+        return difference(self.whole, outcome, divided)
 
     @contextmanager
     def _passed(self) -> Iterator[None]:
@@ -189,59 +184,6 @@ class _Proof:
         if not said:
             return None
         return said[0] if len(said) < len(told) else next(each for each in told if each is not None)
-
-
-def _difference(whole: Outcome, planned: Outcome, divided: Mapping[str, Any]) -> str | None:
-    """Say where a planned run differs first; None if it does not."""
-    if len(whole.values) != len(planned.values):
-        return f"gives {len(planned.values)} values for {len(whole.values)}"
-    for place, (one, other) in enumerate(zip(whole.values, planned.values, strict=True)):
-        if one.shape != other.shape:
-            return f"gives a value of shape {tuple(other.shape)} for {tuple(one.shape)}"
-        apart = _apart(one, other, 0.0)
-        if not apart <= TOLERANCE:
-            return f"gives a value (the {_ordinal(place)}) that is {apart:.2g} off"
-    comparable = _comparable(whole, planned)
-    if not (comparable or whole.values or whole.gradients):
-        return "gives nothing that could be compared: it returns and logs nothing"
-    for name, one, other in comparable:
-        apart = _apart(one, other, 0.0)
-        if not apart <= TOLERANCE:
-            return f"gives an output of {name} that is {apart:.2g} off"
-    if whole.gradients.keys() != planned.gradients.keys():
-        name = min(whole.gradients.keys() ^ planned.gradients.keys())
-        return f"gives {'no' if name in whole.gradients else 'a'} gradient of {name}"
-    largest = max((float(each.abs().max()) for each in whole.gradients.values()), default=0.0)
-    for name, one in whole.gradients.items():
-        expected = divided[name].cut(one) if name in divided else one
-        apart = _apart(expected, planned.gradients[name], _SMALL * largest)
-        if not apart <= TOLERANCE:
-            return f"gives a gradient of {name} that is {apart:.2g} off"
-    return None
-
-
-def _comparable(whole: Outcome, planned: Outcome) -> list[tuple[str, Tensor, Tensor]]:
-    """Return the outputs of blocks that are whole in both; a layer by itself may give its part."""
-    return [
-        (name, one, other)
-        for name, several in whole.probed.items()
-        for one, other in zip(several, planned.probed.get(name, []), strict=False)
-        if one.shape == other.shape
-    ]
-
-
-def _apart(one: Tensor, other: Tensor, least: float) -> float:
-    """Return the distance relative to the size of the first, or to a least size."""
-    if one.shape != other.shape:
-        return float("inf")
-    if not one.numel():
-        return 0.0
-    if not one.is_floating_point():
-        return 0.0 if torch.equal(one, other) else float("inf")
-    size = max(float(one.abs().max()), least, torch.finfo(torch.float32).tiny)
-    is_same = (one == other) | (one.isnan() & other.isnan())
-    apart = (one.double() - other.double()).abs().masked_fill(is_same, 0.0)
-    return float(apart.max()) / size
 
 
 @contextmanager
@@ -286,6 +228,25 @@ def _kinds(plan: TensorPlan) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def _with_sizes(plan: TensorPlan, kind: str) -> Iterator[TensorPlan]:
+    """Give the plan with all the integers of a kind that may be sizes, none, and all but one.
+
+    Some have the value of what is divided by chance: with as many query heads to a key head as
+    there are key heads, code that repeats keys needs that number as it is.
+    """
+    yield plan
+    own = [
+        each
+        for each in plan.attributes
+        if plan.kinds.get(block := block_of(plan, each.module), block) == kind
+    ]
+    names = dict.fromkeys(each.name for each in own)
+    dropped = [set(names), *({name} for name in names if len(names) > 1)]
+    for some in dropped if names else ():
+        kept = [each for each in plan.attributes if each not in own or each.name not in some]
+        yield replace(plan, attributes=tuple(kept))
+
+
 def _has_region(plan: TensorPlan, kind: str) -> bool:
     return any(
         kind in {plan.kinds.get(block, block) for block in plan.axes[at].blocks or (OUTSIDE,)}
@@ -295,10 +256,6 @@ def _has_region(plan: TensorPlan, kind: str) -> bool:
 
 def _named(kind: str) -> str:
     return repr(kind) if kind else "what lies outside of blocks"
-
-
-def _ordinal(place: int) -> str:
-    return "first" if place == 0 else f"{place + 1}th"
 
 
 def _one_line(error: BaseException) -> str:

@@ -25,9 +25,12 @@ from boltmesh.errors import BoltMeshError
 from boltmesh.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies.tensor_parallel import TensorParallelStrategy
 from tests.support.causal_lms import SHIPPED, build
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 
-STEPS, ROWS, TOKENS = 3, 4, 16
+STEPS, ROWS, TOKENS = 3, 4, 18
+
+AT_ONCE = 6
+"""Models that share a start of the ranks, which import transformers."""
 
 
 class Model(LightningModule):
@@ -89,16 +92,28 @@ def problem(name: str) -> Problem:
     )
 
 
-def alone(rank: int, world_size: int, name: str) -> Trace | str:
+def alone(rank: int, world_size: int, names: Sequence[str]) -> list[Trace | str]:
+    """Train each in this process; what one raises stands for its trace."""
     warnings.simplefilter("ignore")
+    return [_alone(name) for name in names]
+
+
+def _alone(name: str) -> Trace | str:
     try:
         return trace_one_process(problem(name), data_size=1, is_dealt=False)
     except Exception as error:  # noqa: BLE001 - whatever an architecture raises at these sizes
         return f"{type(error).__name__}: {error}"
 
 
-def divided(rank: int, world_size: int, name: str, sequence_parallel: bool) -> Divided | str:
+def divided(
+    rank: int, world_size: int, names: Sequence[str], sequence_parallel: bool
+) -> list[Divided | str]:
+    """Train each by a plan of its own; why one is refused stands for its run."""
     warnings.simplefilter("ignore")
+    return [_divided(name, world_size, sequence_parallel) for name in names]
+
+
+def _divided(name: str, world_size: int, sequence_parallel: bool) -> Divided | str:
     strategy = TensorParallelStrategy(telemetry=False, sequence_parallel=sequence_parallel)
     try:
         trace = trace_layout(problem(name), strategy, devices=world_size)
@@ -114,13 +129,21 @@ def divided(rank: int, world_size: int, name: str, sequence_parallel: bool) -> D
 
 
 def measure(
-    name: str, ranks: int = 2, *, sequence_parallel: bool = False, timeout_s: float = 300
-) -> Row:
-    """Run one model both ways."""
-    wanted = run_ranks(alone, 1, name, timeout_s=timeout_s)[0]
+    names: Sequence[str], ranks: int = 2, *, sequence_parallel: bool = False, timeout_s: float = 300
+) -> list[Row]:
+    """Run models both ways, all of them in one start of the ranks, which import transformers."""
+    wanted = run_ranks(alone, 1, names, timeout_s=timeout_s)[0]
+    sound = [name for name, each in zip(names, wanted, strict=True) if not isinstance(each, str)]
+    found = run_ranks(divided, ranks, sound, sequence_parallel, timeout_s=timeout_s)[0]
+    by_name = dict(zip(sound, found, strict=True))
+    return [
+        _row(name, each, by_name.get(name, "")) for name, each in zip(names, wanted, strict=True)
+    ]
+
+
+def _row(name: str, wanted: Trace | str, found: Divided | str) -> Row:
     if isinstance(wanted, str):
         return Row(name, refused=f"by itself, {_short(wanted)}")
-    found = run_ranks(divided, ranks, name, sequence_parallel, timeout_s=timeout_s)[0]
     if isinstance(found, str):
         return Row(name, refused=_short(found))
     pairs = zip(wanted.losses, found.trace.losses, strict=True)
@@ -138,20 +161,27 @@ def measure(
 
 
 def _short(text: str) -> str:
-    return " ".join(text.split())[:160].replace("|", "/")
+    return " ".join(text.split())[:300].replace("|", "/")
 
 
 def table(names: Sequence[str], ranks: int, *, sequence_parallel: bool) -> None:
     print(f"| {ranks} ranks | divided | blocks run | loss | parameters |")
     print("| --- | --- | --- | --- | --- |", flush=True)
-    for name in names:
-        try:
-            row = measure(name, ranks, sequence_parallel=sequence_parallel)
-        except Exception as error:  # noqa: BLE001 - the table goes on
-            row = Row(name, refused=f"FAILED {_short(repr(error))}")
-        print(row.text(), flush=True)
-        for note in row.notes:
-            print(f"    {name}: {note}", flush=True)
+    for first in range(0, len(names), AT_ONCE):
+        for row in _some(names[first : first + AT_ONCE], ranks, sequence_parallel):
+            print(row.text(), flush=True)
+            for note in row.notes:
+                print(f"    {row.name}: {note}", flush=True)
+
+
+def _some(names: Sequence[str], ranks: int, sequence_parallel: bool) -> list[Row]:
+    """Run a few; where one takes its ranks down, each on ranks of its own."""
+    try:
+        return measure(names, ranks, sequence_parallel=sequence_parallel)
+    except RankFailure as failure:
+        if len(names) == 1:
+            return [Row(names[0], refused=f"FAILED {_short(str(failure)[-400:])}")]
+        return [_some([each], ranks, sequence_parallel)[0] for each in names]
 
 
 def main() -> None:

@@ -8,58 +8,110 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "vocab_size_per_layer_input": 96,
-    "hidden_size": 32,
-    "hidden_size_per_layer_input": 8,
-    "ffn_hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 16,
-    "intermediate_size_mlp": 64,
-    "shared_expert_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "expert_ffn_hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_layers": 2,
+    "vocab_size": 112,
+    "vocab_size_per_layer_input": 112,
+    "hidden_size": 64,
+    "hidden_size_per_layer_input": 12,
+    "ffn_hidden_size": 96,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 24,
+    "intermediate_size_mlp": 96,
+    "shared_expert_intermediate_size": 40,
+    "shared_experts_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 40,
+    "shared_intermediate_size": 40,
+    "dense_intermediate_size": 96,
+    "expert_ffn_hidden_size": 24,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
-    "global_head_dim": 8,
-    "max_position_embeddings": 64,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "max_position_embeddings": 128,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "rotary_dim": 8,
+    "sliding_window": 10,
+    # Mixtures of experts.
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "moe_num_experts": 6,
+    "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "moe_topk": 2,
     "moe_k": 2,
-    "num_dense_layers": 1,
     "n_group": 1,
     "topk_group": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
+    "zero_expert_num": 2,
+    "num_dense_layers": 1,
+    "first_k_dense_replace": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    # Latent attention, and what chooses tokens for it.
+    "q_lora_rank": 28,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
+    "v_head_dim": 14,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "index_topk": 10,
+    "index_topk_blocks": 2,
+    "index_block_size": 4,
+    "index_head_dim": 16,
+    "index_n_heads": 4,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    # Linear attention and state spaces.
+    "linear_num_heads": 4,
+    "linear_head_dim": 12,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_value_head_dim": 12,
     "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 12,
     "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "ssm_state_size": 8,
-    "sliding_window": 8,
-    "first_k_dense_replace": 1,
-    "rotary_dim": 8,
+    "mamba_head_dim": 16,
+    "mamba_chunk_size": 8,
+    "ssm_state_size": 12,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    # Tables and mixers of single families.
+    "laurel_rank": 8,
+    "rel_extent": 24,
+    "num_kv_shared_layers": 0,
+    "hc_lowrank": 12,
+    "ple_embed_dim": 64,
+    "ngram_vocab_size_base": 97,
+    "heads_per_ngram": 2,
+    "split_ngram_parts": 2,
+    # Towers for pictures and sounds.
+    "image_size": 28,
+    "crop_size": 28,
+    "num_blocks": 2,
+    "ext_pw_out_channel": 64,
+    "depthwise_separable_out_channel": 64,
+    "nemo_conv_channels": 64,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "use_cache": False,
 }
-"""What a configuration that has such a key is given."""
+"""What a configuration that has such a key is given: sizes that differ from one another, so that an
+axis is not taken for another one by its length, as it would not be at the sizes that are trained.
+"""
+
+KINDS: dict[str, list[str]] = {"lfm2_moe": ["conv", "full_attention"]}
+"""The kinds of layers where a configuration leaves them to its checkpoints."""
+
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+"""Of each kind of layers, where a configuration leaves that to its checkpoints."""
 
 OPTIONAL = {"q_lora_rank", "sliding_window", "num_experts", "num_local_experts"}
 """Keys whose None switches something off."""
@@ -85,26 +137,77 @@ def build(name: str, seed: int = 0) -> Module:
 
 
 def _config(name: str) -> Any:
-    whole = CONFIG_MAPPING[name]()
-    known = whole.to_dict()
+    return _shrunk(CONFIG_MAPPING[name])
+
+
+def _shrunk(kind: Any) -> Any:
+    """Make a tiny configuration of a class."""
+    whole = kind()
+    known = _keys(whole)
+    chosen = _sizes(known)
+    by_layer = {
+        key: value
+        for key, value in known.items()
+        if isinstance(value, list)
+        and len(value) == known.get("num_hidden_layers")
+        and value != list(range(len(value)))  # which are numbers of layers
+    }
+    if whole.model_type in KINDS:
+        by_layer["layer_types"] = KINDS[whole.model_type]
+    layers = 1 + max([2, *(len(_different(each)) for each in by_layer.values())])
+    for key, value in by_layer.items():
+        chosen[key] = (
+            [SIZES[key]] * layers if key in SIZES else (_different(value) * layers)[:layers]
+        )
+    for key in {"num_hidden_layers", "num_layers"} & known.keys():
+        chosen[key] = layers
+    if known.get("rope_parameters") == {} and "layer_types" in chosen:
+        chosen["rope_parameters"] = {each: dict(ROTARY) for each in chosen["layer_types"]}
+    for key in whole.sub_configs:
+        if getattr(whole, key, None) is not None:
+            chosen[key] = _shrunk(type(getattr(whole, key)))
+    return kind(**_with_inner_sizes(kind(**chosen).to_dict(), chosen))
+
+
+def _keys(config: Any) -> dict[str, Any]:
+    """What a configuration has, by all names that it knows it by."""
+    known: dict[str, Any] = config.to_dict()
+    return {**known, **{key: known.get(name) for key, name in config.attribute_map.items()}}
+
+
+def _sizes(known: dict[str, Any]) -> dict[str, Any]:
     chosen = {
         key: value
         for key, value in SIZES.items()
         if key in known and not (key in OPTIONAL and known[key] is None)
     }
     if known.get("kv_lora_rank"):  # latent attention: heads do not share keys
-        chosen["num_key_value_heads"] = chosen["num_attention_heads"]
-    layers = chosen.get("num_hidden_layers", 2)
+        chosen["num_key_value_heads"] = SIZES["num_attention_heads"]
+        rotated, other = "qk_rope_head_dim", "qk_nope_head_dim"
+        if known.get("head_dim") == known[rotated]:
+            chosen["head_dim"] = SIZES[rotated]
+        elif known.get("head_dim") == known[rotated] + known[other]:
+            chosen["head_dim"] = SIZES[rotated] + SIZES[other]
+    return chosen
+
+
+def _with_inner_sizes(known: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+    """Add what a configuration works out for single layers, with sizes of its own."""
     for key, value in known.items():
-        if isinstance(value, list) and len(value) == known.get("num_hidden_layers"):
-            chosen[key] = _both_kinds(value, layers)
-    return CONFIG_MAPPING[name](**chosen)
+        if isinstance(value, dict) and key not in chosen:
+            inner = {
+                name: {**each, **_sizes(each)} if isinstance(each, dict) else each
+                for name, each in value.items()
+            }
+            if inner != value:
+                chosen = {**chosen, key: inner}
+    return chosen
 
 
-def _both_kinds(values: list[Any], count: int) -> list[Any]:
-    """As many entries, with the first of each kind that a model of all its layers has."""
+def _different(values: list[Any]) -> list[Any]:
+    """The first of each kind."""
     kinds: list[Any] = []
     for each in values:
         if each not in kinds:
             kinds.append(each)
-    return (kinds + values)[:count]
+    return kinds

@@ -27,6 +27,31 @@ class LocalAttention(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
+class LatentAttention(nn.Module):
+    """Keys and values made of a few channels, beside others that all heads share.
+
+    What is divided meets both: the shared channels head by head, the few as columns of ``up``.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.q, self.down = nn.Linear(width, 20 * heads), nn.Linear(width, 12 + 6)
+        self.norm = nn.LayerNorm(12)
+        self.up, self.o = nn.Linear(12, (14 + 20) * heads), nn.Linear(20 * heads, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent, shared = self.down(x).split([12, 6], -1)
+        q, made = (
+            each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for each in (self.q(x), self.up(self.norm(latent)))
+        )
+        k, v = made.split([14, 20], -1)
+        k = torch.cat([k, shared.unsqueeze(1).expand(-1, self.num_heads, -1, -1)], -1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
 class TorchLayers(nn.Module):
     """Torch's own encoder layers, whose attention takes its projection as one argument."""
 
@@ -57,11 +82,21 @@ class Experts(nn.Module):
         return (picked * weights.unsqueeze(-1)).sum(1)
 
 
+class ScaledExperts(Experts):
+    """Scales what is divided inside of experts by what the router gives."""
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        scales = torch.zeros(len(x), len(self.up)).to(weights).scatter(1, chosen, weights)
+        gate, up = torch.einsum("nd,edf->enf", x, self.up).chunk(2, -1)
+        inner = F.silu(gate) * up * scales.t().unsqueeze(-1)
+        return torch.einsum("enf,efd->end", inner, self.down).sum(0)
+
+
 class Routed(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, kind: type[Experts] = Experts) -> None:
         super().__init__()
         self.router = nn.Linear(width, 4)
-        self.experts = Experts(width, 16, 4)
+        self.experts = kind(width, 16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
@@ -106,18 +141,20 @@ class DrawingAttention(nn.Module):
         return self.rest(self.o(y.transpose(1, 2).flatten(2)))
 
 
-def _routed() -> nn.Module:
+def _routed(kind: type[Experts] = Experts) -> nn.Module:
     model = GPT(lambda: LocalAttention(WIDTH, HEADS))
     for block in model.blocks:
-        block.mlp = Routed(WIDTH)
+        block.mlp = Routed(WIDTH, kind)
     return model
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt_local": lambda: GPT(lambda: LocalAttention(WIDTH, HEADS)),
     "gpt_local_tied": lambda: GPT(lambda: LocalAttention(WIDTH, HEADS), tied=True),
+    "gpt_latent": lambda: GPT(lambda: LatentAttention(WIDTH, HEADS)),
     "gpt_drawing": lambda: GPT(lambda: DrawingAttention(WIDTH, HEADS, 0.1)),
     "experts": _routed,
+    "experts_scaled": lambda: _routed(ScaledExperts),
     "torch_layers": TorchLayers,
     "convolutions": Images,
 }

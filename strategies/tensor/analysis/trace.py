@@ -101,7 +101,9 @@ class Trace:
         """Describe a tensor that an operator takes or gives."""
         label = self.label(tensor)
         is_zero = not is_fake(tensor) and not bool(tensor.any())
-        return Operand(label.key, label.dims, label.parameter, tensor.is_floating_point(), is_zero)
+        # Pairs of channels that are rotated as one complex number have a gradient as well.
+        is_floating = tensor.is_floating_point() or tensor.is_complex()
+        return Operand(label.key, label.dims, label.parameter, is_floating, is_zero)
 
     def keep_whole(self, tensor: Tensor, operator: str) -> None:
         """Say that every dimension of a tensor has to be whole."""

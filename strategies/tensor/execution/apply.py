@@ -160,7 +160,9 @@ class _Application:
         """Wrap the modules of one axis in one block, and the module that holds them."""
         border = self._border(owners)
         for owner in owners:
-            of_owner = Fed(border) if self.stacks.is_fed(owner.name) else border
+            is_fed = owner.name in self.plan.fed and not is_region  # where there are no boundaries
+            is_fed = is_fed or self.stacks.is_fed(owner.name)
+            of_owner = Fed(border) if is_fed else border
             self._put_owner(owner, of_owner, is_region=is_region)
         name = scope_of(self.root, [owner.name for owner in owners])
         self.scopes[name].add(is_region)

@@ -105,7 +105,10 @@ class SequenceBorder(AlikeBorder):
 
 
 class Fed(Border):
-    """The border of a module that takes a sequence which was gathered: that sums its gradient."""
+    """The border of a module whose input's gradient is summed further up.
+
+    By the gather of a sequence, or by a boundary behind what the input was made of.
+    """
 
     def __init__(self, border: Border) -> None:
         super().__init__(border.group)
