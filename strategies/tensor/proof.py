@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.tensor.backends import OUTSIDE
+from boltmesh.strategies.tensor.backends import OUTSIDE, without_sequence
 from boltmesh.strategies.tensor.division import divisions_of
 from boltmesh.strategies.tensor.execution.apply import apply_plan
 from boltmesh.strategies.tensor.execution.group import TensorGroup
@@ -94,13 +94,12 @@ class _Proof:
         fault = self._fault(plan, dict.fromkeys(self.kinds, "local"))
         if fault is None:
             return self._with(plan, dict.fromkeys(self.kinds, "local"))
-        if plan.sequence is not None:
-            # One thing at a time: which blocks run at all, and then with a part of the sequence.
-            plan = replace(plan, sequence=None)
+        # One thing at a time: which blocks run at all, and then with a part of the sequence.
+        plan = without_sequence(plan)
         chosen: dict[str, Backend] = {}
         for kind in self.kinds:
             chosen[kind] = self._backend_of(plan, kind)
-        if plan.sequence is not self.plan.sequence:
+        if self.plan.sequence is not None:
             fault = self._fault(self.plan, chosen)
             if fault is None:
                 return self._with(self.plan, chosen)
