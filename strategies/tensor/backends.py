@@ -69,6 +69,19 @@ def without_replicated(plan: TensorPlan) -> TensorPlan:
     )
 
 
+def without_sequence(plan: TensorPlan) -> TensorPlan:
+    """Return the plan with whole sequences, and without what dividing them asked for."""
+    if plan.sequence is None:
+        return plan
+    return replace(
+        plan,
+        sequence=None,
+        partial=plan.sequence.plain_partial,
+        boundaries=plan.sequence.plain_boundaries,
+        local_dropouts=plan.sequence.plain_local_dropouts,
+    )
+
+
 def _blocks(blocks: tuple[str, ...]) -> tuple[str, ...]:
     return blocks or (OUTSIDE,)
 

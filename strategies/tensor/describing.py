@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from boltmesh.strategies.tensor.analysis.analyse import Analysis, ParameterFacts
-from boltmesh.strategies.tensor.analysis.atoms import Atom, leaves
+from boltmesh.strategies.tensor.analysis.atoms import Atom, find, leaves
 from boltmesh.strategies.tensor.analysis.records import ShapeUse
 from boltmesh.strategies.tensor.candidates import Candidate, Member, Roles, places, why_not
 from boltmesh.strategies.tensor.experts import routed_experts
@@ -132,7 +132,12 @@ def _is_of_its_own(
 
 
 def _attributes(analysis: Analysis, followed: set[Atom]) -> list[SizeAttribute]:
-    """Integers of modules that are a product of neighbouring axes, a divided one among them."""
+    """Integers of modules that are a product of neighbouring axes, a divided one among them.
+
+    All of them of parameters: no module knows how many rows a batch has. Products of torch's own
+    put them together with heads.
+    """
+    known = set(places(analysis))
     sizes: dict[str, set[int]] = {}
     for use in analysis.trace.shape_uses:
         for dim in use.dims:
@@ -140,7 +145,7 @@ def _attributes(analysis: Analysis, followed: set[Atom]) -> list[SizeAttribute]:
             for start in range(len(atoms)):
                 for end in range(start + 1, len(atoms) + 1):
                     part = atoms[start:end]
-                    if axes_of([part], followed):
+                    if axes_of([part], followed) and {find(each) for each in part} <= known:
                         sizes.setdefault(use.module, set()).add(prod(each.size for each in part))
     return [
         SizeAttribute(module, name, value)

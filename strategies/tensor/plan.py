@@ -128,6 +128,10 @@ class SequencePlan:
     """Of each stack: the output of its last block that is joined."""
     fed: tuple[str, ...] = ()
     """Modules with columns that a gather feeds: it sums their inputs' gradients, they do not."""
+    plain_partial: tuple[str, ...] = ()
+    """``TensorPlan.partial`` of the same plan with whole sequences; so the next two."""
+    plain_boundaries: tuple[str, ...] = ()
+    plain_local_dropouts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,12 @@ def _with_sequence(analysis: Analysis, choice: Choice, plan: TensorPlan) -> Tens
         partial=tuple(name for name in analysis.parameters if name in partial),
         boundaries=tuple(name for name in plan.boundaries if name not in gathered),
         local_dropouts=tuple(dict.fromkeys([*plan.local_dropouts, *division.drawing])),
-        sequence=division.plan,
+        sequence=replace(
+            division.plan,
+            plain_partial=plan.partial,
+            plain_boundaries=plan.boundaries,
+            plain_local_dropouts=plan.local_dropouts,
+        ),
     )
 
 

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.tensor.backends import OUTSIDE, block_of
+from boltmesh.strategies.tensor.backends import OUTSIDE, block_of, without_sequence
 from boltmesh.strategies.tensor.comparing import difference
 from boltmesh.strategies.tensor.division import divisions_of
 from boltmesh.strategies.tensor.execution.apply import apply_plan
@@ -85,14 +85,13 @@ class _Proof:
         fault = self._fault(plan, dict.fromkeys(self.kinds, "local"))
         if fault is None:
             return self._with(plan, dict.fromkeys(self.kinds, "local"))
-        if plan.sequence is not None:
-            # One thing at a time: which blocks run at all, and then with a part of the sequence.
-            plan = replace(plan, sequence=None)
+        # One thing at a time: which blocks run at all, and then with a part of the sequence.
+        plan = without_sequence(plan)
         chosen: dict[str, Backend] = {}
         for kind in self.kinds:
             chosen[kind], plan = self._backend_of(plan, kind)
-        if plan.sequence is not self.plan.sequence:
-            with_sequence = replace(plan, sequence=self.plan.sequence)
+        if self.plan.sequence is not None:
+            with_sequence = replace(self.plan, attributes=plan.attributes)
             fault = self._fault(with_sequence, chosen)
             if fault is None:
                 return self._with(with_sequence, chosen)

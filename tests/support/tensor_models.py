@@ -246,11 +246,13 @@ def example(name: str, *, seed: int = 0, rows: int = 2, tokens: int = TOKENS) ->
     return Example(module, _texts(rows, tokens, VOCABULARY, ("input_ids", "labels")))
 
 
-def hugging_face(name: str) -> Any:
-    """A model of that family with random weights and two layers."""
+def hugging_face(name: str, **settings: Any) -> Any:
+    """A model of that family with random weights and two layers; settings override its sizes."""
     import transformers as hf
 
     config = _config(hf, name)
+    for key, value in settings.items():
+        setattr(config, key, value)
     config.use_cache = False
     config._attn_implementation = "eager" if name in {"bloom", "gemma2", "gpt2_eager"} else "sdpa"
     heads = {
