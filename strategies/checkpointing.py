@@ -7,6 +7,7 @@ whose ranks hold shards writes directories. Both load either.
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,7 @@ class CheckpointingStrategy(ParallelStrategy):
     data_axis: DataAxis
     recorder: Recorder | NullRecorder
     _resume: ResumeManager | None
+    _sigterm: compat.SigtermAgreement | None
 
     @property
     def stores_shards(self) -> bool:
@@ -169,10 +171,11 @@ class CheckpointingStrategy(ParallelStrategy):
                 return
             if self._resume is not None and trainer is not None:
                 checkpoint = self._resume.store(checkpoint, trainer)
-            if self.stores_shards:
-                self._save_shards(checkpoint, filepath, storage_options)
-            else:
-                super().save_checkpoint(checkpoint, filepath, storage_options)
+            with nullcontext() if self._sigterm is None else self._sigterm.saving():
+                if self.stores_shards:
+                    self._save_shards(checkpoint, filepath, storage_options)
+                else:
+                    super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
             self.recorder.event("checkpoint", str(filepath))
 

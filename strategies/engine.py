@@ -416,6 +416,7 @@ class MeshStrategy(RankMeshStrategy):
         because Lightning tells them before the strategy.
         """
         self.data_axis.explain(exception)
+        self.recorder.explain(exception)
 
     @override
     def teardown(self) -> None:

@@ -47,6 +47,7 @@ def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
     )
     for axis, group in strategy.groups.items():
         recorder.name_group(group, axis)
+    recorder.watch_for_hangs(strategy.timeout_s)
     return recorder
 
 

@@ -1,12 +1,16 @@
-"""Ending a run on SIGTERM."""
+"""Ending a run on SIGTERM, and saving it when SLURM announces the end of its time."""
 
+import contextlib
 import signal
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 if TYPE_CHECKING:
@@ -20,11 +24,18 @@ class SigtermAgreement:
     before every batch. A rank that stands in the loop's broadcast already takes the handler's for
     it, and each rank then waits for another collective for good. Here the handler only makes a
     note, and the loop's question is put to all ranks: whichever was told, all of them leave.
+
+    SLURM's signal to save and go back into the queue is agreed on with it. Lightning saves in the
+    handler, wherever the signal finds the rank: ranks would wait for each other for good there, or
+    write shards of different steps. Here all save before the same batch.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._is_told = False
+        self._requeue = 0
+        """SLURM's signal, once it has come."""
+        self._is_saving = False
 
     def begin(self) -> None:
         """Take the place of Lightning's handler and of its loop's question.
@@ -34,12 +45,24 @@ class SigtermAgreement:
         """
         loop: Any = self._trainer.fit_loop.epoch_loop
         loop._broadcast_sigterm_tensor = self._ask
-        notify = self._trainer._signal_connector._sigterm_notifier_fn
-        composed = signal.getsignal(signal.SIGTERM)
-        if isinstance(composed, _HandlersCompose):
-            composed.signal_handlers = [
-                self._hear if each == notify else each for each in composed.signal_handlers
-            ]
+        connector = self._trainer._signal_connector
+        _exchange(signal.SIGTERM, connector._sigterm_notifier_fn, self._hear)
+        environment = self._trainer._accelerator_connector.cluster_environment
+        is_fitting = self._trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and isinstance(environment, SLURMEnvironment) and environment.requeue_signal:
+            requeue = connector._slurm_sigusr_handler_fn
+            _exchange(environment.requeue_signal, requeue, self._hear_requeue)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Let a save come to its end that SIGTERM would break off, where nothing is trained."""
+        self._is_saving = True
+        try:
+            yield
+        finally:
+            self._is_saving = False
+        if self._is_told and not self._trainer.training:
+            raise SIGTERMException(128 + signal.SIGTERM)
 
     def end(self) -> None:
         """Leave the loop as it was. Lightning itself takes its handler away."""
@@ -51,14 +74,33 @@ class SigtermAgreement:
         if not self._is_told and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signum)  # hands it on to the ranks that it started
         self._is_told = True
-        if not trainer.training:
+        if not trainer.training and not self._is_saving:
             # Nothing is lost, and loops that train nothing ask nobody.
             raise SIGTERMException(128 + signum)
 
+    def _hear_requeue(self, signum: int, frame: "FrameType | None") -> None:
+        self._requeue = signum
+
     def _ask(self) -> None:
-        """End the run when any rank was told to. Collective over all ranks."""
-        told = torch.tensor(int(self._is_told), device=self._trainer.strategy.root_device)
+        """Save or end the run when any rank was told to. Collective over all ranks."""
+        trainer = self._trainer
+        told = torch.tensor(
+            [int(self._is_told), self._requeue], device=trainer.strategy.root_device
+        )
         dist.all_reduce(told, dist.ReduceOp.MAX)
-        if told.item():
-            self._trainer._signal_connector.received_sigterm = True
+        must_end, requeue = told.tolist()
+        if requeue:
+            self._requeue = 0
+            trainer._signal_connector._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]
+        if must_end:
+            trainer._signal_connector.received_sigterm = True
             raise SIGTERMException(128 + signal.SIGTERM)
+
+
+def _exchange(signum: int, old: object, new: Callable[[int, Any], None]) -> None:
+    """Put one handler in the place of another, among those that Lightning calls on a signal."""
+    composed = signal.getsignal(signum)
+    if isinstance(composed, _HandlersCompose):
+        composed.signal_handlers = [
+            new if each == old else each for each in composed.signal_handlers
+        ]

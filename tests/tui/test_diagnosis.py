@@ -367,6 +367,15 @@ def test_a_stall_names_who_never_entered_the_collective() -> None:
     assert "rank 2 never entered allreduce #41 of data" in found.evidence[0]
 
 
+def test_a_stall_is_told_as_a_rank_of_the_job_has_explained_it() -> None:
+    ranks = _silent("communication", "forward").ranks
+    said = "hang: rank 1 never entered allreduce #41 of data. Rank 1 is at train.py:31."
+    old = Event(NOW - 90.0, 0, "warning", "hang: of an earlier standstill")
+    found = _findings(job(ranks=ranks, events=(old, Event(NOW - 9.0, 0, "warning", said))))
+    assert found["stalled"].evidence == (said.removeprefix("hang: "),)
+    assert "standstill" not in str(_findings(job(ranks=ranks, events=(old,)))["stalled"].evidence)
+
+
 def test_nothing_else_is_said_of_the_steps_of_a_job_that_stands_still() -> None:
     ranks = tuple(
         worker(number, steady(data=0.5), last_seen=NOW - 90.0, phase="data") for number in range(2)

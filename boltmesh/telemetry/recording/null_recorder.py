@@ -25,6 +25,12 @@ class NullRecorder:
     def name_group(self, group: ProcessGroup, axis: str) -> None:
         """See ``Recorder``."""
 
+    def watch_for_hangs(self, timeout_s: float) -> None:
+        """See ``Recorder``."""
+
+    def explain(self, error: BaseException) -> None:
+        """See ``Recorder``."""
+
     def expect(self, traffic: Sequence[ExpectedTraffic]) -> None:
         """See ``Recorder``."""
 

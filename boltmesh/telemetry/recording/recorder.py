@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from boltmesh.telemetry import layout
+from boltmesh.telemetry.hanging.looking import idle_s, look_at_self
+from boltmesh.telemetry.hanging.watch import HangWatch
 from boltmesh.telemetry.job import (
     JobInfo,
     job_path,
@@ -138,6 +140,7 @@ class Recorder:
         self._failing: tuple[int, int] | None = None
         self._nodes: NodeExchange | None = None
         self._live: dict[int, int] = {}
+        self._hangs: HangWatch | None = None
 
     @classmethod
     def open(
@@ -240,6 +243,42 @@ class Recorder:
         A group that is never named is ``world`` when it holds all ranks, else ``other``.
         """
         self._counter.name_group(group, axis)
+
+    @guarded
+    def watch_for_hangs(self, timeout_s: float) -> None:
+        """Say, from now on, why collectives do not advance that take long.
+
+        Args:
+            timeout_s: How long one may take before it ends the run, seconds.
+        """
+        header = self._file.header
+        if header.world_size == 1:
+            return
+        self._hangs = HangWatch(
+            rank=header.rank,
+            world_size=header.world_size,
+            timeout_s=timeout_s,
+            folder=self.path,
+            look=functools.partial(
+                look_at_self,
+                self._file,
+                self._clock,
+                rank=header.rank,
+                settle=COLLECTIVES.settle,
+                progress=lambda: (self._global_step, self._global_step > self._start_step),
+            ),
+            idle_s=functools.partial(idle_s, self._file),
+            find_store=functools.partial(
+                default_store, f"boltmesh-hangs-{self.path.name}", may_grow=True
+            ),
+            tell=functools.partial(self._file.event, "warning"),
+        )
+
+    @guarded
+    def explain(self, error: BaseException) -> None:
+        """Put into the error by which a collective was given up what is known of its cause."""
+        if self._hangs is not None:
+            self._hangs.explain(error)
 
     @guarded
     def expect(self, traffic: Sequence[ExpectedTraffic]) -> None:
@@ -444,6 +483,8 @@ class Recorder:
 
     def close(self) -> None:
         """Stop counting and let go of the file; without ``fail`` before, the rank ended well."""
+        if self._hangs is not None:
+            self._hangs.stop()
         self.finish()
         self.is_on = False
         with contextlib.suppress(Exception):  # the run is over, and ends as it would without us

@@ -110,6 +110,31 @@ class TrafficRecords:
             elif self._newest[ticket[2]][0] == sequence:
                 self._write_group(ticket, done_ns)
 
+    def newest(self) -> list[tuple[tuple[int, ...], int, bool]]:
+        """Return the newest collective of each group, as ``enqueue`` returned it.
+
+        With when it was done, 0 where it is not or nobody knows, and whether the group has calls
+        from rank to rank.
+        """
+        with self._lock:
+            paired = {group for group, *_ in self._peers}
+            return [
+                (ticket, self._done_ns(ticket), ticket[2] in paired)
+                for ticket in self._newest
+                if ticket[0]
+            ]
+
+    def _done_ns(self, ticket: tuple[int, ...]) -> int:
+        if self._map is None:
+            return 0
+        if self._sequences["traffic"] - ticket[0] < _TRAFFIC_CAPACITY:
+            at = _TRAFFIC_AT + (ticket[0] - 1) % _TRAFFIC_CAPACITY * _TRAFFIC_BYTES
+            record = layout.TRAFFIC.unpack(self._map[at : at + _TRAFFIC_BYTES], 0)
+            return record[12] if record else 0
+        at = _GROUPS_AT + ticket[2] * _GROUP_BYTES
+        newest = layout.GROUP.unpack(self._map[at : at + _GROUP_BYTES], 0)
+        return newest[6] if newest and newest[1] == ticket[0] else 0
+
     def lose(self, ticket: tuple[int, ...]) -> None:
         """Record that the completion of a collective will not be known."""
         self._change(ticket, flags=ticket[5] & ~layout.TRAFFIC_IS_TIMED, peer=ticket[6])
@@ -176,9 +201,7 @@ class TrafficRecords:
         for group in groups:
             ticket = self._newest[group]
             if 0 <= self._sequences["traffic"] - ticket[0] < _TRAFFIC_CAPACITY and ticket[0]:
-                at = _TRAFFIC_AT + (ticket[0] - 1) % _TRAFFIC_CAPACITY * _TRAFFIC_BYTES
-                record = layout.TRAFFIC.unpack(self._map[at : at + _TRAFFIC_BYTES], 0)
-                self._write_group(ticket, record[12] if record else 0)
+                self._write_group(ticket, self._done_ns(ticket))
 
     def _write_group(self, ticket: tuple[int, ...], done_ns: int) -> None:
         assert self._map is not None

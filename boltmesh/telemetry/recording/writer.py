@@ -137,6 +137,18 @@ class RankFile(TrafficRecords):
         self._num_runs += len(runs)
         return runs
 
+    def group_of(self, number: int) -> tuple[str, str, list[tuple[int, int, int]]]:
+        """Return the name, the axis and the members, as runs, of a group."""
+        with self._lock:
+            group = self._names["groups"][number]
+            return group["name"], group["axis"], group["members"]
+
+    def operator_of(self, number: int) -> str:
+        """Return the name of an operator."""
+        with self._lock:
+            name: str = self._names["operators"][number]
+            return name
+
     def operator_number(self, name: str) -> int:
         """Return the number of an operator."""
         with self._lock:

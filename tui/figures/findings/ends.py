@@ -10,6 +10,9 @@ from boltmesh.tui.figures.stall import Stall, find_stall
 from boltmesh.tui.figures.status import tell_phases
 from boltmesh.tui.state import State
 
+HANG = "hang: "
+"""Begins what a rank of the job has recorded about a standstill."""
+
 MAX_GROUPS = 2
 """Stuck groups that are told of; the events screen has all of them."""
 
@@ -134,10 +137,21 @@ def find_standstill(state: State) -> Finding | None:
         kind="stalled",
         severity="warn",
         headline=f"stalled: no step for {units.duration(stall.silent_s)}, {tell_phases(stall)}",
-        evidence=tuple(hang.text for hang in stuck[:MAX_GROUPS]),
+        evidence=_explained(state, stall) or tuple(hang.text for hang in stuck[:MAX_GROUPS]),
         advice=_unblock(state.job, stall, suspects),
         ranks=suspects,
     )
+
+
+def _explained(state: State, stall: Stall) -> tuple[str, ...]:
+    """What a rank of the job has found out itself: that names lines of code as well."""
+    since = state.time - stall.silent_s
+    told = [
+        event.message.removeprefix(HANG)
+        for event in state.job.events
+        if event.message.startswith(HANG) and event.time > since
+    ]
+    return tuple(told[-1:])
 
 
 def _unblock(job: JobSnapshot, stall: Stall, suspects: tuple[int, ...]) -> str:

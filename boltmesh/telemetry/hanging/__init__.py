@@ -1,0 +1,1 @@
+"""Says why collectives do not advance: which group and call, who is missing, and where they are."""

@@ -1,0 +1,146 @@
+"""A rank that others wait for is named, with the line at which it stands, and ends the run."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from boltmesh.strategies import (
+    DDPStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeROStrategy,
+)
+from boltmesh.telemetry.reading.reader import open_job
+from tests.support.models import FEATURES, Regression, regression_data
+from tests.support.ranks import RankFailure, run_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+TIMEOUT_S = 9.0
+STRATEGIES = {
+    "ddp": lambda: DDPStrategy(timeout_s=TIMEOUT_S),
+    "zero": lambda: ZeROStrategy(stage=3, timeout_s=TIMEOUT_S),
+    "tensor": lambda: TensorParallelStrategy(size=2, timeout_s=TIMEOUT_S),
+    "pipeline": lambda: PipelineParallelStrategy(microbatches=2, timeout_s=TIMEOUT_S),
+}
+
+
+class Blocks(lightning.LightningModule):
+    """Blocks that a pipeline can be cut between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs, targets = batch
+        for block in self.blocks:
+            outputs = outputs + block(outputs).tanh()
+        return functional.mse_loss(outputs.sum(1, keepdim=True), targets)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def straying(base: type[lightning.LightningModule], what: str) -> lightning.LightningModule:
+    """A module that trains well until the third batch, in which one rank goes its own way."""
+
+    class Straying(base):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                if what == "sleeps" and dist.get_rank() == 1:
+                    time.sleep(1000)  # stands here
+                if what == "stops" and dist.get_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if what == "reduces" and dist.get_rank() == 0:
+                    dist.all_reduce(torch.zeros(1))  # reduces alone
+            return super().training_step(batch, batch_idx)
+
+    return Straying()
+
+
+def stray(rank: int, world_size: int, folder: str, strategy: str, what: str) -> None:
+    os.environ["BOLTMESH_JOB_ID"] = "straying"
+    os.dup2(os.open(f"{folder}/stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    dist.destroy_process_group()  # which has the time limit of the test
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world_size,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )  # fmt: skip
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=world_size, max_epochs=1, strategy=STRATEGIES[strategy](),
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    began = time.monotonic()
+    try:
+        module = straying(Blocks if strategy == "pipeline" else Regression, what)
+        trainer.fit(module, regression_data(64, 8))
+    except RuntimeError as error:
+        with open_job("straying") as job:
+            snapshot = job.snapshot()
+        recorded = [each.message for each in snapshot.events if each.kind == "warning"]
+        Path(folder, f"error-{rank}").write_text(f"{error}")
+        Path(folder, f"recorded-{rank}").write_text("\n".join([str(snapshot.cause), *recorded]))
+        Path(folder, f"took-{rank}").write_text(str(time.monotonic() - began))
+    time.sleep(1.0)
+    os._exit(3)
+
+
+def said(tmp_path: Path, strategy: str, what: str) -> tuple[str, str, str]:
+    """What is on stderr, in rank 0's error, and in telemetry."""
+    with pytest.raises(RankFailure, match="exit code 3"):
+        run_ranks(stray, 2, str(tmp_path), strategy, what, grace_s=4.0)
+    assert float((tmp_path / "took-0").read_text()) < TIMEOUT_S + 20.0
+    errors = "".join((tmp_path / f"stderr-{rank}").read_text() for rank in range(2))
+    return errors, (tmp_path / "error-0").read_text(), (tmp_path / "recorded-0").read_text()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_line_of_a_rank_that_is_asleep_is_named(tmp_path: Path, strategy: str) -> None:
+    errors, error, recorded = said(tmp_path, strategy, "sleeps")
+    line = next(
+        number
+        for number, text in enumerate(Path(__file__).read_text().splitlines(), start=1)
+        if "# stands here" in text and "time.sleep" in text
+    )
+    assert errors.count("boltmesh: hang: ") == 1
+    place = f"test_hangs.py:{line} in training_step: time.sleep(1000)"
+    for text in (errors, error, recorded):
+        if strategy == "pipeline":  # whose ranks send each other messages
+            assert "rank 0 waits for rank 1 in recv #" in text
+        else:
+            assert "rank 1 never entered " in text
+            assert "in which rank 0 waits" in text
+        assert place in text
+    assert "after step 2" in error
+    assert "the run ends in " in errors
+
+
+def test_ranks_that_take_other_branches_are_told_with_both_places(tmp_path: Path) -> None:
+    errors, error, _ = said(tmp_path, "ddp", "reduces")
+    assert errors.count("boltmesh: hang: ") == 1
+    for text in (errors, error):
+        assert "never entered allreduce #" in text
+        assert "Rank 1 waits for rank 0 in " in text
+        assert "Rank 0 waits for rank 1 in " in text
+        assert "reduces alone" in text
+        assert "the same calls in the same order" in text
+
+
+def test_a_rank_that_was_stopped_cannot_answer_and_that_is_said(tmp_path: Path) -> None:
+    errors, error, _ = said(tmp_path, "ddp", "stops")
+    assert errors.count("boltmesh: hang: ") == 1
+    for text in (errors, error):
+        assert "rank 1 never entered " in text
+        assert "is stopped by a signal" in text
