@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import click
 
 from boltmesh import __version__
+from boltmesh.cli.converting import export, import_command
 from boltmesh.cli.planning import plan, schedule
 from boltmesh.cli.training import check, command_of
 from boltmesh.cli.watching import export_metrics, jobs, record, stream, top
@@ -60,6 +61,8 @@ def _complain(message: str, exit_code: int) -> int:
         schedule,
         top,
         record,
+        export,
+        import_command,
         export_metrics,
         jobs,
         stream,

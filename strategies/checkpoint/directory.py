@@ -26,6 +26,7 @@ from boltmesh.strategies.checkpoint.manifest import (
     read_checked,
     write_manifest,
 )
+from boltmesh.strategies.checkpoint.optimizer_state import is_named
 from boltmesh.strategies.checkpoint.placeholder import stored
 from boltmesh.strategies.checkpoint.replacing import (
     PARTIAL,
@@ -105,13 +106,16 @@ def load_directory(
         )
     checkpoint = _load_rest(folder, weights_only=weights_only)
     reader = ShardReader(folder, read_checked(folder, METADATA))
+    has_names = [is_named(each) for each in checkpoint.get(OPTIMIZERS, ())]
     model: dict[str, Any] = {}
     for name, keys in reader.paths().items():
         if keys[0] == MODEL:
             model[keys[1]] = stored(reader, name)
         else:
             number, (parameter, key) = int(keys[0].removeprefix("optimizer_")), keys[2:]
-            state = checkpoint[OPTIMIZERS][number]["state"].setdefault(parameter, {})
+            # By number in a directory that was made of a Lightning file.
+            of = parameter if has_names[number] else int(parameter)
+            state = checkpoint[OPTIMIZERS][number]["state"].setdefault(of, {})
             state[key] = stored(reader, name)
     for alias, name in checkpoint.pop(ALIASES, {}).items():
         model[alias] = model[name]

@@ -11,8 +11,7 @@ from boltmesh.errors import CheckpointError
 
 _ADVICE = (
     "Use Trainer.save_checkpoint or ModelCheckpoint, by which each rank writes what it has; "
-    "one process makes a plain file of that with trainer.validate(module, data, ckpt_path=...) "
-    "and trainer.save_checkpoint(..., weights_only=True)."
+    "'boltmesh export' makes a plain file of that."
 )
 
 

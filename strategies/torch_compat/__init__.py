@@ -23,7 +23,7 @@ from boltmesh.strategies.torch_compat.fake import (
     is_fake,
     make_fake,
 )
-from boltmesh.strategies.torch_compat.files import skip_indices, storage_info
+from boltmesh.strategies.torch_compat.files import skip_indices, storage_class, storage_info
 from boltmesh.strategies.torch_compat.modules import (
     buffers_of,
     refuse_fused_attention,
@@ -134,6 +134,7 @@ __all__ = [
     "skip_indices",
     "step_without_hooks",
     "stop_scaling_in_step",
+    "storage_class",
     "storage_info",
     "storage_key",
     "subclasses_unasked",

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
@@ -26,3 +27,12 @@ def skip_indices(iterator: Any, count: int) -> bool:
 def storage_info(file_name: str, offset: int, length: int) -> Any:
     """Where a piece of a sharded checkpoint lies, as torch's own reader wants to be told."""
     return _StorageInfo(file_name, offset, length)
+
+
+def storage_class(storage: Any) -> type:
+    """The class that a file of ``torch.save`` names for a tensor's storage."""
+    if isinstance(storage, torch.TypedStorage):
+        name = storage._pickle_storage_type()  # type: ignore[no-untyped-call]
+        found: type = getattr(torch, name)
+        return found
+    return type(storage)

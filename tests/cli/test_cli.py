@@ -38,6 +38,8 @@ def test_the_commands_and_their_options_are_these():
         "export-metrics": {"--format", "--table", "--output", "--every", "--replay", "--at",
                            "--run-dir"},
         "stream": {"--list", "--run-dir", "--interval"},
+        "export": {"--to", "--prefix", "--max-shard-size", "--force"},
+        "import": {"--to", "--prefix", "--tie", "--force"},
     }  # fmt: skip
 
 

@@ -1,0 +1,106 @@
+"""Opens a checkpoint of any layout without loading its tensors, and gives them one at a time."""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from boltmesh.errors import CheckpointError, ConfigError
+from boltmesh.strategies.checkpoint.directory import MODEL, is_directory, load_directory
+from boltmesh.strategies.checkpoint.file import load_mapped
+from boltmesh.strategies.checkpoint.placeholder import Placeholder
+
+
+def open_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a directory of shards or a Lightning file; its tensors stay on the disk.
+
+    Tensors of a directory are placeholders, those of a file are mapped. No code of the checkpoint
+    is run: it is loaded with ``weights_only=True``.
+
+    Raises:
+        ConfigError: When there is no checkpoint, or not a complete or readable one.
+    """
+    try:
+        if is_directory(path):
+            return load_directory(path, weights_only=True)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    return open_file(path)
+
+
+def open_file(path: Path) -> dict[str, Any]:
+    """Read a Lightning file whose tensors are mapped.
+
+    Raises:
+        ConfigError: When it is none.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist. Give the path of a checkpoint.")
+    try:
+        checkpoint: Any = load_mapped(path, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"{path} is no file of torch.save, or holds objects that could run code when they are "
+            f"loaded, perhaps among the hyper-parameters; it was not loaded. "
+            f"torch says: {_first_line(error)}"
+        ) from error
+    except (RuntimeError, OSError, EOFError, KeyError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
+    state = checkpoint.get(MODEL) if isinstance(checkpoint, dict) else None
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"{path} has no 'state_dict', as every checkpoint of Lightning has. Save it with "
+            f"Trainer.save_checkpoint, or store {{'state_dict': model.state_dict()}}."
+        )
+    return dict(checkpoint)
+
+
+def tensors_of(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The parameters and buffers of a checkpoint; other state of modules is left out."""
+    state = checkpoint[MODEL]
+    return {name: each for name, each in state.items() if isinstance(each, Tensor)}
+
+
+def load_value(tensor: Tensor, name: str) -> Tensor:
+    """The whole value of a tensor on the CPU, contiguous.
+
+    Raises:
+        ConfigError: When it was damaged after it was written.
+    """
+    try:
+        value = tensor.load() if isinstance(tensor, Placeholder) else tensor.detach()
+    except (CheckpointError, OSError, RuntimeError) as error:
+        raise ConfigError(f"{name} cannot be read: {_first_line(error)}") from error
+    return value.contiguous()
+
+
+def identity(tensor: Tensor) -> tuple[Any, ...]:
+    """What two names of one stored tensor have in common."""
+    if isinstance(tensor, Placeholder) or not tensor.numel():
+        return (id(tensor),)
+    storage = tensor.untyped_storage().data_ptr()
+    return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def second_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of tied tensors, and the first name that each has."""
+    first: dict[tuple[Any, ...], str] = {}
+    return {
+        name: stored
+        for name, each in tensors.items()
+        if (stored := first.setdefault(identity(each), name)) != name
+    }
+
+
+def as_bytes(value: Tensor) -> memoryview:
+    """The elements of a contiguous tensor on the CPU, without a copy."""
+    elements: Any = value.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(elements)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

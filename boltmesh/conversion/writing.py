@@ -1,0 +1,45 @@
+"""A file or folder that is complete or absent, whatever happens while it is written."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from boltmesh.errors import CheckpointError, ConfigError
+from boltmesh.strategies.checkpoint.file import cannot_write
+from boltmesh.strategies.checkpoint.replacing import PARTIAL, flush_folder, remove, replace
+
+
+def check_target(target: Path, *, force: bool) -> None:
+    """Look whether something may be written there.
+
+    Raises:
+        ConfigError: When the name is taken, and is not to be replaced.
+    """
+    if not force and (target.is_symlink() or target.exists()):
+        raise ConfigError(f"{target} exists. Choose another name, or say --force to replace it.")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target.parent} is no folder. Make it, or choose another one.")
+
+
+@contextmanager
+def written_whole(target: Path) -> Iterator[Path]:
+    """Give the path to write a file or a folder to, which then takes the name of ``target``.
+
+    Files inside a folder have to be on their medium already; a file is flushed here.
+
+    Raises:
+        CheckpointError: When it could not be written. Nothing of it is left then.
+    """
+    partial = target.with_name(target.name + PARTIAL)
+    try:
+        remove(partial)  # left behind by a process that was killed
+        yield partial
+        if partial.is_dir():
+            flush_folder(partial)
+        replace(partial, target)
+    except BaseException as error:
+        with suppress(OSError):
+            remove(partial)
+        if not isinstance(error, OSError):
+            raise
+        raise CheckpointError(cannot_write(target, error)) from error
