@@ -121,7 +121,8 @@ def _text(shown: Heat, rank: int, room: int, look: Look) -> str:
 def _line(pieces: list[tuple[int, str, Role]]) -> Line:
     """Join what stands on one line; neighbours of one role are one span, for there are many."""
     line = Line()
-    text, role, end = "", "text", 0
+    text, end = "", 0
+    role: Role = "text"
     for x, piece, its_role in sorted(pieces, key=lambda item: item[0]):
         if x > end or its_role != role:
             line.add(text, role)

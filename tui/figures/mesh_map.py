@@ -39,6 +39,11 @@ class MeshMap(msgspec.Struct, frozen=True):
     axes: str
     """What goes down and what across, in words; empty on a mesh of one axis."""
 
+    @property
+    def width(self) -> int:
+        """Of the cells, with the labels on their left."""
+        return max(cell.x for cell in self.cells) + self.cell_width
+
     def cell_at(self, x: int, y: int) -> Cell | None:
         """Return the cell at a place."""
         for cell in self.cells:

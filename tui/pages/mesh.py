@@ -15,7 +15,10 @@ from boltmesh.tui.pages.panel import Panel, Scene
 from boltmesh.tui.pages.table import Table
 
 PLACES_WIDTH = 46
-"""Columns of the figure by place beside the map."""
+"""Columns that the figure by place needs beside the map."""
+
+MAP_WIDTH = 72
+"""Columns of a small map, for its heading."""
 
 BESIDE_FROM_WIDTH = 110
 LEAST_MAP = 4
@@ -58,7 +61,8 @@ class MeshPage:
             found = map_of(state, beside.width, room, look, figure=figure)
             whole = map_of(state, body.width, room, look, figure=figure)
             if found is not None and whole is not None and _size(found) == _size(whole):
-                return _beside(body, axes, scene.title + 1 + found.height, places)
+                width = min(beside.width, max(MAP_WIDTH, found.width))
+                return _beside(body, width, axes, scene.title + 1 + found.height, places)
         lines = map_lines(state, body.width, room, look, figure=figure)
         least = min(body.height, scene.title + LEAST_MAP, lines)
         return stack(
@@ -75,10 +79,11 @@ def _size(found: MeshMap) -> tuple[int, int]:
     return found.cell_width, found.ranks_per_cell
 
 
-def _beside(body: Region, axes: int, lines: int, places: int) -> Plan:
+def _beside(body: Region, width: int, axes: int, lines: int, places: int) -> Plan:
+    """Return the plan with a map of that width and so many lines, heading and scale included."""
     upper, lower = body.split_off_top(min(max(lines, places) + 1, max(lines, body.height - axes)))
-    left = upper._replace(width=upper.width - PLACES_WIDTH - GUTTER)
-    right = upper._replace(x=left.x + left.width + GUTTER, width=PLACES_WIDTH)
+    left = upper._replace(width=width)
+    right = upper._replace(x=left.x + width + GUTTER, width=upper.width - width - GUTTER)
     return {
         "map": left._replace(height=min(lines, left.height)),
         "places": right._replace(height=min(places, right.height)),
