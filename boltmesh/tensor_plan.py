@@ -4,8 +4,9 @@
 the plan: it runs a batch both ways and compares.
 """
 
+import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from boltmesh.errors import ConfigError
@@ -20,7 +21,20 @@ if TYPE_CHECKING:
 TENSOR = "bolt_tensor"
 WHOLE = "whole"
 WIDTH = 96
-"""Columns of text."""
+"""Columns of text where there is no terminal, and of prose in a wide one."""
+
+LEAST_WIDTH = 40
+LEAST_STEP = 28
+"""Columns for what a step asks for, where that stands in the table."""
+
+_PARTS = (
+    "Parts are written as count x size: 4x32 are 4 parts of 32, 3x4x32 three times that; each "
+    "rank has some of the 4."
+)
+_PROOF = (
+    "A run proves this on a batch before its first step: losses, gradients and outputs of blocks. "
+    "What differs from the whole model then stays whole, and the run says so."
+)
 
 
 def plan_tensor(
@@ -49,37 +63,75 @@ def plan_tensor(
     return describe_division(config, size, given, source=source)
 
 
-def write_tensor(summary: "TensorSummary") -> str:
-    """What each rank keeps, what that asks for in every step, and why the rest is whole."""
+def write_tensor(summary: "TensorSummary", width: int | None = None) -> str:
+    """What each rank keeps, what that asks for in every step, and why the rest is whole.
+
+    Args:
+        summary: The plan.
+        width: Columns of text; by default those of the terminal.
+    """
+    width = width or max(LEAST_WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
     table = rows(summary.plan)
-    asked = _grouped((each.collectives, each.pattern) for each in table if each.collectives)
     whole = _grouped((each.why, each.pattern) for each in table if each.style == WHOLE)
     kept = f"{size_text(summary.rank_bytes)} of {size_text(summary.whole_bytes)} of parameters"
+    title = f"{summary.model} over {summary.plan.size} ranks: each keeps {kept}"
+    notes: dict[str, list[str]] = {note: [] for note in (*summary.plan.notes, *summary.notes)}
+    lines, has_steps = _table(table, width)
+    if not has_steps:
+        asked = _grouped((each.collectives, each.pattern) for each in table if each.collectives)
+        lines += _section("asked for in every step:", asked, width)
     return "\n".join(
         [
-            f"{summary.model} over {summary.plan.size} ranks: each keeps {kept}",
+            *textwrap.wrap(title, width),
             "",
-            *align(
-                [
-                    ("count", [str(each.count) for each in table]),
-                    ("shape", ["x".join(map(str, each.shape)) for each in table]),
-                    ("per rank", [size_text(each.rank_bytes) for each in table]),
-                ],
-                ("parameter and how it is divided", [_divided(each) for each in table]),
-            ),
-            *_section("asked for in every step:", asked),
-            *_section("whole, and why:", whole),
-            *_section("divided, and why:", _reasons(table)),
-            *_section("notes:", {note: [] for note in (*summary.plan.notes, *summary.notes)}),
+            *lines,
+            *_section("whole, and why:", whole, width),
+            *_section("divided, and why:", _reasons(table), width),
+            *_section("notes:", notes, width),
             "",
-            "A run proves this on a batch before its first step: losses, gradients and outputs of",
-            "blocks. What differs from the whole model then stays whole, and the run says so.",
+            *textwrap.wrap(f"{_PARTS} {_PROOF}", min(width, WIDTH)),
         ]
     )
 
 
-def _divided(row: PlanRow) -> str:
-    return f"{row.pattern}  {row.style}"
+def _table(table: Sequence[PlanRow], width: int) -> tuple[list[str], bool]:
+    """Return the table in the widest form that fits, and whether it tells what a step asks for."""
+    numbers = [
+        ("count", [str(each.count) for each in table]),
+        ("shape", ["x".join(map(str, each.shape)) for each in table]),
+        ("per rank", [size_text(each.rank_bytes) for each in table]),
+    ]
+    names = _ljust("parameter", [each.pattern for each in table])
+    styles = _ljust("how it is divided", [each.style for each in table])
+    named = [f"{name}  {style}".rstrip() for name, style in zip(names, styles, strict=True)]
+    lines = [line.rstrip() for line in align(numbers, (named[0], named[1:]))]
+    used = max(map(len, lines)) + 2
+    if width - used >= LEAST_STEP:
+        steps = ["in every step", *(each.collectives for each in table)]
+        return list(_with_last(lines, steps, used, width)), True
+    if used - 2 <= width:
+        return lines, False
+    return [line for each in table for line in _stacked(each, width)], False
+
+
+def _with_last(lines: Sequence[str], texts: Sequence[str], at: int, width: int) -> Iterator[str]:
+    """Yield lines with one more text each, from a column on, in as many lines as it needs."""
+    for line, text in zip(lines, texts, strict=True):
+        parts = textwrap.wrap(text, width - at) or [""]
+        yield f"{line:<{at}}{parts[0]}".rstrip()
+        yield from (" " * at + part for part in parts[1:])
+
+
+def _ljust(title: str, cells: Sequence[str]) -> list[str]:
+    width = max(map(len, (title, *cells)))
+    return [each.ljust(width) for each in (title, *cells)]
+
+
+def _stacked(row: PlanRow, width: int) -> list[str]:
+    """Return a row for a terminal that is too narrow for a table: the name, below it the rest."""
+    shape = "x".join(map(str, row.shape))
+    told = f"{row.count} of {shape}, {size_text(row.rank_bytes).strip()} a rank: {row.style}"
+    return [row.pattern, *textwrap.wrap(told, width, initial_indent="  ", subsequent_indent="    ")]
 
 
 def _reasons(table: Sequence[PlanRow]) -> dict[str, list[str]]:
@@ -93,14 +145,14 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     return groups
 
 
-def _section(title: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+def _section(title: str, groups: Mapping[str, Sequence[str]], width: int) -> list[str]:
     if not groups:
         return []
     lines = ["", title]
     for key, patterns in groups.items():
-        lines += textwrap.wrap(key, WIDTH, initial_indent="  ", subsequent_indent="  ")
+        lines += textwrap.wrap(key, width, initial_indent="  ", subsequent_indent="  ")
         listed = ", ".join(patterns)
         lines += textwrap.wrap(
-            listed, WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+            listed, width, initial_indent="    ", subsequent_indent="    ", break_long_words=False
         )
     return lines

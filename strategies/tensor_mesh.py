@@ -28,6 +28,7 @@ from boltmesh.strategies.tensor.axis import TensorAxis, TensorContext, TensorOpt
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.refusals import refuse_parameters, refuse_run
 from boltmesh.strategies.tensor.shard_steps import refuse_optimizers
+from boltmesh.strategies.tensor.telling import told
 from boltmesh.strategies.torch_compat import total_norm_replaced
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -110,6 +111,8 @@ class TensorMeshStrategy(MeshStrategy):
         if is_new:
             refuse_parameters(module)
             self._tell(axis.place(module, step, *self._sample))
+        if self.plan is not None and self.layout.tensor > 1:
+            self.recorder.tensor_plan(told(self.plan))
         self._adopt_metrics()
         super().setup(trainer)
         self._sample = None, ()

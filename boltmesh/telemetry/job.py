@@ -6,7 +6,8 @@
         JOB_ID/         0700
             job.json    0600   JobInfo, written once
             rank-0.bin  0600   one file a rank, see layout.py
-            plan.json   0600   PipelinePlan, where the job has a pipeline
+            plan.json   0600   PipelinePlan, where the job has a pipeline, see plan_files.py
+            tensor.json 0600   TensorPlanTable, where the job divides its layers
             end.json    0600   how the first rank died, where a supervisor saw it
             nodes.msgpack 0600 what was heard of the ranks of other hosts, see nodes.py
 
@@ -34,21 +35,20 @@ import msgspec
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.redaction import redact_command, redact_mapping
-from boltmesh.telemetry.snapshot import AlertThresholds, PipelinePlan
+from boltmesh.telemetry.snapshot import AlertThresholds
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 JOB_FILE = "job.json"
 END_FILE = "end.json"
-PLAN_FILE = "plan.json"
 ID_VARIABLE = "BOLTMESH_JOB_ID"
 NAME_VARIABLE = "BOLTMESH_JOB_NAME"
 RUN_DIR_VARIABLE = "BOLTMESH_RUN_DIR"
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MAX_JSON_BYTES = 1 << 20
-_UNREADABLE = (TelemetryError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+MAX_JSON_BYTES = 1 << 20
+UNREADABLE = (TelemetryError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 """What reading somebody's JSON file comes to when it is not as it was written."""
 
 _KEPT_ENVIRONMENT = re.compile(
@@ -202,32 +202,11 @@ def read_job(path: Path) -> JobInfo:
     """Read ``job.json`` of a job's folder."""
     where = path / JOB_FILE
     try:
-        return msgspec.json.decode(_read_private(where), type=JobInfo)
+        return msgspec.json.decode(read_private(where), type=JobInfo)
     except OSError as error:
         raise TelemetryError(f"{where} cannot be read: {error.strerror}.") from error
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise TelemetryError(f"{where} cannot be read: it is damaged: {error}.") from error
-
-
-def write_plan(plan: PipelinePlan, path: Path) -> None:
-    """Write the schedule of the pipeline into the job's folder; a huge one by its name alone."""
-    content = msgspec.json.encode(plan)
-    if len(content) > _MAX_JSON_BYTES:
-        content = msgspec.json.encode(msgspec.structs.replace(plan, order=()))
-    write_whole(path / PLAN_FILE, content)
-
-
-def read_plan(path: Path) -> PipelinePlan | None:
-    """Return the schedule of the pipeline, where the job has told one."""
-    try:
-        return msgspec.json.decode(_read_private(path / PLAN_FILE), type=PipelinePlan)
-    except (OSError, *_UNREADABLE):
-        return None
-
-
-def remove_plan(path: Path) -> None:
-    """Take the schedule away that an earlier run told."""
-    (path / PLAN_FILE).unlink(missing_ok=True)
 
 
 def record_end(
@@ -256,8 +235,8 @@ def record_end(
 def read_end(path: Path) -> RankEnd | None:
     """Return what a supervisor noted, if one did."""
     try:
-        return msgspec.json.decode(_read_private(path / END_FILE), type=RankEnd)
-    except (OSError, *_UNREADABLE):
+        return msgspec.json.decode(read_private(path / END_FILE), type=RankEnd)
+    except (OSError, *UNREADABLE):
         return None
 
 
@@ -323,9 +302,10 @@ def _check_private(path: Path, found: os.stat_result) -> None:
         raise TelemetryError(f"{path} can be read or written by others. Run: chmod 600 {path}")
 
 
-def _read_private(path: Path) -> bytes:
+def read_private(path: Path) -> bytes:
+    """Return what a small file of this user holds."""
     with open(open_private(path), "rb") as file:
-        return file.read(_MAX_JSON_BYTES)
+        return file.read(MAX_JSON_BYTES)
 
 
 def _program(command: Sequence[str]) -> str:

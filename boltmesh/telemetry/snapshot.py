@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from boltmesh.telemetry.tensor_plan import TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 SCHEMA_VERSION = 1
@@ -337,3 +338,5 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     """The config that ``boltmesh fit`` was given; None for a script."""
     pipeline: PipelinePlan | None = None
     alerts: AlertThresholds = AlertThresholds()
+    tensor_plan: TensorPlanTable | None = None
+    """None where no layer is divided, or nobody has told."""

@@ -22,6 +22,8 @@ class PlanRow:
     why: str
     rank_bytes: int
     """That one rank keeps of all of them."""
+    whole_bytes: int
+    """Of all of them."""
     collectives: str
     """What they ask for in every step; empty for nothing."""
 
@@ -42,6 +44,7 @@ def rows(plan: TensorPlan) -> tuple[PlanRow, ...]:
                 each.style,
                 each.why,
                 known.rank_bytes + each.rank_bytes,
+                known.whole_bytes + each.whole_bytes,
                 each.collectives,
             )
     return tuple(grouped.values())
@@ -61,6 +64,7 @@ def _single_rows(plan: TensorPlan) -> Iterator[PlanRow]:
             _style(sharded),
             without_numbers(sharded.why),
             prod(sharded.local_shape(plan.size)) * sharded.element_bytes,
+            sharded.elements * sharded.element_bytes,
             _collectives(plan, sharded),
         )
     for each in plan.whole:
@@ -70,6 +74,7 @@ def _single_rows(plan: TensorPlan) -> Iterator[PlanRow]:
             each.shape,
             "whole",
             without_numbers(each.why),
+            prod(each.shape) * each.element_bytes,
             prod(each.shape) * each.element_bytes,
             _collectives_of_whole(plan, each),
         )

@@ -8,9 +8,18 @@ import pytest
 from boltmesh import cli
 from boltmesh.configs.classes import build
 from boltmesh.configs.load import load
+from boltmesh.strategies.tensor.planning import make_plan
+from boltmesh.tensor_model import TensorSummary
+from boltmesh.tensor_plan import write_tensor
+from tests.support.planned import analysed
 
 TINY = ("model.init_args.n_embd=32", "model.init_args.n_layer=2", "data.init_args.batch_size=4")
 pytestmark = pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+
+
+def summary() -> TensorSummary:
+    made = make_plan(analysed("gpt_fused"), 2)
+    return TensorSummary("GPT", made, 4000, 2000, notes=("a note that is a sentence",))
 
 
 def plan(capsys: Any, *arguments: str) -> dict[str, Any]:
@@ -52,6 +61,27 @@ def test_a_dry_run_prints_the_table(capsys, workplace) -> None:
     assert "layer_norm in blocks.*.norm_1 needs it whole" in shown
     assert all(len(line) <= 100 for line in shown.split("GPT over")[1].splitlines())
     assert not list(workplace.iterdir()), "looking writes nothing"
+
+
+@pytest.mark.parametrize("columns", [200, 160, 120, 100, 80, 60, 40])
+def test_the_table_is_no_wider_than_the_terminal(columns) -> None:
+    shown = write_tensor(summary(), columns)
+    assert max(map(len, shown.splitlines())) <= columns
+    flat = " ".join(shown.split())
+    for words in ("column of dim 0: 4x16 + 4x16 + 4x16", "sum backward", "sum forward", "whole",
+                  "needs it whole", "blocks.*.attention.qkv.weight",
+                  "192x64"):  # fmt: skip
+        assert words in flat
+    # What a step asks for is in the table where there is room, else below it; never twice.
+    assert flat.count("in every step") == 1
+    assert ("asked for in every step:" in flat) == (columns < 140)
+
+
+def test_the_terminal_decides_on_the_width(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert write_tensor(summary()) == write_tensor(summary(), 60)
+    monkeypatch.setenv("COLUMNS", "7")
+    assert write_tensor(summary()) == write_tensor(summary(), 40)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 
 from boltmesh.strategies import TensorParallelStrategy
 from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.telemetry.tensor_plan import WHOLE
 from tests.support.gpts import LENGTH, TinyGPT, text_data
 from tests.support.ranks import run_ranks
 
@@ -75,6 +76,11 @@ def test_the_bytes_of_a_step_are_the_bytes_expected(
                 moved = each.bytes_per_step, each.calls_per_step or 0.0
                 counted[each.operator] = known[0] + moved[0], known[1] + moved[1]
         assert counted == expected
+    plan = snapshot.tensor_plan
+    assert plan is not None
+    assert plan.size == (options.get("size") or world_size)
+    assert any(row.pattern.startswith("blocks.*") and row.style != WHOLE for row in plan.rows)
+    assert plan.blocks
     if (options, model, trainer) == ({}, {}, {}):
         # Megatron's: in each of two blocks two sums of activations forward and two backward.
         activations = ROWS * LENGTH * 16 * 4

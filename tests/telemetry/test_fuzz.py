@@ -18,8 +18,9 @@ import pytest
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.job import END_FILE, JOB_FILE, PLAN_FILE, rank_file
+from boltmesh.telemetry.job import END_FILE, JOB_FILE, rank_file
 from boltmesh.telemetry.layout import SECTIONS
+from boltmesh.telemetry.plan_files import PLAN_FILE, TENSOR_FILE
 from boltmesh.telemetry.reading.rank_reader import RankReader
 from boltmesh.telemetry.reading.rank_view import RankView
 from boltmesh.telemetry.reading.reader import Job, list_jobs
@@ -334,6 +335,8 @@ def test_thousands_of_hostile_jobs_give_a_snapshot_or_a_reason():
         END_FILE: b'{"rank":1,"signal":9,"time":1e12,"message":"x"}',
         PLAN_FILE: b'{"schedule":"1f1b","num_stages":2,"num_microbatches":1,'
         b'"order":[["0F0"],[null]]}',
+        TENSOR_FILE: b'{"size":2,"rows":[{"pattern":"a.*","count":3,"shape":[4,2],"style":"row",'
+        b'"why":"x","rank_bytes":48,"whole_bytes":96,"collectives":"sum"}],"notes":["y"]}',
     }
     num_read = 0
     for _ in range(NUM_JSON_CASES):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from boltmesh.telemetry import job as jobs
-from boltmesh.telemetry.job import PLAN_FILE, read_plan
+from boltmesh.telemetry import plan_files
+from boltmesh.telemetry.plan_files import PLAN_FILE, read_plan
 from boltmesh.telemetry.reading.reader import open_job
 from boltmesh.telemetry.recording.recorder import Recorder
 from boltmesh.telemetry.snapshot import PipelinePlan
@@ -138,7 +138,7 @@ def test_only_the_first_rank_of_a_host_writes_the_plan():
 
 
 def test_a_plan_that_is_too_long_keeps_its_name(monkeypatch):
-    monkeypatch.setattr(jobs, "_MAX_JSON_BYTES", 1000)
+    monkeypatch.setattr(plan_files, "MAX_JSON_BYTES", 1000)
     recorder = Recorder.open(make_info(), rank=0, local_rank=0, device=CPU, coordinates={})
     recorder.schedule(PipelinePlan("gpipe", 2, 100, (("0F0",) * 200,) * 2))
     recorder.close()

@@ -120,7 +120,7 @@ def test_the_bytes_are_those_of_the_formulas() -> None:
     for rank in (first, last):
         assert moved(rank, "pipeline", "send") == microbatches * activation
         assert moved(rank, "pipeline", "recv") == microbatches * activation
-    layer = 12 * width**2 // 2 + 13 * width
+    layer = (12 * width**2 + 7 * width) // 2 + 6 * width
     embedding, positions = vocabulary * width // 2, 1024 * width
     assert moved(first, "data", "allreduce") == 4 * (13 * layer + embedding + positions)
     assert moved(last, "data", "allreduce") == 4 * (11 * layer + embedding + 2 * width)
@@ -130,6 +130,28 @@ def test_the_bytes_are_those_of_the_formulas() -> None:
     assert moved(last, "tensor", "allreduce") == (
         microbatches * (4 * 11 * activation + loss) + norm
     )
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_plan_of_the_layers_keeps_what_the_ranks_have(mesh: dict[str, int]) -> None:
+    job = demo(mesh=mesh).job
+    plan = job.tensor_plan
+    if mesh.get("tensor", 1) == 1:
+        assert plan is None
+        return
+    assert plan is not None
+    assert plan.size == mesh["tensor"]
+    first_of_stages = [
+        rank for rank in job.ranks if rank.coordinates["data"] == rank.coordinates["tensor"] == 0
+    ]
+    kept = sum(
+        kind.measured_bytes or 0
+        for rank in first_of_stages
+        for kind in rank.memory_kinds
+        if kind.kind == "parameters"
+    )
+    assert plan.rank_bytes == kept
+    assert plan.rank_bytes < plan.whole_bytes <= plan.size * plan.rank_bytes
 
 
 @pytest.mark.parametrize("mesh", MESHES)

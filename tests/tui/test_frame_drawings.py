@@ -28,8 +28,9 @@ def test_every_screen_has_its_digit_from_60_columns_on(current: str, look: Look)
 
 def test_tabs_use_the_room_that_there_is() -> None:
     assert "3 Communication" in draw_tabs(TABS, "ranks", 120, LOOK).plain
-    assert "3 Comm  4 Pipeline" in draw_tabs(TABS, "ranks", 80, LOOK).plain
-    assert "3 Comm 4 Pipe 5" in draw_tabs(TABS, "ranks", 60, LOOK).plain
+    assert "3 Comm  4 Pipeline" in draw_tabs(TABS, "ranks", 96, LOOK).plain
+    assert "3 Comm  4 Pipe  5" in draw_tabs(TABS, "ranks", 80, LOOK).plain
+    assert "3Comm 4Pipe 5" in draw_tabs(TABS, "ranks", 60, LOOK).plain
     narrow = draw_tabs(TABS, "communication", 36, LOOK).plain
     assert "3 Communication" in narrow
     assert "Ranks" not in narrow

@@ -29,6 +29,7 @@ from boltmesh.telemetry.snapshot import (
     RankSnapshot,
     StepRecord,
 )
+from boltmesh.telemetry.tensor_plan import PlannedBlocks, PlannedParameters, TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.devices import DeviceReading, GpuProcess
 from boltmesh.tui.figures.findings.finding import Finding, Kind
@@ -44,7 +45,7 @@ WORDS = set(re.findall(r"`([a-z_]+)`", TEXT))
     [JobReport, JobSnapshot, RankSnapshot, StepRecord, MetricPoint, CollectiveTotal,
      CollectiveInFlight, Memory, Event, ExpectedTraffic, JobSummary, GroupProgress, PeerTotal,
      MemoryKind, Chunk, LiveMicrobatches, PipelinePlan, AlertThresholds, DeviceReading,
-     GpuProcess, Finding],
+     GpuProcess, Finding, TensorPlanTable, PlannedParameters, PlannedBlocks],
 )  # fmt: skip
 def test_every_field_is_described(struct: type[msgspec.Struct]) -> None:
     assert set(struct.__struct_fields__) <= WORDS

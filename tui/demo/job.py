@@ -24,9 +24,10 @@ from boltmesh.tui.demo.history import (
     logged,
 )
 from boltmesh.tui.demo.model import activation_bytes
+from boltmesh.tui.demo.plan import tensor_plan
 from boltmesh.tui.demo.progress import Moment
 from boltmesh.tui.demo.rank import SimulatedRank, step_records
-from boltmesh.tui.demo.setup import WIDTH, Setup
+from boltmesh.tui.demo.setup import HEAD_WIDTH, WIDTH, Setup
 from boltmesh.tui.demo.timeline import HEAD_START, Timeline
 from boltmesh.tui.demo.traffic import expected
 from boltmesh.tui.sources.live import Observation
@@ -119,7 +120,7 @@ class SimulatedJob:
             hyperparameters={
                 "layers": str(setup.num_layers),
                 "width": str(WIDTH),
-                "heads": str(WIDTH // 128),
+                "heads": str(WIDTH // HEAD_WIDTH),
                 "learning_rate": "6e-4",
             },
             max_steps=MAX_STEPS,
@@ -137,6 +138,7 @@ class SimulatedJob:
             checkpoint=checkpoint(step),
             recipe="gpt.yaml",
             pipeline=self._plan(),
+            tensor_plan=tensor_plan(setup),
         )
 
     def _look_at_ranks(self, moment: Moment, state: JobState) -> tuple[RankSnapshot, ...]:

@@ -21,8 +21,11 @@ _STEPS_BEFORE_A_MEDIAN = 4
 
 
 def parameters(setup: Setup, stage: int) -> int:
-    """Return how many parameters one rank of a stage holds; norms and biases are not split."""
-    layer = 12 * WIDTH * WIDTH // setup.tensor + 13 * WIDTH
+    """Return how many parameters one rank of a stage holds.
+
+    Norms, and the biases behind a sum over the tensor axis, are not split.
+    """
+    layer = (12 * WIDTH * WIDTH + 7 * WIDTH) // setup.tensor + 6 * WIDTH
     total = setup.layers(stage) * layer
     if stage == 0:
         total += VOCABULARY * WIDTH // setup.tensor + TOKENS_PER_SAMPLE * WIDTH

@@ -29,6 +29,13 @@ def draw_communication(state: State, width: int, height: int, look: Look) -> lis
     return lines[:height]
 
 
+def draw_axis(state: State, width: int, height: int, look: Look, *, axis: str) -> list[Line]:
+    """The same of one axis alone."""
+    lines = [heading(f"{axis} axis, per step", width, look)] if look.has_headings else []
+    rows = [row for row in traffic_rows(state.job) if row.axis == axis]
+    return [*lines, *communication_table(rows, width, look)][: max(0, height)]
+
+
 def communication_table(rows: list[TrafficRow], width: int, look: Look) -> list[Line]:
     """A header and a line for each row."""
     # Few backends tell when an operator ended; a column of nothing is left out.

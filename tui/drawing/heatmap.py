@@ -4,31 +4,25 @@ A shade is a character of its own in a colour of its own, so the map reads witho
 ASCII it is a digit. Where there is room the figure stands beside it.
 """
 
-from collections import Counter
 from itertools import pairwise
 
-import msgspec
-from rich.cells import cell_len
-
-from boltmesh.tui.drawing.line import Line, Role, fit
+from boltmesh.tui.drawing.heat_cell import (
+    about_rank,
+    cell_widths,
+    draw_cell,
+    draw_legend,
+    worst_rank,
+)
+from boltmesh.tui.drawing.line import Line
 from boltmesh.tui.drawing.look import Look, facts, heading
-from boltmesh.tui.drawing.ranks import rank_state
-from boltmesh.tui.figures.heat import HEAT_FIGURES, Heat, HeatValue, Mark, heat
-from boltmesh.tui.figures.mesh_grid import Cell, MeshGrid, plan_grid
+from boltmesh.tui.figures.heat import HEAT_FIGURES, Heat, heat
+from boltmesh.tui.figures.mesh_grid import MeshGrid, plan_grid
 from boltmesh.tui.state import State
 
 __all__ = ["HEAT_FIGURES", "draw_heatmap", "heatmap_lines", "rank_at"]
 
 IDEAL_LINES = 12
 """A map of many ranks is given no more lines than this if others need them too."""
-
-PLACE_FROM_WIDTH = 64
-"""From here on the selected rank's place in the mesh is told."""
-
-_SHADES = 2
-"""Cells of shade before a figure; a terminal's cells are twice as high as wide."""
-
-_HEAT_ROLES: tuple[Role, ...] = ("heat1", "heat2", "heat3", "heat4", "heat5")
 
 
 def draw_heatmap(
@@ -43,7 +37,7 @@ def draw_heatmap(
     """The map, under a heading that tells of the selected rank, and the scale below it."""
     shown = heat(state, figure)
     grid, labels = _plan(state, shown, width, height, look)
-    about = _about(state, shown, selected, width)
+    about = about_rank(state, shown, selected, width)
     lines: list[Line] = []
     if look.has_headings:
         axes = Line("" if grid is None else grid.axes, "muted")
@@ -54,7 +48,7 @@ def draw_heatmap(
     if labels:
         lines.append(_column_labels(grid, width))
     lines += _rows(grid, shown, width, look, selected)
-    legend = _legend(shown, grid, look)
+    legend = draw_legend(shown, look, ranks_per_cell=grid.ranks_per_cell)
     if not look.has_headings:
         legend = [about, Line(f"by {shown.figure}", "muted"), *legend]
     lines.append(facts(legend, width))
@@ -84,7 +78,7 @@ def rank_at(
     if grid is None:
         return None
     cell = grid.cell_at(x, y - labels - int(look.has_headings))
-    return None if cell is None else _worst(cell, shown)
+    return None if cell is None else worst_rank(cell.ranks, shown)
 
 
 def _plan(
@@ -95,8 +89,7 @@ def _plan(
     The cells come first, then the scale, then the labels.
     """
     room = height - int(look.has_headings)
-    texts = max((cell_len(value.text) for value in shown.values.values()), default=0)
-    widths = (_SHADES + 1 + texts + 1, _SHADES, 1)
+    widths = cell_widths(shown)
     if room >= 3:
         grid = plan_grid(state.job, width, room - 2, cell_widths=widths)
         if grid is not None and grid.ranks_per_cell == 1 and any(grid.column_labels.values()):
@@ -126,94 +119,7 @@ def _rows(grid: MeshGrid, shown: Heat, width: int, look: Look, selected: int | N
     lines = [Line(grid.row_labels.get(y, ""), "muted") for y in range(grid.height)]
     for cell in grid.cells:
         line = lines[cell.y]
-        rank = _worst(cell, shown)
+        rank = worst_rank(cell.ranks, shown)
         line.pad_to(cell.x)
-        line.join(_cell(shown, rank, grid.cell_width, look, is_selected=selected in cell.ranks))
+        line.join(draw_cell(shown, rank, grid.cell_width, look, is_selected=selected in cell.ranks))
     return [line.crop(width) for line in lines]
-
-
-def _cell(shown: Heat, rank: int, width: int, look: Look, *, is_selected: bool) -> Line:
-    value = shown.values[rank]
-    glyph, role = _shade(value, shown, look)
-    shades = glyph * min(width, _SHADES)
-    if is_selected and width >= _SHADES:
-        shades = look.glyphs.cursor + glyph
-    line = Line(shades, "selected" if is_selected else role)
-    if width > _SHADES:
-        text = fit(value.text, width - _SHADES - 2, ellipsis=look.glyphs.ellipsis)
-        line.add(" " + text, "selected" if is_selected else "text" if text else "muted")
-    return line
-
-
-def _shade(value: HeatValue, shown: Heat, look: Look) -> tuple[str, Role]:
-    glyphs = look.glyphs
-    if value.mark is not None:
-        return _mark(value.mark, look)
-    if value.level is None:
-        return "?", "muted"
-    step = min(len(glyphs.shades) - 1, int(value.level * len(glyphs.shades)))
-    colour = min(len(_HEAT_ROLES) - 1, int(value.level * len(_HEAT_ROLES)))
-    # The warm end of the colours is where it hurts.
-    return glyphs.shades[step], _HEAT_ROLES[colour if shown.is_bad_high else -1 - colour]
-
-
-def _mark(mark: Mark, look: Look) -> tuple[str, Role]:
-    if mark == "not finite":
-        return "~", "bad"
-    if mark == "failed":  # often because of the one that died, which is marked otherwise
-        return "!", "bad"
-    sign = rank_state(mark, _with_signs(look))
-    return sign.plain[0], sign.spans[0].role
-
-
-def _with_signs(look: Look) -> Look:
-    # A map is made of signs, also where words go without them.
-    return msgspec.structs.replace(look, has_signs=True)
-
-
-def _worst(cell: Cell, shown: Heat) -> int:
-    """Return the rank that stands for the others of its cell."""
-
-    def badness(rank: int) -> tuple[bool, float]:
-        value = shown.values[rank]
-        level = -1.0 if value.level is None else value.level
-        is_marked = value.mark not in {None, "running", "finished"}
-        return is_marked, level if shown.is_bad_high or value.level is None else 1 - level
-
-    return max(cell.ranks, key=badness)
-
-
-def _legend(shown: Heat, grid: MeshGrid, look: Look) -> list[Line]:
-    """The ends of the scale, what other signs mean, and whom a cell stands for."""
-    parts: list[Line] = []
-    if shown.low:
-        shades = look.glyphs.shades
-        scale = Line(f"{shown.low} ", "muted")
-        for place in range(len(shades)):
-            level = (place + 0.5) / len(shades)
-            scale.add(*_shade(HeatValue("", level, None), shown, look))
-        parts.append(scale.add(f" {shown.high}", "muted"))
-    if grid.ranks_per_cell > 1:
-        parts.append(Line(f"each cell the worst of {grid.ranks_per_cell}", "muted"))
-    counts = Counter(value.mark for value in shown.values.values() if value.mark is not None)
-    for mark, count in sorted(counts.items()):
-        sign, role = _mark(mark, look)
-        parts.append(Line(f"{sign} ", role).add(f"{count} {mark}", "muted"))
-    is_unknown = any(value.level is None and value.mark is None for value in shown.values.values())
-    if is_unknown:
-        parts.append(Line("? not known", "muted"))
-    return parts
-
-
-def _about(state: State, shown: Heat, selected: int | None, width: int) -> Line:
-    """Say which rank is selected, where it stands, and its figure."""
-    rank = next((rank for rank in state.job.ranks if rank.rank == selected), None)
-    if rank is None:
-        return Line()
-    line = Line(f"rank {rank.rank} ", "strong")
-    mesh = state.job.mesh
-    places = [f"{axis} {at}" for axis, at in rank.coordinates.items() if mesh.get(axis, 1) > 1]
-    # On one axis the place is the rank itself.
-    if len(places) > 1 and width >= PLACE_FROM_WIDTH:
-        line.add(f"({', '.join(places)}) ", "muted")
-    return line.add(shown.values[rank.rank].text, "strong")

@@ -16,6 +16,8 @@ ABOUT: Mapping[str, str] = {
     "devices": "devices: GPUs and processes, as the host that shows this sees them",
     "memory": "memory: what it is used for, beside what was predicted",
     "events": "events and hangs: what happened, and who is missing in a collective",
+    "mesh": "mesh: every rank in one figure, laid out by pipeline, data and tensor",
+    "plan": "plan: how layers are divided over the tensor axis, and why",
     "jobs": "jobs: yours on this host, running and ended",
 }
 
@@ -28,11 +30,16 @@ KEYS_OF: Mapping[str, Entries] = {
     ),
     "ranks": (("enter", "the selected rank in full; there j k go through the ranks"),),
     "devices": (("tab", "the keys work on the other table"),),
+    "mesh": (
+        ("f F", "next, previous figure of the ranks"),
+        ("hjkl", "choose a rank, also the arrows; enter shows it in full"),
+    ),
+    "plan": (("j k", "choose a row, which is then told in full"),),
     "jobs": (("enter", "attach to the job"),),
 }
 
 KEYS: Entries = (
-    ("1 - 7", "the screens; h l and left right go to the one beside"),
+    ("1 - 9", "the screens; h l and left right go to the one beside"),
     ("0", "the jobs on this host"),
     ("q", "detach; the job goes on"),
     ("esc", "back: from a rank, a filter, a screen"),
@@ -94,6 +101,23 @@ FIGURES_OF: Mapping[str, Entries] = {
         ("other", "the rest of what the process holds"),
         ("offload", "what goes between the device, the host and the disk:"),
         ("", "median of the ranks; busy is the rank where it takes longest"),
+    ),
+    "mesh": (
+        ("own time", "of a step without waiting: the late rank has the longest"),
+        ("bubble", "idle share of the newest step of a rank's pipeline"),
+        ("bytes/s", "payload of all operators, over the time of a step"),
+        ("by place", "mean of the ranks at one place of an axis, beside that of all"),
+        ("measured", "bytes of one step on one axis, the mean over the ranks"),
+        ("expected", "what the strategy says that a step moves"),
+    ),
+    "plan": (
+        ("style", "column and row: of a product outputs, inputs; vocabulary: tokens;"),
+        ("", "whole: every rank has all of it"),
+        ("parts", "of the divided dimension, as count x size: 3x24x128 are three"),
+        ("", "times 24 parts of 128, and each rank has some of the 24"),
+        ("per rank", "bytes that one rank keeps, of all parameters of the row together"),
+        ("each step", "what they make the ranks of the axis sum or gather"),
+        *_TRAFFIC,
     ),
     "events": (
         ("sequence", "counts the collectives that a rank has entered in a group;"),

@@ -114,6 +114,19 @@ def fit(text: str, width: int, *, ellipsis: str) -> str:
     return set_cell_size(text, room).rstrip() + ellipsis
 
 
+def fit_end(text: str, width: int, *, ellipsis: str) -> str:
+    """Return ``text`` as ``fit`` does, but cut at its beginning: of a long name the end counts."""
+    text = clean(text)
+    if cell_len(text) <= width:
+        return text
+    room = width - cell_len(ellipsis)
+    if room <= 0:
+        return fit(text, width, ellipsis=ellipsis)
+    while cell_len(text) > room:
+        text = text[1:]
+    return ellipsis + text
+
+
 def to_ascii(text: str) -> str:
     """Return ``text`` with a ``?`` for every cell that ASCII cannot show, so columns stay put."""
     if text.isascii():

@@ -51,8 +51,18 @@ def _labels(tabs: Sequence[Tab], current: str, width: int) -> list[_Label]:
     full = [f"{tab.key} {tab.title}" for tab in tabs]
     medium = [f"{tab.key} {tab.title if len(tab.title) <= 8 else tab.short}" for tab in tabs]
     short = [f"{tab.key} {tab.short}" for tab in tabs]
+    tight = [f"{tab.key}{tab.short}" for tab in tabs]
     digits = [f"{tab.key} {tab.title}" if tab.name == current else tab.key for tab in tabs]
-    forms = ((full, 3), (full, 2), (medium, 2), (medium, 1), (short, 2), (short, 1), (digits, 1))
+    forms = (
+        (full, 3),
+        (full, 2),
+        (medium, 2),
+        (medium, 1),
+        (short, 2),
+        (short, 1),
+        (tight, 1),
+        (digits, 1),
+    )
     for texts, gap in forms:
         # One cell at each end is left for the mark.
         if sum(map(len, texts)) + gap * (len(texts) - 1) + 2 <= width:

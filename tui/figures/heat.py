@@ -10,8 +10,12 @@ from typing import Final, Literal
 
 import msgspec
 
+from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui import units
+from boltmesh.tui.figures.memo import remember_last
+from boltmesh.tui.figures.pipelines import newest_whole_steps
 from boltmesh.tui.figures.ranks import RankRow, rank_rows
+from boltmesh.tui.figures.step_time import optimizer_step_seconds
 from boltmesh.tui.state import State
 
 Mark = Literal["failed", "dead", "missing", "starting", "finished", "running", "not finite"]
@@ -27,6 +31,8 @@ class HeatValue(msgspec.Struct, frozen=True):
     """From 0, the low end of the scale, to 1; None where there is no figure."""
     mark: Mark | None
     """Stands instead of the level."""
+    value: float | None = None
+    """The figure itself, where it is finite."""
 
 
 class Heat(msgspec.Struct, frozen=True):
@@ -41,16 +47,43 @@ class Heat(msgspec.Struct, frozen=True):
     high: str
     is_bad_high: bool
     """Whether more is worse; the worst of several ranks is shown where one cell stands for them."""
+    widest: int
+    """Characters of the longest text of a rank."""
+    text: Callable[[float | None], str] = units.number
+    """Writes a figure of this kind."""
 
 
 class _Figure(msgspec.Struct, frozen=True):
-    value: Callable[[RankRow], float | None]
+    value: Callable[[RankRow], float | None] | None
+    """Of a rank; None where it takes the whole job to tell."""
     text: Callable[[float | None], str]
     ends: tuple[float, float] | None = None
     """Of the scale; None: from the least to the most of the ranks."""
     least_span: float = 0.0
     """The scale's least width, as a share of its high end."""
     is_bad_high: bool = True
+    of_job: Callable[[JobSnapshot], Mapping[int, float]] | None = None
+    """Of all ranks at once; those that are not in it are not known."""
+
+
+def _idle(job: JobSnapshot) -> dict[int, float]:
+    """Return how much of the newest step of its pipeline each rank was idle."""
+    return {
+        rank: 1 - sum(chunk.end - chunk.start for chunk in row) / step.window_s
+        for step in newest_whole_steps(job)
+        for rank, row in zip(step.ranks, step.chunks, strict=True)
+    }
+
+
+def _bytes_per_second(job: JobSnapshot) -> dict[int, float]:
+    """Return the payload of a step's operators on each rank, over the time of a step."""
+    step_s = optimizer_step_seconds(job)
+    found: dict[int, float] = {}
+    for rank in job.ranks if step_s else ():
+        sizes = [each.bytes_per_step for each in rank.collectives if each.bytes_per_step]
+        if step_s and sizes:
+            found[rank.rank] = sum(sizes) / step_s
+    return found
 
 
 def _share(value: float | None) -> str:
@@ -59,6 +92,10 @@ def _share(value: float | None) -> str:
 
 def _celsius(value: float | None) -> str:
     return units.UNKNOWN if value is None else f"{value:.0f} C"
+
+
+def _speed(value: float | None) -> str:
+    return units.UNKNOWN if value is None else f"{units.traffic(value)}/s"
 
 
 def _steps(value: float | None) -> str:
@@ -83,6 +120,8 @@ _FIGURES: Final[Mapping[str, _Figure]] = MappingProxyType(
         "communication": _Figure(
             lambda row: row.phase_share("communication"), _share, ends=(0.0, 0.5)
         ),
+        "bubble": _Figure(None, _share, ends=(0.0, 0.5), of_job=_idle),
+        "bytes/s": _Figure(None, _speed, least_span=_TIMES, of_job=_bytes_per_second),
         "data": _Figure(lambda row: row.phase_share("data", "transfer"), _share, ends=(0.0, 0.5)),
         "utilisation": _Figure(
             lambda row: _percent(row.utilization_percent),
@@ -108,6 +147,8 @@ _TITLES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "own time": "own time (without waiting)",
         "communication": "exposed communication, share of a step",
+        "bubble": "bubble, idle share of the pipeline's last step",
+        "bytes/s": "bytes/s, payload of all operators",
         "data": "input, share of a step",
         "behind": "steps behind the first",
     }
@@ -124,20 +165,41 @@ def _percent(value: float | None) -> float | None:
 
 def heat(state: State, figure: str) -> Heat:
     """Return ``figure`` of every rank; the first of HEAT_FIGURES for a name that is none."""
+    known = _known(state)
+    if figure not in known:
+        known[figure] = _heat(state, figure)
+    return known[figure]
+
+
+@remember_last
+def _known(state: State) -> dict[str, Heat]:
+    """Return what was figured out of this state, to be added to: drawing asks again and again."""
+    del state
+    return {}
+
+
+def _heat(state: State, figure: str) -> Heat:
     if figure == STATE:
         return _states(state)
     name = figure if figure in _FIGURES else HEAT_FIGURES[0]
     shown = _FIGURES[name]
-    found = {row.rank: (row, shown.value(row)) for row in rank_rows(state)}
+    told = {} if shown.of_job is None else shown.of_job(state.job)
+    found = {
+        row.rank: (row, told.get(row.rank) if shown.value is None else shown.value(row))
+        for row in rank_rows(state)
+    }
     finite = [value for _, value in found.values() if value is not None and math.isfinite(value)]
     low, high = _ends(shown, finite)
+    values = {rank: _value(row, value, shown, low, high) for rank, (row, value) in found.items()}
     return Heat(
         figure=name,
         title=_TITLES.get(name, name),
-        values={rank: _value(row, value, shown, low, high) for rank, (row, value) in found.items()},
+        values=values,
         low=shown.text(low) if finite else "",
         high=shown.text(high) if finite else "",
         is_bad_high=shown.is_bad_high,
+        widest=_widest(values),
+        text=shown.text,
     )
 
 
@@ -163,18 +225,24 @@ def _value(row: RankRow, value: float | None, shown: _Figure, low: float, high: 
         return HeatValue(text, None, mark or "not finite")
     # Two floats may be further apart than the largest one.
     level = (value / 2 - low / 2) / (high / 2 - low / 2)
-    return HeatValue(text, min(1.0, max(0.0, level)), mark)
+    return HeatValue(text, min(1.0, max(0.0, level)), mark, value)
+
+
+def _widest(values: Mapping[int, HeatValue]) -> int:
+    return max((len(value.text) for value in values.values()), default=0)
 
 
 def _states(state: State) -> Heat:
+    values = {
+        row.rank: HeatValue(row.state if row.phase is None else row.phase, None, row.state)
+        for row in rank_rows(state)
+    }
     return Heat(
         figure=STATE,
         title=STATE,
-        values={
-            row.rank: HeatValue(row.state if row.phase is None else row.phase, None, row.state)
-            for row in rank_rows(state)
-        },
+        values=values,
         low="",
         high="",
         is_bad_high=True,
+        widest=_widest(values),
     )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
+from boltmesh.tui.figures.memo import remember_last
 
 _LABEL_GAP = 2
 _LEAST_ROOM_BESIDE_LABELS = 16
@@ -50,7 +51,7 @@ class MeshGrid(msgspec.Struct, frozen=True):
         return None
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """The ranks of a job by what their coordinates mean on the screen."""
 
     stages: list[list[list[int]]]
@@ -61,10 +62,12 @@ class _Layout(NamedTuple):
 
     @property
     def num_groups(self) -> int:
+        """Of the stage that has the most."""
         return max(len(groups) for groups in self.stages)
 
     @property
     def group_size(self) -> int:
+        """Ranks of the largest group."""
         return max(len(group) for groups in self.stages for group in groups)
 
 
@@ -77,7 +80,7 @@ def plan_grid(
     """
     if width < 1 or height < 1 or not job.ranks:
         return None
-    layout = _lay_out(job)
+    layout = lay_out(job)
     for cell_width in cell_widths:
         found = _fill(layout, width, height, cell_width)
         if found is not None:
@@ -85,7 +88,8 @@ def plan_grid(
     return _squeeze(layout, width, height, cell_widths[-1])
 
 
-def _lay_out(job: JobSnapshot) -> _Layout:
+@remember_last
+def lay_out(job: JobSnapshot) -> Layout:
     """Sort the ranks by their coordinates; those that have none stand in their order."""
     sizes = {axis: size for axis, size in job.mesh.items() if size > 1}
     outer = [axis for axis in job.mesh if axis not in {"pipeline", "tensor"}]
@@ -99,7 +103,7 @@ def _lay_out(job: JobSnapshot) -> _Layout:
     words = [f"pipeline {sizes['pipeline']} down"] if "pipeline" in sizes else []
     names = [f"{axis} {size}" for axis, size in sizes.items() if axis != "pipeline"]
     words += [f"{' x '.join(names)} across"] if names else []
-    return _Layout(
+    return Layout(
         stages=[
             [[rank for _, rank in sorted(groups[key])] for key in sorted(groups)]
             for _, groups in sorted(stages.items())
@@ -118,7 +122,7 @@ def _coordinates(rank: RankSnapshot, job: JobSnapshot) -> dict[str, int]:
     return at if rest == 0 else {}
 
 
-def _fill(layout: _Layout, width: int, height: int, cell_width: int) -> MeshGrid | None:
+def _fill(layout: Layout, width: int, height: int, cell_width: int) -> MeshGrid | None:
     """Return a grid with one cell for each rank, or None where it does not fit."""
     gap = 0 if layout.group_size == 1 and cell_width == 1 else 1
     group_width = layout.group_size * cell_width + gap
@@ -147,20 +151,20 @@ def _round_numbers(total: int, fitting: int) -> list[int]:
     return [divisor, fitting] if 2 * divisor > fitting else [fitting]
 
 
-def _stage_width(layout: _Layout) -> int:
+def _stage_width(layout: Layout) -> int:
     """Return the width of labels that name a stage; there are none where there is one stage."""
     stages = len(layout.stages)
     return len(f"stage {stages - 1}") + _LABEL_GAP if stages > 1 else 0
 
 
-def _label_width(layout: _Layout) -> int:
+def _label_width(layout: Layout) -> int:
     """Return the width of the labels of lines that are broken: a stage and a first rank."""
     last = max(rank for groups in layout.stages for group in groups for rank in group)
     stage = max(0, _stage_width(layout) - _LABEL_GAP + 1)
     return stage + len(f"rank {last}") + _LABEL_GAP
 
 
-def _place(layout: _Layout, per_line: int, cell_width: int, gap: int, left: int) -> MeshGrid:
+def _place(layout: Layout, per_line: int, cell_width: int, gap: int, left: int) -> MeshGrid:
     is_broken = per_line < layout.num_groups
     cells: list[Cell] = []
     row_labels: dict[int, str] = {}
@@ -196,7 +200,7 @@ def _place(layout: _Layout, per_line: int, cell_width: int, gap: int, left: int)
     )
 
 
-def _column_label(layout: _Layout, index: int, first_rank: int) -> str:
+def _column_label(layout: Layout, index: int, first_rank: int) -> str:
     if layout.num_groups == 1:
         return ""
     if layout.group_axis:
@@ -204,7 +208,7 @@ def _column_label(layout: _Layout, index: int, first_rank: int) -> str:
     return f"rank {first_rank}" if len(layout.stages) == 1 else ""
 
 
-def _squeeze(layout: _Layout, width: int, height: int, cell_width: int) -> MeshGrid | None:
+def _squeeze(layout: Layout, width: int, height: int, cell_width: int) -> MeshGrid | None:
     """Return a grid in which each cell stands for as many ranks as are needed to fit."""
     lists = [[rank for group in groups for rank in group] for groups in layout.stages]
     per_line = width // cell_width

@@ -65,6 +65,16 @@ def slowest_whole_step(job: JobSnapshot) -> PipelineStep | None:
     return max(candidates, key=lambda step: step.window_s, default=None)
 
 
+def newest_whole_steps(job: JobSnapshot) -> list[PipelineStep]:
+    """Return of each pipeline the newest step that is whole, where there is one."""
+    found = []
+    for place, ranks in _pipelines(job):
+        whole = [step for step in _steps(place, ranks, job) if step.is_whole and step.window_s > 0]
+        if whole:
+            found.append(max(whole, key=_number))
+    return found
+
+
 def newest_step(job: JobSnapshot) -> PipelineStep | None:
     """Return the step that was begun last, whole or not, of the pipeline that is least far."""
     begun = [step for place, ranks in _pipelines(job) for step in _steps(place, ranks, job)]

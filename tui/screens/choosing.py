@@ -1,11 +1,13 @@
 """The keys that change how a job is looked at: rows, columns, metrics, figures."""
 
+from boltmesh.tui.drawing.mesh_map import rank_beside
 from boltmesh.tui.figures.heat import HEAT_FIGURES
 from boltmesh.tui.pages.book import PAGES, RANK
 from boltmesh.tui.pages.neighbours import neighbour
 from boltmesh.tui.pages.overview import chosen_heat, chosen_metric
 from boltmesh.tui.pages.page import Page
 from boltmesh.tui.pages.table import DrawView, Table, hold_window, next_column
+from boltmesh.tui.pages.tabs import MESH, OVERVIEW
 from boltmesh.tui.screens.watching import WatchingScreen
 from boltmesh.tui.state import metric_names
 from boltmesh.tui.view import TableView
@@ -150,6 +152,8 @@ class ChoosingScreen(WatchingScreen):
             rank = neighbour(scene.state.job, scene.view.rank, across, down)
             self.session.choose(rank=rank)
             self.paint()
+        elif self.page.tab is MESH:
+            self._move_on_map(across, down)
         elif across:
             names = list(PAGES)
             self.show_page(names[(names.index(self.page.tab.name) + across) % len(names)])
@@ -175,13 +179,16 @@ class ChoosingScreen(WatchingScreen):
         scene, table = self.scene, self.table
         if scene is None or self.page is RANK:
             return
-        rank = scene.view.rank if self.page is PAGES["overview"] else None
+        has_map = self.page.tab in {OVERVIEW, MESH}
+        rank = scene.view.rank if has_map else None
         if table is not None and rank is None:
             rank = table.selected_rank(scene.state, scene.view.table(table.name))
         if rank is not None:
             self.show_rank(rank)
         elif table is not None:
             self.say("choose a row with the arrows first; not every row is about one rank")
+        elif has_map:
+            self.say("choose a rank with the arrows first")
 
     def _move_row(self, table: Table, by: int) -> None:
         scene = self.scene
@@ -192,6 +199,24 @@ class ChoosingScreen(WatchingScreen):
         if num_rows:
             row = 0 if view.selected is None else view.selected + by
             self.select(table, min(max(0, row), num_rows - 1))
+
+    def _move_on_map(self, across: int, down: int) -> None:
+        scene = self.scene
+        for drawn in self.canvas.drawn:
+            if drawn.panel.name == "map" and scene is not None:
+                _, _, width, height = drawn.panel.region
+                rank = rank_beside(
+                    scene.state,
+                    width,
+                    height,
+                    scene.view.rank,
+                    across,
+                    down,
+                    look=scene.look,
+                    figure=chosen_heat(scene),
+                )
+                self.session.choose(rank=rank)
+                self.paint()
 
     def _move_rank(self, by: int) -> None:
         scene = self.scene

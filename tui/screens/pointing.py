@@ -1,8 +1,11 @@
 """What the mouse does: the same as the keys, where it points."""
 
+from typing import Final
+
 from textual import events
 
 from boltmesh.tui.drawing.heatmap import rank_at
+from boltmesh.tui.drawing.mesh_map import rank_on_map
 from boltmesh.tui.drawing.tabs import tab_at
 from boltmesh.tui.pages.book import RANK
 from boltmesh.tui.pages.overview import chosen_heat
@@ -12,6 +15,8 @@ from boltmesh.tui.screens.choosing import ChoosingScreen
 from boltmesh.tui.widgets.canvas import Drawn
 
 WHEEL_ROWS = 3
+_MAPS: Final = {"heat": rank_at, "map": rank_on_map}
+"""By the panel that shows a map of ranks, what finds the rank under the pointer."""
 
 
 class PointingScreen(ChoosingScreen):
@@ -27,8 +32,8 @@ class PointingScreen(ChoosingScreen):
         is_double = event.chain >= 2
         if drawn.panel.name == "tabs":
             self._click_tab(region.width, x)
-        elif drawn.panel.name == "heat":
-            self._click_heat(region.width, region.height, x, y, is_double=is_double)
+        elif drawn.panel.name in _MAPS:
+            self._click_rank(drawn, x, y, is_double=is_double)
         else:
             for table in self.page.tables:
                 if table.name == drawn.panel.name:
@@ -50,14 +55,15 @@ class PointingScreen(ChoosingScreen):
         elif name is not None:
             self.show_page(name)
 
-    def _click_heat(self, width: int, height: int, x: int, y: int, *, is_double: bool) -> None:
+    def _click_rank(self, drawn: Drawn, x: int, y: int, *, is_double: bool) -> None:
         scene = self.scene
         if scene is None:
             return
-        rank = rank_at(
+        find = _MAPS[drawn.panel.name]
+        rank = find(
             scene.state,
-            width,
-            height,
+            drawn.panel.region.width,
+            drawn.panel.region.height,
             x,
             y,
             look=scene.look,

@@ -14,24 +14,22 @@ from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.cleaning import clean
 from boltmesh.telemetry.job import (
     JOB_FILE,
-    PLAN_FILE,
     JobInfo,
     RankEnd,
     rank_file,
     read_end,
     read_job,
-    read_plan,
 )
 from boltmesh.telemetry.reading.cause import Failure, describe_death, job_state
 from boltmesh.telemetry.reading.expectation import mean_expected
 from boltmesh.telemetry.reading.job_view import (
     clean_mesh,
-    clean_plan,
     describe,
     num_ranks,
     started_at,
 )
 from boltmesh.telemetry.reading.nodes_view import NodesView
+from boltmesh.telemetry.reading.plans_view import PlansView, stamp_of
 from boltmesh.telemetry.reading.rank_reader import RankReader
 from boltmesh.telemetry.reading.rank_view import RankView, missing_rank
 from boltmesh.telemetry.reading.step_sums import RECENT_STEPS
@@ -41,7 +39,6 @@ from boltmesh.telemetry.snapshot import (
     Event,
     JobSnapshot,
     JobState,
-    PipelinePlan,
     RankSnapshot,
 )
 
@@ -76,9 +73,6 @@ STARTING_S = 120.0
 """How long the ranks of a job may take until one of them has opened its file."""
 
 
-_Stamp = tuple[int, int, int]
-
-
 class Job:
     """One job's folder, open for reading.
 
@@ -92,11 +86,10 @@ class Job:
     def __init__(self, path: Path) -> None:
         check_folder(path)
         self.path = path
-        self._stamp = _stamp(path / JOB_FILE)
+        self._stamp = stamp_of(path / JOB_FILE)
         self.info = read_job(path)
         self._about: dict[str, Any] | None = None
-        self._plan: PipelinePlan | None = None
-        self._plan_stamp: _Stamp | None = None
+        self._plans = PlansView(path)
         self._num_looks = 0
         self._lines: list[tuple[Event, ...]] = []
         self._events: tuple[Event, ...] = ()
@@ -124,7 +117,7 @@ class Job:
         Raises:
             TelemetryError: The job's own description can no longer be read.
         """
-        if (stamp := _stamp(self.path / JOB_FILE)) != self._stamp:
+        if (stamp := stamp_of(self.path / JOB_FILE)) != self._stamp:
             with contextlib.suppress(TelemetryError):  # a cleaner took it: what was read is true
                 self.info = read_job(self.path)
                 self._stamp = stamp
@@ -183,7 +176,8 @@ class Job:
             events=self._newest_events(views),
             cause=clean(cause, 600) if cause else None,
             checkpoint=_newest_checkpoint(views),
-            pipeline=self._read_plan(),
+            pipeline=self._plans.pipeline,
+            tensor_plan=self._plans.tensor,
         )
 
     def _turns(self, views: Sequence[RankView]) -> set[int] | None:
@@ -198,14 +192,6 @@ class Job:
             for each, number in ((ranks, RANKS_A_LOOK), (still, STILL_RANKS_A_LOOK))
             for at in range(min(number, len(each)))
         }
-
-    def _read_plan(self) -> PipelinePlan | None:
-        stamp = _stamp(self.path / PLAN_FILE)
-        if stamp != self._plan_stamp:
-            plan = read_plan(self.path) if stamp is not None else None
-            self._plan = clean_plan(plan) if plan is not None else None
-            self._plan_stamp = stamp
-        return self._plan
 
     def _newest_events(self, views: Sequence[RankView]) -> tuple[Event, ...]:
         """Return the newest lines of all ranks; sorted anew only when a rank has another one."""
@@ -273,15 +259,6 @@ class Job:
             )
             self._ranks[rank] = RankView(rank, reader)
         return self._ranks[rank]
-
-
-def _stamp(path: Path) -> _Stamp | None:
-    """Return what changes with a file's content, for files that are only ever replaced."""
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def check_folder(path: Path) -> None:

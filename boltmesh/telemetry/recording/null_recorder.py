@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from boltmesh.telemetry.recording.memory_walk import TensorsByKind
 from boltmesh.telemetry.snapshot import MemoryKind, OffloadDirection, OffloadPlace, PipelinePlan
+from boltmesh.telemetry.tensor_plan import TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 
@@ -46,6 +47,9 @@ class NullRecorder:
         """See ``Recorder``."""
 
     def schedule(self, plan: PipelinePlan) -> None:
+        """See ``Recorder``."""
+
+    def tensor_plan(self, plan: TensorPlanTable) -> None:
         """See ``Recorder``."""
 
     def chunk(self, *, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int) -> None:

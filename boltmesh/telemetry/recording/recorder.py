@@ -29,11 +29,10 @@ from boltmesh.telemetry.job import (
     make_private_folder,
     rank_file,
     record_end,
-    remove_plan,
     run_dir,
     write_job,
-    write_plan,
 )
+from boltmesh.telemetry.plan_files import remove_plans, write_plan, write_tensor_plan
 from boltmesh.telemetry.reading.cause import is_consequence
 from boltmesh.telemetry.recording import device as devices
 from boltmesh.telemetry.recording.communication import CommunicationCounter
@@ -55,6 +54,7 @@ from boltmesh.telemetry.snapshot import (
     PipelinePlan,
 )
 from boltmesh.telemetry.switch import is_switched_off
+from boltmesh.telemetry.tensor_plan import TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 __all__ = ["NullRecorder", "Recorder", "open_recorder"]
@@ -167,7 +167,7 @@ class Recorder:
             recorder = cls(file, local_rank=local_rank, device=device)
             if local_rank == 0:
                 if file.is_new:
-                    remove_plan(path)  # of an earlier run under the same id
+                    remove_plans(path)  # of an earlier run under the same id
                     remove_nodes(path)
                 write_job(job, path)
                 recorder._nodes = NodeExchange(
@@ -315,6 +315,12 @@ class Recorder:
         """Say which schedule the pipeline follows; the same on all ranks."""
         if self._local_rank == 0:
             write_plan(plan, self.path)
+
+    @guarded
+    def tensor_plan(self, plan: TensorPlanTable) -> None:
+        """Say how layers are divided over the tensor axis; the same on all ranks."""
+        if self._local_rank == 0:
+            write_tensor_plan(plan, self.path)
 
     def chunk(self, *, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int) -> None:
         """Record one microbatch in one stage, outside of validation.

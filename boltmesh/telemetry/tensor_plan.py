@@ -1,0 +1,59 @@
+"""What a job says of how it divides its layers over the tensor axis, to be shown beside its run."""
+
+import msgspec
+
+WHOLE = "whole"
+"""The style of parameters that every rank keeps whole."""
+
+
+class PlannedParameters(msgspec.Struct, frozen=True, gc=False):
+    """Parameters that are alike but for the numbers of their blocks."""
+
+    pattern: str
+    """Their names, with ``*`` in the place of numbers."""
+    count: int
+    shape: tuple[int, ...]
+    """Of each, whole."""
+    style: str
+    """``whole``, or how it is divided: style, dimension, and the parts of that dimension."""
+    why: str
+    rank_bytes: int
+    """That one rank keeps of all of them; where ranks differ, the one that keeps the most."""
+    whole_bytes: int
+    """Of all of them."""
+    collectives: str
+    """What they ask for in every step, in words; empty for nothing."""
+
+
+class PlannedBlocks(msgspec.Struct, frozen=True, gc=False):
+    """Repeated blocks of one kind."""
+
+    first: str
+    """The name of the first of them; empty for what lies in no block."""
+    count: int
+    backend: str
+    """How their code is run: ``local`` on plain shards, ``region`` as DTensors, ``replicated``
+    whole on every rank."""
+
+
+class TensorPlanTable(msgspec.Struct, frozen=True):
+    """How the parameters of a model are divided over the tensor axis."""
+
+    size: int
+    """Ranks of the axis."""
+    rows: tuple[PlannedParameters, ...]
+    """What is divided in the order of the model, then what is whole."""
+    blocks: tuple[PlannedBlocks, ...] = ()
+    """Empty before the plan was proven."""
+    notes: tuple[str, ...] = ()
+    """Disagreements, and what fell back and why."""
+
+    @property
+    def rank_bytes(self) -> int:
+        """What one rank keeps of all parameters."""
+        return sum(row.rank_bytes for row in self.rows)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of all parameters."""
+        return sum(row.whole_bytes for row in self.rows)

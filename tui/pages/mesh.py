@@ -1,0 +1,94 @@
+"""Page 8: all ranks in one figure, laid out by the mesh, and what each axis moves."""
+
+from typing import Final
+
+from boltmesh.tui.drawing.axis_table import draw_axes
+from boltmesh.tui.drawing.mesh_map import draw_map, map_lines, map_of
+from boltmesh.tui.drawing.place_table import draw_places, num_places
+from boltmesh.tui.figures.axes import axis_rows
+from boltmesh.tui.figures.mesh_map import MeshMap
+from boltmesh.tui.layout.region import GUTTER, Item, Plan, Region, stack
+from boltmesh.tui.pages import tabs
+from boltmesh.tui.pages.overview import chosen_heat
+from boltmesh.tui.pages.page import Keys, Page, place
+from boltmesh.tui.pages.panel import Panel, Scene
+from boltmesh.tui.pages.table import Table
+
+PLACES_WIDTH = 46
+"""Columns that the figure by place needs beside the map."""
+
+MAP_WIDTH = 72
+"""Columns of a small map, for its heading."""
+
+BESIDE_FROM_WIDTH = 110
+LEAST_MAP = 4
+"""Lines without a heading: of a small mesh with its labels and its scale."""
+
+
+class MeshPage:
+    """The map above, the figure by place beside or below it, the axes' traffic at the bottom."""
+
+    tab = tabs.MESH
+    tables: tuple[Table, ...] = ()
+    keys: Keys = (("f", "figure"), ("hjkl", "choose"), ("enter", "one rank"))
+
+    def panels(self, scene: Scene, body: Region) -> list[Panel]:
+        """The map has a cell for each rank as long as that is possible at all."""
+        state, look, view = scene.state, scene.look, scene.view
+        figure = chosen_heat(scene)
+        return place(
+            self._plan(scene, body),
+            {
+                "map": lambda width, height: draw_map(
+                    state, width, height, look, figure=figure, selected=view.rank
+                ),
+                "places": lambda width, height: draw_places(
+                    state, width, height, look, figure=figure
+                ),
+                "axes": lambda width, height: draw_axes(
+                    state, width, height, look, selected=view.rank
+                ),
+            },
+        )
+
+    def _plan(self, scene: Scene, body: Region) -> Plan:
+        state, look, figure = scene.state, scene.look, chosen_heat(scene)
+        axes = scene.title + 1 + max(1, len(axis_rows(state.job)))
+        places = scene.title + 1 + num_places(state)
+        beside = body._replace(width=body.width - PLACES_WIDTH - GUTTER)
+        room = max(1, body.height - axes)
+        if body.width >= BESIDE_FROM_WIDTH:
+            found = map_of(state, beside.width, room, look, figure=figure)
+            whole = map_of(state, body.width, room, look, figure=figure)
+            if found is not None and whole is not None and _size(found) == _size(whole):
+                width = min(beside.width, max(MAP_WIDTH, found.width))
+                return _beside(body, width, axes, scene.title + 1 + found.height, places)
+        lines = map_lines(state, body.width, room, look, figure=figure)
+        least = min(body.height, scene.title + LEAST_MAP, lines)
+        return stack(
+            body,
+            (
+                Item("map", least, lines, 1),
+                Item("places", scene.title + 3, places, 3),
+                Item("axes", scene.title + 2, axes, 2),
+            ),
+        )
+
+
+def _size(found: MeshMap) -> tuple[int, int]:
+    return found.cell_width, found.ranks_per_cell
+
+
+def _beside(body: Region, width: int, axes: int, lines: int, places: int) -> Plan:
+    """Return the plan with a map of that width and so many lines, heading and scale included."""
+    upper, lower = body.split_off_top(min(max(lines, places) + 1, max(lines, body.height - axes)))
+    left = upper._replace(width=width)
+    right = upper._replace(x=left.x + width + GUTTER, width=upper.width - width - GUTTER)
+    return {
+        "map": left._replace(height=min(lines, left.height)),
+        "places": right._replace(height=min(places, right.height)),
+        "axes": lower._replace(height=min(axes, lower.height)),
+    }
+
+
+PAGE: Final[Page] = MeshPage()
