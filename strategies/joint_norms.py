@@ -42,6 +42,10 @@ class NormShare(ABC):
     def counts(self, parameter: Parameter) -> bool:
         """Whether this rank counts the gradient of a parameter, of one that has none, too."""
 
+    @abstractmethod
+    def has_copies(self, parameter: Parameter) -> bool:
+        """Whether other ranks of the axis may have the same values of a parameter."""
+
 
 @dataclass(frozen=True)
 class HeldShare(NormShare):
@@ -49,6 +53,8 @@ class HeldShare(NormShare):
 
     elsewhere: Sequence[Parameter]
     """Parameters of this rank whose gradients another one counts."""
+    shared: Sequence[Parameter] = ()
+    """All parameters of this rank that another one has, too."""
 
     @override
     def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
@@ -58,6 +64,10 @@ class HeldShare(NormShare):
     @override
     def counts(self, parameter: Parameter) -> bool:
         return not any(each is parameter for each in self.elsewhere)
+
+    @override
+    def has_copies(self, parameter: Parameter) -> bool:
+        return any(each is parameter for each in self.shared)
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,11 @@ class PartShare(NormShare):
 
     @override
     def counts(self, parameter: Parameter) -> bool:
-        return self.group.rank() == 0 or any(each is parameter for each in self.parts())
+        return self.group.rank() == 0 or not self.has_copies(parameter)
+
+    @override
+    def has_copies(self, parameter: Parameter) -> bool:
+        return not any(each is parameter for each in self.parts())
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,10 @@ class ShardShare(NormShare):
     @override
     def counts(self, parameter: Parameter) -> bool:
         return self.group.rank() == 0 or not _is_replicated(parameter)
+
+    @override
+    def has_copies(self, parameter: Parameter) -> bool:
+        return _is_replicated(parameter)
 
 
 def _is_replicated(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -180,9 +181,11 @@ class Shards(DataAxis):
                 never_clips=not self._context.has_norm_clipping,
             )
             if self.options.uses_disk:
+                world = dist.group.WORLD  # ranks of other axes write to disks, too
+                assert world is not None
                 announce_disks(
                     self._offload.disk_report,
-                    group=self._context.group,
+                    group=world,
                     recorder=self._context.recorder,
                 )
             self._model.reshard()

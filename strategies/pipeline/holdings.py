@@ -48,7 +48,7 @@ class Holdings:
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
         self.shared = SharedParameters(own, shared, group)
         elsewhere = [each for each in self.parameters if id(each) in self.shared.counted_elsewhere]
-        self.norm_share = HeldShare(group, elsewhere)
+        self.norm_share = HeldShare(group, elsewhere, list(own.values()))
         self.norms = JointNorms([self.norm_share])
 
     def move_absent(self, device: torch.device) -> None:
