@@ -40,7 +40,7 @@ def fit_layout(
                 f"{axis}={size} holds no rank. Use 1, which switches the {axis} axis off, or more."
             )
     inner = pipeline * tensor
-    wanted = " x ".join(f"{axis}={size}" for axis, size in asked.items() if size is not None)
+    wanted = " x ".join(f"{axis}={size}" for axis, size in asked.items() if size not in {None, 1})
     near = nearest_layouts(
         world_size=world_size,
         ranks_per_host=ranks_per_host,
