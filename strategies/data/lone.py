@@ -18,6 +18,7 @@ class LoneRank(DataAxis):
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
+        self.other_shares = context.norm_shares
         return module
 
     @override

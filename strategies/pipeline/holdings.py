@@ -7,7 +7,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.strategies.checkpoint.guard import StateGuard
-from boltmesh.strategies.joint_norms import JointNorms
+from boltmesh.strategies.joint_norms import HeldShare, JointNorms
 from boltmesh.strategies.pipeline.placement import Division
 from boltmesh.strategies.pipeline.replay.absent import AbsentError, make_absent
 from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
@@ -48,7 +48,8 @@ class Holdings:
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
         self.shared = SharedParameters(own, shared, group)
         elsewhere = [each for each in self.parameters if id(each) in self.shared.counted_elsewhere]
-        self.norms = JointNorms(group, elsewhere)
+        self.norm_share = HeldShare(group, elsewhere, list(own.values()))
+        self.norms = JointNorms([self.norm_share])
 
     def move_absent(self, device: torch.device) -> None:
         """Make what other ranks hold seem to be on a device, before the model is moved to it."""
