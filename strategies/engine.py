@@ -6,7 +6,7 @@ LightningModule stays as its author wrote it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies import observe
 from boltmesh.strategies.building.materialize import materialize
 from boltmesh.strategies.data.axis import AxisContext, DataAxis
+from boltmesh.strategies.joint_norms import JointNorms
 from boltmesh.strategies.random_state import seed_random_state
 from boltmesh.strategies.rank_mesh import RankMeshStrategy
 from boltmesh.strategies.rank_mesh import StartMethod as StartMethod
@@ -137,10 +138,18 @@ class MeshStrategy(RankMeshStrategy):
         if self.telemetry:
             self.recorder = observe.open_recorder_of(self)
 
+    def place(self, trainer: Trainer) -> None:
+        """Put the model on the axes that divide it, before anything is moved or wrapped.
+
+        Called at the beginning of ``setup``. Each axis lets the next inner one go first: stages
+        are made of layers that are divided already. Collective over all ranks.
+        """
+
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
+        self.place(trainer)
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
@@ -200,6 +209,17 @@ class MeshStrategy(RankMeshStrategy):
         assert self.model is not None
         materialize(self.model, self.root_device)
         self.model.to(self.root_device)
+
+    def join_between(self, units: Mapping[str, Module]) -> None:
+        """Have layers give whole tensors where axes within would have them give parts.
+
+        Args:
+            units: What is run as a whole on one rank of another axis, by dotted name.
+        """
+
+    def without_communication(self) -> AbstractContextManager[None]:
+        """Enter what layers are run in on tensors without data, by this rank alone."""
+        return nullcontext()
 
     def expected_traffic(self) -> list[ExpectedTraffic]:
         """What one optimizer step should move on this rank, to be shown beside what it moved.
@@ -317,23 +337,33 @@ class MeshStrategy(RankMeshStrategy):
         assert trainer is not None
         return self.data_axis.evaluation_batch(partial(compat.evaluation_is_over, trainer))
 
+    def check_batch(self, batch: Any) -> None:
+        """Raise where ranks that share the model were given another batch than this one.
+
+        Called before every step with what ``batch_to_device`` has returned.
+        """
+
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_batch(args[0])
         with self._evaluation_batch():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_batch(args[0])
         with self._evaluation_batch():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_batch(args[0])
         with self._evaluation_batch():
             return super().predict_step(*args, **kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_batch(args[0])
         with self.recorder.phase("forward"):
             return super().training_step(*args, **kwargs)
 
@@ -374,6 +404,14 @@ class MeshStrategy(RankMeshStrategy):
             return output
 
     # Precision and clipping.
+
+    @property
+    def norms(self) -> JointNorms | None:
+        """What takes norms of gradients of which ranks of other axes than data have some.
+
+        None where every rank of the data axis has them all.
+        """
+        return None
 
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
         """Return the norm of an optimizer's gradients over the whole model, before clipping.

@@ -22,16 +22,30 @@ class JointNorms:
     Args:
         group: The ranks of the model.
         elsewhere: Parameters of this rank whose gradients another one counts.
+        beside: Norms over the ranks of another axis, if the model is divided along that too.
     """
 
-    def __init__(self, group: ProcessGroup, elsewhere: Iterable[Parameter]) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        elsewhere: Iterable[Parameter],
+        *,
+        beside: "JointNorms | None" = None,
+    ) -> None:
         self._group = group
         self._elsewhere = list(elsewhere)
+        self._beside = beside
 
     def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
         """Return those of some gradients that this rank counts."""
         elsewhere = {id(each.grad) for each in self._elsewhere}
-        return [each for each in gradients if id(each) not in elsewhere]
+        own = [each for each in gradients if id(each) not in elsewhere]
+        return own if self._beside is None else self._beside.counted(own)
+
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """The ranks of each axis that the model is divided along, the innermost first."""
+        return [*([] if self._beside is None else self._beside.groups), self._group]
 
     def norm(self, parameters: Iterable[Parameter]) -> Tensor:
         """Return the norm of the gradients of all ranks' parameters, fp64 and 0-dim."""
@@ -78,7 +92,8 @@ class JointNorms:
             norm = tensor_norm(each, norm_type).to(total)
             total = torch.maximum(total, norm) if is_largest else total + norm**norm_type
         operator = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-        dist.all_reduce(total, operator, group=self._group)
+        for group in self.groups:
+            dist.all_reduce(total, operator, group=group)
         return total if is_largest else total ** (1 / norm_type)
 
 

@@ -20,6 +20,7 @@ from boltmesh.strategies.checkpoint.optimizer_state import Take
 from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.joint_norms import JointNorms
 from boltmesh.strategies.pipeline.axis import PipelineAxis
 from boltmesh.strategies.pipeline.broadcasting import gathered
 from boltmesh.strategies.pipeline.context import PipelineContext
@@ -33,6 +34,7 @@ from boltmesh.strategies.pipeline.refusals import (
     refuse_optimizers,
     refuse_run,
 )
+from boltmesh.strategies.pipeline.replay.units import find_stage_units
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.small_state import add_pending, joined_state
 from boltmesh.strategies.pipeline.training import training_step
@@ -79,6 +81,8 @@ class PipelineMeshStrategy(MeshStrategy):
                 f"activation_checkpointing out."
             )
         self.pipeline_axis = PipelineAxis(pipeline_options)
+        self._is_new = True
+        """Whether the model was placed for this run, and not for one before."""
         self._resumed_seed: int | None = None
         """What random numbers within steps started from in the run that is gone on with."""
         self._digest: tuple[Any, BatchDigest] | None = None
@@ -111,7 +115,7 @@ class PipelineMeshStrategy(MeshStrategy):
         return groups
 
     @override
-    def setup(self, trainer: Trainer) -> None:
+    def place(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
         refuse_callbacks(compat.callbacks_of(trainer), type(self).__name__)
@@ -122,25 +126,32 @@ class PipelineMeshStrategy(MeshStrategy):
         if self._is_fitting and schedule_kind(self.pipeline_axis.options.schedule).is_asynchronous:
             refuse_late_gradients(trainer, getattr(self.precision_plugin, "scaler", None))
         share_random_state(self.groups["pipeline"], self.root_device)
+        super().place(trainer)
         if self._is_fitting:
             self.recomputation.put_on(module)
         axis = self.pipeline_axis
         axis.begin(self._pipeline_context())
         is_new = axis.placement is None or axis.placement.plans.root is not module
+        self._is_new = is_new
         if is_new or self._is_fitting:
             sample = sample_batch(trainer)
             axis.cutter.batch_sizes |= sample.batch_sizes
             rest, around = compat.step_arguments(module, step), self._around(step)
             if is_new:
+                self.join_between(find_stage_units(module))
                 # What crosses borders is of the type that the model will have.
                 self.model = self.precision_plugin.convert_module(module)
                 axis.place(module, step, sample.batch, rest, around)
                 self._evaluation = Evaluation(axis)
             if self._is_fitting:
                 axis.expect(sample.batch, rest, around)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        axis = self.pipeline_axis
         keep_local(self._metric_owners())
         super().setup(trainer)
-        if is_new:
+        if self._is_new:
             axis.start()
         if self._is_fitting and axis.delayed is not None:
             axis.delayed.begin()
@@ -164,7 +175,16 @@ class PipelineMeshStrategy(MeshStrategy):
             timeout=timedelta(seconds=self.timeout_s),
             scaler=getattr(self.precision_plugin, "scaler", None),
             recomputed=self.recomputation.blocks,
+            pipelines=tuple(map(tuple, self.layout.groups("pipeline"))),
+            deciders=self._deciders(),
+            norms=super().norms,
+            silent=self.without_communication,
         )
+
+    def _deciders(self) -> tuple[ProcessGroup, ...]:
+        """Return groups by which what the job's first rank decides comes to all ranks."""
+        beside = [self.groups[axis] for axis in ("data", "tensor") if self.layout.sizes[axis] > 1]
+        return (self.groups["pipeline"], *beside)
 
     def _step_seed(self) -> int:
         """What random numbers within steps start from; alike on all ranks of a pipeline."""
@@ -172,7 +192,9 @@ class PipelineMeshStrategy(MeshStrategy):
             return self._resumed_seed
         if self.seed is not None:
             return self.seed + self.coordinates["data"]
-        return of_first_rank(torch.initial_seed() % 2**62, self.groups["pipeline"])
+        seed = of_first_rank(torch.initial_seed() % 2**62, self.groups["pipeline"])
+        # Ranks that share layers draw alike too, but for what is divided.
+        return of_first_rank(seed, self.groups["tensor"]) if self.layout.tensor > 1 else seed
 
     @override
     def kept_for_resume(self) -> dict[str, Any]:
@@ -307,6 +329,7 @@ class PipelineMeshStrategy(MeshStrategy):
         axis = self.pipeline_axis
         if axis.delayed is not None:
             refuse_accumulation(trainer)
+        self._check(args[0])
         axis.digest = self._digest_of(args[0])
         told = axis.sharing.size_per_batch()
         with self.recorder.phase("forward"), total_norm_replaced(TOTAL_NORM):
@@ -321,6 +344,13 @@ class PipelineMeshStrategy(MeshStrategy):
             self.recorder.expect(self.expected_traffic())
         self._log_bubble()
         return output
+
+    def _check(self, batch: Any) -> None:
+        """Let what other axes refuse of a batch end the step on all ranks of the pipeline."""
+        try:
+            self.check_batch(batch)
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.pipeline_axis.refuse(error)
 
     def _log_bubble(self) -> None:
         """Log the newest bubble that is known, the same on all ranks; of the first batch none."""
@@ -344,6 +374,7 @@ class PipelineMeshStrategy(MeshStrategy):
     def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
+        self._check(args[0])
         self.pipeline_axis.digest = self._digest_of(args[0])
         return self._evaluation.step(
             step,
@@ -355,21 +386,26 @@ class PipelineMeshStrategy(MeshStrategy):
 
     # Gradients.
 
+    @property
+    @override
+    def norms(self) -> JointNorms:
+        return self.pipeline_axis.holdings.norms
+
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         # A hook of the user's may clip by what torch has.
-        with total_norm_replaced(self.pipeline_axis.holdings.norms.total):
+        with total_norm_replaced(self.norms.total):
             return super().optimizer_step(*args, **kwargs)
 
     @override
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        return float(self.pipeline_axis.holdings.norms.norm(parameters))
+        return float(self.norms.norm(parameters))
 
     @override
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
-        self.pipeline_axis.holdings.norms.clip(parameters, clip_val)
+        self.norms.clip(parameters, clip_val)
 
     # Checkpoints.
 
@@ -397,7 +433,7 @@ class PipelineMeshStrategy(MeshStrategy):
     def whole_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         axis = self.pipeline_axis
         with axis.holdings.guard.opened():
-            state = state_dict()
+            state = super().whole_state(state_dict)
         return gathered(
             state,
             lambda name: axis.holdings.holders(name)[0],

@@ -1,8 +1,8 @@
 """The tensor axis in the engine: where its part is asked, and what changes for the others."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -21,6 +22,7 @@ from boltmesh.strategies.data.lone import LoneRank
 from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.joint_norms import JointNorms
 from boltmesh.strategies.steps.alike import of_first_rank, share_random_state
 from boltmesh.strategies.steps.local_metrics import gather_over, let_gather
 from boltmesh.strategies.steps.sample import sample_batch
@@ -89,7 +91,8 @@ class TensorMeshStrategy(MeshStrategy):
         return group
 
     @override
-    def setup(self, trainer: Trainer) -> None:
+    def place(self, trainer: Trainer) -> None:
+        super().place(trainer)
         module = self.lightning_module
         assert module is not None
         refuse_callbacks(compat.callbacks_of(trainer), type(self).__name__)
@@ -110,11 +113,14 @@ class TensorMeshStrategy(MeshStrategy):
         if is_new:
             refuse_parameters(module)
             self._tell(axis.place(module, step, *self._sample))
-        self._adopt_metrics()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        gather_over(self._metric_owners(), self.groups["data"])
         super().setup(trainer)
         self._sample = None, ()
         if self._is_fitting:
-            axis.follow_scaler()
+            self.tensor_axis.follow_scaler()
 
     def _tell(self, notes: Sequence[str]) -> None:
         """Warn once of what of the plan did not verify."""
@@ -152,6 +158,14 @@ class TensorMeshStrategy(MeshStrategy):
         super().setup_optimizers(trainer)
         if self.layout.tensor > 1:
             refuse_optimizers(self.optimizers)
+
+    @override
+    def join_between(self, units: Mapping[str, Module]) -> None:
+        self.tensor_axis.join_between(units)
+
+    @override
+    def without_communication(self) -> AbstractContextManager[None]:
+        return self.tensor_axis.silenced()
 
     @override
     def _share_weights(self) -> None:
@@ -219,44 +233,37 @@ class TensorMeshStrategy(MeshStrategy):
         return ready
 
     @override
+    def check_batch(self, batch: Any) -> None:
+        self.tensor_axis.batches.settle(batch)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.tensor_axis.batches.settle(args[0])
         # Under manual optimisation a step may clip by what torch has.
-        with total_norm_replaced(self.tensor_axis.norms.total):
+        with total_norm_replaced(self.norms.total):
             return super().training_step(*args, **kwargs)
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.tensor_axis.batches.settle(args[0])
-        return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.tensor_axis.batches.settle(args[0])
-        return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.tensor_axis.batches.settle(args[0])
-        return super().predict_step(*args, **kwargs)
-
     # Gradients.
+
+    @property
+    @override
+    def norms(self) -> JointNorms:
+        return self.tensor_axis.norms
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         # A hook of the user's may clip by what torch has.
-        with total_norm_replaced(self.tensor_axis.norms.total):
+        with total_norm_replaced(self.norms.total):
             return super().optimizer_step(*args, **kwargs)
 
     @override
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        return float(self.tensor_axis.norms.norm(parameters))
+        return float(self.norms.norm(parameters))
 
     @override
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
-        self.tensor_axis.norms.clip(parameters, clip_val)
+        self.norms.clip(parameters, clip_val)
 
     # Collectives.
 
@@ -289,9 +296,11 @@ class TensorMeshStrategy(MeshStrategy):
     def whole_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         axis = self.tensor_axis
         with axis.opened():
-            state = state_dict()
+            state = super().whole_state(state_dict)
         return {
-            name: each if axis.division(name) is None else axis.joined(name, each)
+            name: axis.joined(name, each)
+            if self.holds(name) and axis.division(name) is not None
+            else each
             for name, each in state.items()
         }
 

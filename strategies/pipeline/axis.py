@@ -110,9 +110,7 @@ class PipelineAxis:
                 (parts[0], *rest),
                 rank_of_stage=self._programs.rank_of_stage,
                 split=self.options.split,
-                seed=context.seed,
-                group=context.group,
-                device=context.device,
+                context=context,
                 budget=find_budget(
                     self.options.max_memory_bytes,
                     self._programs.live(len(parts)),
@@ -121,7 +119,6 @@ class PipelineAxis:
                     device=context.device,
                 ),
                 unmade=unmade,
-                recomputed=context.recomputed,
             )
         self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
@@ -136,11 +133,12 @@ class PipelineAxis:
             name_of=self._name_of,
             timeout=context.timeout,
             on_stuck=self._fail,
+            pipelines=context.pipelines,
         )
         self._num_microbatches = len(parts)
         stages = self._programs.of(len(parts)).stages
         self._glue_state = GlueState(module, stages, self._programs.rank_of_stage, context.group)
-        self.holdings = Holdings(module, placement.division, context.group, context.device)
+        self.holdings = Holdings(module, placement.division, context)
         self.delayed = self._delayed() if self._programs.is_asynchronous else None
         unmade.make(set(self.holdings.parameters), context.device)
         placement.plans.check = self.holdings.refuse_unheld

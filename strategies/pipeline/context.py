@@ -1,5 +1,7 @@
 """What a pipeline is told of the run that it is in."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -8,7 +10,10 @@ from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
+from boltmesh.strategies.joint_norms import JointNorms
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
+
+Silent = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -25,3 +30,12 @@ class PipelineContext:
     scaler: GradScaler | None = None
     recomputed: frozenset[Module] = frozenset()
     """Blocks whose forward pass runs once more in the backward pass."""
+    pipelines: tuple[tuple[int, ...], ...] = ()
+    """The ranks of every pipeline of the job, which make their groups together."""
+    deciders: tuple[ProcessGroup, ...] = ()
+    """By which what the job's first rank decides comes to all: its pipeline, and then the ranks
+    that stand where this one stands in other pipelines, axis by axis."""
+    norms: JointNorms | None = None
+    """Over the ranks that share each layer with this one, where there are any."""
+    silent: Silent = nullcontext
+    """Enters what layers are run in on tensors without data, by one rank alone."""

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.strategies.checkpoint.guard import StateGuard
 from boltmesh.strategies.joint_norms import JointNorms
+from boltmesh.strategies.pipeline.context import PipelineContext
 from boltmesh.strategies.pipeline.placement import Division
 from boltmesh.strategies.pipeline.replay.absent import AbsentError, make_absent
 from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
@@ -20,13 +20,11 @@ class Holdings:
     Args:
         module: The whole model.
         division: What stands where of it.
-        group: The ranks of the pipeline.
-        device: Where this rank computes.
+        context: Where the pipeline finds itself.
     """
 
-    def __init__(
-        self, module: Module, division: Division, group: ProcessGroup, device: torch.device
-    ) -> None:
+    def __init__(self, module: Module, division: Division, context: PipelineContext) -> None:
+        group = context.group
         self._division = division
         self._group = group
         rank = group.rank()
@@ -41,14 +39,14 @@ class Holdings:
         self.parameters = [each for name, each in named.items() if name in self._names]
         """Those that this rank has values of."""
         self._absent = [each for name, each in named.items() if name not in self._names]
-        make_absent(self._absent, device)
+        make_absent(self._absent, context.device)
         absent = [each for each, first in self._first_names.items() if rank not in holders[first]]
         self.guard = StateGuard(module, absent)
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
-        self.shared = SharedParameters(own, shared, group)
+        self.shared = SharedParameters(own, shared, group, context.pipelines)
         elsewhere = [each for each in self.parameters if id(each) in self.shared.counted_elsewhere]
-        self.norms = JointNorms(group, elsewhere)
+        self.norms = JointNorms(group, elsewhere, beside=context.norms)
 
     def move_absent(self, device: torch.device) -> None:
         """Make what other ranks hold seem to be on a device, before the model is moved to it."""

@@ -1,12 +1,14 @@
 """Parameters that several stages use: equal values, and gradients added up."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+
+from boltmesh.strategies.pipeline.groups import new_group
 
 _FLAG = torch.int32
 
@@ -22,6 +24,8 @@ class SharedParameters:
         ranks: By name of every shared parameter of the model, the ranks that hold it, counted
             within the pipeline; alike on all ranks.
         group: The pipeline.
+        pipelines: The ranks of every pipeline of the job, of which ``group`` is one; by default
+            the only one. Where there are several, this is collective over all their ranks.
     """
 
     def __init__(
@@ -29,6 +33,7 @@ class SharedParameters:
         parameters: Mapping[str, Parameter],
         ranks: Mapping[str, tuple[int, ...]],
         group: ProcessGroup,
+        pipelines: Sequence[Sequence[int]] = (),
     ) -> None:
         self.names = frozenset(parameters)
         """What this rank shares."""
@@ -37,12 +42,10 @@ class SharedParameters:
         )
         """Parameters that another rank counts in a norm, by identity."""
         self._members: list[tuple[ProcessGroup, list[Parameter]]] = []
-        world = dist.get_process_group_ranks(group)
+        pipelines = pipelines or [dist.get_process_group_ranks(group)]
         for members in sorted(set(ranks.values())):
-            # By all ranks, though only some are in it: ranks that have made different numbers of
-            # groups may never meet in the next one (gloo, torch 2.13).
-            made = dist.new_group([world[each] for each in members], group_desc="pipeline")
-            if group.rank() not in members:
+            made = new_group(members, pipelines, description="pipeline")
+            if made is None:
                 continue
             held = [parameters[name] for name in sorted(ranks) if ranks[name] == members]
             self._members.append((made, held))

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.access import forget_parts, know_parts
@@ -40,7 +40,12 @@ from boltmesh.strategies.tensor.plan_json import from_json, to_json
 from boltmesh.strategies.tensor.planning import LossParallel, make_plan
 from boltmesh.strategies.tensor.proof import Stage, prove
 from boltmesh.strategies.tensor.rehearsal import Around, Rehearsal
-from boltmesh.strategies.tensor.traffic import Amount, count_step, expected_traffic
+from boltmesh.strategies.tensor.traffic import (
+    Amount,
+    CountingGroup,
+    count_step,
+    expected_traffic,
+)
 from boltmesh.strategies.tensor.user_plan import with_user_plan
 from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -241,6 +246,23 @@ class TensorAxis:
                 for each, entry in applied.sharded.items()
             }
         )
+
+    def join_between(self, units: Mapping[str, Module]) -> None:
+        """Have units give whole logits, for code between them that other ranks replay.
+
+        To be called after ``place``.
+
+        Args:
+            units: Of the model, by dotted name, none within another one.
+        """
+        assert self.placement is not None
+        self.placement.applied.gather_outputs(units)
+
+    def silenced(self) -> AbstractContextManager[None]:
+        """Within it, divided layers run on tensors without data, and nothing is communicated."""
+        if self.group.size == 1:
+            return nullcontext()
+        return self.group.counted_by(CountingGroup(self.group.rank, self.group.size))
 
     def opened(self) -> AbstractContextManager[None]:
         """Within it, the model gives its state, parts of parameters, to who knows that they are."""

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,12 @@ class StagePlans:
     """Gives the stages of a step for any batch; every rank finds the same without talking."""
 
     def __init__(
-        self, root: Module, units: Mapping[str, Module], stage_of_unit: Mapping[str, int]
+        self,
+        root: Module,
+        units: Mapping[str, Module],
+        stage_of_unit: Mapping[str, int],
+        *,
+        silent: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Take how a model is cut.
 
@@ -50,7 +56,9 @@ class StagePlans:
             root: The whole model.
             units: All of its units by name, of :func:`find_stage_units`.
             stage_of_unit: The stage of each unit that steps call.
+            silent: Enters what a step is probed in: units communicate nothing there.
         """
+        self._silent = silent
         self.root = root
         self.units = dict(units)
         self.stage_of_unit = dict(stage_of_unit)
@@ -137,16 +145,17 @@ class StagePlans:
             self._known.popitem(last=False)
         if () in known.traces:
             return known, ()
-        trace = probe(
-            self.root,
-            self.units,
-            step,
-            (batch, *rest),
-            kwargs,
-            seed=seed,
-            known=known.traces,
-            remembered=known.outputs,
-        )
+        with self._silent():
+            trace = probe(
+                self.root,
+                self.units,
+                step,
+                (batch, *rest),
+                kwargs,
+                seed=seed,
+                known=known.traces,
+                remembered=known.outputs,
+            )
         answers = tuple(trace.answers)
         if answers not in known.runs:
             runs = self._cut(step, trace)

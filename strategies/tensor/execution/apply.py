@@ -1,8 +1,9 @@
 """Puts a plan on a model: shards in the place of parameters, and wrappers around modules."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from boltmesh.strategies.tensor.execution.borders import (
     Scope,
     SequenceBorder,
 )
-from boltmesh.strategies.tensor.execution.changes import Changes
+from boltmesh.strategies.tensor.execution.changes import Around, Changes
 from boltmesh.strategies.tensor.execution.dropout import Draws, divide_draws
 from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.execution.local import Column, Inside, Row
@@ -44,7 +45,11 @@ from boltmesh.strategies.tensor.execution.views import (
     Boundary,
     PartialGradients,
 )
-from boltmesh.strategies.tensor.execution.vocabulary import divide_vocabularies, left_whole
+from boltmesh.strategies.tensor.execution.vocabulary import (
+    divide_vocabularies,
+    gathered,
+    left_whole,
+)
 from boltmesh.strategies.tensor.execution.vocabulary_part import LossParallel, Vocabulary
 from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan
 
@@ -84,6 +89,22 @@ class AppliedPlan:
             source = dist.get_global_rank(self.group.process_group, rank)
             dist.broadcast(shards[rank], source, group=self.group.process_group)
         return join_shards(shards, entry)
+
+    def gather_outputs(self, modules: Mapping[str, Module]) -> None:
+        """Let modules give whole tensors where they would give tokens of this rank.
+
+        Args:
+            modules: By dotted name.
+        """
+        names = [
+            name
+            for entry in self.plan.sharded.values()
+            if entry.style == "vocabulary"
+            for name in entry.names
+        ]
+        for name, module in modules.items():
+            if any(each.startswith(f"{name}.") for each in names):
+                self.changes.wrap(module, _gather_output)
 
     def remove(self) -> None:
         """Take the wrappers off. Parameters stay shards."""
@@ -276,6 +297,10 @@ class _Application:
 
     def _caller(self, name: str) -> Module:
         return self.root.get_submodule(caller_of(self.root, name))
+
+
+def _gather_output(forward: Around, *args: Any, **kwargs: Any) -> Any:
+    return gathered(forward(*args, **kwargs))
 
 
 def _channels(module: Module) -> int:
