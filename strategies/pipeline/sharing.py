@@ -1,14 +1,12 @@
 """Parameters that several stages use: equal values, and gradients added up."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
-
-from boltmesh.strategies.pipeline.groups import new_group
 
 _FLAG = torch.int32
 
@@ -24,8 +22,6 @@ class SharedParameters:
         ranks: By name of every shared parameter of the model, the ranks that hold it, counted
             within the pipeline; alike on all ranks.
         group: The pipeline.
-        pipelines: The ranks of every pipeline of the job, of which ``group`` is one; by default
-            the only one. Where there are several, this is collective over all their ranks.
     """
 
     def __init__(
@@ -33,7 +29,6 @@ class SharedParameters:
         parameters: Mapping[str, Parameter],
         ranks: Mapping[str, tuple[int, ...]],
         group: ProcessGroup,
-        pipelines: Sequence[Sequence[int]] = (),
     ) -> None:
         self.names = frozenset(parameters)
         """What this rank shares."""
@@ -42,10 +37,12 @@ class SharedParameters:
         )
         """Parameters that another rank counts in a norm, by identity."""
         self._members: list[tuple[ProcessGroup, list[Parameter]]] = []
-        pipelines = pipelines or [dist.get_process_group_ranks(group)]
+        world = dist.get_process_group_ranks(group)
         for members in sorted(set(ranks.values())):
-            made = new_group(members, pipelines, description="pipeline")
-            if made is None:
+            # By all ranks, though only some are in it: ranks that have made different numbers of
+            # groups may never meet in the next one (gloo, torch 2.13).
+            made = dist.new_group([world[each] for each in members], group_desc="pipeline")
+            if group.rank() not in members:
                 continue
             held = [parameters[name] for name in sorted(ranks) if ranks[name] == members]
             self._members.append((made, held))

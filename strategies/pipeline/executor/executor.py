@@ -19,7 +19,6 @@ from boltmesh.strategies.pipeline.executor.spans import OnChunk, build_spans
 from boltmesh.strategies.pipeline.executor.stage import Stage
 from boltmesh.strategies.pipeline.executor.step import Carried, Outcome, Specs, Step
 from boltmesh.strategies.pipeline.executor.transport import Transport
-from boltmesh.strategies.pipeline.groups import new_group
 from boltmesh.strategies.steps.digest import BatchDigest
 
 _NO_BATCH: Final = BatchDigest()
@@ -43,8 +42,6 @@ class Executor:
         name_of: Gives a module the name that errors call it by.
         timeout: How long ranks may wait for each other between steps; None: torch's default.
         on_stuck: See ``Alarm``.
-        pipelines: The ranks of every pipeline of the job, of which ``group`` is one; by default
-            the only one. Where there are several, all their ranks make their executors together.
     """
 
     def __init__(
@@ -57,7 +54,6 @@ class Executor:
         name_of: Callable[[Module], str | None] = lambda _: None,
         timeout: timedelta | None = None,
         on_stuck: Callable[[PipelineError], None] = lambda _: None,
-        pipelines: Sequence[Sequence[int]] = (),
     ) -> None:
         self._device = device
         self._name_of = name_of
@@ -67,12 +63,11 @@ class Executor:
         self.control_group: ProcessGroup | None = None
         """The ranks of the axis on the CPU, where they agree on whether a step is to be."""
         if group is not None and dist.get_world_size(group) > 1:
-            self.control_group = new_group(
-                range(group.size()),
-                pipelines or [dist.get_process_group_ranks(group)],
-                timeout=timeout,
+            self.control_group = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout,
                 backend="gloo",
-                description="pipeline control",
+                group_desc="pipeline control",
             )
         self._meter = IdleMeter(self.control_group, device)
         self._spans = build_spans(device, on_chunk, self._meter.measured)
