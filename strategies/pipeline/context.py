@@ -1,5 +1,6 @@
 """What a pipeline is told of the run that it is in."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -8,6 +9,7 @@ from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
+from boltmesh.strategies.data.late import LateGradients
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 
 
@@ -17,6 +19,10 @@ class PipelineContext:
 
     group: ProcessGroup
     """The ranks of this pipeline."""
+    new_group: Callable[..., ProcessGroup | None]
+    """Makes further groups of its ranks, see ``RankMeshStrategy.new_group``."""
+    data: LateGradients
+    """What becomes of the gradients of a batch where there are several pipelines."""
     device: torch.device
     recorder: Recorder | NullRecorder
     seed: int
@@ -25,3 +31,5 @@ class PipelineContext:
     scaler: GradScaler | None = None
     recomputed: frozenset[Module] = frozenset()
     """Blocks whose forward pass runs once more in the backward pass."""
+    num_replicas: int = 1
+    """Pipelines of the job, each with batches of its own."""

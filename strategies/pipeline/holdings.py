@@ -1,6 +1,6 @@
 """What this rank of a pipeline holds of a model, and what keeps that one model with the others'."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.distributed import ProcessGroup
@@ -22,10 +22,16 @@ class Holdings:
         division: What stands where of it.
         group: The ranks of the pipeline.
         device: Where this rank computes.
+        new_group: Makes a group of some of them, for all pipelines at once.
     """
 
     def __init__(
-        self, module: Module, division: Division, group: ProcessGroup, device: torch.device
+        self,
+        module: Module,
+        division: Division,
+        group: ProcessGroup,
+        device: torch.device,
+        new_group: Callable[[tuple[int, ...]], ProcessGroup | None],
     ) -> None:
         self._division = division
         self._group = group
@@ -46,7 +52,7 @@ class Holdings:
         self.guard = StateGuard(module, absent)
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
-        self.shared = SharedParameters(own, shared, group)
+        self.shared = SharedParameters(own, shared, group, new_group)
         elsewhere = [each for each in self.parameters if id(each) in self.shared.counted_elsewhere]
         self.norms = JointNorms(group, elsewhere)
 
@@ -66,6 +72,13 @@ class Holdings:
         # Every rank has all buffers and extra state, and one of them the model's.
         first = self._division.rank_of_state(name)
         return (first, *(each for each in range(self._group.size()) if each != first))
+
+    def has_buffer(self, name: str) -> bool:
+        """Whether this rank has the model's value of a buffer; of those outside of units all do."""
+        return (
+            name in self._division.loose_buffers
+            or self._division.rank_of_state(name) == self._group.rank()
+        )
 
     def refuse_unheld(self, plans: Iterable[StagePlan]) -> None:
         """Refuse a step that uses parameters of other ranks in stages of this one.

@@ -1,7 +1,8 @@
 """Decides which rank holds what of a model: units, parameters and buffers of every stage.
 
-The first rank of the pipeline decides, by its sample of the data, and the others do as it says: a
-sample of other lengths could make another split, and parameters that nobody holds.
+The first rank of the job decides, by its sample of the data, and the others do as it says: a sample
+of other lengths could make another split, and parameters that nobody holds, or that are on another
+stage in the next pipeline, with whose gradients theirs are averaged.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -10,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
@@ -108,7 +110,7 @@ def place(
     unmade: UnmadeModel,
     recomputed: Set[Module],
 ) -> Placement:
-    """Cut a model into stages, as its first rank says. Collective over the pipeline.
+    """Cut a model into stages, as the job's first rank says. Collective over all ranks.
 
     A model that another strategy has divided for as many ranks and stages stays divided so.
 
@@ -130,7 +132,7 @@ def place(
     """
     mine: Division | ConfigError | None = None
     plans: StagePlans | None = None
-    if group.rank() == 0:
+    if dist.get_rank() == 0:
         try:
             mine = _DIVISIONS.get(module)
             if mine is None:
@@ -149,7 +151,7 @@ def place(
                 )
         except ConfigError as error:
             mine = error
-    answer = of_first_rank(mine, group)
+    answer = of_first_rank(mine)
     assert answer is not None
     if isinstance(answer, ConfigError):
         raise answer
