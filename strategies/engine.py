@@ -202,6 +202,8 @@ class MeshStrategy(RankMeshStrategy):
             zeroes_gradients=partial(compat.zeroes_gradients, trainer),
             recorder=self.recorder,
             recomputed=self.recomputation.blocks,
+            held=self.held_parameters(),
+            holds_buffer=self.holds_buffer,
         )
 
     @override
@@ -241,6 +243,10 @@ class MeshStrategy(RankMeshStrategy):
     def held_parameters(self) -> Sequence[Parameter]:
         """The module's parameters of which this rank has values, shards among them."""
         return [] if self.lightning_module is None else list(self.lightning_module.parameters())
+
+    def holds_buffer(self, name: str) -> bool:
+        """Whether this rank has the model's value of a buffer, and not what it needs no longer."""
+        return True
 
     def kept_beside(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Other versions of weights and gradients that this rank holds, beside the module's own."""

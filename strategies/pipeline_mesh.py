@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,14 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.building.deferred import deferred_init
 from boltmesh.strategies.checkpoint.optimizer_state import Take
+from boltmesh.strategies.data.buffers import BufferSync
+from boltmesh.strategies.data.late import LateGradients
+from boltmesh.strategies.data.late_replicas import share_state
 from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.joint_norms import JointNorms
+from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.axis import PipelineAxis
 from boltmesh.strategies.pipeline.broadcasting import gathered
 from boltmesh.strategies.pipeline.context import PipelineContext
@@ -31,6 +36,7 @@ from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.refusals import (
     refuse_accumulation,
     refuse_late_gradients,
+    refuse_layout,
     refuse_optimizers,
     refuse_run,
 )
@@ -40,7 +46,7 @@ from boltmesh.strategies.pipeline.small_state import add_pending, joined_state
 from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.strategies.steps.alike import of_first_rank, share_random_state
 from boltmesh.strategies.steps.digest import BatchDigest, batch_digest
-from boltmesh.strategies.steps.local_metrics import keep_local, let_gather
+from boltmesh.strategies.steps.local_metrics import gather_over, let_gather
 from boltmesh.strategies.steps.sample import batch_sizes, sample_batch
 from boltmesh.strategies.torch_compat import TOTAL_NORM, total_norm_replaced
 from boltmesh.telemetry.snapshot import MemoryKind
@@ -65,6 +71,11 @@ class PipelineMeshStrategy(MeshStrategy):
 
     def __init__(self, *, pipeline_options: PipelineOptions, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if not isinstance(self.data_axis, LateGradients):
+            raise ConfigError(
+                f"The data axis {type(self.data_axis).__name__} goes along with forward passes of "
+                f"the whole module, and a pipeline runs pieces of it. Use LateReplicas()."
+            )
         schedule = pipeline_options.schedule
         if self.recomputation.kind is not None and schedule_kind(schedule).splits_backward:
             raise ConfigError(
@@ -101,10 +112,16 @@ class PipelineMeshStrategy(MeshStrategy):
         return self.layout.data > 1
 
     @override
+    def layout_of(self, world_size: int) -> MeshLayout:
+        layout = super().layout_of(world_size)
+        refuse_layout(self.pipeline_axis.options, layout)
+        return layout
+
+    @override
     def _reset_seed(self) -> None:
         # Ranks that run the script themselves stand where one process would; ``setup`` makes them
         # alike. Those that begin as empty processes have nothing but the seed.
-        if self._start_method in {"spawn", "forkserver"}:
+        if self.layout.data > 1 or self._start_method in {"spawn", "forkserver"}:
             super()._reset_seed()
 
     @override
@@ -149,7 +166,7 @@ class PipelineMeshStrategy(MeshStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         axis = self.pipeline_axis
-        keep_local(self._metric_owners())
+        gather_over(self._metric_owners(), self.groups["data"])
         super().setup(trainer)
         if self._is_new:
             axis.start()
@@ -167,38 +184,38 @@ class PipelineMeshStrategy(MeshStrategy):
             yield
 
     def _pipeline_context(self) -> PipelineContext:
+        assert isinstance(self.data_axis, LateGradients)
         return PipelineContext(
             group=self.groups["pipeline"],
+            new_group=partial(self.new_group, "pipeline"),
+            data=self.data_axis,
             device=self.root_device,
             recorder=self.recorder,
             seed=self._step_seed(),
             timeout=timedelta(seconds=self.timeout_s),
             scaler=getattr(self.precision_plugin, "scaler", None),
             recomputed=self.recomputation.blocks,
-            pipelines=tuple(map(tuple, self.layout.groups("pipeline"))),
-            deciders=self._deciders(),
+            num_replicas=self.layout.data,
             norms=super().norms,
             silent=self.without_communication,
         )
 
-    def _deciders(self) -> tuple[ProcessGroup, ...]:
-        """Return groups by which what the job's first rank decides comes to all ranks."""
-        beside = [self.groups[axis] for axis in ("data", "tensor") if self.layout.sizes[axis] > 1]
-        return (self.groups["pipeline"], *beside)
-
     def _step_seed(self) -> int:
         """What random numbers within steps start from; alike on all ranks of a pipeline."""
         if self._resumed_seed is not None and self._is_fitting:
-            return self._resumed_seed
+            return self._resumed_seed + self._own_seed
         if self.seed is not None:
-            return self.seed + self.coordinates["data"]
-        seed = of_first_rank(torch.initial_seed() % 2**62, self.groups["pipeline"])
-        # Ranks that share layers draw alike too, but for what is divided.
-        return of_first_rank(seed, self.groups["tensor"]) if self.layout.tensor > 1 else seed
+            return self.seed + self._own_seed
+        return of_first_rank(torch.initial_seed() % 2**62)
+
+    @property
+    def _own_seed(self) -> int:
+        """By what this pipeline's seed differs from the first one's."""
+        return 0 if self.seed is None else self.coordinates["data"]
 
     @override
     def kept_for_resume(self) -> dict[str, Any]:
-        return {"step_seed": self.pipeline_axis.context.seed}
+        return {"step_seed": self.pipeline_axis.context.seed - self._own_seed}
 
     @override
     def take_kept(self, state: dict[str, Any]) -> None:
@@ -218,13 +235,17 @@ class PipelineMeshStrategy(MeshStrategy):
 
     @override
     def _share_weights(self) -> None:
-        pass  # every rank holds others
+        # Every rank of a pipeline holds others, and the next pipeline the same.
+        assert self.model is not None
+        group = self.groups["data"]
+        buffers = BufferSync(self.model, group, holds=self.holds_buffer)
+        share_state(self.held_parameters(), buffers, group)
 
     @override
     def expected_traffic(self) -> list[ExpectedTraffic]:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
-        return self.pipeline_axis.expected_traffic(
+        return super().expected_traffic() + self.pipeline_axis.expected_traffic(
             trainer.accumulate_grad_batches, num_norms=int(compat.has_norm_clipping(trainer))
         )
 
@@ -275,7 +296,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
     def _adopt_metrics(self) -> None:
         """Metrics may have been made as late as in the user's hooks at the start of a loop."""
-        keep_local(self._metric_owners())
+        gather_over(self._metric_owners(), self.groups["data"])
         self.pipeline_axis.find_metrics()
 
     def _metric_owners(self) -> list[object]:
@@ -416,11 +437,19 @@ class PipelineMeshStrategy(MeshStrategy):
 
     @override
     def holds(self, name: str) -> bool:
-        return self.coordinates["pipeline"] in self.pipeline_axis.holdings.holders(name)
+        here = self.coordinates["pipeline"] in self.pipeline_axis.holdings.holders(name)
+        return here and super().holds(name)
 
     @override
     def stores(self, name: str) -> bool:
-        return self.pipeline_axis.holdings.holders(name)[0] == self.coordinates["pipeline"]
+        if self.coordinates["data"] > 0 and not self.data_axis.is_sharded:
+            return False  # the same as the first data rank's
+        here = self.pipeline_axis.holdings.holders(name)[0] == self.coordinates["pipeline"]
+        return here and super().stores(name)
+
+    @override
+    def holds_buffer(self, name: str) -> bool:
+        return self.pipeline_axis.holdings.has_buffer(name) and super().holds_buffer(name)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -462,6 +491,11 @@ class PipelineMeshStrategy(MeshStrategy):
         return delayed.put
 
     # Ending.
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self.pipeline_axis.others.tell(exception)
 
     @override
     def teardown(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -264,17 +263,6 @@ class TensorMeshStrategy(MeshStrategy):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
         self.norms.clip(parameters, clip_val)
-
-    # Collectives.
-
-    @override
-    def all_gather(
-        self, tensor: Tensor, group: ProcessGroup | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        """Gather over the data axis unless another group is given: others hold the same."""
-        if group is None or group is dist.group.WORLD:  # which a module asks for by default
-            group = self.groups["data"]
-        return super().all_gather(tensor, group, sync_grads)
 
     # Checkpoints.
 

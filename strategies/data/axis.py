@@ -47,6 +47,10 @@ class AxisContext:
     recorder: Recorder | NullRecorder = field(default_factory=NullRecorder)
     recomputed: frozenset[Module] = frozenset()
     """Blocks whose forward pass runs once more in the backward pass."""
+    held: Sequence[Parameter] | None = None
+    """The parameters of which the ranks of the axis have values; None: all of the module."""
+    holds_buffer: Callable[[str], bool] | None = None
+    """Whether they have the model's value of a buffer, by its name; None: of all."""
 
 
 class DataAxis(ABC):

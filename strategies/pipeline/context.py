@@ -10,6 +10,7 @@ from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
+from boltmesh.strategies.data.late import LateGradients
 from boltmesh.strategies.joint_norms import JointNorms
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 
@@ -22,6 +23,10 @@ class PipelineContext:
 
     group: ProcessGroup
     """The ranks of this pipeline."""
+    new_group: Callable[..., ProcessGroup | None]
+    """Makes further groups of its ranks, see ``RankMeshStrategy.new_group``."""
+    data: LateGradients
+    """What becomes of the gradients of a batch where there are several pipelines."""
     device: torch.device
     recorder: Recorder | NullRecorder
     seed: int
@@ -30,11 +35,8 @@ class PipelineContext:
     scaler: GradScaler | None = None
     recomputed: frozenset[Module] = frozenset()
     """Blocks whose forward pass runs once more in the backward pass."""
-    pipelines: tuple[tuple[int, ...], ...] = ()
-    """The ranks of every pipeline of the job, which make their groups together."""
-    deciders: tuple[ProcessGroup, ...] = ()
-    """By which what the job's first rank decides comes to all: its pipeline, and then the ranks
-    that stand where this one stands in other pipelines, axis by axis."""
+    num_replicas: int = 1
+    """Pipelines of the job, each with batches of its own."""
     norms: JointNorms | None = None
     """Over the ranks that share each layer with this one, where there are any."""
     silent: Silent = nullcontext

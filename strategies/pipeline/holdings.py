@@ -44,7 +44,7 @@ class Holdings:
         self.guard = StateGuard(module, absent)
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
-        self.shared = SharedParameters(own, shared, group, context.pipelines)
+        self.shared = SharedParameters(own, shared, group, context.new_group)
         elsewhere = [each for each in self.parameters if id(each) in self.shared.counted_elsewhere]
         self.norms = JointNorms(group, elsewhere, beside=context.norms)
 
@@ -64,6 +64,13 @@ class Holdings:
         # Every rank has all buffers and extra state, and one of them the model's.
         first = self._division.rank_of_state(name)
         return (first, *(each for each in range(self._group.size()) if each != first))
+
+    def has_buffer(self, name: str) -> bool:
+        """Whether this rank has the model's value of a buffer; of those outside of units all do."""
+        return (
+            name in self._division.loose_buffers
+            or self._division.rank_of_state(name) == self._group.rank()
+        )
 
     def refuse_unheld(self, plans: Iterable[StagePlan]) -> None:
         """Refuse a step that uses parameters of other ranks in stages of this one.

@@ -1,7 +1,8 @@
 """Decides which rank holds what of a model: units, parameters and buffers of every stage.
 
-The first rank of the pipeline decides, by its sample of the data, and the others do as it says: a
-sample of other lengths could make another split, and parameters that nobody holds.
+The first rank of the job decides, by its sample of the data, and the others do as it says: a sample
+of other lengths could make another split, and parameters that nobody holds, or that are on another
+stage in the next pipeline, with whose gradients theirs are averaged.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -11,6 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
@@ -107,7 +109,7 @@ def place(
     budget: Budget,
     unmade: UnmadeModel,
 ) -> Placement:
-    """Cut a model into stages, as the job's first rank says. Collective over all its ranks.
+    """Cut a model into stages, as the job's first rank says. Collective over all ranks.
 
     A model that another strategy has divided for as many ranks and stages stays divided so.
 
@@ -126,9 +128,7 @@ def place(
     """
     mine: Division | ConfigError | None = None
     plans: StagePlans | None = None
-    group = context.group
-    deciders = context.deciders or (group,)
-    if all(each.rank() == 0 for each in deciders):
+    if dist.get_rank() == 0:
         try:
             mine = _DIVISIONS.get(module)
             if mine is None:
@@ -148,13 +148,11 @@ def place(
                 )
         except ConfigError as error:
             mine = error
-    answer = mine
-    for each in deciders:
-        answer = of_first_rank(answer, each)
+    answer = of_first_rank(mine)
     assert answer is not None
     if isinstance(answer, ConfigError):
         raise answer
-    _check_module(module, answer, rank_of_stage, group, unmade)
+    _check_module(module, answer, rank_of_stage, context.group, unmade)
     _DIVISIONS[module] = answer
     if plans is None:
         units = find_stage_units(module)

@@ -1,6 +1,6 @@
 """Parameters that several stages use: equal values, and gradients added up."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ class SharedParameters:
         ranks: By name of every shared parameter of the model, the ranks that hold it, counted
             within the pipeline; alike on all ranks.
         group: The pipeline.
+        new_group: Makes a group of some of its ranks, for all pipelines at once.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class SharedParameters:
         parameters: Mapping[str, Parameter],
         ranks: Mapping[str, tuple[int, ...]],
         group: ProcessGroup,
+        new_group: Callable[[tuple[int, ...]], ProcessGroup | None],
     ) -> None:
         self.names = frozenset(parameters)
         """What this rank shares."""
@@ -37,12 +39,11 @@ class SharedParameters:
         )
         """Parameters that another rank counts in a norm, by identity."""
         self._members: list[tuple[ProcessGroup, list[Parameter]]] = []
-        world = dist.get_process_group_ranks(group)
         for members in sorted(set(ranks.values())):
             # By all ranks, though only some are in it: ranks that have made different numbers of
             # groups may never meet in the next one (gloo, torch 2.13).
-            made = dist.new_group([world[each] for each in members], group_desc="pipeline")
-            if group.rank() not in members:
+            made = new_group(members)
+            if made is None:
                 continue
             held = [parameters[name] for name in sorted(ranks) if ranks[name] == members]
             self._members.append((made, held))

@@ -4,7 +4,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from boltmesh.strategies.data.lone import LoneRank
+from boltmesh.strategies.data.late_replicas import LateReplicas
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline_mesh import PipelineMeshStrategy
@@ -36,7 +36,7 @@ class PipelineTensor(PipelineMeshStrategy, TensorMeshStrategy):
                 split=split,
             ),
             tensor_options=TensorOptions(size, plan, sequence_parallel, loss_parallel),
-            data_axis=LoneRank(),
+            data_axis=LateReplicas(),
             tensor=size,
             **kwargs,
         )
