@@ -212,11 +212,11 @@ class MeshStrategy(RankMeshStrategy):
         materialize(self.model, self.root_device)
         self.model.to(self.root_device)
 
-    def join_between(self, units: Mapping[str, Module]) -> None:
-        """Have layers give whole tensors where axes within would have them give parts.
+    def cut_into_stages(self, units: Mapping[str, Module]) -> None:
+        """Prepare layers that are divided already for ranks that run some of them each.
 
         Args:
-            units: What is run as a whole on one rank of another axis, by dotted name.
+            units: What is run as a whole, by dotted name.
         """
 
     def without_communication(self) -> AbstractContextManager[None]:

@@ -155,7 +155,7 @@ class PipelineMeshStrategy(MeshStrategy):
             axis.cutter.batch_sizes |= sample.batch_sizes
             rest, around = compat.step_arguments(module, step), self._around(step)
             if is_new:
-                self.join_between(find_stage_units(module))
+                self.cut_into_stages(find_stage_units(module))
                 # What crosses borders is of the type that the model will have.
                 self.model = self.precision_plugin.convert_module(module)
                 axis.place(module, step, sample.batch, rest, around)

@@ -159,8 +159,8 @@ class TensorMeshStrategy(MeshStrategy):
             refuse_optimizers(self.optimizers)
 
     @override
-    def join_between(self, units: Mapping[str, Module]) -> None:
-        self.tensor_axis.join_between(units)
+    def cut_into_stages(self, units: Mapping[str, Module]) -> None:
+        self.tensor_axis.cut_into_stages(units)
 
     @override
     def without_communication(self) -> AbstractContextManager[None]:

@@ -247,16 +247,14 @@ class TensorAxis:
             }
         )
 
-    def join_between(self, units: Mapping[str, Module]) -> None:
-        """Have units give whole logits, for code between them that other ranks replay.
-
-        To be called after ``place``.
+    def cut_into_stages(self, units: Mapping[str, Module]) -> None:
+        """Prepare for ranks that run some of the model's units each; called after ``place``.
 
         Args:
-            units: Of the model, by dotted name, none within another one.
+            units: By dotted name, none within another one.
         """
         assert self.placement is not None
-        self.placement.applied.gather_outputs(units)
+        self.placement.applied.cut_into_stages(units)
 
     def silenced(self) -> AbstractContextManager[None]:
         """Within it, divided layers run on tensors without data, and nothing is communicated."""

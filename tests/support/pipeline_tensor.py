@@ -13,11 +13,12 @@ from boltmesh.strategies.tensor_mesh import TensorMeshStrategy
 
 
 class PipelineTensor(PipelineMeshStrategy, TensorMeshStrategy):
-    """Both axes alone; each rank has the batch of all others."""
+    """Both axes; ranks beyond them are replicas."""
 
     def __init__(
         self,
         *,
+        stages: int | None = None,
         size: int = 2,
         microbatches: int | None = 4,
         schedule: str = "1f1b",
@@ -30,6 +31,7 @@ class PipelineTensor(PipelineMeshStrategy, TensorMeshStrategy):
     ) -> None:
         super().__init__(
             pipeline_options=PipelineOptions(
+                stages=stages,
                 microbatches=microbatches,
                 schedule=schedule,
                 stages_per_rank=stages_per_rank,
@@ -43,4 +45,5 @@ class PipelineTensor(PipelineMeshStrategy, TensorMeshStrategy):
 
     @override
     def layout_of(self, world_size: int) -> MeshLayout:
-        return MeshLayout(pipeline=world_size // self._tensor, tensor=self._tensor)
+        stages = self.pipeline_axis.options.stages or world_size // self._tensor
+        return MeshLayout.fill_data(world_size=world_size, pipeline=stages, tensor=self._tensor)

@@ -39,6 +39,7 @@ from boltmesh.strategies.tensor.execution.region import (
     RegionRow,
     Table,
 )
+from boltmesh.strategies.tensor.execution.sequence import SequenceParts
 from boltmesh.strategies.tensor.execution.sharding import join_shards, shard_parameters
 from boltmesh.strategies.tensor.execution.stacks import Stacks
 from boltmesh.strategies.tensor.execution.views import (
@@ -68,6 +69,8 @@ class AppliedPlan:
     changes: Changes = field(default_factory=Changes, repr=False)
     vocabularies: list[Vocabulary] = field(default_factory=list, repr=False)
     """They count for which functions logits were gathered."""
+    sequences: list[SequenceParts] = field(default_factory=list, repr=False)
+    """Of each stack of blocks between which sequences are divided."""
 
     @property
     def sharded(self) -> dict[Parameter, ShardedParameter]:
@@ -90,12 +93,16 @@ class AppliedPlan:
             dist.broadcast(shards[rank], source, group=self.group.process_group)
         return join_shards(shards, entry)
 
-    def gather_outputs(self, modules: Mapping[str, Module]) -> None:
-        """Let modules give whole tensors where they would give tokens of this rank.
+    def cut_into_stages(self, modules: Mapping[str, Module]) -> None:
+        """Prepare for ranks that run some of the modules each, and hand on what those give.
+
+        Whole logits are given where they would be divided, and sequences have to divide evenly.
 
         Args:
             modules: By dotted name.
         """
+        for parts in self.sequences:
+            parts.is_cut_by_stages = True
         names = [
             name
             for entry in self.plan.sharded.values()
@@ -139,7 +146,9 @@ def apply_plan(
     kept = left_whole(without_replicated(plan), module)
     shard_parameters(module, kept.sharded.values(), size=group.size, rank=group.rank)
     applied = AppliedPlan(module, kept, group)
-    _Application(module, kept, group, applied.changes).run()
+    application = _Application(module, kept, group, applied.changes)
+    application.run()
+    applied.sequences = [each.parts for each in application.stacks.all]
     applied.vocabularies = divide_vocabularies(
         module, kept, group, applied.changes, loss_parallel=loss_parallel, tell=tell
     )
