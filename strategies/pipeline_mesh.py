@@ -466,6 +466,11 @@ class PipelineMeshStrategy(MeshStrategy):
     # Ending.
 
     @override
+    def explain(self, exception: BaseException) -> None:
+        super().explain(exception)
+        self.pipeline_axis.others.explain(exception)
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self.pipeline_axis.others.tell(exception)
