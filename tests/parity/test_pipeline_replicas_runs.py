@@ -10,16 +10,17 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from boltmesh.strategies import DDPStrategy
-from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
+from boltmesh.strategies.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.telemetry.job import ID_VARIABLE, RUN_DIR_VARIABLE
 from boltmesh.telemetry.reading.reader import Job
 from boltmesh.telemetry.snapshot import JobSnapshot
-from tests.support.pipelines import MICROBATCHES, pipeline, quiet_trainer
+from tests.support.pipelines import MICROBATCHES, ShardedPipeline, pipeline, quiet_trainer
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.stack import Stack, token_data
 
@@ -34,7 +35,7 @@ class Run:
     """A fit, from a checkpoint or from the start, up to an epoch."""
 
     layout: str
-    """``plain`` Lightning, ``ddp`` or a schedule."""
+    """``plain`` Lightning, ``ddp``, a schedule, or ``shards``: ZeRO-1 beside 1f1b."""
     epochs: int
     target: str
     source: str | None = None
@@ -60,7 +61,10 @@ def fit(rank: int, world_size: int, folder: Path, run: Run) -> dict[str, Tensor]
         replicas, strategy = world_size, DDPStrategy(telemetry=False)
     elif run.layout != "plain":
         replicas = world_size // STAGES
-        strategy = pipeline(schedule=run.layout, stages=STAGES)
+        if run.layout == "shards":
+            strategy = ShardedPipeline(stages=STAGES)
+        else:
+            strategy = pipeline(schedule=run.layout, stages=STAGES)
     module = Stack(depth=4, ties=True, groups=True, freezes=True, has_scalar=True)
     trainer = quiet_trainer(world_size, strategy, max_epochs=run.epochs)
     source = None if run.source is None else str(folder / run.source)
@@ -69,13 +73,18 @@ def fit(rank: int, world_size: int, folder: Path, run: Run) -> dict[str, Tensor]
     trainer.save_checkpoint(folder / run.target)
     found = {}
     for name, parameter in module.named_parameters():
-        if isinstance(strategy, PipelineParallelStrategy) and not strategy.holds(name):
+        if isinstance(strategy, PipelineMeshStrategy) and not strategy.holds(name):
             continue
-        found[name] = parameter.detach().clone()
+        found[name] = whole(parameter)
         for optimizer in trainer.optimizers:
             for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"{name}.{key}"] = value.clone()
+                found[f"{name}.{key}"] = whole(value)
     return found
+
+
+def whole(value: Tensor) -> Tensor:
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.detach().clone()
 
 
 def merged(ranks: list[list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
@@ -95,13 +104,20 @@ def test_runs_of_several_pipelines_go_on_in_every_layout(tmp_path: Path) -> None
         Run("1f1b", 2, "whole"),
         Run("1f1b", 1, "half"),
         Run("1f1b", 2, "same", "half"),
+        Run("shards", 2, "shards_whole"),
+        Run("shards", 1, "shards_half"),
+        Run("shards", 2, "shards_same", "shards_half"),
+        Run("shards", 2, "as_shards", "half"),
     ]
-    reference, _, same = merged(run_ranks(fits, 4, folder, four, timeout_s=110))
-    assert same.keys() == reference.keys()
-    assert all(torch.equal(same[name], each) for name, each in reference.items())
+    found = merged(run_ranks(fits, 4, folder, four, timeout_s=110))
+    reference, _, same, whole_shards, _, same_shards, as_shards = found
+    for again, uninterrupted in ((same, reference), (same_shards, whole_shards)):
+        assert again.keys() == uninterrupted.keys()
+        assert all(torch.equal(again[name], each) for name, each in uninterrupted.items())
     two = [
         Run("ddp", 2, "as_ddp.ckpt", "half"),
         Run("ddp", 1, "ddp_half.ckpt"),
+        Run("ddp", 2, "ddp_from_shards.ckpt", "shards_half"),
         Run("zbv", 2, "as_one_pipeline", "half"),
         Run("1f1b", 1, "one_half"),
     ]
@@ -110,14 +126,16 @@ def test_runs_of_several_pipelines_go_on_in_every_layout(tmp_path: Path) -> None
     back = [
         Run("zbv", 2, "from_ddp", "ddp_half.ckpt"),
         Run("1f1b", 2, "from_one_pipeline", "one_half"),
+        Run("shards", 2, "shards_from_ddp", "ddp_half.ckpt"),
     ]
     others += merged(run_ranks(fits, 4, folder, back, timeout_s=110))
-    names = [*(each.target for each in two), "as_plain", *(each.target for each in back)]
-    for name, found in zip(names, others, strict=True):
-        if "half" in name:
+    others += [whole_shards, as_shards]
+    targets = [*(each.target for each in two), "as_plain", *(each.target for each in back)]
+    for name, run in zip((*targets, "shards_whole", "as_shards"), others, strict=True):
+        if name.endswith(("half", "half.ckpt")):
             continue
-        assert found.keys() == reference.keys(), name
-        for key, each in found.items():
+        assert run.keys() == reference.keys(), name
+        for key, each in run.items():
             torch.testing.assert_close(
                 each, reference[key], rtol=1e-4, atol=2e-5, msg=f"{name}: {key}"
             )
@@ -156,12 +174,12 @@ class Seen:
     snapshot: JobSnapshot | None
 
 
-def watch(rank: int, world_size: int, run_dir: Path) -> Seen:
+def watch(rank: int, world_size: int, run_dir: Path, door: Any) -> Seen:
     os.environ[RUN_DIR_VARIABLE], os.environ[ID_VARIABLE] = str(run_dir), "told"
     torch.manual_seed(rank)  # the first data rank's weights are everybody's
     module = Watched(rank % 2, overflows_at=3)
     scaler = torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE)
-    strategy = pipeline(stages=STAGES, telemetry=True)
+    strategy = door(stages=STAGES, telemetry=True)
     trainer = quiet_trainer(
         world_size, strategy, max_steps=STEPS, accumulate_grad_batches=ACCUMULATED,
         gradient_clip_val=1.0, log_every_n_steps=1, use_distributed_sampler=True,
@@ -178,13 +196,14 @@ def watch(rank: int, world_size: int, run_dir: Path) -> Seen:
         count=float(module.count),
         average=float(trainer.callback_metrics["average"]),
         steps=trainer.global_step,
-        weights={name: each.detach().clone() for name, each in held.items()},
+        weights={name: whole(each) for name, each in held.items()},
         snapshot=snapshot,
     )
 
 
-def test_pipelines_agree_on_weights_overflow_metrics_and_buffers(tmp_path: Path) -> None:
-    ranks = run_ranks(watch, 4, tmp_path / "runs", timeout_s=110)
+@pytest.mark.parametrize("door", [pipeline, ShardedPipeline], ids=["replicas", "shards"])
+def test_pipelines_agree_on_weights_overflow_metrics_and_buffers(tmp_path: Path, door: Any) -> None:
+    ranks = run_ranks(watch, 4, tmp_path / "runs", door, timeout_s=110)
     tokens = torch.cat([batch[0] for batch in token_data(2 * 8 * STEPS * ACCUMULATED, 8)]).float()
     for seen in ranks:
         assert seen.scale == INITIAL_SCALE / 2  # one step of four was skipped, by all
@@ -200,7 +219,10 @@ def test_pipelines_agree_on_weights_overflow_metrics_and_buffers(tmp_path: Path)
         for each in snapshot.expected
         if each.axis == "data"
     }
-    assert set(expected) == {("data", "allreduce"), ("data", "broadcast")}
+    sharded = {("data", "_allgather_base"), ("data", "_reduce_scatter_base")}
+    assert set(expected) == {("data", "allreduce"), ("data", "broadcast")} | (
+        sharded if door is ShardedPipeline else set()
+    )
     for (axis, operator), size in expected.items():
         found = [
             sum(
