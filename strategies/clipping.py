@@ -84,7 +84,7 @@ def sharded_norm(gradients: Sequence[Tensor], group: ProcessGroup) -> Tensor:
     """
     if not gradients:
         return torch.zeros(())
-    counted = [each for each in gradients if group.rank() == 0 or not _is_replicated(each)]
+    counted = [each for each in gradients if group.rank() == 0 or not is_replicated(each)]
     total = _square_norm([_part(each) for each in counted], gradients[0].device)
     dist.all_reduce(total, group=group)
     return total.sqrt()
@@ -104,7 +104,8 @@ def _part(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _is_replicated(gradient: Tensor) -> bool:
+def is_replicated(gradient: Tensor) -> bool:
+    """Whether every rank that has the gradient has all of it."""
     return isinstance(gradient, DTensor) and all(
         each.is_replicate() for each in gradient.placements
     )

@@ -5,7 +5,7 @@ business of that axis's part (``data/``), and the doors (``ddp.py``, ...) choose
 LightningModule stays as its author wrote it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -240,7 +240,7 @@ class MeshStrategy(RankMeshStrategy):
             return []
         return self.data_axis.expected_memory(self.model, self.optimizers)
 
-    def held_parameters(self) -> Sequence[Parameter]:
+    def held_parameters(self) -> Collection[Parameter]:
         """The module's parameters of which this rank has values, shards among them."""
         return [] if self.lightning_module is None else list(self.lightning_module.parameters())
 

@@ -1,7 +1,7 @@
 """Norms of gradients of which each rank of a group has some, and clipping by them."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,8 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.clipping import gradients_of, scale_to_norm, tensor_norm
+from boltmesh.strategies.clipping import gradients_of, is_replicated, scale_to_norm, tensor_norm
+from boltmesh.strategies.torch_compat import local_tensor
 
 
 class JointNorms:
@@ -21,20 +22,15 @@ class JointNorms:
 
     Args:
         group: The ranks of the model.
-        elsewhere: Parameters of this rank whose gradients another one counts.
-        beside: Norms over the ranks of another axis, if the model is divided along that too.
+        elsewhere: Parameters of this rank whose gradients another one counts; looked at for each
+            norm.
     """
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        elsewhere: Iterable[Parameter],
-        *,
-        beside: "JointNorms | None" = None,
-    ) -> None:
+    def __init__(self, group: ProcessGroup, elsewhere: Collection[Parameter]) -> None:
         self._group = group
-        self._elsewhere = list(elsewhere)
-        self._beside = beside
+        self._elsewhere = elsewhere
+        self.sharers: ProcessGroup | None = None
+        """The ranks that have shards of what this rank holds; None where it has the whole."""
 
     def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
         """Return those of some gradients that this rank counts."""
@@ -88,13 +84,21 @@ class JointNorms:
         device = _device_of(given, self._group)
         total = torch.zeros((), dtype=torch.float64, device=device)
         is_largest = math.isinf(norm_type)
-        for each in self.counted(given):
+        for each in self._own_parts(self.counted(given)):
             norm = tensor_norm(each, norm_type).to(total)
             total = torch.maximum(total, norm) if is_largest else total + norm**norm_type
         operator = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-        for group in self.groups:
-            dist.all_reduce(total, operator, group=group)
+        if self.sharers is not None:
+            dist.all_reduce(total, operator, group=self.sharers)
+        dist.all_reduce(total, operator, group=self._group)
         return total if is_largest else total ** (1 / norm_type)
+
+    def _own_parts(self, gradients: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Give what this rank counts of gradients: its shards, and the whole of what is alike."""
+        is_first = self.sharers is None or self.sharers.rank() == 0
+        for each in gradients:
+            if is_first or not is_replicated(each):
+                yield local_tensor(each)
 
 
 def _device_of(gradients: Sequence[Tensor], group: ProcessGroup) -> torch.device:

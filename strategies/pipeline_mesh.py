@@ -1,6 +1,6 @@
 """The pipeline axis in the engine: where its part is asked, and what changes for the others."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ from boltmesh.strategies.checkpoint.optimizer_state import Take
 from boltmesh.strategies.data.buffers import BufferSync
 from boltmesh.strategies.data.late import LateGradients
 from boltmesh.strategies.data.late_replicas import share_state
+from boltmesh.strategies.data.late_shards import LateShards
 from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
@@ -74,7 +75,8 @@ class PipelineMeshStrategy(MeshStrategy):
         if not isinstance(self.data_axis, LateGradients):
             raise ConfigError(
                 f"The data axis {type(self.data_axis).__name__} goes along with forward passes of "
-                f"the whole module, and a pipeline runs pieces of it. Use LateReplicas()."
+                f"the whole module, and a pipeline runs pieces of it. Use "
+                f"LateReplicas() or LateShards(...)."
             )
         schedule = pipeline_options.schedule
         if self.recomputation.kind is not None and schedule_kind(schedule).splits_backward:
@@ -167,7 +169,11 @@ class PipelineMeshStrategy(MeshStrategy):
     def setup(self, trainer: Trainer) -> None:
         axis = self.pipeline_axis
         gather_over(self._metric_owners(), self.groups["data"])
+        if self.data_axis.is_sharded:
+            self.model_to_device()  # stages exist already, and are gathered whole for a step
         super().setup(trainer)
+        if isinstance(self.data_axis, LateShards):
+            axis.holdings.norms.sharers = self.data_axis.shard_group
         if self._is_new:
             axis.start()
         if self._is_fitting and axis.delayed is not None:
@@ -262,7 +268,7 @@ class PipelineMeshStrategy(MeshStrategy):
         return held + (axis.expected_activations() if is_known else [])
 
     @override
-    def held_parameters(self) -> Sequence[Parameter]:
+    def held_parameters(self) -> Collection[Parameter]:
         axis = self.pipeline_axis
         return axis.holdings.parameters if axis.placement is not None else []
 
@@ -397,13 +403,14 @@ class PipelineMeshStrategy(MeshStrategy):
         assert trainer is not None
         self._check(args[0])
         self.pipeline_axis.digest = self._digest_of(args[0])
-        return self._evaluation.step(
-            step,
-            args,
-            kwargs,
-            ordinal=compat.evaluation_batch_index(trainer),
-            around=self._around(step),
-        )
+        with self._evaluation_batch():
+            return self._evaluation.step(
+                step,
+                args,
+                kwargs,
+                ordinal=compat.evaluation_batch_index(trainer),
+                around=self._around(step),
+            )
 
     # Gradients.
 
@@ -491,6 +498,11 @@ class PipelineMeshStrategy(MeshStrategy):
         return delayed.put
 
     # Ending.
+
+    @override
+    def explain(self, exception: BaseException) -> None:
+        super().explain(exception)
+        self.pipeline_axis.others.explain(exception)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

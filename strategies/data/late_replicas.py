@@ -4,18 +4,16 @@
 its graph. A pipeline has neither: its gradients are in ``.grad`` at once, at the end of a batch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError, DivergenceError
+from boltmesh.strategies.data.agreed_gradients import agree_on_gradients, agreement_bytes
 from boltmesh.strategies.data.axis import AxisContext
 from boltmesh.strategies.data.buffers import BufferSync
 from boltmesh.strategies.data.flat_buckets import average, divide_into_buckets
@@ -28,22 +26,20 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 BUCKET_BYTES = 25 << 20
 """Of a message, as ``DistributedDataParallel`` has it."""
 
-_FLAG = torch.int32
-
 
 class LateReplicas(LateGradients):
     """The data axis of replicas whose gradients come all at once. Of one rank, it does nothing."""
 
     def __init__(self) -> None:
         self._context: AxisContext | None = None
-        self._held: Sequence[Parameter] = ()
+        self._held: Collection[Parameter] = ()
         self._buffers: BufferSync | None = None
         self._is_synchronised = True
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
         self._context = context
-        self._held = list(module.parameters() if context.held is None else context.held)
+        self._held = list(module.parameters()) if context.held is None else context.held
         self._buffers = BufferSync(module, context.group, holds=context.holds_buffer)
         self._is_synchronised = True
         share_state(self._held, self._buffers, context.group)
@@ -67,55 +63,22 @@ class LateReplicas(LateGradients):
 
     @override
     def end_batch(self) -> None:
-        if not self._is_shared:
-            return
-        assert self._context is not None
-        trained = self._trained()
-        counts = self._add_up([1, *(each.grad is not None for each in trained)])
-        self._check(counts[0])
-        # Without a gradient on any rank there is none, which optimizers tell from zeros.
-        used = [each for each, count in zip(trained, counts[1:], strict=True) if count]
-        for each in used:
-            if each.grad is None:
-                each.grad = torch.zeros_like(each)
-            elif each.grad.layout != torch.strided:
-                raise ConfigError(
-                    f"A parameter of the shape {tuple(each.shape)} has a sparse gradient, and "
-                    f"pipelines average dense ones. Leave sparse=True out of its embedding."
-                )
-        gradients = [each.grad for each in used if each.grad is not None]
-        average(gradients, self._context.group, BUCKET_BYTES)
+        self._finish(has_loss=True)
 
     @override
     def pass_over_batch(self) -> None:
-        if self._is_shared:
-            self._check(self._add_up([0] * (1 + len(self._trained())))[0])
+        self._finish(has_loss=False)
 
-    @property
-    def _is_shared(self) -> bool:
-        """Whether this batch's gradients are to be averaged."""
+    def _finish(self, *, has_loss: bool) -> None:
         context = self._context
-        return self._is_synchronised and context is not None and context.group.size() > 1
+        if not self._is_synchronised or context is None or context.group.size() == 1:
+            return
+        used = agree_on_gradients(self._trained(), context.group, context.device, has_loss=has_loss)
+        gradients = [each.grad for each in used if each.grad is not None]
+        average(gradients, context.group, BUCKET_BYTES)
 
     def _trained(self) -> list[Parameter]:
         return [each for each in self._held if each.requires_grad]
-
-    def _add_up(self, flags: Sequence[int | bool]) -> list[int]:
-        assert self._context is not None
-        counted = torch.tensor([*map(int, flags)], dtype=_FLAG, device=self._context.device)
-        dist.all_reduce(counted, group=self._context.group)
-        counts: list[int] = counted.tolist()
-        return counts
-
-    def _check(self, num_losses: int) -> None:
-        assert self._context is not None
-        size = self._context.group.size()
-        if num_losses not in {0, size}:
-            raise DivergenceError(
-                f"training_step gave a loss on {num_losses} of {size} data ranks and None on the "
-                f"others, in the last batch before an optimizer step. Return a loss on all of "
-                f"them: one that is zero times an output has no influence."
-            )
 
     # Outside of batches.
 
@@ -143,7 +106,7 @@ class LateReplicas(LateGradients):
         if self._context is None or self._context.group.size() == 1:
             return []
         trained = self._trained()
-        flags = _FLAG.itemsize * (1 + len(trained))
+        flags = agreement_bytes(len(trained))
         calls = 1 + len(divide_into_buckets(trained, BUCKET_BYTES))
         why = "gradients of the parameters held here, once per optimizer step; 4 bytes for each"
         traffic = [ExpectedTraffic("data", "allreduce", _size(trained) + flags, calls, why)]

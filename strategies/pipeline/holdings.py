@@ -12,6 +12,7 @@ from boltmesh.strategies.pipeline.placement import Division
 from boltmesh.strategies.pipeline.replay.absent import AbsentError, make_absent
 from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
 from boltmesh.strategies.pipeline.sharing import SharedParameters
+from boltmesh.strategies.torch_compat import ParametersInPlace
 
 
 class Holdings:
@@ -36,17 +37,19 @@ class Holdings:
             for name, each in module.named_parameters(remove_duplicate=False)
         }
         self._names = frozenset(name for name in named if rank in holders[name])
-        self.parameters = [each for name, each in named.items() if name in self._names]
+        self.parameters = ParametersInPlace(module, (each for each in named if each in self._names))
         """Those that this rank has values of."""
         self._absent = [each for name, each in named.items() if name not in self._names]
         make_absent(self._absent, context.device)
         absent = [each for each, first in self._first_names.items() if rank not in holders[first]]
         self.guard = StateGuard(module, absent)
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
-        own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
-        self.shared = SharedParameters(own, shared, group, context.new_group)
-        elsewhere = [each for each in self.parameters if id(each) in self.shared.counted_elsewhere]
-        self.norms = JointNorms(group, elsewhere, beside=context.norms)
+        own = [name for name, ranks in shared.items() if rank in ranks]
+        self.shared = SharedParameters(
+            ParametersInPlace(module, own), shared, group, context.new_group
+        )
+        elsewhere = [name for name in own if shared[name][0] != rank]
+        self.norms = JointNorms(group, ParametersInPlace(module, elsewhere))
 
     def move_absent(self, device: torch.device) -> None:
         """Make what other ranks hold seem to be on a device, before the model is moved to it."""

@@ -55,6 +55,14 @@ class OtherPipelines:
             raise PipelineError(f"Another pipeline of the job failed: {cause}") from error
         self._alarm.num_moves += 1
 
+    def explain(self, error: BaseException) -> None:
+        """Put into an error that ends this rank what another pipeline has told of its own."""
+        if self._alarm is None or isinstance(error, BoltMeshError):
+            return
+        cause = self._alarm.look()
+        if cause is not None and cause not in str(error):
+            error.args = (f"Another pipeline of the job failed: {cause} Here it shows as: {error}",)
+
     def tell(self, error: BaseException) -> None:
         """Tell the others why this rank ends."""
         if self._alarm is not None:

@@ -8,7 +8,7 @@ import pytest
 
 from boltmesh.differences import Tolerance, Trace, find_differences
 from boltmesh.parity import Problem, trace_layout, trace_one_process
-from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
+from tests.support.pipelines import ShardedPipeline, pipeline
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
 
@@ -58,14 +58,12 @@ def one_process(rank: int, world_size: int, cases: list[Case]) -> list[Trace]:
     return [trace_one_process(each.problem(), data_size=DATA) for each in cases]
 
 
-def layouts(rank: int, world_size: int, cases: list[Case]) -> list[list[Trace]]:
+def layouts(rank: int, world_size: int, cases: list[Case], door: Any) -> list[list[Trace]]:
     return [
         [
             trace_layout(
                 case.problem(),
-                PipelineParallelStrategy(
-                    telemetry=False, schedule=schedule, stages=world_size // DATA, microbatches=4
-                ),
+                door(schedule=schedule, stages=world_size // DATA),
                 devices=world_size,
             )
             for schedule in case.schedules
@@ -74,9 +72,10 @@ def layouts(rank: int, world_size: int, cases: list[Case]) -> list[list[Trace]]:
     ]
 
 
-def test_pipelines_equal_one_process() -> None:
+@pytest.mark.parametrize("door", [pipeline, ShardedPipeline], ids=["replicas", "shards"])
+def test_pipelines_equal_one_process(door: Any) -> None:
     references = run_ranks(one_process, 1, CASES)[0]
-    ranks = run_ranks(layouts, RANKS, CASES, timeout_s=110)
+    ranks = run_ranks(layouts, RANKS, CASES, door, timeout_s=110)
     for number, (case, reference) in enumerate(zip(CASES, references, strict=True)):
         assert len(reference.losses) == 5
         assert reference.losses[-1] != reference.losses[0]

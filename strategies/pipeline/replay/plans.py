@@ -16,6 +16,7 @@ from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.replay.tail import Tail
 from boltmesh.strategies.pipeline.replay.trace import Trace, UnitOutput
 from boltmesh.strategies.pipeline.replay.units import unit_parameters
+from boltmesh.strategies.torch_compat import ParametersInPlace
 
 if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
@@ -62,7 +63,7 @@ class StagePlans:
         self.root = root
         self.units = dict(units)
         self.stage_of_unit = dict(stage_of_unit)
-        self.parameters = list(root.parameters())
+        self.parameters = ParametersInPlace(root, (name for name, _ in root.named_parameters()))
         self.parameters_of_unit = unit_parameters(root, self.units)
         self.weight_only = frozenset(
             name for name, unit in self.units.items() if type(unit) in WEIGHTS_ONLY
