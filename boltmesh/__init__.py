@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from boltmesh.strategies import (
         DDPStrategy,
         MeshStrategy,
+        Parallel3DStrategy,
         PipelineParallelStrategy,
         TensorParallelStrategy,
         ZeROStrategy,
@@ -40,6 +41,7 @@ __all__ = [
     "LayoutError",
     "MeshStrategy",
     "OffloadError",
+    "Parallel3DStrategy",
     "PipelineError",
     "PipelineParallelStrategy",
     "RankError",
@@ -58,6 +60,7 @@ _HOMES = {
     "LayoutError": "boltmesh.errors",
     "MeshStrategy": "boltmesh.strategies",
     "OffloadError": "boltmesh.errors",
+    "Parallel3DStrategy": "boltmesh.strategies",
     "PipelineError": "boltmesh.errors",
     "PipelineParallelStrategy": "boltmesh.strategies",
     "RankError": "boltmesh.errors",

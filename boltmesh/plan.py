@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 KNOWN_MODEL = (RECIPE_FOLDER.parent / "examples" / "gpt.py").resolve()
 KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
+SEVERAL_AXES = "bolt_3d"
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,11 @@ def make_plan(
             f"is {loaded.model.class_path}. Leave --size out, and set model.init_args instead."
         )
     check_strategy_name(loaded.strategy.get("name"), source=source)
+    if loaded.strategy.name == SEVERAL_AXES:
+        raise ConfigError(
+            f"{source}: boltmesh plan looks at one axis at a time, and {SEVERAL_AXES} has several. "
+            f"Plan them with strategy.name=bolt_zero1 and strategy.name=bolt_tensor."
+        )
     widths = widths_of(loaded.trainer.precision)
     ranks_per_node = _ranks_per_node(loaded, devices, source)
     own = loaded.strategy.name
@@ -136,7 +142,7 @@ def make_plan(
     sharings = {
         name: sharing_of(name, STRATEGIES[name], {})
         for name in STRATEGIES
-        if name not in (PIPELINE, TENSOR)
+        if name not in (PIPELINE, TENSOR, SEVERAL_AXES)
     }
     options = own_options(STRATEGIES[own], given, source)
     sharings[own] = sharing_of(own, STRATEGIES[own], given)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from boltmesh.strategies.ddp import DDPStrategy
     from boltmesh.strategies.engine import MeshStrategy
     from boltmesh.strategies.mesh import MeshLayout
+    from boltmesh.strategies.parallel_3d import Parallel3DStrategy
     from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
     from boltmesh.strategies.tensor_parallel import TensorParallelStrategy
     from boltmesh.strategies.zero import ZeROStrategy
@@ -17,6 +18,7 @@ __all__ = [
     "DDPStrategy",
     "MeshLayout",
     "MeshStrategy",
+    "Parallel3DStrategy",
     "PipelineParallelStrategy",
     "TensorParallelStrategy",
     "ZeROStrategy",
@@ -28,6 +30,7 @@ _HOMES = {
     "DDPStrategy": "boltmesh.strategies.ddp",
     "MeshLayout": "boltmesh.strategies.mesh",
     "MeshStrategy": "boltmesh.strategies.engine",
+    "Parallel3DStrategy": "boltmesh.strategies.parallel_3d",
     "PipelineParallelStrategy": "boltmesh.strategies.pipeline_parallel",
     "TensorParallelStrategy": "boltmesh.strategies.tensor_parallel",
     "ZeROStrategy": "boltmesh.strategies.zero",

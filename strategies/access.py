@@ -89,10 +89,10 @@ def whole_value(tensor: Tensor, parameter: Tensor) -> Tensor:
         tensor: What this rank has.
         parameter: Whose it is.
     """
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
+    is_alike = tensor.shape == parameter.shape
+    value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     part = _parts.get(parameter)
-    return tensor if part is None or tensor.shape != parameter.shape else part.join(tensor)
+    return value if part is None or not is_alike else part.join(value)
 
 
 @contextmanager
@@ -198,11 +198,16 @@ def _gathered_units(module: nn.Module, parameters: set[Parameter]) -> list[FSDPM
 @torch.no_grad()
 def _gather(shard: Parameter) -> Parameter:
     """Return the whole of a sharded parameter, and any other as it is. Collective."""
-    if not isinstance(shard, DTensor):
-        if shard not in _parts:
-            return shard
-        whole = _parts[shard].join(shard.detach())
-        return Parameter(whole, requires_grad=shard.requires_grad)
+    if not isinstance(shard, DTensor) and shard not in _parts:
+        return shard
+    value = _gather_shards(shard) if isinstance(shard, DTensor) else shard.detach()
+    if shard in _parts:
+        value = _parts[shard].join(value)
+    return Parameter(value, requires_grad=shard.requires_grad)
+
+
+def _gather_shards(shard: DTensor) -> Tensor:
+    """Return what ranks of the data axis have shards of, in memory of its own."""
     local = shard_value(shard)
     value = DTensor.from_local(
         local.to(shard.device),
@@ -214,7 +219,7 @@ def _gather(shard: Parameter) -> Parameter:
     ).full_tensor()
     if value.data_ptr() == local.data_ptr():
         value = value.clone()  # a single rank's shard is the whole
-    return Parameter(value, requires_grad=shard.requires_grad)
+    return value
 
 
 @torch.no_grad()
@@ -226,6 +231,10 @@ def _scatter(whole: Tensor, shard: Parameter) -> None:
         if shard in _parts:
             shard.copy_(_parts[shard].cut(whole))
         return
+    if shard in _parts:
+        # Parts of one whole, that of the first rank of all.
+        dist.broadcast(whole, src=0)
+        whole = _parts[shard].cut(whole)
     value = distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=0)
     local = local_tensor(shard.detach())
     if isinstance(local, OffloadedShard):

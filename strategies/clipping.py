@@ -8,9 +8,7 @@ Large tensors are therefore reduced in pieces, and the pieces' norms combined.
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
@@ -75,23 +73,9 @@ def gradients_of(parameters: Iterable[Parameter]) -> list[Tensor]:
     return [each.grad for each in parameters if each.grad is not None]
 
 
-def sharded_norm(gradients: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """Return the joint norm of gradients of which every rank of a group holds another part.
-
-    Collective over ``group``, unless there is no gradient, which all ranks see alike. What every
-    rank holds whole counts once. The squares are added up in fp64: how they are shared out changes
-    the sum by less than fp32 can show.
-    """
-    if not gradients:
-        return torch.zeros(())
-    counted = [each for each in gradients if group.rank() == 0 or not is_replicated(each)]
-    total = _square_norm([_part(each) for each in counted], gradients[0].device)
-    dist.all_reduce(total, group=group)
-    return total.sqrt()
-
-
-def _square_norm(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    if device.type != "cpu" and all(each.dtype == torch.float32 for each in parts):
+def total_square(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the squares of some tensors, added up in fp64."""
+    if parts and device.type != "cpu" and all(each.dtype == torch.float32 for each in parts):
         # In few kernels; a device adds up in a tree, which loses nothing that matters.
         return torch.nn.utils.get_total_norm(parts).to(device, torch.float64).square()
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -100,15 +84,9 @@ def _square_norm(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def _part(gradient: Tensor) -> Tensor:
+def local_part(gradient: Tensor) -> Tensor:
+    """Return what this rank has of a gradient."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def is_replicated(gradient: Tensor) -> bool:
-    """Whether every rank that has the gradient has all of it."""
-    return isinstance(gradient, DTensor) and all(
-        each.is_replicate() for each in gradient.placements
-    )
 
 
 def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -118,6 +96,6 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) ->
         return  # elsewhere, asking would wait for the device
     alike: dict[torch.dtype, list[Tensor]] = {}
     for each in gradients:
-        alike.setdefault(each.dtype, []).append(_part(each))
+        alike.setdefault(each.dtype, []).append(local_part(each))
     for dtype, tensors in alike.items():
         scale_all(tensors, factor.to(dtype))

@@ -26,7 +26,8 @@ from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies import observe
 from boltmesh.strategies.building.materialize import materialize
 from boltmesh.strategies.data.axis import AxisContext, DataAxis
-from boltmesh.strategies.joint_norms import JointNorms
+from boltmesh.strategies.data.refusals import refuse_empty_share
+from boltmesh.strategies.joint_norms import NormShare
 from boltmesh.strategies.random_state import seed_random_state
 from boltmesh.strategies.rank_mesh import RankMeshStrategy
 from boltmesh.strategies.rank_mesh import StartMethod as StartMethod
@@ -160,7 +161,7 @@ class MeshStrategy(RankMeshStrategy):
         if not self.data_axis.is_sharded:
             self.model_to_device()
         if is_fitting or self.data_axis.is_sharded:
-            self.model = self.data_axis.wrap(self.model, self._axis_context(trainer))
+            self.put_on_data_axis(trainer)
         else:
             self._share_weights()
         if is_fitting:
@@ -182,6 +183,14 @@ class MeshStrategy(RankMeshStrategy):
             if self.seed is not None:
                 seed_random_state(self.seed + self.coordinates["data"])
 
+    def put_on_data_axis(self, trainer: Trainer) -> None:
+        """Make replicas or shards of the model, as the other axes have left it.
+
+        Parameters may be other objects afterwards.
+        """
+        assert self.model is not None
+        self.model = self.data_axis.wrap(self.model, self._axis_context(trainer))
+
     def _share_weights(self) -> None:
         """Give every rank the first one's model, for a run that trains nothing."""
         assert self.model is not None
@@ -198,6 +207,7 @@ class MeshStrategy(RankMeshStrategy):
             has_norm_clipping=compat.has_norm_clipping(trainer),
             reads_gradients=compat.reads_gradients(trainer, self.lightning_module),
             timeout=timedelta(seconds=self.timeout_s),
+            norm_shares=self.norm_shares(),
             scaler=getattr(self.precision_plugin, "scaler", None),
             zeroes_gradients=partial(compat.zeroes_gradients, trainer),
             recorder=self.recorder,
@@ -268,6 +278,8 @@ class MeshStrategy(RankMeshStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        if self.data_axis.is_sharded:
+            refuse_empty_share(dataloader, self.groups["data"], self.root_device)
         trainer = compat.trainer_of(self.lightning_module)
         if self._resume is None or trainer is None or not self._is_fitting:
             return dataloader
@@ -411,18 +423,14 @@ class MeshStrategy(RankMeshStrategy):
 
     # Precision and clipping.
 
-    @property
-    def norms(self) -> JointNorms | None:
-        """What takes norms of gradients of which ranks of other axes than data have some.
-
-        None where every rank of the data axis has them all.
-        """
-        return None
+    def norm_shares(self) -> list[NormShare]:
+        """What the axes beside the data axis say of norms of gradients, innermost first."""
+        return []
 
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
         """Return the norm of an optimizer's gradients over the whole model, before clipping.
 
-        Collective over the data axis. Valid between the backward pass and the optimizer's step,
+        Collective over all ranks. Valid between the backward pass and the optimizer's step,
         as in ``on_before_optimizer_step``; None without any gradient. Gradients that live apart
         from ``.grad`` (offload) count too.
         """

@@ -1,57 +1,141 @@
-"""Norms of gradients of which each rank of a group has some, and clipping by them."""
+"""Norms of gradients of which each rank has some, over all axes that divide a model, and clipping.
+
+Each axis says of its own: over which ranks squares are added up, and which of the gradients that
+several of these ranks have alike this one counts. One norm puts any number of axes together.
+"""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.clipping import gradients_of, is_replicated, scale_to_norm, tensor_norm
-from boltmesh.strategies.torch_compat import local_tensor
+from boltmesh.strategies.clipping import (
+    gradients_of,
+    local_part,
+    scale_to_norm,
+    tensor_norm,
+    total_square,
+)
+
+
+@dataclass(frozen=True)
+class NormShare(ABC):
+    """What one axis has to say about norms."""
+
+    group: ProcessGroup
+    """The ranks of the axis: what they count is added up."""
+
+    @abstractmethod
+    def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        """Return those of some gradients that this rank counts."""
+
+    @abstractmethod
+    def counts(self, parameter: Parameter) -> bool:
+        """Whether this rank counts the gradient of a parameter, of one that has none, too."""
+
+    @abstractmethod
+    def has_copies(self, parameter: Parameter) -> bool:
+        """Whether other ranks of the axis may have the same values of a parameter."""
+
+
+@dataclass(frozen=True)
+class HeldShare(NormShare):
+    """Each rank has some of the parameters, and a few that others have, too."""
+
+    elsewhere: Collection[Parameter]
+    """Parameters of this rank whose gradients another one counts."""
+    shared: Collection[Parameter] = ()
+    """All parameters of this rank that another one has, too."""
+
+    @override
+    def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        elsewhere = {id(each.grad) for each in self.elsewhere}
+        return [each for each in gradients if id(each) not in elsewhere]
+
+    @override
+    def counts(self, parameter: Parameter) -> bool:
+        return not any(each is parameter for each in self.elsewhere)
+
+    @override
+    def has_copies(self, parameter: Parameter) -> bool:
+        return any(each is parameter for each in self.shared)
+
+
+@dataclass(frozen=True)
+class PartShare(NormShare):
+    """Each rank has its part of some parameters in plain tensors, and all others alike."""
+
+    parts: Callable[[], Iterable[Parameter]]
+    """The parameters that this rank has a part of, as they are when a norm is taken."""
+
+    @override
+    def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        if self.group.rank() == 0:
+            return list(gradients)
+        parts = {id(each.grad) for each in self.parts() if each.grad is not None}
+        return [each for each in gradients if id(each) in parts]
+
+    @override
+    def counts(self, parameter: Parameter) -> bool:
+        return self.group.rank() == 0 or not self.has_copies(parameter)
+
+    @override
+    def has_copies(self, parameter: Parameter) -> bool:
+        return not any(each is parameter for each in self.parts())
+
+
+@dataclass(frozen=True)
+class ShardShare(NormShare):
+    """Each rank has its shard of every parameter as a DTensor; a few are replicated."""
+
+    @override
+    def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        return [each for each in gradients if self.group.rank() == 0 or not _is_replicated(each)]
+
+    @override
+    def counts(self, parameter: Parameter) -> bool:
+        return self.group.rank() == 0 or not _is_replicated(parameter)
+
+    @override
+    def has_copies(self, parameter: Parameter) -> bool:
+        return _is_replicated(parameter)
+
+
+def _is_replicated(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and all(each.is_replicate() for each in tensor.placements)
 
 
 class JointNorms:
-    """Norms over the ranks of one model. Each is collective over the group.
+    """Norms over the ranks of one model. Each is collective over the groups of all shares.
 
     Of what several ranks have alike one of them counts, so that all get the same norm, to the bit.
+    Squares are added up in fp64: how they are shared out changes the sum by less than fp32 shows.
 
     Args:
-        group: The ranks of the model.
-        elsewhere: Parameters of this rank whose gradients another one counts; looked at for each
-            norm.
+        shares: Of the axes that divide the model, innermost first; alike on all ranks.
     """
 
-    def __init__(self, group: ProcessGroup, elsewhere: Collection[Parameter]) -> None:
-        self._group = group
-        self._elsewhere = elsewhere
-        self.sharers: ProcessGroup | None = None
-        """The ranks that have shards of what this rank holds; None where it has the whole."""
-
-    def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """Return those of some gradients that this rank counts."""
-        elsewhere = {id(each.grad) for each in self._elsewhere}
-        own = [each for each in gradients if id(each) not in elsewhere]
-        return own if self._beside is None else self._beside.counted(own)
-
-    @property
-    def groups(self) -> list[ProcessGroup]:
-        """The ranks of each axis that the model is divided along, the innermost first."""
-        return [*([] if self._beside is None else self._beside.groups), self._group]
+    def __init__(self, shares: Sequence[NormShare]) -> None:
+        self.shares = tuple(shares)
 
     def norm(self, parameters: Iterable[Parameter]) -> Tensor:
         """Return the norm of the gradients of all ranks' parameters, fp64 and 0-dim."""
-        given = gradients_of(parameters)
-        return self._joint(given, 2.0)
+        return self._joint(gradients_of(parameters), 2.0)
 
-    def clip(self, parameters: Sequence[Parameter], max_norm: float) -> Tensor:
+    def clip(self, parameters: Iterable[Parameter], max_norm: float) -> Tensor:
         """Scale gradients so that their norm over all ranks is at most ``max_norm``; return it."""
-        norm = self.norm(parameters)
-        scale_to_norm(gradients_of(parameters), norm, max_norm)
+        gradients = gradients_of(parameters)
+        norm = self._joint(gradients, 2.0)
+        scale_to_norm(gradients, norm, max_norm)
         return norm
 
     def total(
@@ -81,48 +165,31 @@ class JointNorms:
         return norm.to(kind)
 
     def _joint(self, given: Sequence[Tensor], norm_type: float) -> Tensor:
-        device = _device_of(given, self._group)
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        device = given[0].device if given else _device_of(self.shares)
+        counted = list(given)
+        for share in self.shares:
+            counted = share.counted(counted)
+        total = _local_total([local_part(each) for each in counted], norm_type, device)
         is_largest = math.isinf(norm_type)
-        for each in self._own_parts(self.counted(given)):
-            norm = tensor_norm(each, norm_type).to(total)
-            total = torch.maximum(total, norm) if is_largest else total + norm**norm_type
         operator = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-        if self.sharers is not None:
-            dist.all_reduce(total, operator, group=self.sharers)
-        dist.all_reduce(total, operator, group=self._group)
+        for share in self.shares:
+            dist.all_reduce(total, operator, group=share.group)
         return total if is_largest else total ** (1 / norm_type)
 
-    def _own_parts(self, gradients: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Give what this rank counts of gradients: its shards, and the whole of what is alike."""
-        is_first = self.sharers is None or self.sharers.rank() == 0
-        for each in gradients:
-            if is_first or not is_replicated(each):
-                yield local_tensor(each)
+
+def _local_total(parts: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the sum of this rank's powers, or the largest of its norms, fp64."""
+    if norm_type == 2.0:
+        return total_square(parts, device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for each in parts:
+        if not each.numel():
+            continue  # of which there is no largest element
+        norm = tensor_norm(each, norm_type).to(total)
+        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type
+    return total
 
 
-def _device_of(gradients: Sequence[Tensor], group: ProcessGroup) -> torch.device:
-    if gradients:
-        return gradients[0].device
-    is_cpu = dist.get_backend(group) == "gloo"
+def _device_of(shares: Sequence[NormShare]) -> torch.device:
+    is_cpu = not shares or dist.get_backend(shares[0].group) == "gloo"
     return torch.device("cpu") if is_cpu else torch.device("cuda", torch.cuda.current_device())
-
-
-class PartNorms(JointNorms):
-    """Norms where each rank has its part of some gradients, and all others alike.
-
-    Args:
-        group: The ranks of the model.
-        parts: Parameters that this rank has a part of.
-    """
-
-    def __init__(self, group: ProcessGroup, parts: Iterable[Parameter]) -> None:
-        super().__init__(group, ())
-        self._parts = list(parts)
-
-    @override
-    def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        if self._group.rank() == 0:
-            return list(gradients)
-        parts = {id(each.grad) for each in self._parts if each.grad is not None}
-        return [each for each in gradients if id(each) in parts]

@@ -25,7 +25,7 @@ from boltmesh.strategies.data.late_shards import LateShards
 from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
-from boltmesh.strategies.joint_norms import JointNorms
+from boltmesh.strategies.joint_norms import NormShare
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.axis import PipelineAxis
 from boltmesh.strategies.pipeline.broadcasting import gathered
@@ -164,16 +164,14 @@ class PipelineMeshStrategy(MeshStrategy):
                 self._evaluation = Evaluation(axis)
             if self._is_fitting:
                 axis.expect(sample.batch, rest, around)
+        if self.data_axis.is_sharded:
+            self.model_to_device()  # stages exist already, and are gathered whole for a step
 
     @override
     def setup(self, trainer: Trainer) -> None:
         axis = self.pipeline_axis
         gather_over(self._metric_owners(), self.groups["data"])
-        if self.data_axis.is_sharded:
-            self.model_to_device()  # stages exist already, and are gathered whole for a step
         super().setup(trainer)
-        if isinstance(self.data_axis, LateShards):
-            axis.holdings.norms.sharers = self.data_axis.shard_group
         if self._is_new:
             axis.start()
         if self._is_fitting and axis.delayed is not None:
@@ -202,7 +200,6 @@ class PipelineMeshStrategy(MeshStrategy):
             scaler=getattr(self.precision_plugin, "scaler", None),
             recomputed=self.recomputation.blocks,
             num_replicas=self.layout.data,
-            norms=super().norms,
             silent=self.without_communication,
         )
 
@@ -414,26 +411,15 @@ class PipelineMeshStrategy(MeshStrategy):
 
     # Gradients.
 
-    @property
     @override
-    def norms(self) -> JointNorms:
-        return self.pipeline_axis.holdings.norms
+    def norm_shares(self) -> list[NormShare]:
+        return [*super().norm_shares(), self.pipeline_axis.holdings.norm_share]
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         # A hook of the user's may clip by what torch has.
-        with total_norm_replaced(self.norms.total):
+        with total_norm_replaced(self.data_axis.norms.total):
             return super().optimizer_step(*args, **kwargs)
-
-    @override
-    def gradient_norm(self, optimizer: Optimizer) -> float | None:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        return float(self.norms.norm(parameters))
-
-    @override
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        parameters = list(self.precision_plugin.main_params(optimizer))
-        self.norms.clip(parameters, clip_val)
 
     # Checkpoints.
 

@@ -80,6 +80,11 @@ STRATEGIES: dict[str, Entry] = {
         "TensorParallelStrategy",
         "Tensor parallelism: the ranks of a host share each layer, by a plan that finds itself.",
     ),
+    "bolt_3d": Entry(
+        "boltmesh.strategies.parallel_3d",
+        "Parallel3DStrategy",
+        "3D parallelism: any ZeRO stage over replicas whose ranks share each layer.",
+    ),
 }
 
 

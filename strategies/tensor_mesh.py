@@ -2,16 +2,15 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.distributed import ProcessGroup
 from torch.nn import Module
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.strategies import lightning_compat as compat
@@ -21,13 +20,13 @@ from boltmesh.strategies.data.lone import LoneRank
 from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
-from boltmesh.strategies.joint_norms import JointNorms
+from boltmesh.strategies.joint_norms import NormShare
 from boltmesh.strategies.steps.alike import of_first_rank, share_random_state
 from boltmesh.strategies.steps.local_metrics import gather_over, let_gather
 from boltmesh.strategies.steps.sample import sample_batch
 from boltmesh.strategies.tensor.axis import TensorAxis, TensorContext, TensorOptions
 from boltmesh.strategies.tensor.plan import TensorPlan
-from boltmesh.strategies.tensor.refusals import refuse_parameters, refuse_run
+from boltmesh.strategies.tensor.refusals import refuse_late_proof, refuse_parameters, refuse_run
 from boltmesh.strategies.tensor.shard_steps import refuse_optimizers
 from boltmesh.strategies.torch_compat import total_norm_replaced
 from boltmesh.telemetry.snapshot import MemoryKind
@@ -99,17 +98,28 @@ class TensorMeshStrategy(MeshStrategy):
             refuse_lone_saves(compat.callbacks_of(trainer))
         step = self._step_name
         refuse_run(trainer, module, step, synchronises_norms=self._layer_sync is not None)
-        if self.layout.data == 1:
+        if self.layout.data == 1 and not self.data_axis.serves_one_rank:
             self.data_axis = LoneRank()
         share_random_state(self._control["tensor"], self.root_device)
-        axis = self.tensor_axis
-        axis.begin(self._tensor_context())
+        self.tensor_axis.begin(self._tensor_context())
         self.recorder.name_group(self._control["tensor"], "tensor")
+        if self._divides:
+            self._place(trainer, module)
+
+    @property
+    def _divides(self) -> bool:
+        """Whether ranks share layers at all; a door may leave all ranks to other axes."""
+        return self.layout.tensor > 1
+
+    def _place(self, trainer: Trainer, module: LightningModule) -> None:
+        """Divide the model, unless an earlier run has."""
+        axis, step = self.tensor_axis, self._step_name
         is_new = not axis.is_placed(module, step)
         if is_new or self._is_fitting:
             batch = of_first_rank(sample_batch(trainer).batch, self._control["all"])
             self._sample = batch, compat.step_arguments(module, step)
         if is_new:
+            refuse_late_proof(module, is_divided=axis.holds(module))
             refuse_parameters(module)
             self._tell(axis.place(module, step, *self._sample))
 
@@ -120,6 +130,19 @@ class TensorMeshStrategy(MeshStrategy):
         self._sample = None, ()
         if self._is_fitting:
             self.tensor_axis.follow_scaler()
+
+    @override
+    def put_on_data_axis(self, trainer: Trainer) -> None:
+        if self._divides and self._is_fitting:
+            self._count_step()
+        super().put_on_data_axis(trainer)
+        self.tensor_axis.follow_parameters()
+
+    def _count_step(self) -> None:
+        """Find out what a step moves while parameters are plain tensors, before they are shards."""
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self.tensor_axis.count(*self._sample, self.precision_plugin.train_step_context)
 
     def _tell(self, notes: Sequence[str]) -> None:
         """Warn once of what of the plan did not verify."""
@@ -155,20 +178,22 @@ class TensorMeshStrategy(MeshStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self.layout.tensor > 1:
+        if self._divides:
             refuse_optimizers(self.optimizers)
 
     @override
     def cut_into_stages(self, units: Mapping[str, Module]) -> None:
-        self.tensor_axis.cut_into_stages(units)
+        if self._divides:
+            self.tensor_axis.cut_into_stages(units)
 
     @override
     def without_communication(self) -> AbstractContextManager[None]:
-        return self.tensor_axis.silenced()
+        return self.tensor_axis.silenced() if self._divides else nullcontext()
 
     @override
     def _share_weights(self) -> None:
-        pass  # they are alike since the model was divided
+        if not self._divides:  # or else they are alike since then
+            super()._share_weights()
 
     @override
     def expected_traffic(self) -> list[ExpectedTraffic]:
@@ -176,9 +201,8 @@ class TensorMeshStrategy(MeshStrategy):
         module = self.lightning_module
         assert trainer is not None
         assert module is not None
-        if not module.automatic_optimization:
-            return []
-        self.tensor_axis.count(*self._sample, self.precision_plugin.train_step_context)
+        if not self._divides or not module.automatic_optimization:
+            return super().expected_traffic()
         return super().expected_traffic() + self.tensor_axis.expected_traffic(
             accumulated=trainer.accumulate_grad_batches,
             num_norms=int(compat.has_norm_clipping(trainer)),
@@ -187,6 +211,8 @@ class TensorMeshStrategy(MeshStrategy):
     @override
     def expected_memory(self) -> list[MemoryKind]:
         assert self.lightning_module is not None
+        if self.data_axis.is_sharded:
+            return super().expected_memory()
         return expected_held_memory(self.lightning_module, self.optimizers)
 
     # The loops.
@@ -238,31 +264,26 @@ class TensorMeshStrategy(MeshStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # Under manual optimisation a step may clip by what torch has.
-        with total_norm_replaced(self.norms.total):
+        with self._true_norms():
             return super().training_step(*args, **kwargs)
 
     # Gradients.
 
-    @property
-    @override
-    def norms(self) -> JointNorms:
-        return self.tensor_axis.norms
-
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         # A hook of the user's may clip by what torch has.
-        with total_norm_replaced(self.norms.total):
+        with self._true_norms():
             return super().optimizer_step(*args, **kwargs)
 
     @override
-    def gradient_norm(self, optimizer: Optimizer) -> float | None:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        return float(self.norms.norm(parameters))
+    def norm_shares(self) -> list[NormShare]:
+        if not self._divides:
+            return super().norm_shares()
+        return [self.tensor_axis.norm_share, *super().norm_shares()]
 
-    @override
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        parameters = list(self.precision_plugin.main_params(optimizer))
-        self.norms.clip(parameters, clip_val)
+    def _true_norms(self) -> AbstractContextManager[None]:
+        """Let torch clip by the norm of the whole model, where a rank has parts of it."""
+        return total_norm_replaced(self.data_axis.norms.total) if self._divides else nullcontext()
 
     # Checkpoints.
 

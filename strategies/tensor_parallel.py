@@ -1,11 +1,10 @@
 """``TensorParallelStrategy``: the ranks of a host share each layer, by a plan that finds itself."""
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.errors import LayoutError
 from boltmesh.strategies.data.ddp import ReplicaOptions, Replicas
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.tensor.axis import TensorOptions, UserPlan
@@ -64,7 +63,6 @@ class TensorParallelStrategy(TensorMeshStrategy):
         find_unused_parameters: bool = False,
         **kwargs: Any,
     ) -> None:
-        _check(size, plan, sequence_parallel, loss_parallel)
         self.options = TensorOptions(size, plan, sequence_parallel, loss_parallel)
         self._replica_options = ReplicaOptions(find_unused_parameters=find_unused_parameters)
         super().__init__(
@@ -84,21 +82,3 @@ class TensorParallelStrategy(TensorMeshStrategy):
                 f"start a multiple of {size} ranks on each host."
             )
         return MeshLayout.fill_data(world_size=world_size, tensor=size)
-
-
-def _check(
-    size: int | None, plan: object, sequence_parallel: object, loss_parallel: object
-) -> None:
-    if size is not None and size < 1:
-        raise ConfigError(f"size={size} holds no rank. Use 2 or more, or leave it out.")
-    if plan != "auto" and not isinstance(plan, Mapping):
-        raise ConfigError(
-            f"plan={plan!r} is neither 'auto' nor a mapping of patterns of parameter names to "
-            f"styles, such as {{'*.up.weight': 'column'}}."
-        )
-    if not isinstance(sequence_parallel, bool):
-        raise ConfigError(f"sequence_parallel={sequence_parallel!r} is neither true nor false.")
-    if loss_parallel not in {True, False, "auto"}:
-        raise ConfigError(
-            f"loss_parallel={loss_parallel!r} is none of its settings. Use 'auto', true or false."
-        )

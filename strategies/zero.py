@@ -9,11 +9,7 @@ from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from boltmesh.strategies.building.deferred import deferred_init
-from boltmesh.strategies.data.refusals import (
-    refuse_callbacks,
-    refuse_empty_share,
-    refuse_lone_saves,
-)
+from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.zero import Shards
 from boltmesh.strategies.engine import MeshStrategy
@@ -104,8 +100,3 @@ class ZeROStrategy(MeshStrategy):
             return
         with deferred_init(), self.precision_plugin.tensor_init_context():
             yield
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        refuse_empty_share(dataloader, self.groups["data"], self.root_device)
-        return super().process_dataloader(dataloader)

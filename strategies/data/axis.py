@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from boltmesh.strategies import clipping
+from boltmesh.strategies.joint_norms import JointNorms, NormShare
 from boltmesh.telemetry.recording.memory_walk import StoredBytes
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 from boltmesh.telemetry.snapshot import MemoryKind
@@ -39,6 +40,8 @@ class AxisContext:
     """Whether something of the user's may look at ``.grad`` before an optimizer has stepped."""
     timeout: timedelta | None = None
     """How long a collective of a further group may take; None: torch's default."""
+    norm_shares: Sequence[NormShare] = ()
+    """What the axes beside this one say of norms of gradients."""
     scaler: GradScaler | None = None
     """What scales losses and skips steps under ``16-mixed``."""
     zeroes_gradients: Callable[[], bool] = field(default=lambda: False)
@@ -59,6 +62,24 @@ class DataAxis(ABC):
     is_sharded = False
     """Whether ranks hold parts: parameters are then DTensors, in training and evaluation alike,
     the axis itself places them on devices, and checkpoints are written by shards."""
+
+    other_shares: Sequence[NormShare] = ()
+    """What the axes beside this one say of norms of gradients. Set by ``wrap``."""
+
+    @property
+    def own_shares(self) -> Sequence[NormShare]:
+        """What this axis says of norms of gradients: nothing where its ranks have all alike."""
+        return ()
+
+    @property
+    def norms(self) -> JointNorms:
+        """Norms of what is in ``.grad``, over all axes. Valid once a module is wrapped."""
+        return JointNorms([*self.other_shares, *self.own_shares])
+
+    @property
+    def serves_one_rank(self) -> bool:
+        """Whether it does something for a rank that has nobody to share with."""
+        return False
 
     @property
     def has_whole_steps(self) -> bool:
@@ -86,16 +107,23 @@ class DataAxis(ABC):
     def clip_by_norm(
         self, optimizer: Optimizer, parameters: Iterable[Parameter], max_norm: float
     ) -> Tensor:
-        """Scale the gradients so that their joint norm is at most ``max_norm``; return the norm."""
+        """Scale the gradients so that their joint norm is at most ``max_norm``; return the norm.
+
+        Collective over all ranks that share the model.
+        """
+        if self.other_shares:
+            return self.norms.clip(list(parameters), max_norm)
         return clipping.clip_by_norm(parameters, max_norm)
 
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
         """Return the norm of this optimizer's gradients over all ranks, before clipping.
 
         Valid between the backward pass and the optimizer's step. None without any gradient.
-        Collective over the axis.
+        Collective over all ranks that share the model.
         """
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if self.other_shares:
+            return float(self.norms.norm(parameters))
         return clipping.gradient_norm(parameters)
 
     def after_optimizer_step(self, module: Module, optimizer: Optimizer) -> None:  # noqa: B027 - replicas need none

@@ -59,6 +59,7 @@ class Replicas(DataAxis):
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
         options, group, device = self.options, context.group, context.device
+        self.other_shares = context.norm_shares
         # DDP copies and reduces on its own stream; without a side stream here its construction
         # would order itself behind the default one.
         # https://docs.pytorch.org/docs/stable/notes/cuda.html#use-nn-parallel-distributeddataparallel

@@ -38,7 +38,7 @@ class LateReplicas(LateGradients):
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
-        self._context = context
+        self._context, self.other_shares = context, context.norm_shares
         self._held = list(module.parameters()) if context.held is None else context.held
         self._buffers = BufferSync(module, context.group, holds=context.holds_buffer)
         self._is_synchronised = True

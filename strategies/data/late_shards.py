@@ -57,7 +57,7 @@ class LateShards(Shards, LateGradients):
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
         assert isinstance(module, LightningModule)
-        self._context = context
+        self._context, self.other_shares = context, context.norm_shares
         if self.sharded is None or self.sharded.module is not module:
             self.sharded = shard_late(module, self.options, context)
         else:

@@ -19,6 +19,7 @@ class LoneRank(LateGradients):
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
+        self.other_shares = context.norm_shares
         return module
 
     @override

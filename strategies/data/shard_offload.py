@@ -30,6 +30,7 @@ def open_engine(
             each.parameter: each.kept_dtype(context.compute_dtype) for each in model.tiled
         },
         recorder=context.recorder,
+        shares=context.norm_shares,
     )
     # The root is gathered first: it holds what the blocks leave, embeddings among it.
     names = ["", *(name for name in model.units if name)]

@@ -33,12 +33,14 @@ class ShardOptions:
     tile_linear_bytes: int | None = None
     blocks: tuple[str, ...] | None = None
     shard_size: int | str | None = None
+    key: str = "stage"
+    """What the user calls the stage, for messages."""
 
     def __post_init__(self) -> None:
         if self.stage not in {1, 2, 3}:
             raise ConfigError(
-                f"stage={self.stage!r} is no ZeRO stage. Use 1 (optimizer state is sharded), 2 "
-                f"(gradients too) or 3 (parameters too); without sharding use bolt_ddp."
+                f"{self.key}={self.stage!r} is no ZeRO stage. Use 1 (optimizer state is "
+                f"sharded), 2 (gradients too) or 3 (parameters too); without sharding use bolt_ddp."
             )
         self._check_tier("offload_optimizer", self.offload_optimizer)
         self._check_tier("offload_parameters", self.offload_parameters)
@@ -77,8 +79,8 @@ class ShardOptions:
         if self.offload_parameters is not None and self.stage != 3:
             raise ConfigError(
                 f"offload_parameters={self.offload_parameters!r} streams parameters layer by "
-                f"layer, and with stage={self.stage} every rank keeps all of them gathered. "
-                f"Use stage=3, or leave offload_parameters out."
+                f"layer, and with {self.key}={self.stage} every rank keeps all of them gathered. "
+                f"Use {self.key}=3, or leave offload_parameters out."
             )
         if self.offload_parameters is not None and self.offload_optimizer is None:
             raise ConfigError(
@@ -141,7 +143,7 @@ class ShardOptions:
         if tile is not None and self.stage != 3:
             raise ConfigError(
                 f"tile_linear_bytes={tile} gathers a layer tile by tile, and with "
-                f"stage={self.stage} layers stay gathered. Use stage=3."
+                f"{self.key}={self.stage} layers stay gathered. Use {self.key}=3."
             )
         if tile is not None and tile < ROWS_BYTES_FLOOR:
             raise ConfigError(

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -30,6 +31,7 @@ from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.shard_parking import open_parking
 from boltmesh.strategies.data.sharded_model import ShardedModel, shard_model
 from boltmesh.strategies.data.stale_gradients import StaleGradients
+from boltmesh.strategies.joint_norms import NormShare, ShardShare
 from boltmesh.strategies.offload.disk.preflight import announce_disks
 from boltmesh.strategies.planner.layout import Job
 from boltmesh.strategies.planner.model import ModelShape
@@ -64,10 +66,15 @@ class Shards(DataAxis):
         """Why there are no parameters until a checkpoint is loaded: a step of a run before this
         one ended half-way."""
 
+    @property
+    @override
+    def serves_one_rank(self) -> bool:
+        return self.options.has_offload or self.options.tile_linear_bytes is not None
+
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
         assert isinstance(module, LightningModule)
-        self._context = context
+        self._context, self.other_shares = context, context.norm_shares
         if self.sharded is None or self.sharded.module is not module:
             self.sharded = shard_model(module, self.options, context)
             self.sharded.root.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -174,9 +181,11 @@ class Shards(DataAxis):
                 never_clips=not self._context.has_norm_clipping,
             )
             if self.options.uses_disk:
+                world = dist.group.WORLD  # ranks of other axes write to disks, too
+                assert world is not None
                 announce_disks(
                     self._offload.disk_report,
-                    group=self._context.group,
+                    group=world,
                     recorder=self._context.recorder,
                 )
             self._model.reshard()
@@ -276,6 +285,11 @@ class Shards(DataAxis):
 
     # Gradients.
 
+    @property
+    @override
+    def own_shares(self) -> Sequence[NormShare]:
+        return (ShardShare(self._model.mesh.shard_group),)
+
     @override
     def clip_by_norm(
         self, optimizer: Optimizer, parameters: Iterable[Parameter], max_norm: float
@@ -283,10 +297,10 @@ class Shards(DataAxis):
         self._note("clips its gradients")
         if self._offload is not None:
             return self._offload.clip(optimizer, max_norm)
-        gradients = clipping.gradients_of(parameters)
-        norm = clipping.sharded_norm(gradients, self._model.mesh.shard_group)
-        clipping.scale_to_norm(gradients, norm, max_norm)
-        return norm
+        given = list(parameters)
+        if self._has_nothing(given):
+            return torch.zeros(())
+        return self.norms.clip(given, max_norm)
 
     @override
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
@@ -294,10 +308,13 @@ class Shards(DataAxis):
         if self._offload is not None:
             return self._offload.gradient_norm(optimizer)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        gradients = clipping.gradients_of(parameters)
-        if not gradients:
+        if self._has_nothing(parameters):
             return None
-        return clipping.sharded_norm(gradients, self._model.mesh.shard_group).item()
+        return self.norms.norm(parameters).item()
+
+    def _has_nothing(self, parameters: Iterable[Parameter]) -> bool:
+        """Whether there is no gradient on any rank: those of the data axis alone see that alike."""
+        return not self.other_shares and not clipping.gradients_of(parameters)
 
     # Evaluation.
 

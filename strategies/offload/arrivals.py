@@ -20,7 +20,6 @@ from boltmesh.strategies.offload.early import EarlySteps
 from boltmesh.strategies.offload.gradients import BucketGradients
 from boltmesh.strategies.offload.kept import KeptState
 from boltmesh.strategies.offload.lanes import CopyLane
-from boltmesh.strategies.offload.layout import has_copies
 from boltmesh.strategies.offload.norms import Weighed
 from boltmesh.strategies.offload.rule import Update
 from boltmesh.strategies.offload.speculation import Forecast
@@ -167,7 +166,7 @@ class Arrivals:
         """
         if torch.are_deterministic_algorithms_enabled():
             return False
-        return not (is_clipped and has_copies(bucket.slots[0].parameter))
+        return not (is_clipped and any(each.has_copies for each in bucket.slots))
 
     def collect(self, bucket: Bucket) -> None:
         """Take what is left in ``.grad``, of earlier micro-batches or because it is exposed."""

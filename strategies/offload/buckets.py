@@ -32,6 +32,10 @@ class Slot:
     dtype: torch.dtype
     """What it is computed in."""
     offset: int = 0
+    is_counted: bool = True
+    """Whether this rank counts its gradient in norms over all ranks."""
+    has_copies: bool = False
+    """Whether other ranks keep, and step, the same shard."""
 
     @property
     def numel(self) -> int:

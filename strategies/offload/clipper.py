@@ -34,7 +34,7 @@ class Clipper:
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
         """Return the 2-norm of an optimizer's gradients over all ranks, before clipping.
 
-        Collective over the ranks that share parameters. None when there is no gradient.
+        Collective over the ranks that share the model. None when there is no gradient.
         """
         if optimizer not in self.norms or self._arrivals.exposes_gradients:
             self.norms[optimizer] = self._norm(optimizer, 2.0)
@@ -43,13 +43,16 @@ class Clipper:
     def _norm(self, optimizer: Optimizer, norm_type: float) -> float | None:
         buckets = self._kept.buckets_of(optimizer)
         present = self._arrivals.present(buckets)
+        if not present and not self._kept.shares:
+            return None  # which the ranks of the data axis see alike
         groups = shard_groups(buckets[0].slots[0].parameter) if buckets else []
+        groups += [each.group for each in self._kept.shares]
         return joint_norm(present, norm_type, groups, self._device)
 
     def clip(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip an optimizer's gradients, in the coming step or in ``.grad`` where they are exposed.
 
-        Collective over the ranks that share parameters.
+        Collective over the ranks that share the model.
 
         Returns:
             Their norm over all ranks, before clipping; 0 when there is no gradient.

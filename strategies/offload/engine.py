@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import OffloadError
+from boltmesh.strategies.joint_norms import NormShare
 from boltmesh.strategies.offload.adam import AdamRule
 from boltmesh.strategies.offload.arrivals import Arrivals
 from boltmesh.strategies.offload.buckets import Bucket
@@ -56,6 +57,7 @@ class OffloadEngine(Settling):
         compute_dtypes: What sharded parameters of no FSDP2 unit are gathered in; others in their
             own.
         recorder: Is told of transfers.
+        shares: What axes beside the data axis say of norms of gradients.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class OffloadEngine(Settling):
         ranks_per_node: int = 1,
         compute_dtypes: Mapping[Parameter, torch.dtype] | None = None,
         recorder: Recorder | NullRecorder | None = None,
+        shares: Sequence[NormShare] = (),
     ) -> None:
         self.plan = plan
         self.device = device
@@ -74,7 +77,9 @@ class OffloadEngine(Settling):
         self._recorder = recorder or NullRecorder()
         self._compute_dtypes = dict(compute_dtypes or {})
         self._num_threads = worker_threads(device, ranks_per_node)
-        self.kept = KeptState(self, device=device, rank=rank, recorder=self._recorder, plan=plan)
+        self.kept = KeptState(
+            self, device=device, rank=rank, recorder=self._recorder, plan=plan, shares=shares
+        )
         self._stepper: Stepper | None = None
         self._arrivals: Arrivals | None = None
         self._clipper: Clipper | None = None

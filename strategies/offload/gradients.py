@@ -63,7 +63,7 @@ class BucketGradients:
         self._is_sent = True
         submitted = event_on_stream(self._device)
         with self._lane.after(submitted):
-            norms = torch.stack([tensor_norm(each) for each in self._merged()])
+            norms = torch.stack([tensor_norm(each) for each in self.tensors()])
             self._norms = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=True)
             self._norms.copy_(norms, non_blocking=True)
             if self._host is not None and any(c.place != "device" for c in self.bucket.chunks):
@@ -84,19 +84,36 @@ class BucketGradients:
                 self._is_on_host = True
 
     def square(self) -> float:
-        """The sum of squares of this rank's part. It is computed where the gradients are."""
+        """The sum of squares of what this rank counts. It is computed where the gradients are."""
         if self._square is None:
             if self._norms is not None:
                 self.wait()
                 norms = self._norms
             else:
-                norms = torch.stack([tensor_norm(each) for each in self._merged()])
+                norms = torch.stack([tensor_norm(each) for each in self.tensors()])
             self._square = float(norms.double().square().sum())
         return self._square
 
     def tensors(self) -> list[Tensor]:
-        """The gradients, flat, as few tensors as they lie in."""
-        return self._merged()
+        """What this rank counts of the gradients, flat, as few tensors as they lie in.
+
+        Neighbours in one storage are one tensor: what is between them is zero.
+        """
+        merged: list[Tensor] = []
+        expected = -1
+        for slot in self.slots:
+            gradient = self._held[slot]
+            if not gradient.numel() or not slot.is_counted:
+                continue
+            here = int(gradient.storage_offset())
+            if merged and _is_same_storage(merged[-1], gradient) and here == expected:
+                start = int(merged[-1].storage_offset())
+                numel = here + gradient.numel() - start
+                merged[-1] = merged[-1].as_strided((numel,), (1,), start)
+            else:
+                merged.append(gradient)
+            expected = here + slot.padded_numel
+        return merged or [torch.zeros(1, device=self._device)]
 
     def held(self) -> list[Tensor]:
         """The tensors that hold them."""
@@ -117,24 +134,6 @@ class BucketGradients:
     def _on_host(self, slot: Slot) -> Tensor:
         assert self._host is not None
         return self._host[slot.offset : slot.offset + slot.numel]
-
-    def _merged(self) -> list[Tensor]:
-        """Neighbours in one storage as one tensor: what is between them is zero."""
-        merged: list[Tensor] = []
-        expected = -1
-        for slot in self.slots:
-            gradient = self._held[slot]
-            if not gradient.numel():
-                continue
-            here = int(gradient.storage_offset())
-            if merged and _is_same_storage(merged[-1], gradient) and here == expected:
-                start = int(merged[-1].storage_offset())
-                numel = here + gradient.numel() - start
-                merged[-1] = merged[-1].as_strided((numel,), (1,), start)
-            else:
-                merged.append(gradient)
-            expected = here + slot.padded_numel
-        return merged or [torch.zeros(1, device=self._device)]
 
 
 def _is_same_storage(one: Tensor, other: Tensor) -> bool:

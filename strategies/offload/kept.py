@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.joint_norms import NormShare
 from boltmesh.strategies.offload.adam import AdamRule
 from boltmesh.strategies.offload.buckets import Bucket, Chunk, Slot
 from boltmesh.strategies.offload.copies import ParameterCopies
@@ -45,6 +46,7 @@ class KeptState:
         rank: For messages about this rank's file.
         recorder: Is told of transfers.
         plan: Where to keep what.
+        shares: What axes beside the data axis say of norms of gradients.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class KeptState:
         rank: int,
         recorder: Recorder | NullRecorder,
         plan: OffloadPlan,
+        shares: Sequence[NormShare] = (),
     ) -> None:
+        self.shares = tuple(shares)
         self.buckets: list[Bucket] = []
         """In the order of the forward pass."""
         self.rules: dict[Optimizer, UpdateRule] = {}
@@ -99,6 +103,7 @@ class KeptState:
             optimizers,
             first_index=len(self._bucket_of),
             takes_frozen=self._plan.parameters is not None,
+            shares=self.shares,
         )
         if not made:
             return []

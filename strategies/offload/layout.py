@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.joint_norms import NormShare
 from boltmesh.strategies.offload.buckets import Bucket, Slot
 from boltmesh.strategies.offload.shard import OffloadedShard
 from boltmesh.strategies.torch_compat import (
@@ -105,6 +106,7 @@ def build_buckets(
     *,
     first_index: int = 0,
     takes_frozen: bool,
+    shares: Sequence[NormShare] = (),
 ) -> list[tuple[Bucket, Optimizer | None, list[Held]]]:
     """One bucket for each unit and each optimizer that updates something in it.
 
@@ -113,6 +115,7 @@ def build_buckets(
         optimizers: The user's.
         first_index: For the slots.
         takes_frozen: Whether parameters that no optimizer updates are kept as well.
+        shares: What axes beside the data axis say of norms of gradients.
 
     Raises:
         ConfigError: When state of a parameter cannot be kept in fp32.
@@ -138,6 +141,9 @@ def build_buckets(
                         tuple(local_tensor(each.parameter).shape),
                         each.padded_shape,
                         each.compute_dtype,
+                        is_counted=all(share.counts(each.parameter) for share in shares),
+                        has_copies=has_copies(each.parameter)
+                        or any(share.has_copies(each.parameter) for share in shares),
                     )
                 )
                 first_index += 1

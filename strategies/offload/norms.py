@@ -16,10 +16,10 @@ class Weighed(Protocol):
     """Gradients, or what is known of them."""
 
     def square(self) -> float:
-        """The sum of squares of this rank's part."""
+        """The sum of squares of what this rank counts."""
 
     def tensors(self) -> list[Tensor]:
-        """The gradients."""
+        """The gradients that this rank counts."""
 
 
 def joint_norm(
@@ -30,10 +30,10 @@ def joint_norm(
 ) -> float | None:
     """Return the norm of gradients of which each rank holds parts.
 
-    Collective over ``groups``, unless there is no gradient, which all ranks see alike. Sums are
+    Collective over ``groups``. None without a gradient and without other ranks to ask. Sums are
     kept in float64: whether a step is clipped must not depend on how many ranks there are.
     """
-    if not gradients:
+    if not gradients and not groups:
         return None
     if norm_type == 2.0:
         total = math.fsum(each.square() for each in gradients)

@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.strategies.data.late import LateGradients
-from boltmesh.strategies.joint_norms import JointNorms
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 
 Silent = Callable[[], AbstractContextManager[None]]
@@ -37,7 +36,5 @@ class PipelineContext:
     """Blocks whose forward pass runs once more in the backward pass."""
     num_replicas: int = 1
     """Pipelines of the job, each with batches of its own."""
-    norms: JointNorms | None = None
-    """Over the ranks that share each layer with this one, where there are any."""
     silent: Silent = nullcontext
     """Enters what layers are run in on tensors without data, by one rank alone."""

@@ -6,7 +6,7 @@ import torch
 from torch.nn import Module
 
 from boltmesh.strategies.checkpoint.guard import StateGuard
-from boltmesh.strategies.joint_norms import JointNorms
+from boltmesh.strategies.joint_norms import HeldShare
 from boltmesh.strategies.pipeline.context import PipelineContext
 from boltmesh.strategies.pipeline.placement import Division
 from boltmesh.strategies.pipeline.replay.absent import AbsentError, make_absent
@@ -45,11 +45,10 @@ class Holdings:
         self.guard = StateGuard(module, absent)
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         own = [name for name, ranks in shared.items() if rank in ranks]
-        self.shared = SharedParameters(
-            ParametersInPlace(module, own), shared, group, context.new_group
-        )
+        held_by_several = ParametersInPlace(module, own)
+        self.shared = SharedParameters(held_by_several, shared, group, context.new_group)
         elsewhere = [name for name in own if shared[name][0] != rank]
-        self.norms = JointNorms(group, ParametersInPlace(module, elsewhere))
+        self.norm_share = HeldShare(group, ParametersInPlace(module, elsewhere), held_by_several)
 
     def move_absent(self, device: torch.device) -> None:
         """Make what other ranks hold seem to be on a device, before the model is moved to it."""

@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from boltmesh.errors import BoltMeshError, ConfigError
@@ -25,7 +26,7 @@ from boltmesh.strategies.access import forget_parts, know_parts
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.checkpoint.guard import PARTS, StateGuard
 from boltmesh.strategies.checkpoint.parts import Division
-from boltmesh.strategies.joint_norms import PartNorms
+from boltmesh.strategies.joint_norms import PartShare
 from boltmesh.strategies.tensor.analysis.analyse import Analysis, analyse
 from boltmesh.strategies.tensor.backends import without_replicated
 from boltmesh.strategies.tensor.batches import SameBatches
@@ -57,12 +58,34 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class TensorOptions:
-    """What ``TensorParallelStrategy`` was asked for; see there."""
+    """What ``TensorParallelStrategy`` was asked for; see there.
+
+    Raises:
+        ConfigError: When an option does not exist.
+    """
 
     size: int | None = None
     plan: UserPlan = "auto"
     sequence_parallel: bool = False
     loss_parallel: LossParallel = "auto"
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.size < 1:
+            raise ConfigError(f"size={self.size} holds no rank. Use 2 or more, or leave it out.")
+        if self.plan != "auto" and not isinstance(self.plan, Mapping):
+            raise ConfigError(
+                f"plan={self.plan!r} is neither 'auto' nor a mapping of patterns of parameter "
+                f"names to styles, such as {{'*.up.weight': 'column'}}."
+            )
+        if not isinstance(self.sequence_parallel, bool):
+            raise ConfigError(
+                f"sequence_parallel={self.sequence_parallel!r} is neither true nor false."
+            )
+        if self.loss_parallel not in {True, False, "auto"}:
+            raise ConfigError(
+                f"loss_parallel={self.loss_parallel!r} is none of its settings. Use 'auto', true "
+                f"or false."
+            )
 
 
 @dataclass(frozen=True)
@@ -238,8 +261,12 @@ class TensorAxis:
         divisions = divisions_of(applied.plan, self.group.rank)
         parts = tuple(applied.sharded)
         self.placement = Placement(module, step, applied, divisions, parts)
-        self.norms = PartNorms(self.context.group, parts)
         self.guard = StateGuard(module, tuple(divisions), holds=PARTS)
+        self._know_parts()
+
+    def _know_parts(self) -> None:
+        assert self.placement is not None
+        applied, divisions = self.placement.applied, self.placement.divisions
         know_parts(
             {
                 each: _Joining(applied, entry.name, divisions[entry.name])
@@ -262,21 +289,50 @@ class TensorAxis:
             return nullcontext()
         return self.group.counted_by(CountingGroup(self.group.rank, self.group.size))
 
+    def follow_parameters(self) -> None:
+        """Take the parameters as they are now for those of the placement.
+
+        To be called when the data axis has put others, shards of them, under the same names.
+        """
+        if self.placement is None:
+            return
+        forget_parts(self.placement.parts)
+        self.placement = replace(self.placement, parts=tuple(self.placement.applied.sharded))
+        self._know_parts()
+
+    @property
+    def norm_share(self) -> PartShare:
+        """What the axis says of norms of gradients."""
+        return PartShare(self.context.group, lambda: self.parts)
+
+    @property
+    def parts(self) -> tuple[Parameter, ...]:
+        """The parameters of which this rank has a part."""
+        return () if self.placement is None else self.placement.parts
+
+    def holds(self, module: LightningModule) -> bool:
+        """Whether a model runs by a plan."""
+        return self.placement is not None and self.placement.module is module
+
     def opened(self) -> AbstractContextManager[None]:
         """Within it, the model gives its state, parts of parameters, to who knows that they are."""
         return nullcontext() if self.placement is None else self.guard.opened()
 
     def close(self) -> None:
-        """Make the model whole again, if one was placed. Collective over the axis.
+        """Make the model whole again, if one was placed, unless it is in shards since then.
+
+        Collective over the axis.
 
         To be called before another one is placed, or the same one for another step.
         """
         placed, self.placement = self.placement, None
         if placed is None:
             return
-        placed.applied.remove()
         self.guard.remove()
         forget_parts(placed.parts)
+        if any(isinstance(each, DTensor) for each in placed.parts):
+            return  # for good: shards of the data axis know no other shape
+        placed.applied.remove()
         with torch.no_grad():
             for parameter, entry in placed.applied.sharded.items():
                 parameter.data = placed.applied.join(entry.name, parameter)
@@ -293,6 +349,11 @@ class TensorAxis:
             around: Precision.
         """
         assert self.placement is not None
+        if any(isinstance(each, DTensor) for each in self.placement.module.parameters()):
+            # Of a run before this one, whose shards only gathers make whole: its batches may have
+            # been others.
+            self._counted = None
+            return
         rehearsal = Rehearsal(self.placement.module, "training_step", (batch, *rest), _CPU)
         self._counted = count_step(rehearsal, self.group, around)
 

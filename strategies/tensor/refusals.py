@@ -49,6 +49,26 @@ def refuse_run(
         refuse_local_norms(each, sees="each rank's part of the gradients")
 
 
+def refuse_late_proof(module: LightningModule, *, is_divided: bool) -> None:
+    """Refuse to prove by another step what is in shards of shards already.
+
+    Args:
+        module: About to be divided.
+        is_divided: Whether it was before, by a plan that was proven with a step that trains
+            nothing.
+
+    Raises:
+        ConfigError: With what to do in which order.
+    """
+    if is_divided and any(isinstance(each, DTensor) for each in module.parameters()):
+        raise ConfigError(
+            f"{type(module).__name__} was divided for an evaluation, its parameters are in shards "
+            f"since then, and what training needs of the plan cannot be proven any more. Call "
+            f"Trainer.fit first, or build the module anew and load a checkpoint; with "
+            f"zero_stage=0 either order works."
+        )
+
+
 def refuse_parameters(module: LightningModule) -> None:
     """Refuse parameters that cannot be divided, or that somebody has divided already.
 

@@ -1,0 +1,203 @@
+"""``Parallel3DStrategy``: data, pipeline and tensor axes together, over one device mesh."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.strategies.data.axis import DataAxis
+from boltmesh.strategies.data.ddp import ReplicaOptions, Replicas
+from boltmesh.strategies.data.shard_options import ShardOptions
+from boltmesh.strategies.data.zero import Shards
+from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.mesh_fit import fit_layout
+from boltmesh.strategies.pipeline.options import PipelineOptions, Split
+from boltmesh.strategies.tensor.axis import TensorOptions, UserPlan
+from boltmesh.strategies.tensor_mesh import TensorMeshStrategy
+
+Tier = Literal["cpu", "nvme"]
+
+
+class Parallel3DStrategy(TensorMeshStrategy):
+    """Any ZeRO stage over the data axis, with ranks that share each layer.
+
+    The same numbers as one process with a batch that is larger by ``data``. Ranks are laid out with
+    the tensor axis innermost, inside a host. Each rank has its part of every layer that the tensor
+    plan divides, and of that part its shard over the data axis: optimizer state from
+    ``zero_stage=1`` on, gradients from 2, parameters from 3.
+
+    What is said of ``state_dict``, norms and optimizers at ``TensorParallelStrategy`` and at
+    ``ZeROStrategy`` holds here too: ``Trainer.save_checkpoint`` writes what any layout reads,
+    ``gathered_parameters`` shows whole parameters, ``strategy.gradient_norm(optimizer)`` is the one
+    norm over all ranks.
+
+    Args:
+        data: Ranks with batches of their own; by default all that the other axes leave.
+        pipeline: Stages. More than 1 is refused in this version.
+        tensor: Ranks that share each layer; they have to be on one host.
+        zero_stage: What is sharded over the data axis: 0 nothing (replicas), 1 the optimizer state,
+            2 also the gradients, 3 also the parameters.
+        offload_optimizer: As for ``ZeROStrategy``, like the arguments below.
+        offload_parameters: Needs ``zero_stage=3``.
+        offload_path: Folder for ``"nvme"``.
+        offload_fraction: Share of the optimizer state that leaves the device.
+        tile_linear_bytes: Needs ``zero_stage=3`` and ``tensor=1``.
+        blocks: What is gathered as one.
+        shard_size: Over how many ranks of the data axis to shard; groups of that size hold the same
+            shards.
+        microbatches: As for ``PipelineParallelStrategy``, like the arguments below.
+        schedule: The order of microbatches.
+        stages_per_rank: How many stages each rank runs.
+        split: Where the model is cut.
+        max_memory_bytes: What the stages of a rank may take.
+        plan: As for ``TensorParallelStrategy``, like the arguments below.
+        sequence_parallel: Divide the sequence between blocks, too.
+        loss_parallel: Whether the loss is computed of divided logits.
+        **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
+            ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
+            Lightning's own.
+
+    Raises:
+        ConfigError: When options contradict each other, do not exist, or are of an axis that is
+            off.
+        LayoutError: When the sizes hold no rank; when the Trainer is built, if they do not fit the
+            job, with the nearest that do.
+
+    Sources: those of ``ZeROStrategy``, ``PipelineParallelStrategy`` and
+    ``TensorParallelStrategy``; their composition: Narayanan et al. 2021,
+    https://arxiv.org/abs/2104.04473
+    """
+
+    strategy_name = "bolt_3d"
+
+    def __init__(
+        self,
+        *,
+        data: int | None = None,
+        pipeline: int = 1,
+        tensor: int = 1,
+        zero_stage: int = 1,
+        offload_optimizer: Tier | None = None,
+        offload_parameters: Tier | None = None,
+        offload_path: str | Path | None = None,
+        offload_fraction: float | Mapping[str, float] = 1.0,
+        tile_linear_bytes: int | None = None,
+        blocks: Sequence[str] | None = None,
+        shard_size: int | Literal["node"] | None = None,
+        microbatches: int | None = None,
+        schedule: str = "1f1b",
+        stages_per_rank: int | None = None,
+        split: Split = "auto",
+        max_memory_bytes: int | None = None,
+        plan: UserPlan = "auto",
+        sequence_parallel: bool = False,
+        loss_parallel: bool | Literal["auto"] = "auto",
+        **kwargs: Any,
+    ) -> None:
+        _check_sizes(data, pipeline, tensor)
+        shards = {
+            "offload_optimizer": offload_optimizer,
+            "offload_parameters": offload_parameters,
+            "offload_path": offload_path,
+            "offload_fraction": offload_fraction,
+            "tile_linear_bytes": tile_linear_bytes,
+            "blocks": None if blocks is None else tuple(blocks),
+            "shard_size": shard_size,
+        }
+        stages = {
+            "microbatches": microbatches,
+            "schedule": schedule,
+            "stages_per_rank": stages_per_rank,
+            "split": split,
+            "max_memory_bytes": max_memory_bytes,
+        }
+        layers = {
+            "plan": plan,
+            "sequence_parallel": sequence_parallel,
+            "loss_parallel": loss_parallel,
+        }
+        _refuse_idle(stages, PipelineOptions(), "pipeline", pipeline)
+        _refuse_idle(layers, TensorOptions(), "tensor", tensor)
+        if data == 1:
+            _refuse_idle({"shard_size": shard_size}, ShardOptions(), "data", data)
+        _refuse_stages(pipeline)
+        self._asked_data = data
+        self.options = TensorOptions(tensor, plan, sequence_parallel, loss_parallel)
+        super().__init__(
+            tensor_options=self.options,
+            data_axis=_data_axis(zero_stage, shards, tensor),
+            pipeline=pipeline,
+            tensor=tensor,
+            **kwargs,
+        )
+
+    @override
+    def layout_of(self, world_size: int) -> MeshLayout:
+        per_host = min(self.num_processes or world_size, world_size)
+        return fit_layout(
+            world_size=world_size,
+            ranks_per_host=per_host,
+            data=self._asked_data,
+            pipeline=self._pipeline,
+            tensor=self._tensor,
+        )
+
+
+def _data_axis(stage: int, shards: Mapping[str, Any], tensor: int) -> DataAxis:
+    if stage not in {0, 1, 2, 3}:
+        raise ConfigError(
+            f"zero_stage={stage!r} is no ZeRO stage. Use 0 (replicas), 1 (optimizer state is "
+            f"sharded), 2 (gradients too) or 3 (parameters too)."
+        )
+    tile = shards["tile_linear_bytes"]
+    if tile is not None and tensor > 1:
+        raise ConfigError(
+            f"tile_linear_bytes={tile} gathers a layer tile by tile, and with tensor={tensor} no "
+            f"rank has a whole layer to cut into tiles. Leave tile_linear_bytes out, or set "
+            f"tensor=1."
+        )
+    if stage:
+        return Shards(ShardOptions(stage=stage, key="zero_stage", **shards))
+    for name, value in _changed(shards, ShardOptions()).items():
+        raise ConfigError(
+            f"{name}={value!r} is about shards, and with zero_stage=0 every rank of the data axis "
+            f"has all of its part. Leave {name} out, or set zero_stage=1, 2 or 3."
+        )
+    return Replicas(ReplicaOptions())
+
+
+def _check_sizes(data: int | None, pipeline: int, tensor: int) -> None:
+    for axis, size in (("data", data), ("pipeline", pipeline), ("tensor", tensor)):
+        is_number = isinstance(size, int) and not isinstance(size, bool)
+        if size is not None and not is_number:
+            raise ConfigError(f"{axis}={size!r} is no number of ranks. Use 1 or more.")
+        if size is not None and size < 1:
+            raise LayoutError(
+                f"{axis}={size} holds no rank. Use 1, which switches the {axis} axis off, or more."
+            )
+
+
+def _refuse_idle(options: Mapping[str, Any], default: object, axis: str, size: int) -> None:
+    """Refuse options of an axis that is off."""
+    if size > 1:
+        return
+    for name, value in _changed(options, default).items():
+        raise ConfigError(
+            f"{name}={value!r} is about the {axis} axis, which {axis}=1 switches off. Leave {name} "
+            f"out, or set {axis}=2 or more."
+        )
+
+
+def _changed(options: Mapping[str, Any], default: object) -> dict[str, Any]:
+    return {name: each for name, each in options.items() if each != getattr(default, name)}
+
+
+def _refuse_stages(pipeline: int) -> None:
+    """Refuse what this version does not put together."""
+    if pipeline > 1:
+        raise LayoutError(
+            f"pipeline={pipeline} was asked for, and this version puts the data and the tensor "
+            f"axis together without a pipeline. Set pipeline=1, or use PipelineParallelStrategy."
+        )

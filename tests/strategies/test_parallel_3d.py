@@ -1,0 +1,241 @@
+"""What a LightningModule may do around its steps, with shards of what ranks share of a layer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.strategies import Parallel3DStrategy, gathered_parameters
+from boltmesh.telemetry.reading.reader import open_job
+from tests.support.gpts import TinyGPT, text_data
+from tests.support.ranks import run_ranks
+from tests.support.turns import in_turn
+
+QKV, UP = "blocks.0.attention.qkv.weight", "blocks.0.up.weight"
+
+# Construction.
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"zero_stage": 4}, "zero_stage=4 is no ZeRO stage"),
+        ({"zero_stage": 0, "offload_optimizer": "cpu"}, "set zero_stage=1, 2 or 3"),
+        ({"zero_stage": 0, "shard_size": 2}, "shard_size=2 is about shards"),
+        ({"offload_optimizer": "cpu", "offload_parameters": "cpu"}, "Use zero_stage=3"),
+        ({"offload_optimizer": "nvme"}, "offload_path does not say which"),
+        ({"zero_stage": 3, "tensor": 2, "tile_linear_bytes": 1 << 20}, "or set tensor=1"),
+        ({"data": 1, "tensor": 2, "shard_size": 1}, "data=1 switches off"),
+        ({"schedule": "zbv"}, "the pipeline axis, which pipeline=1 switches off"),
+        ({"microbatches": 8, "tensor": 2}, "microbatches=8 is about the pipeline axis"),
+        ({"sequence_parallel": True}, "the tensor axis, which tensor=1 switches off"),
+        ({"tensor": 2, "plan": "fast"}, "plan='fast' is neither"),
+        ({"tensor": 2.0}, "tensor=2.0 is no number of ranks"),
+    ],
+    ids=str,
+)
+def test_options_that_contradict_each_other_are_refused(options: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Parallel3DStrategy(**options)
+
+
+def test_layouts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(LayoutError, match="data=0 holds no rank"):
+        Parallel3DStrategy(data=0)
+    with pytest.raises(LayoutError, match="pipeline=2 was asked for"):
+        Parallel3DStrategy(pipeline=2)
+    strategy = Parallel3DStrategy(data=2, tensor=2)
+    with pytest.raises(LayoutError, match="needs 4 ranks, but the job has 6"):
+        strategy.layout_of(6)
+    assert strategy.layout_of(4).sizes == {"pipeline": 1, "data": 2, "tensor": 2}
+    with pytest.raises(LayoutError, match="needs 4 ranks, but the job has 2"):
+        Trainer(strategy=strategy, accelerator="cpu", devices=2)
+
+
+# Around steps.
+
+
+def data(rank: int, replicas: int, *, steps: int = 3) -> DataLoader[Any]:
+    """Batches of 8, or a replica's share of each."""
+    loader = text_data(8 * steps, 8)
+    shares = [list(range(8 * at, 8 * at + 8))[rank::replicas] for at in range(steps)]
+    return DataLoader(loader.dataset, batch_sampler=shares)
+
+
+def trainer_of(world_size: int, stage: int, **options: Any) -> Trainer:
+    strategy: Any = "auto"
+    if world_size > 1:
+        strategy = Parallel3DStrategy(telemetry=False, tensor=2, zero_stage=stage)
+    settings: dict[str, Any] = {
+        "accelerator": "cpu", "devices": world_size, "max_steps": 3, "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "strategy": strategy,
+        "enable_model_summary": False, "num_sanity_val_steps": 0, "use_distributed_sampler": False,
+    }  # fmt: skip
+    return Trainer(**{**settings, **options})
+
+
+class Clipping(TinyGPT):
+    """Clips by torch's own function."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.log("norm", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1))
+        largest = torch.nn.utils.clip_grad_norm_(self.parameters(), 1e9, norm_type=float("inf"))
+        self.log("largest", largest)
+
+
+class Looking(Callback):
+    """Reads and writes whole parameters, in the midst of the run."""
+
+    reads_gradients = False
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == 2:
+            with gathered_parameters(pl_module, [UP], writes=True) as whole:
+                whole[UP].data[0] = whole[UP].data.sum(0)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with gathered_parameters(pl_module) as whole:
+            self.found = {name: each.detach().clone() for name, each in whole.items()}
+
+
+def clip_and_look(rank: int, world_size: int, stage: int) -> tuple[dict[str, float], Any, Any]:
+    seed_everything(1, verbose=False)
+    looking = Looking()
+    module = Clipping(optimizer="sgd", ties=True)
+    trainer = trainer_of(world_size, stage, callbacks=[looking])
+    replicas = max(1, world_size // 2)
+    trainer.fit(module, data(rank // 2, replicas))
+    logged = {name: float(trainer.callback_metrics[name]) for name in ("norm", "largest")}
+    after = trainer.validate(module, text_data(9, 4), verbose=False)[0]
+    held = {name: each.numel() for name, each in local_parts(module).items()}
+    if world_size > 1:
+        expected = {each.kind: each.predicted_bytes for each in trainer.strategy.expected_memory()}
+        assert expected["parameters"] == 4 * sum(held.values())
+    return {**logged, **after}, looking.found, held
+
+
+def local_parts(module: LightningModule) -> dict[str, Tensor]:
+    return {
+        name: each.to_local() if isinstance(each, DTensor) else each
+        for name, each in module.named_parameters()
+    }
+
+
+@pytest.mark.ranks
+def test_hooks_see_the_norm_of_all_and_whole_parameters() -> None:
+    metrics, whole, sizes = run_ranks(clip_and_look, 1, 0)[0]
+    for stages in run_ranks(in_turn, 4, clip_and_look, [(1,), (3,)], timeout_s=110):
+        for found, values, held in stages:
+            assert found == pytest.approx(metrics, rel=1e-5)
+            for name, each in whole.items():
+                torch.testing.assert_close(values[name], each, rtol=1e-5, atol=1e-6)
+            assert held[QKV] == sizes[QKV] // 4  # half of the heads, half of their rows
+            assert held["norm.weight"] == sizes["norm.weight"] // 2
+
+
+class Overflows(Callback):
+    """Makes one gradient infinite on the last rank alone."""
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step == 1 and trainer.global_rank == trainer.world_size - 1:
+            gradient = pl_module.get_parameter(QKV).grad
+            assert isinstance(gradient, DTensor)
+            gradient.to_local()[0] = float("inf")
+
+
+def overflow(rank: int, world_size: int) -> tuple[float, bool, bool]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    seed_everything(1, verbose=False)
+    module = TinyGPT(optimizer="sgd")
+    trainer = trainer_of(
+        world_size, 2, plugins=[plugin], gradient_clip_val=1.0, callbacks=[Overflows()]
+    )
+    trainer.fit(module, data(rank // 2, 2))
+    is_finite = all(bool(each.isfinite().all()) for each in local_parts(module).values())
+    return scaler.get_scale(), is_finite, "_unscale_grads_" in vars(scaler)
+
+
+def evaluate_first(rank: int, world_size: int) -> str:
+    seed_everything(1, verbose=False)
+    module = TinyGPT(optimizer="sgd")
+    trainer = trainer_of(world_size, 1)
+    trainer.validate(module, text_data(9, 4), verbose=False)
+    with pytest.raises(ConfigError, match=r"Call Trainer\.fit first") as raised:
+        trainer.fit(module, data(rank // 2, 2))
+    return str(raised.value)
+
+
+def both(rank: int, world_size: int) -> tuple[tuple[float, bool, bool], str]:
+    return overflow(rank, world_size), evaluate_first(rank, world_size)
+
+
+@pytest.mark.ranks
+def test_an_overflow_is_one_for_all_and_training_after_an_evaluation_is_refused() -> None:
+    for found, refused in run_ranks(both, 4, timeout_s=110):
+        assert found == (64.0, True, False)
+        assert "TinyGPT was divided for an evaluation" in refused
+
+
+# Traffic.
+
+
+class Silent(TinyGPT):
+    """Logs nothing, which would be reduced over the data axis, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def train(rank: int, world_size: int, options: Any, trainer_options: Any) -> str:
+    seed_everything(1, verbose=False)
+    strategy = Parallel3DStrategy(tensor=2, **options)
+    paths = []
+
+    class Notes(Callback):
+        reads_gradients = False
+
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            paths.append(str(strategy.recorder.path))
+
+    trainer = trainer_of(
+        world_size, 0, strategy=strategy, max_steps=10, callbacks=[Notes()], **trainer_options
+    )
+    trainer.fit(Silent(ties=True), data(rank // 2, 2, steps=20))
+    return paths[0]
+
+
+@pytest.mark.ranks
+def test_the_bytes_of_both_axes_are_the_bytes_expected() -> None:
+    calls = [
+        ({"zero_stage": 1}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}),
+        ({"zero_stage": 3, "sequence_parallel": True}, {"precision": "bf16-mixed"}),
+    ]
+    for path in run_ranks(in_turn, 4, train, calls, timeout_s=150)[0]:
+        with open_job(Path(path)) as job:
+            snapshot = job.snapshot()
+        assert snapshot.communication_note is None
+        expected = {
+            (each.axis, each.operator): (each.payload_bytes, each.calls)
+            for each in snapshot.expected
+        }
+        assert {axis for axis, _ in expected} == {"data", "tensor"}
+        for rank in snapshot.ranks:
+            counted: dict[tuple[str, str], tuple[float, float]] = {}
+            for each in rank.collectives:
+                if each.axis in {"data", "tensor"} and each.bytes_per_step:
+                    key = each.axis, each.operator
+                    known = counted.get(key, (0.0, 0.0))
+                    moved = each.bytes_per_step, each.calls_per_step or 0.0
+                    counted[key] = known[0] + moved[0], known[1] + moved[1]
+            assert counted == expected
