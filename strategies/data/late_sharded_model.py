@@ -8,7 +8,7 @@ around the blocks, which nobody calls: FSDP2 keeps the shards, and gathers and r
 
 from lightning.pytorch import LightningModule
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from boltmesh.strategies.access import know_units
 from boltmesh.strategies.data.axis import AxisContext
@@ -52,7 +52,7 @@ def shard_late(
     )
     absent = {each for each in module.parameters() if each not in held}
     # What the holders outside of one are not to shard.
-    taken = absent | {each for each in held if each.dim() == 0}
+    taken: set[Parameter] = absent | {each for each in held if each.dim() == 0}
     found: dict[str, Module] = {}
     for name, unit in reversed(find_units(module, options.blocks).items()):  # from the inside out
         if all(each in taken for each in unit.parameters()):
@@ -82,7 +82,7 @@ def shard_late(
     )
 
 
-def _shard(unit: Module, mesh: ShardMesh, ignored: set[object]) -> Module:
+def _shard(unit: Module, mesh: ShardMesh, ignored: set[Parameter]) -> Module:
     fully_shard(
         unit,
         mesh=mesh.mesh,

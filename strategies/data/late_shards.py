@@ -29,6 +29,9 @@ from boltmesh.strategies.data.zero import Shards
 from boltmesh.strategies.torch_compat import forget_step, gather_units, reduce_gradients
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
+OVERFLOW_BYTES = 4
+"""Of what a gradient scaler keeps: whether gradients are finite, in single precision."""
+
 
 class LateShards(Shards, LateGradients):
     """The data axis of ZeRO-1 beside a pipeline.
@@ -160,11 +163,15 @@ class LateShards(Shards, LateGradients):
         trained = self._trained()
         why = "which parameters have gradients, 4 bytes for each"
         agreement = ExpectedTraffic("data", "allreduce", agreement_bytes(len(trained)), 1, why)
+        more = [agreement, *model.scalars.expected_traffic(num_batches=1)]
+        if context.scaler is not None:
+            why = "whether fp16 has overflown, asked by torch of shards and once more of all"
+            more.append(ExpectedTraffic("data", "allreduce", 2 * OVERFLOW_BYTES, 2, why))
         buffers = sum(each.numel() * each.element_size() for each in model.buffers.held())
         return expected_shard_traffic(
             replace(known.shape, buffer_bytes=buffers),
             known.sharing,
             known.job,
             num_norms=int(context.has_norm_clipping),
-            more=[agreement, *model.scalars.expected_traffic(num_batches=1)],
+            more=more,
         )

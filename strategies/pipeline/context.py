@@ -4,14 +4,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from boltmesh.strategies.data.late import LateGradients
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.data.late import LateGradients
 
 Silent = Callable[[], AbstractContextManager[None]]
 
@@ -24,7 +27,7 @@ class PipelineContext:
     """The ranks of this pipeline."""
     new_group: Callable[..., ProcessGroup | None]
     """Makes further groups of its ranks, see ``RankMeshStrategy.new_group``."""
-    data: LateGradients
+    data: "LateGradients"
     """What becomes of the gradients of a batch where there are several pipelines."""
     device: torch.device
     recorder: Recorder | NullRecorder

@@ -44,7 +44,7 @@ class ParametersInPlace(Collection[Parameter]):
         self._places: list[tuple[dict[str, Any], str]] = []
         for name in self._names:
             owner, _, key = name.rpartition(".")
-            self._places.append((module.get_submodule(owner)._parameters, key))  # type: ignore[arg-type]
+            self._places.append((module.get_submodule(owner)._parameters, key))
 
     def named(self) -> dict[str, Parameter]:
         """Return them by name."""

@@ -56,7 +56,8 @@ def fits(rank: int, world_size: int, folder: str, runs: list[Run]) -> list[dict[
 
 def fit(rank: int, world_size: int, folder: Path, run: Run) -> dict[str, Tensor]:
     seed_everything(1, verbose=False)
-    replicas, strategy = 1, "auto"
+    replicas = 1
+    strategy: Any = "auto"
     if run.layout == "ddp":
         replicas, strategy = world_size, DDPStrategy(telemetry=False)
     elif run.layout != "plain":
@@ -146,6 +147,8 @@ INITIAL_SCALE = 8.0
 
 
 class Watched(Stack):
+    count: Tensor
+
     """Has a buffer that training writes, a metric, and gradients that overflow on one data rank."""
 
     def __init__(self, data_rank: int, overflows_at: int) -> None:
