@@ -64,7 +64,7 @@ def _find_stray(all_ranks: Sequence[Any], chosen: Sequence[int]) -> str | None:
 
 
 def merge_over_stages(trace: Trace, strategy: MeshStrategy) -> Trace:
-    """Put together what each stage holds; what all know is taken from the first rank.
+    """Put together what each stage holds, and what the pipelines saw of different batches.
 
     Collective over all ranks.
     """
@@ -87,22 +87,27 @@ def merge_over_stages(trace: Trace, strategy: MeshStrategy) -> Trace:
             for name, value in each[kind].items():
                 if not torch.equal(values.setdefault(name, value), value):
                     disagreement = disagreement or f"rank {rank} disagrees on {kind} {name!r}"
-    for kind in ("losses", "metrics", "validation"):
-        for rank, each in enumerate(ranks):
-            if each[kind] != ranks[0][kind]:
-                disagreement = disagreement or f"rank {rank} disagrees with rank 0 on {kind}"
+    layout = strategy.layout
+    firsts = [layout.rank_at(data=each) for each in range(layout.data)]
     for rank, each in enumerate(ranks):
-        pairs = zip(each["predictions"], ranks[0]["predictions"], strict=True)
+        first = firsts[layout.coordinates(rank)["data"]]  # of those that saw the same
+        for kind in ("losses", "metrics", "validation"):
+            if each[kind] != ranks[first][kind]:
+                disagreement = disagreement or f"rank {rank} disagrees with rank {first} on {kind}"
+        pairs = zip(each["predictions"], ranks[first]["predictions"], strict=True)
         if not all(torch.equal(one, other) for one, other in pairs):
-            disagreement = disagreement or f"rank {rank} disagrees with rank 0 on predictions"
+            disagreement = disagreement or f"rank {rank} disagrees with rank {first} on predictions"
+    seen = [ranks[each] for each in firsts]
     return Trace(
-        losses=ranks[0]["losses"],
+        losses=[mean(step) for step in zip(*(each["losses"] for each in seen), strict=True)],
         gradient_norms=trace.gradient_norms,
-        metrics=ranks[0]["metrics"],
+        metrics=[
+            mean_of_mappings(step) for step in zip(*(each["metrics"] for each in seen), strict=True)
+        ],
         parameters={name: merged["parameters"][name] for name in trace.parameters},
         optimizer_state=merged["optimizer_state"],
-        validation=ranks[0]["validation"],
-        predictions=ranks[0]["predictions"],
+        validation=mean_of_mappings(each["validation"] for each in seen),
+        predictions=interleave([each["predictions"] for each in seen]),
         disagreement=disagreement,
     )
 

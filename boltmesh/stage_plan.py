@@ -81,7 +81,7 @@ def plan_stages(
 
     Args:
         config: The whole.
-        num_ranks: Of the pipeline.
+        num_ranks: Of the job.
         given: Of the strategy's section.
         source: The config's file, for errors.
 
@@ -97,14 +97,17 @@ def plan_stages(
         options.num_stages(stages)
     except ConfigError as error:
         raise ConfigError(f"{source}: strategy: {error}") from error
-    if stages != num_ranks:
+    if num_ranks % stages:
         raise ConfigError(
             f"{source}: strategy.stages={stages} was asked of a job with {num_ranks} ranks. "
             f"Set strategy.stages=null, or plan for {stages} ranks with --devices {stages}."
         )
     widths = widths_of(config.trainer.precision)
-    made = describe_stages(config, widths, options, num_ranks, source=source)
+    made = describe_stages(config, widths, options, stages, source=source)
     copies, notes = optimizer_copies(config, *made.optimizer)
+    if num_ranks > stages:
+        count = num_ranks // stages
+        notes = (*notes, f"{count} such pipelines, each with batches of its own")
     return _plan(made, copies, (*made.notes, *notes))
 
 

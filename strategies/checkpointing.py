@@ -264,10 +264,9 @@ class CheckpointingStrategy(ParallelStrategy):
         )
 
     def _own_part(self, name: str, value: Any) -> Any:
-        if not self.holds(name):
-            return passed_over(value)
         division = self.division(name)
-        return held(value) if division is None else divided(value, division, name)
+        part = held(value) if division is None else divided(value, division, name)
+        return part if self.holds(name) else passed_over(part)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

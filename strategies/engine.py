@@ -5,8 +5,8 @@ business of that axis's part (``data/``), and the doors (``ddp.py``, ...) choose
 LightningModule stays as its author wrote it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -139,10 +139,18 @@ class MeshStrategy(RankMeshStrategy):
         if self.telemetry:
             self.recorder = observe.open_recorder_of(self)
 
+    def place(self, trainer: Trainer) -> None:
+        """Put the model on the axes that divide it, before anything is moved or wrapped.
+
+        Called at the beginning of ``setup``. Each axis lets the next inner one go first: stages
+        are made of layers that are divided already. Collective over all ranks.
+        """
+
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
+        self.place(trainer)
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
@@ -204,6 +212,8 @@ class MeshStrategy(RankMeshStrategy):
             zeroes_gradients=partial(compat.zeroes_gradients, trainer),
             recorder=self.recorder,
             recomputed=self.recomputation.blocks,
+            held=self.held_parameters(),
+            holds_buffer=self.holds_buffer,
         )
 
     @override
@@ -211,6 +221,17 @@ class MeshStrategy(RankMeshStrategy):
         assert self.model is not None
         materialize(self.model, self.root_device)
         self.model.to(self.root_device)
+
+    def cut_into_stages(self, units: Mapping[str, Module]) -> None:
+        """Prepare layers that are divided already for ranks that run some of them each.
+
+        Args:
+            units: What is run as a whole, by dotted name.
+        """
+
+    def without_communication(self) -> AbstractContextManager[None]:
+        """Enter what layers are run in on tensors without data, by this rank alone."""
+        return nullcontext()
 
     def expected_traffic(self) -> list[ExpectedTraffic]:
         """What one optimizer step should move on this rank, to be shown beside what it moved.
@@ -229,9 +250,13 @@ class MeshStrategy(RankMeshStrategy):
             return []
         return self.data_axis.expected_memory(self.model, self.optimizers)
 
-    def held_parameters(self) -> Sequence[Parameter]:
+    def held_parameters(self) -> Collection[Parameter]:
         """The module's parameters of which this rank has values, shards among them."""
         return [] if self.lightning_module is None else list(self.lightning_module.parameters())
+
+    def holds_buffer(self, name: str) -> bool:
+        """Whether this rank has the model's value of a buffer, and not what it needs no longer."""
+        return True
 
     def kept_beside(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Other versions of weights and gradients that this rank holds, beside the module's own."""
@@ -330,23 +355,33 @@ class MeshStrategy(RankMeshStrategy):
         assert trainer is not None
         return self.data_axis.evaluation_batch(partial(compat.evaluation_is_over, trainer))
 
+    def check_batch(self, batch: Any) -> None:
+        """Raise where ranks that share the model were given another batch than this one.
+
+        Called before every step with what ``batch_to_device`` has returned.
+        """
+
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_batch(args[0])
         with self._evaluation_batch():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_batch(args[0])
         with self._evaluation_batch():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_batch(args[0])
         with self._evaluation_batch():
             return super().predict_step(*args, **kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_batch(args[0])
         with self.recorder.phase("forward"):
             return super().training_step(*args, **kwargs)
 

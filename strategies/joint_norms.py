@@ -6,7 +6,7 @@ several of these ranks have alike this one counts. One norm puts any number of a
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,9 +51,9 @@ class NormShare(ABC):
 class HeldShare(NormShare):
     """Each rank has some of the parameters, and a few that others have, too."""
 
-    elsewhere: Sequence[Parameter]
+    elsewhere: Collection[Parameter]
     """Parameters of this rank whose gradients another one counts."""
-    shared: Sequence[Parameter] = ()
+    shared: Collection[Parameter] = ()
     """All parameters of this rank that another one has, too."""
 
     @override

@@ -1,8 +1,9 @@
 """The pipeline axis in the engine: where its part is asked, and what changes for the others."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,15 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.building.deferred import deferred_init
 from boltmesh.strategies.checkpoint.optimizer_state import Take
+from boltmesh.strategies.data.buffers import BufferSync
+from boltmesh.strategies.data.late import LateGradients
+from boltmesh.strategies.data.late_replicas import share_state
+from boltmesh.strategies.data.late_shards import LateShards
 from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.joint_norms import NormShare
+from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.axis import PipelineAxis
 from boltmesh.strategies.pipeline.broadcasting import gathered
 from boltmesh.strategies.pipeline.context import PipelineContext
@@ -30,15 +37,17 @@ from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.refusals import (
     refuse_accumulation,
     refuse_late_gradients,
+    refuse_layout,
     refuse_optimizers,
     refuse_run,
 )
+from boltmesh.strategies.pipeline.replay.units import find_stage_units
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.small_state import add_pending, joined_state
 from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.strategies.steps.alike import of_first_rank, share_random_state
 from boltmesh.strategies.steps.digest import BatchDigest, batch_digest
-from boltmesh.strategies.steps.local_metrics import keep_local, let_gather
+from boltmesh.strategies.steps.local_metrics import gather_over, let_gather
 from boltmesh.strategies.steps.sample import batch_sizes, sample_batch
 from boltmesh.strategies.torch_compat import TOTAL_NORM, total_norm_replaced
 from boltmesh.telemetry.snapshot import MemoryKind
@@ -63,6 +72,12 @@ class PipelineMeshStrategy(MeshStrategy):
 
     def __init__(self, *, pipeline_options: PipelineOptions, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if not isinstance(self.data_axis, LateGradients):
+            raise ConfigError(
+                f"The data axis {type(self.data_axis).__name__} goes along with forward passes of "
+                f"the whole module, and a pipeline runs pieces of it. Use "
+                f"LateReplicas() or LateShards(...)."
+            )
         schedule = pipeline_options.schedule
         if self.recomputation.kind is not None and schedule_kind(schedule).splits_backward:
             raise ConfigError(
@@ -79,6 +94,8 @@ class PipelineMeshStrategy(MeshStrategy):
                 f"activation_checkpointing out."
             )
         self.pipeline_axis = PipelineAxis(pipeline_options)
+        self._is_new = True
+        """Whether the model was placed for this run, and not for one before."""
         self._resumed_seed: int | None = None
         """What random numbers within steps started from in the run that is gone on with."""
         self._digest: tuple[Any, BatchDigest] | None = None
@@ -97,10 +114,16 @@ class PipelineMeshStrategy(MeshStrategy):
         return self.layout.data > 1
 
     @override
+    def layout_of(self, world_size: int) -> MeshLayout:
+        layout = super().layout_of(world_size)
+        refuse_layout(self.pipeline_axis.options, layout)
+        return layout
+
+    @override
     def _reset_seed(self) -> None:
         # Ranks that run the script themselves stand where one process would; ``setup`` makes them
         # alike. Those that begin as empty processes have nothing but the seed.
-        if self._start_method in {"spawn", "forkserver"}:
+        if self.layout.data > 1 or self._start_method in {"spawn", "forkserver"}:
             super()._reset_seed()
 
     @override
@@ -111,7 +134,7 @@ class PipelineMeshStrategy(MeshStrategy):
         return groups
 
     @override
-    def setup(self, trainer: Trainer) -> None:
+    def place(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
         refuse_callbacks(compat.callbacks_of(trainer), type(self).__name__)
@@ -122,25 +145,34 @@ class PipelineMeshStrategy(MeshStrategy):
         if self._is_fitting and schedule_kind(self.pipeline_axis.options.schedule).is_asynchronous:
             refuse_late_gradients(trainer, getattr(self.precision_plugin, "scaler", None))
         share_random_state(self.groups["pipeline"], self.root_device)
+        super().place(trainer)
         if self._is_fitting:
             self.recomputation.put_on(module)
         axis = self.pipeline_axis
         axis.begin(self._pipeline_context())
         is_new = axis.placement is None or axis.placement.plans.root is not module
+        self._is_new = is_new
         if is_new or self._is_fitting:
             sample = sample_batch(trainer)
             axis.cutter.batch_sizes |= sample.batch_sizes
             rest, around = compat.step_arguments(module, step), self._around(step)
             if is_new:
+                self.cut_into_stages(find_stage_units(module))
                 # What crosses borders is of the type that the model will have.
                 self.model = self.precision_plugin.convert_module(module)
                 axis.place(module, step, sample.batch, rest, around)
                 self._evaluation = Evaluation(axis)
             if self._is_fitting:
                 axis.expect(sample.batch, rest, around)
-        keep_local(self._metric_owners())
+        if self.data_axis.is_sharded:
+            self.model_to_device()  # stages exist already, and are gathered whole for a step
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        axis = self.pipeline_axis
+        gather_over(self._metric_owners(), self.groups["data"])
         super().setup(trainer)
-        if is_new:
+        if self._is_new:
             axis.start()
         if self._is_fitting and axis.delayed is not None:
             axis.delayed.begin()
@@ -156,27 +188,37 @@ class PipelineMeshStrategy(MeshStrategy):
             yield
 
     def _pipeline_context(self) -> PipelineContext:
+        assert isinstance(self.data_axis, LateGradients)
         return PipelineContext(
             group=self.groups["pipeline"],
+            new_group=partial(self.new_group, "pipeline"),
+            data=self.data_axis,
             device=self.root_device,
             recorder=self.recorder,
             seed=self._step_seed(),
             timeout=timedelta(seconds=self.timeout_s),
             scaler=getattr(self.precision_plugin, "scaler", None),
             recomputed=self.recomputation.blocks,
+            num_replicas=self.layout.data,
+            silent=self.without_communication,
         )
 
     def _step_seed(self) -> int:
         """What random numbers within steps start from; alike on all ranks of a pipeline."""
         if self._resumed_seed is not None and self._is_fitting:
-            return self._resumed_seed
+            return self._resumed_seed + self._own_seed
         if self.seed is not None:
-            return self.seed + self.coordinates["data"]
-        return of_first_rank(torch.initial_seed() % 2**62, self.groups["pipeline"])
+            return self.seed + self._own_seed
+        return of_first_rank(torch.initial_seed() % 2**62)
+
+    @property
+    def _own_seed(self) -> int:
+        """By what this pipeline's seed differs from the first one's."""
+        return 0 if self.seed is None else self.coordinates["data"]
 
     @override
     def kept_for_resume(self) -> dict[str, Any]:
-        return {"step_seed": self.pipeline_axis.context.seed}
+        return {"step_seed": self.pipeline_axis.context.seed - self._own_seed}
 
     @override
     def take_kept(self, state: dict[str, Any]) -> None:
@@ -196,13 +238,17 @@ class PipelineMeshStrategy(MeshStrategy):
 
     @override
     def _share_weights(self) -> None:
-        pass  # every rank holds others
+        # Every rank of a pipeline holds others, and the next pipeline the same.
+        assert self.model is not None
+        group = self.groups["data"]
+        buffers = BufferSync(self.model, group, holds=self.holds_buffer)
+        share_state(self.held_parameters(), buffers, group)
 
     @override
     def expected_traffic(self) -> list[ExpectedTraffic]:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
-        return self.pipeline_axis.expected_traffic(
+        return super().expected_traffic() + self.pipeline_axis.expected_traffic(
             trainer.accumulate_grad_batches, num_norms=int(compat.has_norm_clipping(trainer))
         )
 
@@ -219,7 +265,7 @@ class PipelineMeshStrategy(MeshStrategy):
         return held + (axis.expected_activations() if is_known else [])
 
     @override
-    def held_parameters(self) -> Sequence[Parameter]:
+    def held_parameters(self) -> Collection[Parameter]:
         axis = self.pipeline_axis
         return axis.holdings.parameters if axis.placement is not None else []
 
@@ -253,7 +299,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
     def _adopt_metrics(self) -> None:
         """Metrics may have been made as late as in the user's hooks at the start of a loop."""
-        keep_local(self._metric_owners())
+        gather_over(self._metric_owners(), self.groups["data"])
         self.pipeline_axis.find_metrics()
 
     def _metric_owners(self) -> list[object]:
@@ -307,6 +353,7 @@ class PipelineMeshStrategy(MeshStrategy):
         axis = self.pipeline_axis
         if axis.delayed is not None:
             refuse_accumulation(trainer)
+        self._check(args[0])
         axis.digest = self._digest_of(args[0])
         told = axis.sharing.size_per_batch()
         with self.recorder.phase("forward"), total_norm_replaced(TOTAL_NORM):
@@ -321,6 +368,13 @@ class PipelineMeshStrategy(MeshStrategy):
             self.recorder.expect(self.expected_traffic())
         self._log_bubble()
         return output
+
+    def _check(self, batch: Any) -> None:
+        """Let what other axes refuse of a batch end the step on all ranks of the pipeline."""
+        try:
+            self.check_batch(batch)
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.pipeline_axis.refuse(error)
 
     def _log_bubble(self) -> None:
         """Log the newest bubble that is known, the same on all ranks; of the first batch none."""
@@ -344,32 +398,28 @@ class PipelineMeshStrategy(MeshStrategy):
     def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trainer = compat.trainer_of(self.lightning_module)
         assert trainer is not None
+        self._check(args[0])
         self.pipeline_axis.digest = self._digest_of(args[0])
-        return self._evaluation.step(
-            step,
-            args,
-            kwargs,
-            ordinal=compat.evaluation_batch_index(trainer),
-            around=self._around(step),
-        )
+        with self._evaluation_batch():
+            return self._evaluation.step(
+                step,
+                args,
+                kwargs,
+                ordinal=compat.evaluation_batch_index(trainer),
+                around=self._around(step),
+            )
 
     # Gradients.
 
     @override
+    def norm_shares(self) -> list[NormShare]:
+        return [*super().norm_shares(), self.pipeline_axis.holdings.norm_share]
+
+    @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         # A hook of the user's may clip by what torch has.
-        with total_norm_replaced(self.pipeline_axis.holdings.norms.total):
+        with total_norm_replaced(self.data_axis.norms.total):
             return super().optimizer_step(*args, **kwargs)
-
-    @override
-    def gradient_norm(self, optimizer: Optimizer) -> float | None:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        return float(self.pipeline_axis.holdings.norms.norm(parameters))
-
-    @override
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        parameters = list(self.precision_plugin.main_params(optimizer))
-        self.pipeline_axis.holdings.norms.clip(parameters, clip_val)
 
     # Checkpoints.
 
@@ -380,11 +430,19 @@ class PipelineMeshStrategy(MeshStrategy):
 
     @override
     def holds(self, name: str) -> bool:
-        return self.coordinates["pipeline"] in self.pipeline_axis.holdings.holders(name)
+        here = self.coordinates["pipeline"] in self.pipeline_axis.holdings.holders(name)
+        return here and super().holds(name)
 
     @override
     def stores(self, name: str) -> bool:
-        return self.pipeline_axis.holdings.holders(name)[0] == self.coordinates["pipeline"]
+        if self.coordinates["data"] > 0 and not self.data_axis.is_sharded:
+            return False  # the same as the first data rank's
+        here = self.pipeline_axis.holdings.holders(name)[0] == self.coordinates["pipeline"]
+        return here and super().stores(name)
+
+    @override
+    def holds_buffer(self, name: str) -> bool:
+        return self.pipeline_axis.holdings.has_buffer(name) and super().holds_buffer(name)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -397,7 +455,7 @@ class PipelineMeshStrategy(MeshStrategy):
     def whole_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         axis = self.pipeline_axis
         with axis.holdings.guard.opened():
-            state = state_dict()
+            state = super().whole_state(state_dict)
         return gathered(
             state,
             lambda name: axis.holdings.holders(name)[0],
@@ -426,6 +484,16 @@ class PipelineMeshStrategy(MeshStrategy):
         return delayed.put
 
     # Ending.
+
+    @override
+    def explain(self, exception: BaseException) -> None:
+        super().explain(exception)
+        self.pipeline_axis.others.explain(exception)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self.pipeline_axis.others.tell(exception)
 
     @override
     def teardown(self) -> None:

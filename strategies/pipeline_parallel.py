@@ -5,9 +5,10 @@ from typing import Any
 from typing_extensions import override
 
 from boltmesh.errors import LayoutError
-from boltmesh.strategies.data.lone import LoneRank
+from boltmesh.strategies.data.late_replicas import LateReplicas
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
+from boltmesh.strategies.pipeline.refusals import refuse_layout
 from boltmesh.strategies.pipeline_mesh import PipelineMeshStrategy
 
 
@@ -17,6 +18,11 @@ class PipelineParallelStrategy(PipelineMeshStrategy):
     The layers are divided into stages, one rank after the other; every batch is cut into
     microbatches, which pass through the stages one behind the other. The same numbers as one
     process with the whole batch.
+
+    Ranks beyond ``stages`` are further pipelines, replicas with batches of their own: the Trainer
+    deals the data out to them, and gradients are averaged over them once per optimizer step, as
+    ``DDPStrategy`` does it. The ranks of a stage stand side by side: with 2 stages, ranks 0 and 1
+    of 4 hold the first one.
 
     What looks at the rows of a batch together sees microbatches instead, as where gradients are
     accumulated: a batch norm takes the moments of each, and updates its running statistics once for
@@ -31,7 +37,8 @@ class PipelineParallelStrategy(PipelineMeshStrategy):
     and ``torch.nn.utils.clip_grad_norm_`` are over all.
 
     Args:
-        stages: Ranks of the pipeline; by default all ranks of the job.
+        stages: Ranks of a pipeline; by default all ranks of the job. A job with more ranks, a
+            multiple of it, has several pipelines.
         microbatches: Parts that a batch is cut into; four for each rank by default. More make the
             bubble smaller and each part less efficient.
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
@@ -40,7 +47,8 @@ class PipelineParallelStrategy(PipelineMeshStrategy):
             the gradient of a batch is applied one step later than it was made, W(t+1) = W(t) -
             step(gradient of batch t-1 at W(t-1)). The first step of a run changes nothing. It
             keeps two versions of the weights and of the gradients, and half as many activations
-            again as 1f1b. Not with accumulation, fp16 or activation checkpointing.
+            again as 1f1b. Not with accumulation, fp16, activation checkpointing or several
+            pipelines.
         stages_per_rank: How many stages each rank has, for schedules that interleave them.
         split: ``"auto"`` balances counted floating point operations and parameters,
             ``"measured"`` times that the first rank takes of each part with one microbatch; else
@@ -83,16 +91,17 @@ class PipelineParallelStrategy(PipelineMeshStrategy):
             split=split,
             max_memory_bytes=max_memory_bytes,
         )
-        super().__init__(pipeline_options=self.options, data_axis=LoneRank(), **kwargs)
+        super().__init__(pipeline_options=self.options, data_axis=LateReplicas(), **kwargs)
 
     @override
     def layout_of(self, world_size: int) -> MeshLayout:
         stages = self.options.stages or world_size
-        if stages != world_size:
+        if world_size % stages:
             raise LayoutError(
-                f"stages={stages} was asked of a job with {world_size} ranks, and this strategy "
-                f"puts every rank into one pipeline. Start {stages} ranks (devices={stages}), or "
-                f"set stages={world_size}."
+                f"stages={stages} was asked of a job with {world_size} ranks, which make no whole "
+                f"pipelines of {stages}. Start {stages} ranks (devices={stages}) or a multiple of "
+                f"it, or set stages={world_size}."
             )
-        self.options.num_stages(stages)  # refuses what the schedule has no order for
-        return MeshLayout(pipeline=stages)
+        layout = MeshLayout(pipeline=stages, data=world_size // stages)
+        refuse_layout(self.options, layout)
+        return layout

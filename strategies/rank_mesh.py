@@ -3,6 +3,7 @@
 Nothing here knows of a model; the engine puts one on the mesh.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -189,6 +190,31 @@ class RankMeshStrategy(CheckpointingStrategy):
                 groups[axis] = group
         return groups
 
+    def new_group(
+        self, axis: str, members: Sequence[int] | None = None, *, backend: str | None = None
+    ) -> ProcessGroup | None:
+        """Return one more group along an axis, beside those of the other ranks.
+
+        Collective over all ranks: each group of the axis gets one of its own at the same time.
+
+        Args:
+            axis: Along which its ranks lie.
+            members: Places on the axis of those that are in it; None: all.
+            backend: None: as the other groups.
+
+        Returns:
+            The one that this rank is in, None where it is in none.
+        """
+        chosen = [
+            [ranks[each] for each in (range(len(ranks)) if members is None else members)]
+            for ranks in self.layout.groups(axis)
+        ]
+        group: ProcessGroup | None
+        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            chosen, timeout=timedelta(seconds=self.timeout_s), backend=backend, group_desc=axis
+        )
+        return group
+
     # Collectives.
 
     @override
@@ -218,6 +244,15 @@ class RankMeshStrategy(CheckpointingStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         return compat.all_reduce_copy(tensor, group or self.groups.get("data"), reduce_op)
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: ProcessGroup | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather over the data axis unless another group is given: others hold the same."""
+        if group is None or group is dist.group.WORLD:  # which a module asks for by default
+            group = self.groups.get("data")
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

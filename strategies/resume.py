@@ -27,6 +27,7 @@ from boltmesh.strategies.loader_position import (
     make_resumable,
     resume_loader,
 )
+from boltmesh.strategies.mesh import MeshLayout
 
 if TYPE_CHECKING:
     from boltmesh.strategies.engine import MeshStrategy
@@ -132,7 +133,7 @@ class ResumeManager:
                 f"differently. Resume with {then['data']} data ranks, or from a checkpoint "
                 f"written at the end of an epoch."
             )
-        mine = entry["ranks"][self._strategy.global_rank] if then == now else None
+        mine = entry["ranks"][self._writer(then)] if then["data"] == now["data"] else None
         if mine is None:
             warnings.warn(
                 f"{path} holds no random state of rank {self._strategy.global_rank} in this "
@@ -150,6 +151,15 @@ class ResumeManager:
                 for each in written["loaders"]
             ]
         self.point.begin(mine["random"] if mine else None)
+
+    def _writer(self, then: dict[str, int]) -> int:
+        """Return the rank of a run's mesh, of as many data ranks, that this rank goes on from.
+
+        In another layout it is the first that saw the same batches: the ranks beside it draw alike.
+        """
+        if then == self._strategy.layout.sizes:
+            return self._strategy.global_rank
+        return MeshLayout(**then).rank_at(data=self._strategy.coordinates["data"])
 
     def start(self, trainer: Trainer) -> None:
         """Called on every rank when training starts, before its first batch is used."""

@@ -1,7 +1,7 @@
 """The tensor axis in the engine: where its part is asked, and what changes for the others."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Module
 from typing_extensions import override
 
 from boltmesh.strategies import lightning_compat as compat
@@ -90,7 +90,8 @@ class TensorMeshStrategy(MeshStrategy):
         return group
 
     @override
-    def setup(self, trainer: Trainer) -> None:
+    def place(self, trainer: Trainer) -> None:
+        super().place(trainer)
         module = self.lightning_module
         assert module is not None
         refuse_callbacks(compat.callbacks_of(trainer), type(self).__name__)
@@ -105,11 +106,6 @@ class TensorMeshStrategy(MeshStrategy):
         self.recorder.name_group(self._control["tensor"], "tensor")
         if self._divides:
             self._place(trainer, module)
-        self._adopt_metrics()
-        super().setup(trainer)
-        self._sample = None, ()
-        if self._is_fitting:
-            self.tensor_axis.follow_scaler()
 
     @property
     def _divides(self) -> bool:
@@ -129,6 +125,14 @@ class TensorMeshStrategy(MeshStrategy):
             self._tell(axis.place(module, step, *self._sample))
         if self.plan is not None:
             self.recorder.tensor_plan(told(self.plan))
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        gather_over(self._metric_owners(), self.groups["data"])
+        super().setup(trainer)
+        self._sample = None, ()
+        if self._is_fitting:
+            self.tensor_axis.follow_scaler()
 
     @override
     def put_on_data_axis(self, trainer: Trainer) -> None:
@@ -179,6 +183,15 @@ class TensorMeshStrategy(MeshStrategy):
         super().setup_optimizers(trainer)
         if self._divides:
             refuse_optimizers(self.optimizers)
+
+    @override
+    def cut_into_stages(self, units: Mapping[str, Module]) -> None:
+        if self._divides:
+            self.tensor_axis.cut_into_stages(units)
+
+    @override
+    def without_communication(self) -> AbstractContextManager[None]:
+        return self.tensor_axis.silenced() if self._divides else nullcontext()
 
     @override
     def _share_weights(self) -> None:
@@ -248,26 +261,14 @@ class TensorMeshStrategy(MeshStrategy):
         return ready
 
     @override
+    def check_batch(self, batch: Any) -> None:
+        self.tensor_axis.batches.settle(batch)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.tensor_axis.batches.settle(args[0])
         # Under manual optimisation a step may clip by what torch has.
         with self._true_norms():
             return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.tensor_axis.batches.settle(args[0])
-        return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.tensor_axis.batches.settle(args[0])
-        return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.tensor_axis.batches.settle(args[0])
-        return super().predict_step(*args, **kwargs)
 
     # Gradients.
 
@@ -286,17 +287,6 @@ class TensorMeshStrategy(MeshStrategy):
     def _true_norms(self) -> AbstractContextManager[None]:
         """Let torch clip by the norm of the whole model, where a rank has parts of it."""
         return total_norm_replaced(self.data_axis.norms.total) if self._divides else nullcontext()
-
-    # Collectives.
-
-    @override
-    def all_gather(
-        self, tensor: Tensor, group: ProcessGroup | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        """Gather over the data axis unless another group is given: others hold the same."""
-        if group is None or group is dist.group.WORLD:  # which a module asks for by default
-            group = self.groups["data"]
-        return super().all_gather(tensor, group, sync_grads)
 
     # Checkpoints.
 
@@ -320,7 +310,9 @@ class TensorMeshStrategy(MeshStrategy):
         with axis.opened():
             state = super().whole_state(state_dict)
         return {
-            name: each if axis.division(name) is None else axis.joined(name, each)
+            name: axis.joined(name, each)
+            if self.holds(name) and axis.division(name) is not None
+            else each
             for name, each in state.items()
         }
 

@@ -1,7 +1,7 @@
 """What the engine asks of whatever fills the data axis: replicas now, shards with ZeRO."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -50,6 +50,10 @@ class AxisContext:
     recorder: Recorder | NullRecorder = field(default_factory=NullRecorder)
     recomputed: frozenset[Module] = frozenset()
     """Blocks whose forward pass runs once more in the backward pass."""
+    held: Collection[Parameter] | None = None
+    """The parameters of which the ranks of the axis have values; None: all of the module."""
+    holds_buffer: Callable[[str], bool] | None = None
+    """Whether they have the model's value of a buffer, by its name; None: of all."""
 
 
 class DataAxis(ABC):

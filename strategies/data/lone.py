@@ -8,12 +8,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.strategies.data.axis import AxisContext, DataAxis
+from boltmesh.strategies.data.axis import AxisContext
+from boltmesh.strategies.data.late import LateGradients
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 
-class LoneRank(DataAxis):
+class LoneRank(LateGradients):
     """The data axis of layouts that use their ranks for other axes."""
 
     @override
@@ -31,6 +32,18 @@ class LoneRank(DataAxis):
 
     @override
     def after_manual_backward(self, module: Module) -> None:
+        pass
+
+    @override
+    def begin_batch(self) -> None:
+        pass
+
+    @override
+    def end_batch(self) -> None:
+        pass
+
+    @override
+    def pass_over_batch(self) -> None:
         pass
 
     @override

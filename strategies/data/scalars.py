@@ -5,7 +5,7 @@ optimizers and checkpoints see one kind of parameter; within a step it is a plai
 forward pass computes with plain tensors. Both are the same memory.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -33,12 +33,20 @@ class Scalars:
         module: Holds them as plain parameters, alike on all ranks.
         mesh: Of the shards beside them.
         group: The data axis, over which their gradients are averaged.
+        absent: Parameters that these ranks have no values of, and that are left as they are.
     """
 
-    def __init__(self, module: Module, mesh: DeviceMesh, group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        module: Module,
+        mesh: DeviceMesh,
+        group: ProcessGroup,
+        *,
+        absent: Set[Parameter] = frozenset(),
+    ) -> None:
         self._group = group
         self._places: list[tuple[Module, str, Parameter]] = []
-        replicated = {each: _replicate(each, mesh) for each in scalars_of(module)}
+        replicated = {each: _replicate(each, mesh) for each in scalars_of(module) - absent}
         for owner in module.modules():
             own = list(owner.named_parameters(recurse=False, remove_duplicate=False))
             for name, parameter in own:

@@ -37,6 +37,7 @@ from boltmesh.strategies.pipeline.relay import relay_of
 from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.replay.trace import MetricTrace
+from boltmesh.strategies.pipeline.replicas import OtherPipelines
 from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
 from boltmesh.strategies.pipeline.versions import ParameterSlots
@@ -64,12 +65,19 @@ class PipelineAxis:
         self.cutter = Cutter()
         self.digest = BatchDigest()
         """Of the batch that the next step gets."""
+        self.others = OtherPipelines(1, self._fail)
+        """The replicas of this pipeline."""
 
     # Placing the model.
 
     def begin(self, context: PipelineContext) -> None:
-        """Take where the axis finds itself now: called for every run, before ``place``."""
+        """Take where the axis finds itself now: called for every run, before ``place``.
+
+        Collective over all ranks.
+        """
         self.context = context
+        self.others.close()
+        self.others = OtherPipelines(context.num_replicas, self._fail)
         if self.placement is not None:
             self._executor.open()
 
@@ -81,7 +89,7 @@ class PipelineAxis:
         rest: tuple[Any, ...],
         around: Around,
     ) -> None:
-        """Cut the model, and let go of what other ranks hold. Collective over the pipeline.
+        """Cut the model, and let go of what other ranks hold. Collective over all ranks.
 
         Args:
             module: The whole model. What of it was deferred is made for this rank's stages alone.
@@ -110,9 +118,7 @@ class PipelineAxis:
                 (parts[0], *rest),
                 rank_of_stage=self._programs.rank_of_stage,
                 split=self.options.split,
-                seed=context.seed,
-                group=context.group,
-                device=context.device,
+                context=context,
                 budget=find_budget(
                     self.options.max_memory_bytes,
                     self._programs.live(len(parts)),
@@ -121,7 +127,6 @@ class PipelineAxis:
                     device=context.device,
                 ),
                 unmade=unmade,
-                recomputed=context.recomputed,
             )
         self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
@@ -136,11 +141,12 @@ class PipelineAxis:
             name_of=self._name_of,
             timeout=context.timeout,
             on_stuck=self._fail,
+            control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
         )
         self._num_microbatches = len(parts)
         stages = self._programs.of(len(parts)).stages
         self._glue_state = GlueState(module, stages, self._programs.rank_of_stage, context.group)
-        self.holdings = Holdings(module, placement.division, context.group, context.device)
+        self.holdings = Holdings(module, placement.division, context)
         self.delayed = self._delayed() if self._programs.is_asynchronous else None
         unmade.make(set(self.holdings.parameters), context.device)
         placement.plans.check = self.holdings.refuse_unheld
@@ -409,6 +415,7 @@ class PipelineAxis:
         """End what runs beside the training. Parameters stay as they are."""
         self._forget_scaler()
         self._forget_scaler = _nothing
+        self.others.close()
         if self.placement is not None:
             self._executor.close()
             if self.delayed is not None:

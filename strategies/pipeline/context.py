@@ -1,7 +1,10 @@
 """What a pipeline is told of the run that it is in."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch.amp import GradScaler
@@ -10,6 +13,11 @@ from torch.nn import Module
 
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 
+if TYPE_CHECKING:
+    from boltmesh.strategies.data.late import LateGradients
+
+Silent = Callable[[], AbstractContextManager[None]]
+
 
 @dataclass(frozen=True)
 class PipelineContext:
@@ -17,6 +25,10 @@ class PipelineContext:
 
     group: ProcessGroup
     """The ranks of this pipeline."""
+    new_group: Callable[..., ProcessGroup | None]
+    """Makes further groups of its ranks, see ``RankMeshStrategy.new_group``."""
+    data: "LateGradients"
+    """What becomes of the gradients of a batch where there are several pipelines."""
     device: torch.device
     recorder: Recorder | NullRecorder
     seed: int
@@ -25,3 +37,7 @@ class PipelineContext:
     scaler: GradScaler | None = None
     recomputed: frozenset[Module] = frozenset()
     """Blocks whose forward pass runs once more in the backward pass."""
+    num_replicas: int = 1
+    """Pipelines of the job, each with batches of its own."""
+    silent: Silent = nullcontext
+    """Enters what layers are run in on tensors without data, by one rank alone."""

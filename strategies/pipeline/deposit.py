@@ -7,7 +7,7 @@ every hook fires once and in its order, and accumulation, clipping and loss scal
 would have seen.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
+
+
+def _nothing() -> None:
+    """What follows where nobody else has to know."""
 
 
 class Deposit:
@@ -56,7 +60,9 @@ class Deposit:
             for parameter, gradient in zip(self._parameters, self._made, strict=True)
         ]
 
-    def sign(self, loss: Tensor, total: Tensor | float = 1.0) -> Tensor:
+    def sign(
+        self, loss: Tensor, total: Tensor | float = 1.0, *, then: Callable[[], None] = _nothing
+    ) -> Tensor:
         """Return a loss with this value whose backward pass adds the gradients.
 
         Args:
@@ -64,8 +70,9 @@ class Deposit:
             total: What the gradients are to be divided by: the sum of the microbatches' weights,
                 times a loss scale if they were made with one. Without any weight there is nothing
                 to divide, and gradients are zeros.
+            then: Called within the backward pass, when the gradients are in ``.grad``.
         """
-        signed: Tensor = _Hand.apply(loss.detach().requires_grad_(), self, total)  # type: ignore[no-untyped-call]
+        signed: Tensor = _Hand.apply(loss.detach().requires_grad_(), self, total, then)  # type: ignore[no-untyped-call]
         return signed
 
     def add(self, factor: Tensor) -> None:
@@ -89,16 +96,23 @@ class Deposit:
 class _Hand(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, loss: Tensor, deposit: Deposit, total: Tensor | float) -> Tensor:
-        ctx.deposit, ctx.total = deposit, total
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        deposit: Deposit,
+        total: Tensor | float,
+        then: Callable[[], None],
+    ) -> Tensor:
+        ctx.deposit, ctx.total, ctx.then = deposit, total, then
         return loss.clone()
 
     @staticmethod
     @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         # In the same way on every rank, in no less than fp32: parts of the model take equal steps.
         scale = gradients[0].double()
         total = torch.as_tensor(ctx.total, dtype=torch.float64, device=scale.device)
         factor = torch.where(total == 0, 0.0, scale / total)
         ctx.deposit.add(factor.to(torch.promote_types(gradients[0].dtype, torch.float32)))
-        return torch.zeros_like(gradients[0]), None, None
+        ctx.then()
+        return torch.zeros_like(gradients[0]), None, None, None

@@ -3,15 +3,16 @@
 from collections.abc import Iterable
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.strategies.checkpoint.guard import StateGuard
-from boltmesh.strategies.joint_norms import HeldShare, JointNorms
+from boltmesh.strategies.joint_norms import HeldShare
+from boltmesh.strategies.pipeline.context import PipelineContext
 from boltmesh.strategies.pipeline.placement import Division
 from boltmesh.strategies.pipeline.replay.absent import AbsentError, make_absent
 from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
 from boltmesh.strategies.pipeline.sharing import SharedParameters
+from boltmesh.strategies.torch_compat import ParametersInPlace
 
 
 class Holdings:
@@ -20,13 +21,11 @@ class Holdings:
     Args:
         module: The whole model.
         division: What stands where of it.
-        group: The ranks of the pipeline.
-        device: Where this rank computes.
+        context: Where the pipeline finds itself.
     """
 
-    def __init__(
-        self, module: Module, division: Division, group: ProcessGroup, device: torch.device
-    ) -> None:
+    def __init__(self, module: Module, division: Division, context: PipelineContext) -> None:
+        group = context.group
         self._division = division
         self._group = group
         rank = group.rank()
@@ -38,18 +37,18 @@ class Holdings:
             for name, each in module.named_parameters(remove_duplicate=False)
         }
         self._names = frozenset(name for name in named if rank in holders[name])
-        self.parameters = [each for name, each in named.items() if name in self._names]
+        self.parameters = ParametersInPlace(module, (each for each in named if each in self._names))
         """Those that this rank has values of."""
         self._absent = [each for name, each in named.items() if name not in self._names]
-        make_absent(self._absent, device)
+        make_absent(self._absent, context.device)
         absent = [each for each, first in self._first_names.items() if rank not in holders[first]]
         self.guard = StateGuard(module, absent)
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
-        own = {name: named[name] for name, ranks in shared.items() if rank in ranks}
-        self.shared = SharedParameters(own, shared, group)
-        elsewhere = [each for each in self.parameters if id(each) in self.shared.counted_elsewhere]
-        self.norm_share = HeldShare(group, elsewhere, list(own.values()))
-        self.norms = JointNorms([self.norm_share])
+        own = [name for name, ranks in shared.items() if rank in ranks]
+        held_by_several = ParametersInPlace(module, own)
+        self.shared = SharedParameters(held_by_several, shared, group, context.new_group)
+        elsewhere = [name for name in own if shared[name][0] != rank]
+        self.norm_share = HeldShare(group, ParametersInPlace(module, elsewhere), held_by_several)
 
     def move_absent(self, device: torch.device) -> None:
         """Make what other ranks hold seem to be on a device, before the model is moved to it."""
@@ -67,6 +66,13 @@ class Holdings:
         # Every rank has all buffers and extra state, and one of them the model's.
         first = self._division.rank_of_state(name)
         return (first, *(each for each in range(self._group.size()) if each != first))
+
+    def has_buffer(self, name: str) -> bool:
+        """Whether this rank has the model's value of a buffer; of those outside of units all do."""
+        return (
+            name in self._division.loose_buffers
+            or self._division.rank_of_state(name) == self._group.rank()
+        )
 
     def refuse_unheld(self, plans: Iterable[StagePlan]) -> None:
         """Refuse a step that uses parameters of other ranks in stages of this one.

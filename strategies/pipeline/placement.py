@@ -1,20 +1,24 @@
 """Decides which rank holds what of a model: units, parameters and buffers of every stage.
 
-The first rank of the pipeline decides, by its sample of the data, and the others do as it says: a
-sample of other lengths could make another split, and parameters that nobody holds.
+The first rank of the job decides, by its sample of the data, and the others do as it says: a sample
+of other lengths could make another split, and parameters that nobody holds, or that are on another
+stage in the next pipeline, with whose gradients theirs are averaged.
 """
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.building import UnmadeModel
+from boltmesh.strategies.pipeline.context import PipelineContext, Silent
 from boltmesh.strategies.pipeline.cutting import Budget, cut_units, unit_cost
 from boltmesh.strategies.pipeline.measuring import measure_units
 from boltmesh.strategies.pipeline.options import Split
@@ -101,14 +105,11 @@ def place(
     *,
     rank_of_stage: Sequence[int],
     split: Split,
-    seed: int,
-    group: ProcessGroup,
-    device: torch.device,
+    context: PipelineContext,
     budget: Budget,
     unmade: UnmadeModel,
-    recomputed: Set[Module],
 ) -> Placement:
-    """Cut a model into stages, as its first rank says. Collective over the pipeline.
+    """Cut a model into stages, as the job's first rank says. Collective over all ranks.
 
     A model that another strategy has divided for as many ranks and stages stays divided so.
 
@@ -118,19 +119,16 @@ def place(
         args: What it is called with.
         rank_of_stage: The rank of each stage of the pipeline.
         split: As the user gave it.
-        seed: What the step's random numbers start from.
-        group: The ranks of the pipeline.
-        device: Where it will run.
+        context: Where the pipeline finds itself.
         budget: What memory its ranks have for it.
         unmade: What of the model does not exist yet.
-        recomputed: Units whose forward pass runs once more in the backward pass.
 
     Raises:
         ConfigError: When the model cannot be cut so, or is divided otherwise already.
     """
     mine: Division | ConfigError | None = None
     plans: StagePlans | None = None
-    if group.rank() == 0:
+    if dist.get_rank() == 0:
         try:
             mine = _DIVISIONS.get(module)
             if mine is None:
@@ -141,22 +139,24 @@ def place(
                     args,
                     rank_of_stage=rank_of_stage,
                     split=split,
-                    seed=seed,
-                    device=device,
+                    seed=context.seed,
+                    device=context.device,
                     budget=budget,
                     unmade=unmade,
-                    recomputed=recomputed,
+                    recomputed=context.recomputed,
+                    silent=context.silent,
                 )
         except ConfigError as error:
             mine = error
-    answer = of_first_rank(mine, group)
+    answer = of_first_rank(mine)
     assert answer is not None
     if isinstance(answer, ConfigError):
         raise answer
-    _check_module(module, answer, rank_of_stage, group, unmade)
+    _check_module(module, answer, rank_of_stage, context.group, unmade)
     _DIVISIONS[module] = answer
     if plans is None:
-        plans = StagePlans(module, find_stage_units(module), answer.stage_of_unit)
+        units = find_stage_units(module)
+        plans = StagePlans(module, units, answer.stage_of_unit, silent=context.silent)
     return Placement(plans, answer)
 
 
@@ -172,6 +172,7 @@ def divide(
     budget: Budget,
     unmade: UnmadeModel,
     recomputed: Set[Module],
+    silent: Silent = nullcontext,
 ) -> tuple[Division, StagePlans]:
     """Cut a model into stages, by a look at what a step does with one microbatch.
 
@@ -186,12 +187,14 @@ def divide(
         budget: What memory its ranks have for it.
         unmade: What of it does not exist yet.
         recomputed: Units whose forward pass runs once more in the backward pass.
+        silent: See ``PipelineContext``.
 
     Raises:
         ConfigError: When the model cannot be cut so.
     """
     units = find_stage_units(module)
-    trace = _probe_costs(module, units, step, args, seed)
+    with silent():
+        trace = _probe_costs(module, units, step, args, seed)
     uses = units_in_model_order(units) if trace is None else units_in_call_order(trace, units)
     seconds = None
     if split == "measured":
@@ -211,7 +214,7 @@ def divide(
     stage = 0
     for each in uses:  # one that this step does not call stands with its neighbour
         stage = stage_of_unit.setdefault(each.name, stage)
-    plans = StagePlans(module, units, stage_of_unit)
+    plans = StagePlans(module, units, stage_of_unit, silent=silent)
     rank_of_unit = {unit: rank_of_stage[each] for unit, each in stage_of_unit.items()}
     last_rank = rank_of_stage[-1]
     unit_of_buffer = _units_of_buffers(module, units)

@@ -9,7 +9,10 @@ from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.joint_steps import joins_gradients
+from boltmesh.strategies.pipeline.kinds import schedule_kind
+from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.steps.local_norms import refuse_local_norms
 
 
@@ -55,6 +58,21 @@ def refuse_run(
         )
     for each in (module, *compat.callbacks_of(trainer)):
         refuse_local_norms(each, sees="the gradients of one stage, others on each rank")
+
+
+def refuse_layout(options: PipelineOptions, layout: MeshLayout) -> None:
+    """Refuse what the schedule has no order for, or cannot do beside other pipelines.
+
+    Raises:
+        ConfigError: With what to do instead.
+    """
+    options.num_stages(layout.pipeline)
+    if schedule_kind(options.schedule).is_asynchronous and layout.data > 1:
+        raise ConfigError(
+            f"schedule={options.schedule!r} applies gradients a step late, and checkpoints keep "
+            f"those of one pipeline; {layout} would have {layout.data} pipelines. Use "
+            f"schedule='1f1b', or as many stages as there are ranks."
+        )
 
 
 def refuse_late_gradients(trainer: Trainer, scaler: object) -> None:

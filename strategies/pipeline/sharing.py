@@ -1,12 +1,14 @@
 """Parameters that several stages use: equal values, and gradients added up."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+
+from boltmesh.strategies.torch_compat import ParametersInPlace, local_tensor
 
 _FLAG = torch.int32
 
@@ -18,34 +20,37 @@ class SharedParameters:
     up after each batch, so that equal steps follow. Collective to make, over the pipeline.
 
     Args:
-        parameters: By name, those that this rank holds and shares.
+        parameters: Those that this rank holds and shares.
         ranks: By name of every shared parameter of the model, the ranks that hold it, counted
             within the pipeline; alike on all ranks.
         group: The pipeline.
+        new_group: Makes a group of some of its ranks, for all pipelines at once.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, Parameter],
+        parameters: ParametersInPlace,
         ranks: Mapping[str, tuple[int, ...]],
         group: ProcessGroup,
+        new_group: Callable[[tuple[int, ...]], ProcessGroup | None],
     ) -> None:
-        self.names = frozenset(parameters)
+        self.names = frozenset(parameters.named())
         """What this rank shares."""
-        self.counted_elsewhere = frozenset(
-            id(each) for name, each in parameters.items() if group.rank() != ranks[name][0]
-        )
-        """Parameters that another rank counts in a norm, by identity."""
-        self._members: list[tuple[ProcessGroup, list[Parameter]]] = []
-        world = dist.get_process_group_ranks(group)
+        self._parameters = parameters
+        self._members: list[tuple[ProcessGroup, list[str]]] = []
         for members in sorted(set(ranks.values())):
             # By all ranks, though only some are in it: ranks that have made different numbers of
             # groups may never meet in the next one (gloo, torch 2.13).
-            made = dist.new_group([world[each] for each in members], group_desc="pipeline")
-            if group.rank() not in members:
+            made = new_group(members)
+            if made is None:
                 continue
-            held = [parameters[name] for name in sorted(ranks) if ranks[name] == members]
+            held = [name for name in sorted(ranks) if ranks[name] == members]
             self._members.append((made, held))
+
+    def _held(self) -> list[tuple[ProcessGroup, list[Parameter]]]:
+        """Return the groups, and what their ranks share."""
+        named = self._parameters.named()
+        return [(group, [named[each] for each in names]) for group, names in self._members]
 
     def groups(self) -> list[ProcessGroup]:
         """Return the groups that gradients are added up in."""
@@ -53,7 +58,7 @@ class SharedParameters:
 
     def size_per_batch(self) -> tuple[int, int]:
         """Return the bytes and the calls of ``add_up``, with a gradient for every parameter."""
-        trained = [[each for each in held if each.requires_grad] for _, held in self._members]
+        trained = [[each for each in held if each.requires_grad] for _, held in self._held()]
         flags = [len(held) * _FLAG.itemsize for held in trained if held]
         gradients = [each.numel() * each.element_size() for held in trained for each in held]
         return sum(flags) + sum(gradients), len(flags) + len(gradients)
@@ -67,7 +72,7 @@ class SharedParameters:
             gradients: By identity of the parameter.
         """
         sums: dict[int, Tensor] = {}
-        for group, parameters in self._members:
+        for group, parameters in self._held():
             trained = [each for each in parameters if each.requires_grad]
             if not trained:
                 continue
@@ -85,7 +90,8 @@ class SharedParameters:
 
     def broadcast(self) -> None:
         """Give every holder the values of the first one."""
-        for group, parameters in self._members:
+        for group, parameters in self._held():
             source = dist.get_process_group_ranks(group)[0]
             for each in parameters:
-                dist.broadcast(each.detach(), source, group=group)
+                # Of shards each rank's is that of the holder beside it.
+                dist.broadcast(local_tensor(each.detach()), source, group=group)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from boltmesh.strategies.checkpoint.optimizer_state import PARAMS, PENDING
@@ -51,4 +52,4 @@ def add_pending(
 
 
 def _is_stored_apart(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+    return isinstance(value, DTensor) or (isinstance(value, Tensor) and value.dim() > 0)

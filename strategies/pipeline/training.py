@@ -40,7 +40,7 @@ def training_step(
 ) -> Any:
     """Run forward and backward passes of a batch; return a loss that hands gradients over.
 
-    Collective over the pipeline.
+    Collective over the pipeline, and over the pipelines of all data ranks.
 
     Args:
         axis: Of the pipeline.
@@ -54,6 +54,7 @@ def training_step(
         every microbatch gave None. What else is in the dict is on the last stage's rank. The
         gradients are those of the batch before where the schedule applies them a step late.
     """
+    axis.others.meet(axis.context.data.begin_batch)
     parts, sizes = axis.cut(args[0])
     seeds = axis.seeds(ordinal, len(parts))
     proofs = axis.proofs.of_step(lambda: _trial(axis, args, kwargs, around, seeds[0]))
@@ -78,13 +79,14 @@ def training_step(
     if delayed is not None:
         delayed.wait(len(parts), None if loss is None else total)
     if loss is None:
+        axis.others.meet(axis.context.data.pass_over_batch)
         return None
     if delayed is None:
         deposit.replace(axis.holdings.shared.add_up(deposit.made()))
     else:
         deposit.put(delayed.take())
         total = 1.0
-    signed = deposit.sign(loss, total)
+    signed = deposit.sign(loss, total, then=lambda: axis.others.meet(axis.context.data.end_batch))
     if not axis.sharing.is_mapping:
         return signed
     return {**results.merged(proofs), "loss": signed}

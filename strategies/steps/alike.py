@@ -11,15 +11,16 @@ from boltmesh.strategies.random_state import capture_random_state, restore_rando
 T = TypeVar("T")
 
 
-def of_first_rank(value: T, group: ProcessGroup) -> T:
+def of_first_rank(value: T, group: ProcessGroup | None = None) -> T:
     """Return what the first rank of a group gives. Collective over the group.
 
     Args:
         value: Small, and such that it can be pickled; of the first rank alone it counts.
-        group: The ranks that are to have it.
+        group: The ranks that are to have it; None: all of the job.
     """
     holder = [value]
-    dist.broadcast_object_list(holder, dist.get_global_rank(group, 0), group=group)
+    source = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(holder, source, group=group)
     return holder[0]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.access import forget_parts, know_parts
@@ -41,7 +41,12 @@ from boltmesh.strategies.tensor.plan_json import from_json, to_json
 from boltmesh.strategies.tensor.planning import LossParallel, make_plan
 from boltmesh.strategies.tensor.proof import Stage, prove
 from boltmesh.strategies.tensor.rehearsal import Around, Rehearsal
-from boltmesh.strategies.tensor.traffic import Amount, count_step, expected_traffic
+from boltmesh.strategies.tensor.traffic import (
+    Amount,
+    CountingGroup,
+    count_step,
+    expected_traffic,
+)
 from boltmesh.strategies.tensor.user_plan import with_user_plan
 from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -268,6 +273,21 @@ class TensorAxis:
                 for each, entry in applied.sharded.items()
             }
         )
+
+    def cut_into_stages(self, units: Mapping[str, Module]) -> None:
+        """Prepare for ranks that run some of the model's units each; called after ``place``.
+
+        Args:
+            units: By dotted name, none within another one.
+        """
+        assert self.placement is not None
+        self.placement.applied.cut_into_stages(units)
+
+    def silenced(self) -> AbstractContextManager[None]:
+        """Within it, divided layers run on tensors without data, and nothing is communicated."""
+        if self.group.size == 1:
+            return nullcontext()
+        return self.group.counted_by(CountingGroup(self.group.rank, self.group.size))
 
     def follow_parameters(self) -> None:
         """Take the parameters as they are now for those of the placement.

@@ -45,7 +45,7 @@ def count_step(
         group: That the plan was applied with.
         around: Precision.
     """
-    counter = _Counter(group.rank, group.size)
+    counter = CountingGroup(group.rank, group.size)
     mode = fake_tensors()
     swapped: dict[str, Tensor] = {}
     for name, each in rehearsal.module.named_parameters():
@@ -108,7 +108,7 @@ def expected_traffic(
     return [reduced, *others]
 
 
-class _Counter(dist.ProcessGroup):
+class CountingGroup(dist.ProcessGroup):
     """A group of which nobody hears."""
 
     def __init__(self, rank: int, size: int) -> None:

@@ -25,6 +25,7 @@ from boltmesh.strategies.torch_compat.fake import (
 )
 from boltmesh.strategies.torch_compat.files import skip_indices, storage_class, storage_info
 from boltmesh.strategies.torch_compat.modules import (
+    ParametersInPlace,
     buffers_of,
     refuse_fused_attention,
     set_parameter,
@@ -79,7 +80,9 @@ from boltmesh.strategies.torch_compat.units import (
     StepUnits,
     UnitShard,
     forget_step,
+    gather_units,
     is_gathered,
+    reduce_gradients,
     unit_parameter_names,
     unit_parameters,
     unit_shards,
@@ -97,6 +100,7 @@ __all__ = [
     "DispatchMode",
     "FakeTensorMode",
     "OpOverload",
+    "ParametersInPlace",
     "Replica",
     "StepUnits",
     "UnitShard",
@@ -112,6 +116,7 @@ __all__ = [
     "forget_step",
     "functions_unwatched",
     "fused_adam",
+    "gather_units",
     "has_gradient_hooks",
     "intercept_collectives",
     "is_fake",
@@ -123,6 +128,7 @@ __all__ = [
     "make_wrapper",
     "not_compiled",
     "open_one_level",
+    "reduce_gradients",
     "reduce_with",
     "refuse_fused_attention",
     "scale_all",

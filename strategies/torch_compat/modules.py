@@ -1,12 +1,13 @@
 """Parameters and buffers as modules hold them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module, MultiheadAttention
+from torch.nn import Module, MultiheadAttention, Parameter
 from torch.nn.utils.stateless import _reparametrize_module
+from typing_extensions import override
 
 
 def buffers_of(module: Module) -> list[Tensor]:
@@ -26,6 +27,41 @@ def buffers_of(module: Module) -> list[Tensor]:
                 modules[child] = None
                 pending.append(child)
     return list(buffers)
+
+
+class ParametersInPlace(Collection[Parameter]):
+    """What stands in the places of some parameters, whatever that is at the moment.
+
+    Sharding puts whole ones and shards there in turns, and both are parameters of their own.
+
+    Args:
+        module: The whole model.
+        names: Of the parameters.
+    """
+
+    def __init__(self, module: Module, names: Iterable[str]) -> None:
+        self._names = tuple(names)
+        self._places: list[tuple[dict[str, Any], str]] = []
+        for name in self._names:
+            owner, _, key = name.rpartition(".")
+            self._places.append((module.get_submodule(owner)._parameters, key))
+
+    def named(self) -> dict[str, Parameter]:
+        """Return them by name."""
+        return dict(zip(self._names, self, strict=True))
+
+    @override
+    def __iter__(self) -> Iterator[Parameter]:
+        for parameters, key in self._places:
+            yield parameters[key]
+
+    @override
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @override
+    def __contains__(self, parameter: object) -> bool:
+        return any(each is parameter for each in self)
 
 
 def swapped_state(module: Module, tensors: dict[str, Tensor]) -> AbstractContextManager[Any]:

@@ -60,6 +60,7 @@ def agree_on_overflow(
         A function that puts things back.
     """
     unscale: Any = scaler._unscale_grads_
+    before = vars(scaler).get("_unscale_grads_")  # of another axis, whose ranks agree too
 
     def unscale_and_agree(*args: Any, **kwargs: Any) -> Any:
         found: dict[torch.device, Tensor] = unscale(*args, **kwargs)
@@ -73,6 +74,8 @@ def agree_on_overflow(
 
     def restore() -> None:
         vars(scaler).pop("_unscale_grads_", None)
+        if before is not None:
+            vars(scaler)["_unscale_grads_"] = before
 
     return restore
 

@@ -79,6 +79,38 @@ def forget_step(root: FSDPModule) -> None:
             each._training_state = TrainingState.IDLE
 
 
+def gather_units(root: FSDPModule, units: Iterable[FSDPModule]) -> None:
+    """Gather all units of a model at once, for steps that do not run through them. Collective.
+
+    Args:
+        root: The unit that holds the others.
+        units: All of them, in the same order on all ranks; those that are gathered already stay.
+    """
+    root._get_fsdp_state()._lazy_init()
+    before: Any = None
+    for unit in units:
+        if is_gathered(unit):
+            continue
+        handle = unit.unshard(async_op=True)
+        if before is not None:
+            before.wait()  # its copy goes beside this one's messages
+        before = handle
+    if before is not None:
+        before.wait()
+
+
+def reduce_gradients(root: FSDPModule) -> None:
+    """Reduce the gradients of all units' whole parameters to those of shards, and free the whole.
+
+    For steps that did not run through the units. Collective over the ranks that share them, which
+    need to have gradients of the same parameters. What FSDP2 does at the end of a backward pass.
+
+    Args:
+        root: The unit that holds the others.
+    """
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
 class StepUnits:
     """Units as every step wants something of them: what FSDP2 keeps of them is looked up once.
 

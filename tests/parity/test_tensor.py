@@ -42,7 +42,7 @@ class Case:
         return self.ranks // (self.size or self.ranks)
 
     def problem(self) -> Problem:
-        data = text_data if self.module is TinyGPT else regression_data
+        data = regression_data if self.module in {Regression, TwoOptimizers} else text_data
         return Problem(
             module=partial(self.module, **self.model),
             train=partial(data, self.count, self.batch_size),

@@ -18,7 +18,9 @@ from boltmesh.strategies import (
     ZeROStrategy,
 )
 from boltmesh.strategies.access import whole_value
+from boltmesh.strategies.pipeline_mesh import PipelineMeshStrategy
 from tests.support.gpts import TinyGPT, text_data
+from tests.support.pipeline_tensor import PipelineTensor
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -31,7 +33,8 @@ class Run:
     """A fit, from a checkpoint or from the start, up to an epoch."""
 
     layout: str
-    """``plain`` Lightning, ``ddp``, ``zero``, ``pipeline``, or ``tensor`` with its size."""
+    """``plain`` Lightning, ``ddp``, ``zero``, ``pipeline``, ``both`` of two stages and two ranks
+    that share layers, or ``tensor`` with its size."""
     epochs: int
     target: str
     source: str | None = None
@@ -43,6 +46,7 @@ class Run:
             "ddp": lambda: DDPStrategy(telemetry=False),
             "zero": lambda: ZeROStrategy(telemetry=False),
             "pipeline": lambda: PipelineParallelStrategy(telemetry=False, microbatches=4),
+            "both": lambda: PipelineTensor(telemetry=False, stages=2, size=2),
         }
         if self.layout in kinds:
             return kinds[self.layout]()
@@ -78,11 +82,13 @@ def fit(rank: int, world_size: int, folder: Path, run: Run) -> dict[str, Tensor]
         size = 1
     elif isinstance(strategy, TensorParallelStrategy):
         size = strategy.options.size or world_size
+    elif isinstance(strategy, PipelineTensor):
+        size = 4
     trainer.fit(module, data(rank // size, world_size // size), ckpt_path=source)
     trainer.save_checkpoint(folder / run.target)
     found = {}
     for name, parameter in module.named_parameters():
-        if isinstance(strategy, PipelineParallelStrategy) and not strategy.holds(name):
+        if isinstance(strategy, PipelineMeshStrategy) and not strategy.holds(name):
             continue
         found[name] = whole_value(parameter.detach(), parameter).clone()
         for optimizer in trainer.optimizers:
@@ -142,6 +148,37 @@ def test_runs_go_on_in_every_layout(tmp_path: Path) -> None:
     for name, found in zip(names, (*others, *alone, *wide), strict=True):
         if name in halves:
             continue
+        assert found.keys() == reference.keys(), name
+        for key, each in found.items():
+            near = torch.isclose(each, reference[key], rtol=1e-4, atol=2e-5)
+            assert bool(near.all()), f"{name}: {key}"
+
+
+def test_stages_of_shared_layers_go_on_in_every_layout(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    alone = [Run("plain", 2, "plain.ckpt"), Run("plain", 1, "half.ckpt")]
+    reference, _ = merged(run_ranks(fits, 1, folder, alone, timeout_s=110))
+    four = [
+        Run("both", 2, "whole"),
+        Run("both", 1, "half"),
+        Run("both", 2, "same", "half", seed=77),
+        Run("both", 2, "from_plain", "half.ckpt", seed=77),
+        Run("tensor4", 2, "as_four", "half", seed=77),
+    ]
+    whole, _, same, from_plain, as_four = merged(run_ranks(fits, 4, folder, four, timeout_s=110))
+    assert same.keys() == whole.keys()
+    assert [name for name, each in same.items() if not torch.equal(each, whole[name])] == []
+    one = [
+        Run("ddp", 1, "of_both.ckpt", "half"),  # trains nothing: a plain file of the directory
+        Run("plain", 2, "as_plain.ckpt", "of_both.ckpt", seed=77),
+        Run("tensor1", 2, "as_one", "half", seed=77),
+    ]
+    _, as_plain, as_one = merged(run_ranks(fits, 1, folder, one, timeout_s=110))
+    others = {
+        "whole": whole, "from plain": from_plain, "tensor 4": as_four,
+        "plain": as_plain, "one rank": as_one,
+    }  # fmt: skip
+    for name, found in others.items():
         assert found.keys() == reference.keys(), name
         for key, each in found.items():
             near = torch.isclose(each, reference[key], rtol=1e-4, atol=2e-5)

@@ -4,6 +4,10 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from boltmesh.strategies.data.late_shards import LateShards
+from boltmesh.strategies.data.shard_options import ShardOptions
+from boltmesh.strategies.pipeline.options import PipelineOptions
+from boltmesh.strategies.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 
 MICROBATCHES = 4
@@ -14,6 +18,20 @@ def pipeline(**options: Any) -> PipelineParallelStrategy:
     return PipelineParallelStrategy(
         **{"telemetry": False, "microbatches": MICROBATCHES, "timeout_s": 60.0, **options}
     )
+
+
+class ShardedPipeline(PipelineMeshStrategy):
+    """Pipelines whose replicas share out the optimizer state: ZeRO-1 beside a pipeline."""
+
+    def __init__(self, *, stages: int, schedule: str = "1f1b", **options: Any) -> None:
+        super().__init__(
+            pipeline_options=PipelineOptions(
+                stages=stages, schedule=schedule, microbatches=MICROBATCHES
+            ),
+            pipeline=stages,
+            data_axis=LateShards(ShardOptions(stage=1)),
+            **{"telemetry": False, "timeout_s": 60.0, **options},
+        )
 
 
 def quiet_trainer(world_size: int, strategy: Any = "auto", **options: Any) -> Trainer:

@@ -42,6 +42,8 @@ class Executor:
         name_of: Gives a module the name that errors call it by.
         timeout: How long ranks may wait for each other between steps; None: torch's default.
         on_stuck: See ``Alarm``.
+        control_group: The same ranks on the CPU, of its own; by default made here, by all ranks of
+            the job together.
     """
 
     def __init__(
@@ -54,15 +56,16 @@ class Executor:
         name_of: Callable[[Module], str | None] = lambda _: None,
         timeout: timedelta | None = None,
         on_stuck: Callable[[PipelineError], None] = lambda _: None,
+        control_group: ProcessGroup | None = None,
     ) -> None:
         self._device = device
         self._name_of = name_of
         self._global_rank = dist.get_rank() if group is not None else 0
         self._transport = Transport(group, device)
         self._on_peak = on_peak
-        self.control_group: ProcessGroup | None = None
+        self.control_group = control_group
         """The ranks of the axis on the CPU, where they agree on whether a step is to be."""
-        if group is not None and dist.get_world_size(group) > 1:
+        if control_group is None and group is not None and dist.get_world_size(group) > 1:
             self.control_group = dist.new_group(
                 dist.get_process_group_ranks(group),
                 timeout,

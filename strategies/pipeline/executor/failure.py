@@ -146,6 +146,13 @@ class Alarm:
                 self.cause = self._read(store) or self.cause
         return self.cause or "A rank of the pipeline failed and could not say why."
 
+    def look(self) -> str | None:
+        """Return the first cause, None where nobody has told of any. Does not wait."""
+        with self._store() as store:
+            if store is not None and store.check(["cause"]):
+                self.cause = store.get("cause").decode()
+        return self.cause
+
     def reset(self) -> None:
         """Begin anew, on all ranks, after all have raised a failure."""
         self.cause = None

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.replay.tail import Tail
 from boltmesh.strategies.pipeline.replay.trace import Trace, UnitOutput
 from boltmesh.strategies.pipeline.replay.units import unit_parameters
+from boltmesh.strategies.torch_compat import ParametersInPlace
 
 if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.replay.stage_plan import StagePlan
@@ -42,7 +44,12 @@ class StagePlans:
     """Gives the stages of a step for any batch; every rank finds the same without talking."""
 
     def __init__(
-        self, root: Module, units: Mapping[str, Module], stage_of_unit: Mapping[str, int]
+        self,
+        root: Module,
+        units: Mapping[str, Module],
+        stage_of_unit: Mapping[str, int],
+        *,
+        silent: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Take how a model is cut.
 
@@ -50,11 +57,13 @@ class StagePlans:
             root: The whole model.
             units: All of its units by name, of :func:`find_stage_units`.
             stage_of_unit: The stage of each unit that steps call.
+            silent: Enters what a step is probed in: units communicate nothing there.
         """
+        self._silent = silent
         self.root = root
         self.units = dict(units)
         self.stage_of_unit = dict(stage_of_unit)
-        self.parameters = list(root.parameters())
+        self.parameters = ParametersInPlace(root, (name for name, _ in root.named_parameters()))
         self.parameters_of_unit = unit_parameters(root, self.units)
         self.weight_only = frozenset(
             name for name, unit in self.units.items() if type(unit) in WEIGHTS_ONLY
@@ -137,16 +146,17 @@ class StagePlans:
             self._known.popitem(last=False)
         if () in known.traces:
             return known, ()
-        trace = probe(
-            self.root,
-            self.units,
-            step,
-            (batch, *rest),
-            kwargs,
-            seed=seed,
-            known=known.traces,
-            remembered=known.outputs,
-        )
+        with self._silent():
+            trace = probe(
+                self.root,
+                self.units,
+                step,
+                (batch, *rest),
+                kwargs,
+                seed=seed,
+                known=known.traces,
+                remembered=known.outputs,
+            )
         answers = tuple(trace.answers)
         if answers not in known.runs:
             runs = self._cut(step, trace)

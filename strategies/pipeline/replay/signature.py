@@ -1,6 +1,6 @@
 """What has to be equal for two batches to be run the same way."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from boltmesh.strategies.steps.structure import is_constant, take_apart
 
 def batch_signature(
     root: Module,
-    parameters: Sequence[Parameter],
+    parameters: Iterable[Parameter],
     step: str,
     batch: Any,
     kwargs: Any,

@@ -1,8 +1,9 @@
 """Puts a plan on a model: shards in the place of parameters, and wrappers around modules."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from boltmesh.strategies.tensor.execution.borders import (
     Scope,
     SequenceBorder,
 )
-from boltmesh.strategies.tensor.execution.changes import Changes
+from boltmesh.strategies.tensor.execution.changes import Around, Changes
 from boltmesh.strategies.tensor.execution.dropout import Draws, divide_draws
 from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.execution.local import Column, Inside, Row
@@ -38,13 +39,18 @@ from boltmesh.strategies.tensor.execution.region import (
     RegionRow,
     Table,
 )
+from boltmesh.strategies.tensor.execution.sequence import SequenceParts
 from boltmesh.strategies.tensor.execution.sharding import join_shards, shard_parameters
 from boltmesh.strategies.tensor.execution.stacks import Stacks
 from boltmesh.strategies.tensor.execution.views import (
     Boundary,
     PartialGradients,
 )
-from boltmesh.strategies.tensor.execution.vocabulary import divide_vocabularies, left_whole
+from boltmesh.strategies.tensor.execution.vocabulary import (
+    divide_vocabularies,
+    gathered,
+    left_whole,
+)
 from boltmesh.strategies.tensor.execution.vocabulary_part import LossParallel, Vocabulary
 from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan
 
@@ -63,6 +69,8 @@ class AppliedPlan:
     changes: Changes = field(default_factory=Changes, repr=False)
     vocabularies: list[Vocabulary] = field(default_factory=list, repr=False)
     """They count for which functions logits were gathered."""
+    sequences: list[SequenceParts] = field(default_factory=list, repr=False)
+    """Of each stack of blocks between which sequences are divided."""
 
     @property
     def sharded(self) -> dict[Parameter, ShardedParameter]:
@@ -84,6 +92,26 @@ class AppliedPlan:
             source = dist.get_global_rank(self.group.process_group, rank)
             dist.broadcast(shards[rank], source, group=self.group.process_group)
         return join_shards(shards, entry)
+
+    def cut_into_stages(self, modules: Mapping[str, Module]) -> None:
+        """Prepare for ranks that run some of the modules each, and hand on what those give.
+
+        Whole logits are given where they would be divided, and sequences have to divide evenly.
+
+        Args:
+            modules: By dotted name.
+        """
+        for parts in self.sequences:
+            parts.is_cut_by_stages = True
+        names = [
+            name
+            for entry in self.plan.sharded.values()
+            if entry.style == "vocabulary"
+            for name in entry.names
+        ]
+        for name, module in modules.items():
+            if any(each.startswith(f"{name}.") for each in names):
+                self.changes.wrap(module, _gather_output)
 
     def remove(self) -> None:
         """Take the wrappers off. Parameters stay shards."""
@@ -118,7 +146,9 @@ def apply_plan(
     kept = left_whole(without_replicated(plan), module)
     shard_parameters(module, kept.sharded.values(), size=group.size, rank=group.rank)
     applied = AppliedPlan(module, kept, group)
-    _Application(module, kept, group, applied.changes).run()
+    application = _Application(module, kept, group, applied.changes)
+    application.run()
+    applied.sequences = [each.parts for each in application.stacks.all]
     applied.vocabularies = divide_vocabularies(
         module, kept, group, applied.changes, loss_parallel=loss_parallel, tell=tell
     )
@@ -278,6 +308,10 @@ class _Application:
 
     def _caller(self, name: str) -> Module:
         return self.root.get_submodule(caller_of(self.root, name))
+
+
+def _gather_output(forward: Around, *args: Any, **kwargs: Any) -> Any:
+    return gathered(forward(*args, **kwargs))
 
 
 def _channels(module: Module) -> int:

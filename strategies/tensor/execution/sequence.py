@@ -42,6 +42,9 @@ class SequenceParts:
         self._group = group
         self.dim = dim
         """Of the sequence."""
+        self.is_cut_by_stages = False
+        """Whether other ranks run some of the blocks: they do not know how long the sequences were
+        where the stack was entered, so all lengths have to divide."""
         self._length = 0
         self._awaited: WeakSet[_Length] = WeakSet()
         """Of entries whose backward pass is not over."""
@@ -51,6 +54,13 @@ class SequenceParts:
     def split(self, whole: Tensor) -> Tensor:
         """Keep this rank's part of what is alike on all ranks. Gathers in the backward pass."""
         entry = _Length(whole.shape[self.dim])
+        if self.is_cut_by_stages and entry.whole % self._group.size:
+            raise LayoutError(
+                f"A stack of blocks that lies on several stages of a pipeline was entered with "
+                f"{entry.whole} positions, which {self._group.size} tensor ranks do not divide. "
+                f"Pad sequences to a multiple of {self._group.size}, or set "
+                f"strategy.sequence_parallel=false."
+            )
         self._length = entry.whole
         self._awaited.add(entry)
         filled = self._filled(whole, whole.narrow(self.dim, entry.whole - 1, 1).detach())
@@ -89,6 +99,8 @@ class SequenceParts:
         return torch.cat([whole, *[last] * missing], self.dim) if missing else whole
 
     def _cut(self, filled: Tensor) -> Tensor:
+        if self.is_cut_by_stages:
+            return filled
         length = self._length_of(filled.shape[self.dim])
         if length == filled.shape[self.dim]:
             return filled

@@ -1,0 +1,95 @@
+"""Puts ``fully_shard`` on what a rank of a pipeline holds, without its hooks.
+
+FSDP2 gathers and reduces as forward and backward passes run through its units. A pipeline runs
+microbatches of several stages in turns, in orders that FSDP2 does not know, splits backward passes,
+and knows only at the end of a batch what its gradients are divided by. So the units are holders
+around the blocks, which nobody calls: FSDP2 keeps the shards, and gathers and reduces when told.
+"""
+
+from lightning.pytorch import LightningModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import Module, Parameter
+
+from boltmesh.strategies.access import know_units
+from boltmesh.strategies.data.axis import AxisContext
+from boltmesh.strategies.data.buffers import BufferSync
+from boltmesh.strategies.data.evaluation import Attendance
+from boltmesh.strategies.data.late_replicas import share_state
+from boltmesh.strategies.data.late_scalars import LateScalars
+from boltmesh.strategies.data.refusals import refuse_mixed_types
+from boltmesh.strategies.data.root import Root
+from boltmesh.strategies.data.shard_mesh import ShardMesh
+from boltmesh.strategies.data.shard_options import ShardOptions
+from boltmesh.strategies.data.sharded_model import ShardedModel, precision_policy
+from boltmesh.strategies.data.units import find_units
+from boltmesh.strategies.torch_compat import StepUnits
+
+
+class _Holder(Module):
+    """A block under another module, whose forward pass nobody runs."""
+
+    def __init__(self, block: Module) -> None:
+        super().__init__()
+        self.block = block
+
+
+def shard_late(
+    module: LightningModule, options: ShardOptions, context: AxisContext
+) -> ShardedModel:
+    """Shard in place what a rank holds of a module.
+
+    Collective over the data axis: every rank gets its share of the first rank's parameters.
+    """
+    held = set(module.parameters() if context.held is None else context.held)
+    buffers = BufferSync(module, context.group, holds=context.holds_buffer)
+    share_state([each for each in module.parameters() if each in held], buffers, context.group)
+    mesh = ShardMesh.build(
+        context.group,
+        context.device,
+        shard_size=options.shard_size,
+        ranks_per_node=context.ranks_per_node,
+        timeout=context.timeout,
+    )
+    absent = {each for each in module.parameters() if each not in held}
+    # What the holders outside of one are not to shard.
+    taken: set[Parameter] = absent | {each for each in held if each.dim() == 0}
+    found: dict[str, Module] = {}
+    for name, unit in reversed(find_units(module, options.blocks).items()):  # from the inside out
+        if all(each in taken for each in unit.parameters()):
+            continue
+        refuse_mixed_types(name, unit)
+        found[name] = _shard(_Holder(unit), mesh, taken)
+        taken |= set(unit.parameters())
+    refuse_mixed_types("", module)
+    root = Root(module, found.values())
+    found[""] = _shard(root, mesh, taken)
+    units: dict[str, FSDPModule] = {}
+    for name, each in found.items():
+        assert isinstance(each, FSDPModule)
+        units[name] = each
+    know_units(units.values())
+    return ShardedModel(
+        module,
+        root,
+        units,
+        set(),
+        mesh,
+        Attendance({}, context.group, context.device),
+        buffers,
+        [],
+        LateScalars(module, mesh.mesh, context.group, absent=absent),
+        StepUnits(units.values()),
+    )
+
+
+def _shard(unit: Module, mesh: ShardMesh, ignored: set[Parameter]) -> Module:
+    fully_shard(
+        unit,
+        mesh=mesh.mesh,
+        reshard_after_forward=False,
+        # Gradients of microbatches are added up in the type of what is gathered: that of the
+        # parameters, also under autocast.
+        mp_policy=precision_policy(None, is_cast=False),
+        ignored_params=ignored,
+    )
+    return unit

@@ -1,0 +1,177 @@
+"""Shards of a pipeline: ZeRO stage 1 where the gradients of a batch come all at once.
+
+Between optimizer steps every rank of the data axis has a share of its stages' parameters and of
+their optimizer state. For the batches of a step parameters are gathered once; when the gradients of
+all are made they are reduced once, and each rank steps its share.
+
+Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+from lightning.pytorch import LightningModule
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.data.agreed_gradients import agree_on_gradients, agreement_bytes
+from boltmesh.strategies.data.axis import AxisContext
+from boltmesh.strategies.data.expectations import Expectations
+from boltmesh.strategies.data.late import LateGradients
+from boltmesh.strategies.data.late_scalars import LateScalars
+from boltmesh.strategies.data.late_sharded_model import shard_late
+from boltmesh.strategies.data.shard_options import ShardOptions
+from boltmesh.strategies.data.shard_traffic import expected_shard_traffic
+from boltmesh.strategies.data.zero import Shards
+from boltmesh.strategies.torch_compat import forget_step, gather_units, reduce_gradients
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+OVERFLOW_BYTES = 4
+"""Of what a gradient scaler keeps: whether gradients are finite, in single precision."""
+
+
+class LateShards(Shards, LateGradients):
+    """The data axis of ZeRO-1 beside a pipeline.
+
+    Raises:
+        ConfigError: For what it cannot do.
+    """
+
+    def __init__(self, options: ShardOptions) -> None:
+        super().__init__(options)
+        if options.stage != 1:
+            raise ConfigError(
+                f"ZeRO stage {options.stage} beside a pipeline would reduce gradients"
+                f"{' and gather parameters' if options.stage == 3 else ''} for every microbatch, "
+                f"and what the gradients of a microbatch are divided by is known at the end of its "
+                f"batch. Use stage 1, which shards the optimizer state over the data axis: stages "
+                f"have shared out parameters and gradients already."
+            )
+        if options.has_offload:
+            raise ConfigError(
+                f"offload_optimizer={options.offload_optimizer!r} follows backward passes of the "
+                f"whole module, and a pipeline makes gradients all at once. Leave it out: each "
+                f"stage's state is shared out over the data axis."
+            )
+
+    @override
+    def wrap(self, module: Module, context: AxisContext) -> Module:
+        assert isinstance(module, LightningModule)
+        self._context, self.other_shares = context, context.norm_shares
+        if self.sharded is None or self.sharded.module is not module:
+            self.sharded = shard_late(module, self.options, context)
+        else:
+            # The run before may have ended by an error.
+            forget_step(self.sharded.root_unit)
+            self._scalars.forget()
+        self.sharded.mesh.name_groups(context.recorder)
+        self._follow_scaler(context)
+        return module
+
+    @property
+    def shard_group(self) -> ProcessGroup:
+        """The ranks that share one copy of what they hold."""
+        return self._model.mesh.shard_group
+
+    @override
+    @contextmanager
+    def no_sync(self, module: Module) -> Iterator[None]:
+        self._is_synchronised = False
+        try:
+            yield
+        finally:
+            self._is_synchronised = True
+
+    # A batch.
+
+    @override
+    def begin_batch(self) -> None:
+        if self._is_synchronised:
+            self._model.buffers.send()
+        self._gather()
+
+    def _gather(self) -> None:
+        """Put whole parameters in the places of shards. Collective over the axis."""
+        model = self._model
+        gather_units(model.root_unit, model.units.values())
+        model.step_units.follow_shards()
+        model.scalars.take_out()
+
+    @override
+    def end_batch(self) -> None:
+        self._finish(has_loss=True)
+
+    @override
+    def pass_over_batch(self) -> None:
+        self._finish(has_loss=False)
+
+    def _finish(self, *, has_loss: bool) -> None:
+        if not self._is_synchronised:
+            return
+        assert self._context is not None
+        context, model = self._context, self._model
+        agree_on_gradients(self._trained(), context.group, context.device, has_loss=has_loss)
+        reduce_gradients(model.root_unit)
+        self._scalars.average()
+
+    @property
+    def _scalars(self) -> LateScalars:
+        scalars = self._model.scalars
+        assert isinstance(scalars, LateScalars)
+        return scalars
+
+    def _trained(self) -> list[Parameter]:
+        """Return what gets gradients: whole parameters within a batch, shards outside of it."""
+        assert self._context is not None
+        held = self._context.held
+        parameters = self._model.module.parameters() if held is None else held
+        return [each for each in parameters if each.requires_grad]
+
+    @override
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._model.reshard()  # for who looks at parameters between two batches of a window
+
+    # Evaluation.
+
+    @override
+    def begin_evaluation(self, num_batches: float, *, draws_batches: bool) -> None:
+        self._model.buffers.send()
+        self._gather()
+
+    @override
+    def evaluation_batch(self, is_last: Callable[[], bool]) -> AbstractContextManager[None]:
+        self._gather()  # nothing, unless somebody has saved a checkpoint since
+        return nullcontext()
+
+    @override
+    def run_out_of_batches(self, num_served: int) -> None:
+        pass  # nothing is gathered for a single batch
+
+    # What is to be expected.
+
+    @override
+    def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
+        assert self._context is not None
+        context, model = self._context, self._model
+        if context.group.size() == 1:
+            return []
+        known = Expectations(model, self.options, replace(context, compute_dtype=None))
+        trained = self._trained()
+        why = "which parameters have gradients, 4 bytes for each"
+        agreement = ExpectedTraffic("data", "allreduce", agreement_bytes(len(trained)), 1, why)
+        more = [agreement, *model.scalars.expected_traffic(num_batches=1)]
+        if context.scaler is not None:
+            why = "whether fp16 has overflown, asked by torch of shards and once more of all"
+            more.append(ExpectedTraffic("data", "allreduce", 2 * OVERFLOW_BYTES, 2, why))
+        buffers = sum(each.numel() * each.element_size() for each in model.buffers.held())
+        return expected_shard_traffic(
+            replace(known.shape, buffer_bytes=buffers),
+            known.sharing,
+            known.job,
+            num_norms=int(context.has_norm_clipping),
+            more=more,
+        )

@@ -1,0 +1,74 @@
+"""What the pipelines of several data ranks do together, and what they tell each other of failures.
+
+A pipeline that fails raises on all of its ranks; the others find out when they wait for it at the
+end of a batch. Nobody can be woken there (see [Note: Failing together] in ``executor/failure.py``),
+but the wait ends with the process that is waited for, or after a grace period, and the cause is in
+the store by then.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Final
+
+import torch.distributed as dist
+
+from boltmesh.errors import BoltMeshError, PipelineError
+from boltmesh.strategies.pipeline.executor.failure import Alarm
+from boltmesh.strategies.steps.alike import of_first_rank
+
+_RUNS: Final = itertools.count()
+"""Of this process: what was told in one run is not heard in another."""
+
+
+class OtherPipelines:
+    """The replicas of a pipeline. Collective to make, over all ranks.
+
+    Args:
+        count: Pipelines of the job, this one among them.
+        on_stuck: See ``Alarm``.
+    """
+
+    def __init__(self, count: int, on_stuck: Callable[[PipelineError], None]) -> None:
+        self._alarm: Alarm | None = None
+        if count > 1:
+            name = f"replicas-{of_first_rank(next(_RUNS))}"
+            self._alarm = Alarm(dist.get_rank(), name, on_stuck=on_stuck)
+
+    def meet(self, action: Callable[[], None]) -> None:
+        """Do something that is collective over the data axis.
+
+        Raises:
+            PipelineError: With the cause, where another pipeline has failed.
+        """
+        if self._alarm is None:
+            action()
+            return
+        try:
+            with self._alarm.watching():
+                action()
+        except BoltMeshError:
+            raise
+        except Exception as error:
+            cause = self._alarm.look()
+            if cause is None:
+                raise
+            raise PipelineError(f"Another pipeline of the job failed: {cause}") from error
+        self._alarm.num_moves += 1
+
+    def explain(self, error: BaseException) -> None:
+        """Put into an error that ends this rank what another pipeline has told of its own."""
+        if self._alarm is None or isinstance(error, BoltMeshError):
+            return
+        cause = self._alarm.look()
+        if cause is not None and cause not in str(error):
+            error.args = (f"Another pipeline of the job failed: {cause} Here it shows as: {error}",)
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the others why this rank ends."""
+        if self._alarm is not None:
+            self._alarm.ring(str(error) or type(error).__name__)
+
+    def close(self) -> None:
+        """End the thread that looks for failures."""
+        if self._alarm is not None:
+            self._alarm.close()
