@@ -72,11 +72,20 @@ def layouts(rank: int, world_size: int, cases: list[Case], door: Any) -> list[li
     ]
 
 
-@pytest.mark.parametrize("door", [pipeline, ShardedPipeline], ids=["replicas", "shards"])
-def test_pipelines_equal_one_process(door: Any) -> None:
-    references = run_ranks(one_process, 1, CASES)[0]
-    ranks = run_ranks(layouts, RANKS, CASES, door, timeout_s=110)
-    for number, (case, reference) in enumerate(zip(CASES, references, strict=True)):
+@pytest.mark.parametrize(
+    ("door", "cases"),
+    [
+        (pipeline, CASES),
+        (ShardedPipeline, CASES),
+        (partial(ShardedPipeline, zero_stage=2), CASES[1:2]),
+        (partial(ShardedPipeline, zero_stage=3), CASES[1:2]),
+    ],
+    ids=["replicas", "stage 1", "stage 2", "stage 3"],
+)
+def test_pipelines_equal_one_process(door: Any, cases: list[Case]) -> None:
+    references = run_ranks(one_process, 1, cases)[0]
+    ranks = run_ranks(layouts, RANKS, cases, door, timeout_s=110)
+    for number, (case, reference) in enumerate(zip(cases, references, strict=True)):
         assert len(reference.losses) == 5
         assert reference.losses[-1] != reference.losses[0]
         assert reference.validation
