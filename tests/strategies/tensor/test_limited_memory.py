@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 from boltmesh.strategies import TensorParallelStrategy
 
-WIDTH, BLOCKS, STEPS = 512, 24, 2
+WIDTH, BLOCKS, STEPS = 512, 48, 2
 WHOLE_BYTES = 4 * BLOCKS * 4 * WIDTH**2
 ADAM = 4  # parameters, gradients and two moments
 
@@ -114,7 +114,7 @@ def test_two_ranks_build_what_neither_can_hold_and_train_it_in_half_of_the_memor
     tmp_path: Path,
 ) -> None:
     def run(rank: int) -> str:
-        done = run_limited(RUN, tmp_path, rank, 2, timeout_s=170)
+        done = run_limited(RUN, tmp_path, rank, 2, timeout_s=170, stack_kib=2048)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
@@ -124,6 +124,7 @@ def test_two_ranks_build_what_neither_can_hold_and_train_it_in_half_of_the_memor
             assert refused == "the whole does not fit"
             found = json.loads(measured)
             assert found["shapes"] == [[512, 512]]  # of 1024 x 512 and 512 x 1024
-            assert found["blocks"] == 24
-            assert 0.5 <= found["held"] < 0.65
-            assert 0.5 <= found["trained"] < 0.65
+            assert found["blocks"] == 48
+            # Half, and the threads of the run's process groups: a tenth of so small a model.
+            assert 0.5 <= found["held"] < 0.75
+            assert 0.5 <= found["trained"] < 0.6

@@ -1,5 +1,6 @@
 """Models whose sequences are divided between blocks give the numbers of whole ones."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -45,20 +46,24 @@ def planned(
     return apply_plan(made.module, plan, group)
 
 
-def worst_gradient(applied: AppliedPlan, whole: nn.Module) -> tuple[float, str]:
+def gradients(applied: AppliedPlan) -> dict[str, Tensor]:
+    """Whole gradients by name. Collective."""
+    return {
+        name: applied.join(name, each.grad) if name in applied.plan.sharded else each.grad
+        for name, each in applied.module.named_parameters()
+        if each.grad is not None
+    }
+
+
+def worst(found: Mapping[str, Tensor], whole: nn.Module) -> tuple[float, str]:
     expected = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
     least = 1e-3 * max(float(each.abs().max()) for each in expected.values())
-    worst = (0.0, "")
-    for name, parameter in applied.module.named_parameters():
-        if name not in expected:
-            assert parameter.grad is None
-            continue
-        assert parameter.grad is not None, name
-        gradient = parameter.grad
-        if name in applied.plan.sharded:
-            gradient = applied.join(name, gradient)
-        worst = max(worst, (relative(gradient, expected[name], least), name))
-    return worst
+    return max((relative(found[name], each, least), name) for name, each in expected.items())
+
+
+def worst_gradient(applied: AppliedPlan, whole: nn.Module) -> tuple[float, str]:
+    return worst(gradients(applied), whole)
 
 
 def _models(
@@ -108,16 +113,16 @@ def _low_precision(rank: int, size: int) -> list[tuple[float, tuple[float, str]]
     truth = exact.loss(exact.module)
     truth.backward()
     own.module.to(torch.bfloat16)
-    # A group of one rank, so that both are measured alike.
-    alone = apply_plan(own.module, TensorPlan(1), tensor_group())
+    own_loss = own.loss(own.module)
+    own_loss.backward()
     applied = planned(made, "local", tensor_group(), torch.bfloat16)
-    found = []
-    for each, run in ((own, alone), (made, applied)):
-        loss = each.loss(each.module)
-        loss.backward()
-        error = relative(loss.detach().float(), truth.detach())
-        found.append((error, worst_gradient(run, exact.module)))
-    return found
+    loss = made.loss(made.module)
+    loss.backward()
+    alone = {name: each.grad for name, each in own.module.named_parameters()}
+    return [
+        (relative(own_loss.detach(), truth.detach()), worst(alone, exact.module)),
+        (relative(loss.detach(), truth.detach()), worst_gradient(applied, exact.module)),
+    ]
 
 
 def test_in_bf16_numbers_are_as_near_to_fp32_as_those_of_one_process() -> None:
