@@ -1,11 +1,13 @@
 """Causal language models of Hugging Face that ship a tensor plan, planned against unplanned.
 
     python -m tests.parity.tensor_models [--only NAME ...] [--ranks 2] [--sequence-parallel]
+        [--precision 64-true]
 
 Each is built tiny, with random weights, and trained for three steps of SGD in one process and by
 ``TensorParallelStrategy``, whose plan finds itself. Prints a table: what share of the parameters is
 divided, how blocks run, the largest difference of losses and of parameters after the steps; or why
-it was refused. ``test_tensor_models.py`` runs a part of it. About ten minutes on two cores.
+it was refused. Where rounding grows from step to step, double precision leaves nothing of it.
+``test_tensor_models.py`` runs a part of it. About twenty minutes on two cores.
 """
 
 import warnings
@@ -48,6 +50,15 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@dataclass(frozen=True)
+class Way:
+    """How models are run."""
+
+    ranks: int = 2
+    sequence_parallel: bool = False
+    precision: Any = "32-true"
+
+
 @dataclass
 class Divided:
     """A run by a plan."""
@@ -83,40 +94,38 @@ def tokens() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randint(3, 90, (STEPS * ROWS, TOKENS))), batch_size=ROWS)
 
 
-def problem(name: str) -> Problem:
+def problem(name: str, way: Way) -> Problem:
     return Problem(
         module=partial(Model, name),
         train=tokens,
         steps=STEPS,
-        trainer={"accelerator": "cpu"},
+        trainer={"accelerator": "cpu", "precision": way.precision},
     )
 
 
-def alone(rank: int, world_size: int, names: Sequence[str]) -> list[Trace | str]:
+def alone(rank: int, world_size: int, names: Sequence[str], way: Way) -> list[Trace | str]:
     """Train each in this process; what one raises stands for its trace."""
     warnings.simplefilter("ignore")
-    return [_alone(name) for name in names]
+    return [_alone(name, way) for name in names]
 
 
-def _alone(name: str) -> Trace | str:
+def _alone(name: str, way: Way) -> Trace | str:
     try:
-        return trace_one_process(problem(name), data_size=1, is_dealt=False)
+        return trace_one_process(problem(name, way), data_size=1, is_dealt=False)
     except Exception as error:  # noqa: BLE001 - whatever an architecture raises at these sizes
         return f"{type(error).__name__}: {error}"
 
 
-def divided(
-    rank: int, world_size: int, names: Sequence[str], sequence_parallel: bool
-) -> list[Divided | str]:
+def divided(rank: int, world_size: int, names: Sequence[str], way: Way) -> list[Divided | str]:
     """Train each by a plan of its own; why one is refused stands for its run."""
     warnings.simplefilter("ignore")
-    return [_divided(name, world_size, sequence_parallel) for name in names]
+    return [_divided(name, way) for name in names]
 
 
-def _divided(name: str, world_size: int, sequence_parallel: bool) -> Divided | str:
-    strategy = TensorParallelStrategy(telemetry=False, sequence_parallel=sequence_parallel)
+def _divided(name: str, way: Way) -> Divided | str:
+    strategy = TensorParallelStrategy(telemetry=False, sequence_parallel=way.sequence_parallel)
     try:
-        trace = trace_layout(problem(name), strategy, devices=world_size)
+        trace = trace_layout(problem(name, way), strategy, devices=way.ranks)
     except BoltMeshError as error:
         return str(error)
     assert trace.disagreement is None, trace.disagreement
@@ -128,13 +137,11 @@ def _divided(name: str, world_size: int, sequence_parallel: bool) -> Divided | s
     return Divided(trace, share, dict(plan.backends), plan.notes)
 
 
-def measure(
-    names: Sequence[str], ranks: int = 2, *, sequence_parallel: bool = False, timeout_s: float = 300
-) -> list[Row]:
+def measure(names: Sequence[str], way: Way, *, timeout_s: float = 300) -> list[Row]:
     """Run models both ways, all of them in one start of the ranks, which import transformers."""
-    wanted = run_ranks(alone, 1, names, timeout_s=timeout_s)[0]
+    wanted = run_ranks(alone, 1, names, way, timeout_s=timeout_s)[0]
     sound = [name for name, each in zip(names, wanted, strict=True) if not isinstance(each, str)]
-    found = run_ranks(divided, ranks, sound, sequence_parallel, timeout_s=timeout_s)[0]
+    found = run_ranks(divided, way.ranks, sound, way, timeout_s=timeout_s)[0]
     by_name = dict(zip(sound, found, strict=True))
     return [
         _row(name, each, by_name.get(name, "")) for name, each in zip(names, wanted, strict=True)
@@ -164,24 +171,24 @@ def _short(text: str) -> str:
     return " ".join(text.split())[:300].replace("|", "/")
 
 
-def table(names: Sequence[str], ranks: int, *, sequence_parallel: bool) -> None:
-    print(f"| {ranks} ranks | divided | blocks run | loss | parameters |")
+def table(names: Sequence[str], way: Way) -> None:
+    print(f"| {way.ranks} ranks | divided | blocks run | loss | parameters |")
     print("| --- | --- | --- | --- | --- |", flush=True)
     for first in range(0, len(names), AT_ONCE):
-        for row in _some(names[first : first + AT_ONCE], ranks, sequence_parallel):
+        for row in _some(names[first : first + AT_ONCE], way):
             print(row.text(), flush=True)
             for note in row.notes:
                 print(f"    {row.name}: {note}", flush=True)
 
 
-def _some(names: Sequence[str], ranks: int, sequence_parallel: bool) -> list[Row]:
+def _some(names: Sequence[str], way: Way) -> list[Row]:
     """Run a few; where one takes its ranks down, each on ranks of its own."""
     try:
-        return measure(names, ranks, sequence_parallel=sequence_parallel)
+        return measure(names, way)
     except RankFailure as failure:
         if len(names) == 1:
             return [Row(names[0], refused=f"FAILED {_short(str(failure)[-400:])}")]
-        return [_some([each], ranks, sequence_parallel)[0] for each in names]
+        return [_some([each], way)[0] for each in names]
 
 
 def main() -> None:
@@ -189,9 +196,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SHIPPED, default=SHIPPED)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--precision", default="32-true", choices=["32-true", "64-true"])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table(options.only, options.ranks, sequence_parallel=options.sequence_parallel)
+    table(options.only, Way(options.ranks, options.sequence_parallel, options.precision))
 
 
 if __name__ == "__main__":

@@ -141,9 +141,11 @@ def test_runs_go_on_in_every_layout(tmp_path: Path) -> None:
         Run("tensor4", 2, "as_four", "half", seed=77),
         Run("tensor2", 2, "as_two_groups", "half", seed=77),
         Run("tensor4", 2, "from_plain", "plain_half.ckpt", seed=77),
+        Run("tensor4", 1, "four_half"),
+        Run("tensor2", 2, "two_groups_from_four", "four_half", seed=77),
     ]
     wide = merged(run_ranks(fits, 4, folder, four, timeout_s=110))
-    halves = {"zero_half", "pipeline_half", "plain_half.ckpt", "half.ckpt"}
+    halves = {"zero_half", "pipeline_half", "plain_half.ckpt", "half.ckpt", "four_half"}
     names = [each.target for each in (*two[4:], *one, *four)]
     for name, found in zip(names, (*others, *alone, *wide), strict=True):
         if name in halves:

@@ -181,6 +181,10 @@ def _sizes(known: dict[str, Any]) -> dict[str, Any]:
         for key, value in SIZES.items()
         if key in known and not (key in OPTIONAL and known[key] is None)
     }
+    # Masks are drawn for what a rank has, so they differ from those of one process on purpose.
+    chosen |= {
+        key: 0.0 for key, value in known.items() if "drop" in key and isinstance(value, float)
+    }
     if known.get("kv_lora_rank"):  # latent attention: heads do not share keys
         chosen["num_key_value_heads"] = SIZES["num_attention_heads"]
         rotated, other = "qk_rope_head_dim", "qk_nope_head_dim"

@@ -29,12 +29,21 @@ def allow(num_bytes):
 
 
 def run_limited(
-    script: str, *arguments: object, timeout_s: float = 100.0
+    script: str, *arguments: object, timeout_s: float = 100.0, stack_kib: int = 8192
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a script that calls ``allow(num_bytes)`` once everything is imported and warm."""
+    """Run a script that calls ``allow(num_bytes)`` once everything is imported and warm.
+
+    Args:
+        script: Python's code.
+        *arguments: Of the script.
+        timeout_s: After which it is killed.
+        stack_kib: Of every thread: a process group has two.
+    """
     root = str(Path(__file__).parents[2])
+    code = PREAMBLE + textwrap.dedent(script)
+    limited = ["sh", "-c", f'ulimit -s {stack_kib}; exec "$@"', "sh"]
     return subprocess.run(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(script), *map(str, arguments)],
+        [*limited, sys.executable, "-c", code, *map(str, arguments)],
         check=False,
         capture_output=True,
         text=True,

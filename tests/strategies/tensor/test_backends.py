@@ -1,13 +1,20 @@
 """How blocks are run, and what a plan says where some stay whole."""
 
-from boltmesh.strategies.tensor.backends import backend_of, backends_of_axes, without_replicated
+from boltmesh.strategies.tensor.backends import (
+    backend_of,
+    backends_of_axes,
+    without_replicated,
+    without_sequence,
+)
 from boltmesh.strategies.tensor.plan import (
     PlannedAxis,
     ShardedParameter,
     SizeAttribute,
     TensorPlan,
 )
+from boltmesh.strategies.tensor.planning import make_plan
 from boltmesh.strategies.tensor.sections import Section
+from tests.support.planned import analysed
 
 
 def _plan(**backends: str) -> TensorPlan:
@@ -65,3 +72,13 @@ def test_what_lies_in_no_block_can_stay_whole_alone() -> None:
 def test_a_plan_all_of_which_is_divided_is_left_as_it_is() -> None:
     plan = _plan(a_0="region")
     assert without_replicated(plan) is plan
+
+
+def test_with_whole_sequences_nothing_is_left_of_what_divided_ones_ask_for():
+    analysis = analysed("gpt_fused")
+    plan = make_plan(analysis, 2, sequence_parallel=True)
+    plain = make_plan(analysis, 2)
+
+    assert set(plan.partial) > set(plain.partial)
+    assert without_sequence(plan) == plain
+    assert without_sequence(plain) is plain

@@ -2,8 +2,11 @@
 
 import pytest
 
+from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.planning import make_plan
 from tests.support.planned import analysed, division, divisions, patterns
+from tests.support.tensor_models import example
 
 DIVISIONS = {
     "gpt_separate": {
@@ -213,6 +216,17 @@ def test_views_name_sizes_of_heads_and_not_of_channels(name):
     assert not any("mlp" in each for each in named)
     # Torch's attention is run as layers of our own, whose sizes are theirs.
     assert bool(named) == (name != "gpt_torch_attention")
+
+
+def test_attributes_are_sizes_of_the_model_and_not_of_the_batch():
+    """Four rows of four heads make sixteen, the channels of a head: torch multiplies by rows."""
+    made = example("gpt2_eager", rows=4)
+
+    plan = make_plan(analyse(made.module, made.loss, blocks=find_blocks(made.module)), 2)
+
+    names = {each.name for each in plan.attributes if each.module == "transformer.h.0.attn"}
+    assert "num_heads" in names
+    assert "head_dim" not in names
 
 
 def test_all_names_of_a_tied_parameter_are_told():
