@@ -9,11 +9,14 @@ from typing_extensions import override
 from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.strategies.data.axis import DataAxis
 from boltmesh.strategies.data.ddp import ReplicaOptions, Replicas
+from boltmesh.strategies.data.late_replicas import LateReplicas
+from boltmesh.strategies.data.late_shards import LateShards
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.zero import Shards
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.mesh_fit import fit_layout
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
+from boltmesh.strategies.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.tensor.axis import TensorOptions, UserPlan
 from boltmesh.strategies.tensor_mesh import TensorMeshStrategy
 
@@ -21,12 +24,13 @@ Tier = Literal["cpu", "nvme"]
 
 
 class Parallel3DStrategy(TensorMeshStrategy):
-    """Any ZeRO stage over the data axis, with ranks that share each layer.
+    """Any ZeRO stage over the data axis, pipelines, and ranks that share each layer: together.
 
     The same numbers as one process with a batch that is larger by ``data``. Ranks are laid out with
-    the tensor axis innermost, inside a host. Each rank has its part of every layer that the tensor
-    plan divides, and of that part its shard over the data axis: optimizer state from
-    ``zero_stage=1`` on, gradients from 2, parameters from 3.
+    the tensor axis innermost, inside a host, and the pipeline outermost. Each rank has the layers
+    of its stages, of every layer that the tensor plan divides its part, and of that part its shard
+    over the data axis: optimizer state from ``zero_stage=1`` on, gradients from 2, parameters from
+    3.
 
     What is said of ``state_dict``, norms and optimizers at ``TensorParallelStrategy`` and at
     ``ZeROStrategy`` holds here too: ``Trainer.save_checkpoint`` writes what any layout reads,
@@ -35,7 +39,7 @@ class Parallel3DStrategy(TensorMeshStrategy):
 
     Args:
         data: Ranks with batches of their own; by default all that the other axes leave.
-        pipeline: Stages. More than 1 is refused in this version.
+        pipeline: Ranks of a pipeline, one stage behind the other.
         tensor: Ranks that share each layer; they have to be on one host.
         zero_stage: What is sharded over the data axis: 0 nothing (replicas), 1 the optimizer state,
             2 also the gradients, 3 also the parameters.
@@ -71,6 +75,11 @@ class Parallel3DStrategy(TensorMeshStrategy):
     """
 
     strategy_name = "bolt_3d"
+
+    def __new__(cls, *_: Any, pipeline: int = 1, **__: Any) -> "Parallel3DStrategy":
+        """Return one that has a pipeline where that was asked for."""
+        is_pipelined = cls is Parallel3DStrategy and pipeline != 1
+        return super().__new__(_Pipelined3DStrategy if is_pipelined else cls)
 
     def __init__(
         self,
@@ -122,12 +131,11 @@ class Parallel3DStrategy(TensorMeshStrategy):
         _refuse_idle(layers, TensorOptions(), "tensor", tensor)
         if data == 1:
             _refuse_idle({"shard_size": shard_size}, ShardOptions(), "data", data)
-        _refuse_stages(pipeline)
         self._asked_data = data
         self.options = TensorOptions(tensor, plan, sequence_parallel, loss_parallel)
         super().__init__(
             tensor_options=self.options,
-            data_axis=_data_axis(zero_stage, shards, tensor),
+            data_axis=_data_axis(zero_stage, shards, pipeline, tensor),
             pipeline=pipeline,
             tensor=tensor,
             **kwargs,
@@ -145,7 +153,18 @@ class Parallel3DStrategy(TensorMeshStrategy):
         )
 
 
-def _data_axis(stage: int, shards: Mapping[str, Any], tensor: int) -> DataAxis:
+class _Pipelined3DStrategy(PipelineMeshStrategy, Parallel3DStrategy):
+    """The same with a pipeline, which runs steps in another way."""
+
+    def __init__(self, **options: Any) -> None:
+        asked = {name: options[name] for name in _STAGE_OPTIONS if name in options}
+        super().__init__(pipeline_options=PipelineOptions(**asked), **options)
+
+
+_STAGE_OPTIONS = ("microbatches", "schedule", "stages_per_rank", "split", "max_memory_bytes")
+
+
+def _data_axis(stage: int, shards: Mapping[str, Any], pipeline: int, tensor: int) -> DataAxis:
     if stage not in {0, 1, 2, 3}:
         raise ConfigError(
             f"zero_stage={stage!r} is no ZeRO stage. Use 0 (replicas), 1 (optimizer state is "
@@ -159,13 +178,14 @@ def _data_axis(stage: int, shards: Mapping[str, Any], tensor: int) -> DataAxis:
             f"tensor=1."
         )
     if stage:
-        return Shards(ShardOptions(stage=stage, key="zero_stage", **shards))
+        options = ShardOptions(stage=stage, key="zero_stage", **shards)
+        return LateShards(options) if pipeline > 1 else Shards(options)
     for name, value in _changed(shards, ShardOptions()).items():
         raise ConfigError(
             f"{name}={value!r} is about shards, and with zero_stage=0 every rank of the data axis "
             f"has all of its part. Leave {name} out, or set zero_stage=1, 2 or 3."
         )
-    return Replicas(ReplicaOptions())
+    return LateReplicas() if pipeline > 1 else Replicas(ReplicaOptions())
 
 
 def _check_sizes(data: int | None, pipeline: int, tensor: int) -> None:
@@ -192,12 +212,3 @@ def _refuse_idle(options: Mapping[str, Any], default: object, axis: str, size: i
 
 def _changed(options: Mapping[str, Any], default: object) -> dict[str, Any]:
     return {name: each for name, each in options.items() if each != getattr(default, name)}
-
-
-def _refuse_stages(pipeline: int) -> None:
-    """Refuse what this version does not put together."""
-    if pipeline > 1:
-        raise LayoutError(
-            f"pipeline={pipeline} was asked for, and this version puts the data and the tensor "
-            f"axis together without a pipeline. Set pipeline=1, or use PipelineParallelStrategy."
-        )

@@ -11,7 +11,6 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
@@ -21,7 +20,6 @@ from boltmesh.strategies.checkpoint.optimizer_state import Take
 from boltmesh.strategies.data.buffers import BufferSync
 from boltmesh.strategies.data.late import LateGradients
 from boltmesh.strategies.data.late_replicas import share_state
-from boltmesh.strategies.data.late_shards import LateShards
 from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
