@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -39,6 +40,7 @@ from boltmesh.strategies.pipeline.refusals import (
     refuse_optimizers,
     refuse_run,
 )
+from boltmesh.strategies.pipeline.rehearsal import StageRehearsal
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.small_state import add_pending, joined_state
@@ -94,6 +96,8 @@ class PipelineMeshStrategy(MeshStrategy):
         self.pipeline_axis = PipelineAxis(pipeline_options)
         self._is_new = True
         """Whether the model was placed for this run, and not for one before."""
+        self._first_batch: tuple[Any, tuple[Any, ...]] = None, ()
+        """A batch of the fit that is set up, and what a step is called with behind it."""
         self._resumed_seed: int | None = None
         """What random numbers within steps started from in the run that is gone on with."""
         self._digest: tuple[Any, BatchDigest] | None = None
@@ -162,7 +166,8 @@ class PipelineMeshStrategy(MeshStrategy):
                 self._evaluation = Evaluation(axis)
             if self._is_fitting:
                 axis.expect(sample.batch, rest, around)
-        if self.data_axis.is_sharded:
+                self._first_batch = sample.batch, rest
+        if is_new and self.data_axis.is_sharded:
             self.model_to_device()  # stages exist already, and are gathered whole for a step
 
     @override
@@ -170,6 +175,7 @@ class PipelineMeshStrategy(MeshStrategy):
         axis = self.pipeline_axis
         gather_over(self._metric_owners(), self.groups["data"])
         super().setup(trainer)
+        self._first_batch = None, ()
         if self._is_new:
             axis.start()
         if self._is_fitting and axis.delayed is not None:
@@ -249,6 +255,13 @@ class PipelineMeshStrategy(MeshStrategy):
         return super().expected_traffic() + self.pipeline_axis.expected_traffic(
             trainer.accumulate_grad_batches, num_norms=int(compat.has_norm_clipping(trainer))
         )
+
+    def rehearsed_batch(self) -> tuple[StageRehearsal, torch.device]:
+        """Return what this rank runs of a batch of training, and where the batch is."""
+        batch, rest = self._first_batch
+        batch = move_data_to_device(batch, self.root_device)
+        around = self._around("training_step")
+        return self.pipeline_axis.rehearsed(batch, rest, around), self.root_device
 
     @override
     def expected_memory(self) -> list[MemoryKind]:

@@ -28,7 +28,11 @@ from boltmesh.strategies.tensor.axis import TensorAxis, TensorContext, TensorOpt
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.refusals import refuse_late_proof, refuse_parameters, refuse_run
 from boltmesh.strategies.tensor.shard_steps import refuse_optimizers
+<<<<<<< HEAD
 from boltmesh.strategies.tensor.telling import told
+=======
+from boltmesh.strategies.tensor.traffic import FakeRun
+>>>>>>> wf
 from boltmesh.strategies.torch_compat import total_norm_replaced
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -145,7 +149,12 @@ class TensorMeshStrategy(MeshStrategy):
         """Find out what a step moves while parameters are plain tensors, before they are shards."""
         assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization:
-            self.tensor_axis.count(*self._sample, self.precision_plugin.train_step_context)
+            run, device = self.rehearsed_batch()
+            self.tensor_axis.count(run, self.precision_plugin.train_step_context, device)
+
+    def rehearsed_batch(self) -> tuple[FakeRun, torch.device]:
+        """Return what this rank runs of a batch of training, and where the batch is."""
+        return self.tensor_axis.rehearsed(*self._sample), torch.device("cpu")
 
     def _tell(self, notes: Sequence[str]) -> None:
         """Warn once of what of the plan did not verify."""

@@ -33,6 +33,7 @@ from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.proofs import Proofs
+from boltmesh.strategies.pipeline.rehearsal import StageRehearsal
 from boltmesh.strategies.pipeline.relay import relay_of
 from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
@@ -171,6 +172,25 @@ class PipelineAxis:
                 for part in parts
             ]
         self._forecast.crossing = [[each.plan.values_in for each in stages] for stages in runs]
+
+    def rehearsed(self, batch: Any, rest: tuple[Any, ...], around: Around) -> StageRehearsal:
+        """Return a run of this rank's stages without the others.
+
+        Args:
+            batch: Of training, on the device.
+            rest: What ``training_step`` is called with behind it.
+            around: Precision.
+        """
+        assert self.placement is not None
+        plans, seed = self.placement.plans, self.context.seed
+        parts = self._cut(batch)[0]
+        own = self._programs.of(len(parts)).stages
+        runs = []
+        with around():
+            for part in parts:
+                stages = plans.stages("training_step", part, *rest, seed=seed)
+                runs.append(((part, *rest), [stages[each] for each in own]))
+        return StageRehearsal(self.module, self.context.device, runs)
 
     def _delayed(self) -> DelayedGradients:
         def finish(num_microbatches: int) -> None:

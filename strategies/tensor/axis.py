@@ -44,6 +44,7 @@ from boltmesh.strategies.tensor.rehearsal import Around, Rehearsal
 from boltmesh.strategies.tensor.traffic import (
     Amount,
     CountingGroup,
+    FakeRun,
     count_step,
     expected_traffic,
 )
@@ -340,13 +341,24 @@ class TensorAxis:
 
     # What the engine asks.
 
-    def count(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
+    def rehearsed(self, batch: Any, rest: tuple[Any, ...]) -> FakeRun:
+        """Return a run of a whole step of training, to be counted.
+
+        Args:
+            batch: On the CPU.
+            rest: What ``training_step`` is called with behind it.
+        """
+        assert self.placement is not None
+        rehearsal = Rehearsal(self.placement.module, "training_step", (batch, *rest), _CPU)
+        return lambda _: rehearsal.run()
+
+    def count(self, run: FakeRun, around: Around, device: torch.device) -> None:
         """Find out what a batch of training moves, to be expected; called for every fit.
 
         Args:
-            batch: Of training, on the CPU.
-            rest: What ``training_step`` is called with behind it.
+            run: What this rank runs of it.
             around: Precision.
+            device: Where tensors of the batch are.
         """
         assert self.placement is not None
         if any(isinstance(each, DTensor) for each in self.placement.module.parameters()):
@@ -354,8 +366,7 @@ class TensorAxis:
             # been others.
             self._counted = None
             return
-        rehearsal = Rehearsal(self.placement.module, "training_step", (batch, *rest), _CPU)
-        self._counted = count_step(rehearsal, self.group, around)
+        self._counted = count_step(self.placement.module, run, self.group, around, device)
 
     def expected_traffic(self, *, accumulated: int, num_norms: int) -> list[ExpectedTraffic]:
         """What one optimizer step moves on this rank; nothing where nobody knows.

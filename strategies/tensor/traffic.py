@@ -5,19 +5,23 @@ and from the step together: autocast, recomputation, frozen layers that need no 
 planned step is run once as it will run, with shapes alone, and a group that only counts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from typing_extensions import override
 
 from boltmesh.strategies.tensor.batches import BYTES_PER_RANK
 from boltmesh.strategies.tensor.execution.group import TensorGroup
-from boltmesh.strategies.tensor.rehearsal import Around, Rehearsal
-from boltmesh.strategies.torch_compat import fake_tensors, make_fake, swapped_state
+from boltmesh.strategies.tensor.rehearsal import Around
+from boltmesh.strategies.torch_compat import FakeTensorMode, fake_tensors, make_fake, swapped_state
 from boltmesh.telemetry.traffic import ExpectedTraffic
+
+FakeRun = Callable[[FakeTensorMode], object]
+"""Runs something with a model whose parameters are tensors of that mode, without data."""
 
 NORM_BYTES = 8
 """Of a norm over the ranks, which is a single number in double precision."""
@@ -34,35 +38,37 @@ class Amount(NamedTuple):
 
 
 def count_step(
-    rehearsal: Rehearsal, group: TensorGroup, around: Around
+    module: Module, run: FakeRun, group: TensorGroup, around: Around, device: torch.device
 ) -> dict[str, Amount] | None:
     """Return what one batch moves, by operator of ``c10d``; None where that cannot be found out.
 
     No communication. Gradients, values and random numbers stay as they are.
 
     Args:
-        rehearsal: Of a model that runs by a plan, with a batch on the CPU.
+        module: A model that runs by a plan.
+        run: What this rank runs of a batch.
         group: That the plan was applied with.
         around: Precision.
+        device: Where tensors of the batch are.
     """
     counter = CountingGroup(group.rank, group.size)
     mode = fake_tensors()
     swapped: dict[str, Tensor] = {}
-    for name, each in rehearsal.module.named_parameters():
+    for name, each in module.named_parameters():
         with mode:
-            swapped[name] = _on_host(make_fake(each, mode), each)
-    for name, buffer in rehearsal.module.named_buffers():
-        swapped[name] = buffer.detach().cpu().clone()
+            swapped[name] = _moved(make_fake(each, mode), each, device)
+    for name, buffer in module.named_buffers():
+        swapped[name] = buffer.detach().to(device).clone()
     try:
-        with swapped_state(rehearsal.module, swapped), group.counted_by(counter), around():
-            rehearsal.run()
+        with swapped_state(module, swapped), group.counted_by(counter), around():
+            run(mode)
     except Exception:  # noqa: BLE001 - code that needs values; what is expected is only shown
         return None
     return {name: Amount(*each) for name, each in counter.counted.items()}
 
 
-def _on_host(fake: Tensor, parameter: Tensor) -> Tensor:
-    return Parameter(fake.detach().to("cpu"), requires_grad=parameter.requires_grad)
+def _moved(fake: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
+    return Parameter(fake.detach().to(device), requires_grad=parameter.requires_grad)
 
 
 def expected_traffic(

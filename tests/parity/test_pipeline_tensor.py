@@ -1,0 +1,97 @@
+"""Two stages, each of two ranks that share its layers, compute what one process computes."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.plugins import MixedPrecision
+from torch.amp import GradScaler
+
+from boltmesh.differences import Trace, find_differences
+from boltmesh.parity import trace_layout
+from boltmesh.telemetry.job import ID_VARIABLE, RUN_DIR_VARIABLE
+from boltmesh.telemetry.reading.reader import Job
+from tests.parity.test_tensor import BF16, CLIP, ROUGH, SGD, Case, one_process
+from tests.support.causal_training import CausalTraining
+from tests.support.gpts import TinyGPT, text_data
+from tests.support.pipeline_tensor import PipelineTensor
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
+
+CASES = [
+    Case("tied over stages, a vocabulary that does not divide, clipping", ranks=4,
+         model={"ties": True, "vocabulary": 27}, trainer=CLIP),
+    Case("a sequence that is divided between stages, too", ranks=4, accumulate=2,
+         model={"depth": 4}, trainer=CLIP,
+         strategy={**INTERLEAVED, "sequence_parallel": True, "activation_checkpointing": "full"}),
+    Case("Hugging Face's Llama, zbv", ranks=4, module=CausalTraining, trainer=CLIP,
+         strategy={"schedule": "zbv", "microbatches": 4, "split": "auto"}),
+    Case("bf16-mixed", ranks=4, model=SGD, trainer={**BF16, **CLIP}, tolerance=ROUGH, steps=3),
+]  # fmt: skip
+
+
+def layout(rank: int, world_size: int, case: Case) -> tuple[Trace, float]:
+    strategy = PipelineTensor(telemetry=False, **case.strategy)
+    trace = trace_layout(case.problem(), strategy, devices=world_size)
+    assert strategy.plan is not None
+    assert (strategy.plan.sequence is not None) == bool(case.strategy.get("sequence_parallel"))
+    divided = sum(each.elements for each in strategy.plan.sharded.values())
+    return trace, divided / sum(each.numel() for each in trace.parameters.values())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_equals_one_process(case: Case) -> None:
+    reference = run_ranks(one_process, 1, case)[0]
+    assert reference.losses[-1] != reference.losses[0]
+    for trace, share in run_ranks(layout, case.ranks, case):
+        assert share > 0.9
+        assert [*map(str, find_differences(reference, trace, case.tolerance))] == []
+
+
+def train(rank: int, world_size: int, run_dir: Path, options: dict[str, Any]) -> Any:
+    environment = pytest.MonkeyPatch()  # of this process, which ends with the run
+    environment.setenv(RUN_DIR_VARIABLE, str(run_dir))
+    environment.setenv(ID_VARIABLE, "told")
+    seed_everything(1, verbose=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        trainer = Trainer(
+            accelerator="cpu", devices=world_size, strategy=PipelineTensor(**options),
+            plugins=[MixedPrecision("16-mixed", "cpu", GradScaler("cpu"))],
+            max_steps=6, accumulate_grad_batches=2, gradient_clip_val=1.0, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(TinyGPT(depth=4, ties=True, dropout=0.1), text_data(96, 8))
+    if rank == 0:
+        with Job(run_dir / "told") as job:
+            return job.snapshot()
+    return None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_each_axis_moves_what_is_expected_of_it(tmp_path: Path, schedule: str) -> None:
+    seen = run_ranks(train, 4, tmp_path / "runs", {"schedule": schedule}, timeout_s=90)[0]
+    expected = {
+        (each.axis, each.operator): (each.payload_bytes, each.calls)
+        for each in seen.expected
+        if each.axis in {"tensor", "pipeline"}
+    }
+    assert {axis for axis, _ in expected} == {"tensor", "pipeline"}
+    assert expected["tensor", "allreduce"][0] > 0
+    moved: dict[tuple[str, str], tuple[float, float]] = {}
+    for each in (each for rank in seen.ranks for each in rank.collectives):
+        key = each.axis, each.operator
+        if key[0] in {"tensor", "pipeline"} and each.bytes_per_step:
+            size, calls = moved.get(key, (0.0, 0.0))
+            moved[key] = (
+                size + each.bytes_per_step / len(seen.ranks),
+                calls + (each.calls_per_step or 0.0) / len(seen.ranks),
+            )
+    assert moved.keys() == expected.keys()
+    for key, amount in moved.items():
+        assert amount == pytest.approx(expected[key]), key
