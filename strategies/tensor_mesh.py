@@ -28,11 +28,8 @@ from boltmesh.strategies.tensor.axis import TensorAxis, TensorContext, TensorOpt
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.refusals import refuse_late_proof, refuse_parameters, refuse_run
 from boltmesh.strategies.tensor.shard_steps import refuse_optimizers
-<<<<<<< HEAD
 from boltmesh.strategies.tensor.telling import told
-=======
 from boltmesh.strategies.tensor.traffic import FakeRun
->>>>>>> wf
 from boltmesh.strategies.torch_compat import total_norm_replaced
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
