@@ -58,7 +58,8 @@ def _accepted(door: type[Any]) -> dict[str, Any]:
     for base in door.__mro__:
         if "__init__" not in vars(base) or not base.__module__.startswith("boltmesh."):
             continue
-        parameters = inspect.signature(base).parameters.values()
+        # Of the constructor: a door may choose its class by what it is given.
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
         named = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
         if base is door:
             accepted.update(named)

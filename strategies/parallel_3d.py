@@ -79,7 +79,7 @@ class Parallel3DStrategy(TensorMeshStrategy):
     def __new__(cls, *_: Any, pipeline: int = 1, **__: Any) -> "Parallel3DStrategy":
         """Return one that has a pipeline where that was asked for."""
         is_pipelined = cls is Parallel3DStrategy and pipeline != 1
-        return super().__new__(_Pipelined3DStrategy if is_pipelined else cls)
+        return super().__new__(PipelinedParallel3DStrategy if is_pipelined else cls)
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Parallel3DStrategy(TensorMeshStrategy):
         )
 
 
-class _Pipelined3DStrategy(PipelineMeshStrategy, Parallel3DStrategy):
+class PipelinedParallel3DStrategy(PipelineMeshStrategy, Parallel3DStrategy):
     """The same with a pipeline, which runs steps in another way."""
 
     def __init__(self, **options: Any) -> None:
