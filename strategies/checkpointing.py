@@ -37,6 +37,7 @@ from boltmesh.strategies.checkpoint.directory import (
 from boltmesh.strategies.checkpoint.file import (
     AtomicCheckpointIO,
     is_local,
+    is_remote_directory,
     load_mapped,
     local_path,
     write_file,
@@ -320,6 +321,11 @@ class CheckpointingStrategy(ParallelStrategy):
     ) -> dict[str, Any]:
         self.finish_saving()
         path = local_path(checkpoint_path)
+        if is_remote_directory(checkpoint_path):
+            raise CheckpointError(
+                f"{checkpoint_path} is a directory, and directories of shards are read from "
+                f"folders of the operating system alone. Copy it to one, or mount it."
+            )
         if is_local(checkpoint_path) and is_directory(path):
             checkpoint = together(
                 partial(

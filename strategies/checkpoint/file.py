@@ -102,6 +102,11 @@ def is_local(path: _PATH) -> bool:
     return "file" in names or "local" in names
 
 
+def is_remote_directory(path: _PATH) -> bool:
+    """Whether an address is of a directory that fsspec alone can read."""
+    return not is_local(path) and bool(get_filesystem(path).isdir(str(path)))
+
+
 def local_path(path: _PATH) -> Path:
     """The path of an address that is local."""
     return Path(str(path).removeprefix("file://"))
