@@ -100,7 +100,7 @@ def test_the_line_of_a_rank_that_is_asleep_is_named(tmp_path: Path, strategy: st
     place = f"test_hangs.py:{line} in training_step: time.sleep(1000)"
     for text in (errors, error, recorded):
         if strategy == "pipeline":  # whose ranks send each other messages
-            assert "rank 0 waits for rank 1 in recv #" in text
+            assert "rank 0 waits for rank 1 in " in text
         else:
             assert "rank 1 never entered " in text
             assert "in which rank 0 waits" in text
