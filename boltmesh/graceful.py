@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from boltmesh.stopping import StoppedBySignal, StopSwitch
 from boltmesh.strategies.checkpoint.replacing import remove
+from boltmesh.strategies.checkpointing import CheckpointingStrategy
 from boltmesh.strategies.lightning_compat import is_epoch_over, validation_follows
 
 ASK_EVERY_S = 0.25
@@ -125,6 +126,8 @@ class GracefulStop(Checkpoint):
             return None
         path = self.folder / f"{PREFIX}-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path, weights_only=False)
+        if isinstance(trainer.strategy, CheckpointingStrategy):
+            trainer.strategy.finish_saving()  # before older ones go
         if trainer.is_global_zero:
             for older in self.folder.glob(f"{PREFIX}-step=*.ckpt"):
                 if older != path:

@@ -8,7 +8,14 @@ from boltmesh.configs.advice import describe_type, name_choices, nearest, show
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.registry import STRATEGIES
 
-SHARED = ("timeout_s", "telemetry", "seed", "activation_checkpointing", "process_group_backend")
+SHARED = (
+    "timeout_s",
+    "telemetry",
+    "seed",
+    "async_save",
+    "activation_checkpointing",
+    "process_group_backend",
+)
 """What every strategy takes, where the engine has it. The rest of the engine's arguments belongs
 to the doors, which decide what of it can be chosen."""
 

@@ -8,27 +8,39 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.checkpoint.directory import is_directory, load_directory, save_directory
+from boltmesh.strategies.checkpoint.beside import SaveBeside, serialised
+from boltmesh.strategies.checkpoint.directory import (
+    is_directory,
+    load_directory,
+    prepare_save,
+    save_directory,
+)
 from boltmesh.strategies.checkpoint.file import (
     AtomicCheckpointIO,
     is_local,
+    is_remote_directory,
     load_mapped,
     local_path,
+    write_file,
 )
 from boltmesh.strategies.checkpoint.optimizer_state import (
     Take,
@@ -42,6 +54,7 @@ from boltmesh.strategies.checkpoint.together import together
 from boltmesh.strategies.data.axis import DataAxis
 from boltmesh.strategies.resume import ResumeManager
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
+from boltmesh.telemetry.traffic import CHECKPOINTS
 
 AFTER_SAVING = "Trainer.save_checkpoint"
 """What the Trainer calls the barrier after a save."""
@@ -59,6 +72,11 @@ class CheckpointingStrategy(ParallelStrategy):
     def stores_shards(self) -> bool:
         """Whether ranks hold parts of the model, and checkpoints are directories of shards."""
         return self.data_axis.is_sharded
+
+    async_save = False
+    """Whether checkpoints are written beside training."""
+    _beside: SaveBeside | None = None
+    _saving_group: ProcessGroup | None = None
 
     divides_modules = False
     """Whether parameters are whole, and on some of the ranks each."""
@@ -97,9 +115,10 @@ class CheckpointingStrategy(ParallelStrategy):
     @override
     def checkpoint_io(self, io: CheckpointIO) -> None:
         if self.stores_shards:
+            instead = " and give the strategy async_save=True" if compat.is_wrapping(io) else ""
             raise ConfigError(
                 f"{type(self).__name__} writes its checkpoints by shards and would never call "
-                f"{type(io).__name__}. Take the plugin out of Trainer(plugins=...)."
+                f"{type(io).__name__}. Take the plugin out of Trainer(plugins=...){instead}."
             )
         self._checkpoint_io = io
 
@@ -172,12 +191,82 @@ class CheckpointingStrategy(ParallelStrategy):
             if self._resume is not None and trainer is not None:
                 checkpoint = self._resume.store(checkpoint, trainer)
             with nullcontext() if self._sigterm is None else self._sigterm.saving():
+                self.finish_saving()
+                if self._saves_beside and not compat.is_for_requeue(filepath):
+                    self._save_beside(checkpoint, filepath, storage_options)
+                    return
                 if self.stores_shards:
                     self._save_shards(checkpoint, filepath, storage_options)
                 else:
                     super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
             self.recorder.event("checkpoint", str(filepath))
+
+    def open_saving(self, timeout: timedelta) -> None:
+        """Get ready to save beside a training that begins. Collective over all ranks.
+
+        Args:
+            timeout: How long a rank may wait for another one that writes.
+        """
+        if self._beside is None:
+            self._beside = SaveBeside()
+            self._saving_group = dist.new_group(
+                backend="gloo", timeout=timeout, group_desc="checkpoints"
+            )
+            self.recorder.name_group(self._saving_group, CHECKPOINTS)
+
+    @property
+    def _saves_beside(self) -> bool:
+        """Whether there is something beside which a checkpoint can be written."""
+        trainer = compat.trainer_of(self.lightning_module)
+        return self._beside is not None and trainer is not None and compat.is_in_fit(trainer)
+
+    def _save_beside(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
+    ) -> None:
+        """Copy what is to be written and begin to write it. Collective over all ranks."""
+        assert self._beside is not None
+        assert self._saving_group is not None
+        path = self._folder_of_all(filepath, storage_options)
+        if self.stores_shards:
+            prepare = partial(prepare_save, is_divided=self.divides_modules)
+            write = prepare(checkpoint, path, self._saving_group)
+        elif self.is_global_zero:
+            write = partial(write_file, path, partial(_fill, serialised(checkpoint)))
+        else:
+            return
+        if not self.is_global_zero:
+            self._beside.start(write)
+            return
+        self._beside.start(write, partial(self.recorder.event, "checkpoint", str(filepath)))
+
+    def finish_saving(self) -> None:
+        """Return when the checkpoint that is written beside training is complete.
+
+        Collective over all ranks. Without one nothing happens.
+
+        Raises:
+            CheckpointError: On every rank, when it could not be written.
+        """
+        if self._beside is not None:
+            together(self._beside.wait)
+
+    def _close_saving(self) -> None:
+        """Wait, on a rank whose run is over for whatever reason; others may be gone."""
+        beside, self._beside, self._saving_group = self._beside, None, None
+        if beside is not None:
+            try:
+                beside.wait()
+            except Exception as error:  # noqa: BLE001 - the error that ends the run is to be seen
+                warnings.warn(f"The last checkpoint is not there: {error}", stacklevel=2)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self._beside is None:
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            # What takes its place may not be complete yet.
+            self._beside.then(partial(self.checkpoint_io.remove_checkpoint, filepath))
 
     @property
     def _obstacle(self) -> str | None:
@@ -211,19 +300,32 @@ class CheckpointingStrategy(ParallelStrategy):
     def _save_shards(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
     ) -> None:
-        if storage_options is not None or not is_local(filepath):
-            raise CheckpointError(
-                f"{filepath} cannot be written: a checkpoint of shards is a directory that all "
-                f"ranks write to, without storage_options. Choose a local or mounted folder."
-            )
-        path = local_path(self.broadcast(filepath))
+        path = self._folder_of_all(filepath, storage_options)
         save_directory(checkpoint, path, is_divided=self.divides_modules)
+
+    def _folder_of_all(self, filepath: _PATH, storage_options: Any | None) -> Path:
+        """Return the path of a checkpoint that ranks write to by themselves. Collective."""
+        if storage_options is not None or not is_local(filepath):
+            what = "a checkpoint of shards is a directory that all ranks write to"
+            if not self.stores_shards:
+                what = "async_save=True writes a file that is complete or absent"
+            raise CheckpointError(
+                f"{filepath} cannot be written: {what}, without storage_options. Choose a local or "
+                f"mounted folder."
+            )
+        return local_path(self.broadcast(filepath))
 
     @override
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None, **kwargs: Any
     ) -> dict[str, Any]:
+        self.finish_saving()
         path = local_path(checkpoint_path)
+        if is_remote_directory(checkpoint_path):
+            raise CheckpointError(
+                f"{checkpoint_path} is a directory, and directories of shards are read from "
+                f"folders of the operating system alone. Copy it to one, or mount it."
+            )
         if is_local(checkpoint_path) and is_directory(path):
             checkpoint = together(
                 partial(
@@ -291,3 +393,7 @@ class CheckpointingStrategy(ParallelStrategy):
         together(load)
         for optimizer in self.optimizers:
             self.data_axis.state_loaded(optimizer)
+
+
+def _fill(data: bytes, file: IO[bytes]) -> None:
+    file.write(data)

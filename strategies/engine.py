@@ -25,6 +25,8 @@ from typing_extensions import override
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies import observe
 from boltmesh.strategies.building.materialize import materialize
+from boltmesh.strategies.checkpoint.beside_refusals import refuse_beside
+from boltmesh.strategies.checkpoint.remote import refuse_remote_folders
 from boltmesh.strategies.data.axis import AxisContext, DataAxis
 from boltmesh.strategies.data.refusals import refuse_empty_share
 from boltmesh.strategies.joint_norms import NormShare
@@ -61,6 +63,9 @@ class MeshStrategy(RankMeshStrategy):
         seed: Give every data rank a random stream of its own, derived from this number, once the
             model is built: dropout then differs between ranks and repeats between runs. With None
             the streams stay as ``seed_everything`` left them, alike on every rank.
+        async_save: Write checkpoints beside training: a save copies what this rank holds into host
+            memory and goes on. The next save and the end of the run wait for it and raise its
+            error; what it replaces is deleted once it is complete.
         process_group_backend: ``gloo`` or ``nccl``; by default the one that fits the device.
         start_method: ``popen`` runs the script again for each rank; ``spawn``, ``fork`` and
             ``forkserver`` start functions, for notebooks and tests.
@@ -83,6 +88,7 @@ class MeshStrategy(RankMeshStrategy):
         telemetry: bool = True,
         activation_checkpointing: Recompute | None = None,
         seed: int | None = None,
+        async_save: bool = False,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
@@ -109,6 +115,7 @@ class MeshStrategy(RankMeshStrategy):
         self.telemetry = telemetry
         self.recomputation = Recomputation(activation_checkpointing)
         self.seed = seed
+        self.async_save = async_save
         self.recorder: Recorder | NullRecorder = NullRecorder()
         self.recipe: str | None = None
         """Which config the run was made from; set by ``boltmesh fit``, told to who watches."""
@@ -153,6 +160,13 @@ class MeshStrategy(RankMeshStrategy):
         self.place(trainer)
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and self.stores_shards:
+            refuse_remote_folders(trainer)
+        if is_fitting and self.async_save:
+            refuse_beside(
+                trainer, self.checkpoint_io, keeps_state_on_disk=self.data_axis.keeps_state_on_disk
+            )
+            self.open_saving(timedelta(seconds=self.timeout_s))
         if is_fitting:
             self.recomputation.put_on(self.model)
         if is_fitting and self._layer_sync is not None:
@@ -298,6 +312,10 @@ class MeshStrategy(RankMeshStrategy):
         trainer = compat.trainer_of(self.lightning_module)
         if self._resume is not None and trainer is not None:
             self._resume.start(trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        self.finish_saving()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -472,6 +490,7 @@ class MeshStrategy(RankMeshStrategy):
 
     @override
     def teardown(self) -> None:
+        self._close_saving()
         if self._sigterm is not None:
             self._sigterm.end()
             self._sigterm = None
@@ -505,6 +524,7 @@ class MeshStrategy(RankMeshStrategy):
         # Spawned ranks make their own files and hooks.
         state = super().__getstate__()
         state.update(recorder=NullRecorder(), _resume=None, _sigterm=None)
+        state.update(_beside=None, _saving_group=None)
         return state
 
     @classmethod

@@ -8,6 +8,10 @@ CONTROL: Final = "control"
 """The axis of what ranks agree on in small messages, beside the tensors of a model."""
 
 
+CHECKPOINTS: Final = "checkpoint"
+"""The axis of collectives by which ranks write a checkpoint beside training."""
+
+
 class ExpectedTraffic(msgspec.Struct, frozen=True):
     """One operator on one axis, in one optimizer step, on one rank."""
 

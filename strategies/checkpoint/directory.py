@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial as bind
 from io import BytesIO
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.beside import serialised, take_snapshot
 from boltmesh.strategies.checkpoint.file import cannot_write
 from boltmesh.strategies.checkpoint.manifest import (
     METADATA,
@@ -66,12 +67,46 @@ def save_directory(
     tensors, rest = _divide(checkpoint)
     if is_divided:
         _join(rest)
+    _write(tensors, rest, target, is_divided=is_divided)
+
+
+def prepare_save(
+    checkpoint: Mapping[str, Any], target: Path, group: dist.ProcessGroup, *, is_divided: bool
+) -> Callable[[], None]:
+    """Copy what ``save_directory`` would write, and return what writes it. Collective.
+
+    Takes as much host memory as this rank's share of the checkpoint, until that is written.
+
+    Args:
+        checkpoint: See ``save_directory``.
+        target: See ``save_directory``.
+        group: Of all ranks, on the CPU, for this alone. The writing is collective over it, from
+            any thread, and fails as ``save_directory`` does.
+        is_divided: See ``save_directory``.
+    """
+    tensors, rest = _divide(checkpoint)
+    if is_divided:
+        _join(rest)
+    is_first = dist.get_rank() == 0
+    kept = take_snapshot(tensors, writes_plain=is_first or is_divided)
+    data = serialised(rest) if is_first else b""
+    return bind(_write, kept, data, target, is_divided=is_divided, group=group)
+
+
+def _write(
+    tensors: dict[str, Any],
+    rest: Mapping[str, Any] | bytes,
+    target: Path,
+    *,
+    is_divided: bool,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     partial = target.with_name(target.name + PARTIAL)
     is_first = dist.get_rank() == 0
     try:
-        together(bind(_begin, partial) if is_first else _nothing)
-        shard_files = _write_shards(tensors, partial, is_divided=is_divided)
-        together(bind(_finish, rest, partial, target, shard_files) if is_first else _nothing)
+        together(bind(_begin, partial) if is_first else _nothing, group)
+        files = _write_shards(tensors, partial, is_divided=is_divided, group=group)
+        together(bind(_finish, rest, partial, target, files) if is_first else _nothing, group)
     except BaseException as error:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -201,20 +236,28 @@ def _begin(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_shards(tensors: dict[str, Any], partial: Path, *, is_divided: bool) -> list[str]:
+def _write_shards(
+    tensors: dict[str, Any], partial: Path, *, is_divided: bool, group: dist.ProcessGroup | None
+) -> list[str]:
     """Write this rank's shards; return the names of all ranks' files. Collective."""
     with torch.no_grad():
         metadata = save(
             tensors,
             storage_writer=ShardWriter(partial),
             planner=PiecePlanner(is_divided=is_divided),
+            process_group=group,
         )
     return sorted({str(each.relative_path) for each in metadata.storage_data.values()})
 
 
-def _finish(rest: Mapping[str, Any], partial: Path, target: Path, shard_files: list[str]) -> None:
+def _finish(
+    rest: Mapping[str, Any] | bytes, partial: Path, target: Path, shard_files: list[str]
+) -> None:
     with (partial / REST).open("wb") as file:
-        save_into(dict(rest), file)
+        if isinstance(rest, bytes):
+            file.write(rest)
+        else:
+            save_into(dict(rest), file)
         file.flush()
         os.fsync(file.fileno())
     write_manifest(partial, world_size=dist.get_world_size(), shard_files=shard_files)

@@ -9,8 +9,10 @@ renamed. Remote file systems keep Lightning's way.
 import contextlib
 import os
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -33,22 +35,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or not is_local(path):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        target = local_path(path)
-        partial = target.with_name(target.name + PARTIAL)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            remove(partial)  # left behind by a run that was killed
-            with partial.open("wb") as file:
-                save_into(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            replace(partial, target)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                remove(partial)
-            if not isinstance(error, OSError):
-                raise
-            raise CheckpointError(cannot_write(target, error)) from error
+        write_file(local_path(path), partial(save_into, checkpoint))
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
@@ -57,6 +44,33 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             remove(local_path(path))
         else:
             super().remove_checkpoint(path)
+
+
+def write_file(target: Path, fill: Callable[[IO[bytes]], object]) -> None:
+    """Write a file that is complete or absent.
+
+    Args:
+        target: Its path.
+        fill: Writes the content.
+
+    Raises:
+        CheckpointError: It could not be written; what was there is still there.
+    """
+    beside = target.with_name(target.name + PARTIAL)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove(beside)  # left behind by a run that was killed
+        with beside.open("wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        replace(beside, target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            remove(beside)
+        if not isinstance(error, OSError):
+            raise
+        raise CheckpointError(cannot_write(target, error)) from error
 
 
 def load_mapped(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
@@ -86,6 +100,11 @@ def is_local(path: _PATH) -> bool:
     protocol = get_filesystem(path).protocol
     names = (protocol,) if isinstance(protocol, str) else protocol
     return "file" in names or "local" in names
+
+
+def is_remote_directory(path: _PATH) -> bool:
+    """Whether an address is of a directory that fsspec alone can read."""
+    return not is_local(path) and bool(get_filesystem(path).isdir(str(path)))
 
 
 def local_path(path: _PATH) -> Path:

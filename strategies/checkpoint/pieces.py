@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from boltmesh.strategies.checkpoint.parts import Part
+from boltmesh.strategies.checkpoint.snapshot import Snapshot
 
 PIECE_BYTES = 64 << 20
 """Larger shards are written in several pieces: a reader holds one at a time, and a rank that
@@ -52,6 +53,8 @@ class OwnChunk(NamedTuple):
 
 def own_chunks(tensor: Tensor) -> list[OwnChunk]:
     """Which blocks of the whole tensor this rank holds."""
+    if isinstance(tensor, Snapshot):
+        return tensor.chunks
     if isinstance(tensor, Part):
         held, division = tensor.known()
         return [
@@ -77,6 +80,9 @@ def _sum(one: torch.Size, other: torch.Size) -> torch.Size:
 
 def own_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: the tensor itself unless it is distributed."""
+    if isinstance(tensor, Snapshot):
+        assert tensor.copied is not None
+        return tensor.copied
     if isinstance(tensor, Part):
         return own_part(tensor.known()[0])
     if isinstance(tensor, DTensor):

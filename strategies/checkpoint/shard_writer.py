@@ -39,6 +39,7 @@ from boltmesh.strategies.checkpoint.pieces import (
     within,
 )
 from boltmesh.strategies.checkpoint.saving import save_into
+from boltmesh.strategies.checkpoint.snapshot import Snapshot
 from boltmesh.strategies.torch_compat import storage_info
 
 CHECKSUM = struct.Struct("<I")
@@ -64,17 +65,11 @@ class PiecePlanner(DefaultSavePlanner):
     @override
     def create_local_plan(self) -> SavePlan:
         items = []
-        for name, tensor in sorted(self.state_dict.items(), key=_position):
+        for name, tensor in sorted(self.state_dict.items(), key=_position_of_item):
             assert isinstance(tensor, Tensor)
-            kept = tensor.known()[0] if isinstance(tensor, Part) else tensor
-            if isinstance(kept, DTensor):
-                has_part = kept.device_mesh.get_coordinate() is not None
-            elif isinstance(tensor, Part):
-                has_part = True
-            else:
-                has_part = self.is_coordinator or self._is_divided
-            if has_part:
-                items += _pieces(name, tensor, keeps_empty=self.is_coordinator or self._is_divided)
+            writes_plain = self.is_coordinator or self._is_divided
+            if is_written_here(tensor, writes_plain=writes_plain):
+                items += _pieces(name, tensor, keeps_empty=writes_plain)
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
@@ -94,10 +89,31 @@ class PiecePlanner(DefaultSavePlanner):
         return narrow(part, offsets, piece.sizes)
 
 
-def _position(item: tuple[str, Any]) -> int:
-    """By parameter as offloading stores them: a parameter lies in one chunk with its moments."""
-    part = own_part(item[1])
+def is_written_here(tensor: Tensor, *, writes_plain: bool) -> bool:
+    """Tell whether this rank writes something of a tensor.
+
+    Args:
+        tensor: Of a checkpoint.
+        writes_plain: Whether this rank writes what is no shard.
+    """
+    if isinstance(tensor, Snapshot):
+        return tensor.copied is not None
+    kept = tensor.known()[0] if isinstance(tensor, Part) else tensor
+    if isinstance(kept, DTensor):
+        return kept.device_mesh.get_coordinate() is not None
+    return isinstance(tensor, Part) or writes_plain
+
+
+def in_stored_order(tensor: Tensor) -> int:
+    """Where a tensor lies among those that offloading stores: a parameter beside its moments."""
+    if isinstance(tensor, Snapshot):
+        return -1
+    part = own_part(tensor)
     return part.position if isinstance(part, KeptInOrder) else -1
+
+
+def _position_of_item(item: tuple[str, Any]) -> int:
+    return in_stored_order(item[1])
 
 
 def _pieces(name: str, tensor: Tensor, *, keeps_empty: bool) -> list[WriteItem]:

@@ -10,8 +10,12 @@ from boltmesh.errors import BoltMeshError, CheckpointError
 T = TypeVar("T")
 
 
-def together(action: Callable[[], T]) -> T:
+def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run ``action``, and raise on every rank when it raises on one. Collective over all ranks.
+
+    Args:
+        action: What may fail.
+        group: Of all ranks, where the default group is somebody else's at this time.
 
     Raises:
         CheckpointError: With the words of the first rank that failed.
@@ -24,7 +28,7 @@ def together(action: Callable[[], T]) -> T:
         failure = error
     if dist.is_initialized() and dist.get_world_size() > 1:
         reports: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, None if failure is None else _describe(failure))
+        dist.all_gather_object(reports, None if failure is None else _describe(failure), group)
         if any(reports):
             rank, report = next((at, each) for at, each in enumerate(reports) if each)
             raise CheckpointError(f"{report} (rank {rank})") from failure

@@ -82,6 +82,11 @@ class DataAxis(ABC):
         return False
 
     @property
+    def keeps_state_on_disk(self) -> bool:
+        """Whether this rank's share of model or optimizer may be larger than its memory."""
+        return False
+
+    @property
     def has_whole_steps(self) -> bool:
         """Whether what this rank holds is not left half-way between two steps."""
         return True

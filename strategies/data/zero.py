@@ -268,6 +268,11 @@ class Shards(DataAxis):
 
     @property
     @override
+    def keeps_state_on_disk(self) -> bool:
+        return self.options.uses_disk
+
+    @property
+    @override
     def has_whole_steps(self) -> bool:
         if self._lost is not None:
             return False

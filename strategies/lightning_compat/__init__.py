@@ -60,6 +60,8 @@ from boltmesh.strategies.lightning_compat.trainer import (
     autocast_dtype,
     callbacks_of,
     forbid_inference_mode,
+    is_for_requeue,
+    is_in_fit,
     is_wrapping,
     trainer_of,
 )
@@ -85,6 +87,8 @@ __all__ = [
     "has_norm_clipping",
     "init_process_group",
     "is_epoch_over",
+    "is_for_requeue",
+    "is_in_fit",
     "is_wrapping",
     "module_keeps_gradients",
     "module_reads_gradients",

@@ -1,15 +1,29 @@
 """What a Trainer has: its module, callbacks, plugins and modes."""
 
+from os import PathLike
+from pathlib import PurePath
+
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 
 def is_wrapping(checkpoint_io: CheckpointIO) -> bool:
     """Whether a checkpoint plugin hands on to another one, as the asynchronous one does."""
     return isinstance(checkpoint_io, _WrappingCheckpointIO)
+
+
+def is_for_requeue(path: str | PathLike[str]) -> bool:
+    """Whether a checkpoint is the one that SLURM is told to go on from as soon as it is saved."""
+    return PurePath(path).name.startswith("hpc_ckpt_")
+
+
+def is_in_fit(trainer: Trainer) -> bool:
+    """Whether a fit is under way, which will come to its end or to an error."""
+    return trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:

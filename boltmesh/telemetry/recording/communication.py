@@ -21,6 +21,7 @@ from boltmesh.telemetry.recording.torch_compat import (
     uncounted_operators,
 )
 from boltmesh.telemetry.recording.writer import RankFile
+from boltmesh.telemetry.traffic import CHECKPOINTS
 
 WORLD: Final = "world"
 OTHER: Final = "other"
@@ -57,6 +58,8 @@ class CommunicationCounter:
         self._groups: dict[str, int] = {}
         self._members: dict[str, list[int]] = {}
         self._operators: dict[str, int] = {}
+        self._beside: set[int] = set()
+        """Groups in which no thread that trains ever waits."""
         self._is_counting = False
 
     def start(self) -> str | None:
@@ -88,7 +91,10 @@ class CommunicationCounter:
             return  # type: ignore[unreachable]
         name = group.group_name
         self._axes[name] = axis
-        self._groups[name] = self._file.group_number(name, axis, self._ranks_of(group, name))
+        number = self._file.group_number(name, axis, self._ranks_of(group, name))
+        self._groups[name] = number
+        if axis == CHECKPOINTS:
+            self._beside.add(number)
 
     def enqueued(
         self,
@@ -145,6 +151,8 @@ class CommunicationCounter:
         """See ``CollectiveObserver``."""
         try:
             self._file.complete(ticket, done_ns)
+            if ticket[2] in self._beside:
+                return
             if ticket[5] & _SYNCHRONOUS:
                 self._clock.note_wait(done_ns - ticket[-1])
             else:

@@ -108,7 +108,7 @@ class Recorder:
     """Writes what one rank does, from the start of its process group to the end of the run.
 
     Not for direct construction: ``open_recorder`` or ``Recorder.open``. All methods but
-    ``rank_died`` and ``offload`` belong to the thread that trains.
+    ``rank_died``, ``offload`` and ``event`` belong to the thread that trains.
     """
 
     def __init__(self, file: RankFile, *, local_rank: int, device: torch.device) -> None:
