@@ -35,6 +35,13 @@ from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 from boltmesh.telemetry.snapshot import AlertThresholds, MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
+_STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
 
 class MeshStrategy(RankMeshStrategy):
     """Runs a LightningModule on a mesh of ranks with the axes pipeline, data and tensor.
@@ -112,6 +119,14 @@ class MeshStrategy(RankMeshStrategy):
     def _is_fitting(self) -> bool:
         trainer = compat.trainer_of(self.lightning_module)
         return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def _step_name(self) -> str:
+        """The method of the module that the run begins with."""
+        trainer = compat.trainer_of(self.lightning_module)
+        assert trainer is not None
+        assert trainer.state.fn is not None
+        return _STEPS[trainer.state.fn]
 
     # Starting.
 

@@ -1,51 +1,18 @@
 """``TensorParallelStrategy``: the ranks of a host share each layer, by a plan that finds itself."""
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
-from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.building.deferred import deferred_init
-from boltmesh.strategies.checkpoint.parts import Division
 from boltmesh.strategies.data.ddp import ReplicaOptions, Replicas
-from boltmesh.strategies.data.lone import LoneRank
-from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
-from boltmesh.strategies.data.replica_memory import expected_held_memory
-from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.steps.alike import of_first_rank, share_random_state
-from boltmesh.strategies.steps.local_metrics import gather_over, let_gather
-from boltmesh.strategies.steps.sample import sample_batch
-from boltmesh.strategies.tensor.axis import TensorAxis, TensorContext, TensorOptions, UserPlan
-from boltmesh.strategies.tensor.plan import TensorPlan
-from boltmesh.strategies.tensor.refusals import refuse_parameters, refuse_run
-from boltmesh.strategies.tensor.shard_steps import refuse_optimizers
-from boltmesh.strategies.tensor.telling import told
-from boltmesh.strategies.torch_compat import total_norm_replaced
-from boltmesh.telemetry.snapshot import MemoryKind
-from boltmesh.telemetry.traffic import ExpectedTraffic
-
-_STEPS = {
-    TrainerFn.FITTING: "training_step",
-    TrainerFn.VALIDATING: "validation_step",
-    TrainerFn.TESTING: "test_step",
-    TrainerFn.PREDICTING: "predict_step",
-}
+from boltmesh.strategies.tensor.axis import TensorOptions, UserPlan
+from boltmesh.strategies.tensor_mesh import TensorMeshStrategy
 
 
-class TensorParallelStrategy(MeshStrategy):
+class TensorParallelStrategy(TensorMeshStrategy):
     """Tensor parallelism for a LightningModule as its author wrote it.
 
     The ranks of a host share each layer: of attention every rank computes some heads, of an MLP
@@ -100,23 +67,9 @@ class TensorParallelStrategy(MeshStrategy):
         _check(size, plan, sequence_parallel, loss_parallel)
         self.options = TensorOptions(size, plan, sequence_parallel, loss_parallel)
         self._replica_options = ReplicaOptions(find_unused_parameters=find_unused_parameters)
-        super().__init__(data_axis=Replicas(self._replica_options), **kwargs)
-        self.tensor_axis = TensorAxis(self.options)
-        self._control: dict[str, ProcessGroup] = {}
-        """On the CPU: ``"tensor"`` and, for all ranks of the job, ``"all"``."""
-        self._sample: tuple[Any, tuple[Any, ...]] = None, ()
-        """A batch of the run that is set up, and what a step is called with behind it."""
-
-    # Starting.
-
-    @property
-    @override
-    def is_distributed(self) -> bool:  # type: ignore[override]
-        """Whether the Trainer has to deal the data out: the ranks of a tensor group get the same.
-
-        So loaders keep the sampler that their author gave them where there are no replicas.
-        """
-        return self.layout.data > 1
+        super().__init__(
+            tensor_options=self.options, data_axis=Replicas(self._replica_options), **kwargs
+        )
 
     @override
     def layout_of(self, world_size: int) -> MeshLayout:
@@ -131,256 +84,6 @@ class TensorParallelStrategy(MeshStrategy):
                 f"start a multiple of {size} ranks on each host."
             )
         return MeshLayout.fill_data(world_size=world_size, tensor=size)
-
-    @override
-    def _reset_seed(self) -> None:
-        # Ranks that run the script themselves stand where one process would; ``setup`` makes them
-        # alike. Those that begin as empty processes have nothing but the seed.
-        if self.layout.data > 1 or self._start_method in {"spawn", "forkserver"}:
-            super()._reset_seed()
-
-    @override
-    def _build_groups(self) -> dict[str, ProcessGroup]:
-        groups = super()._build_groups()
-        if "tensor" not in groups:  # of one rank, which has everything
-            groups["tensor"] = self._new_group(timedelta(seconds=self.timeout_s))
-        timeout = timedelta(seconds=self.timeout_s)
-        self._control = {
-            "tensor": self._new_group(timeout, backend="gloo"),
-            "all": dist.new_group(backend="gloo", timeout=timeout),
-        }
-        return groups
-
-    def _new_group(self, timeout: timedelta, *, backend: str | None = None) -> ProcessGroup:
-        """Return one more group of this rank's tensor group. Collective over all ranks."""
-        group: ProcessGroup | None
-        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            self.layout.groups("tensor"), timeout=timeout, backend=backend, group_desc="tensor"
-        )
-        assert group is not None
-        return group
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        module = self.lightning_module
-        assert module is not None
-        refuse_callbacks(compat.callbacks_of(trainer), type(self).__name__)
-        if self.world_size > 1:
-            refuse_lone_saves(compat.callbacks_of(trainer))
-        assert trainer.state.fn is not None
-        step = _STEPS[trainer.state.fn]
-        refuse_run(trainer, module, step, synchronises_norms=self._layer_sync is not None)
-        if self.layout.data == 1:
-            self.data_axis = LoneRank()
-        share_random_state(self._control["tensor"], self.root_device)
-        axis = self.tensor_axis
-        axis.begin(self._tensor_context())
-        self.recorder.name_group(self._control["tensor"], "tensor")
-        is_new = not axis.is_placed(module, step)
-        if is_new or self._is_fitting:
-            batch = of_first_rank(sample_batch(trainer).batch, self._control["all"])
-            self._sample = batch, compat.step_arguments(module, step)
-        if is_new:
-            refuse_parameters(module)
-            self._tell(axis.place(module, step, *self._sample))
-        if self.plan is not None and self.layout.tensor > 1:
-            self.recorder.tensor_plan(told(self.plan))
-        self._adopt_metrics()
-        super().setup(trainer)
-        self._sample = None, ()
-        if self._is_fitting:
-            axis.follow_scaler()
-
-    def _tell(self, notes: Sequence[str]) -> None:
-        """Warn once of what of the plan did not verify."""
-        if self.is_global_zero:
-            for each in notes:
-                warnings.warn(f"Tensor plan: {each}.", stacklevel=2)
-
-    @override
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # What ``configure_model`` makes may be larger than this rank's memory. Of every parameter
-        # it is given the part of what its author's initialisation gives.
-        with deferred_init(), self.precision_plugin.tensor_init_context():
-            yield
-
-    def _tensor_context(self) -> TensorContext:
-        return TensorContext(
-            group=self.groups["tensor"],
-            control=self._control["tensor"],
-            judges=self._control["all"],
-            new_group=self._new_group,
-            device=self.root_device,
-            timeout=timedelta(seconds=self.timeout_s),
-            scaler=getattr(self.precision_plugin, "scaler", None),
-        )
-
-    @property
-    def plan(self) -> TensorPlan | None:
-        """What is divided and how it is run; None before ``setup``."""
-        placed = self.tensor_axis.placement
-        return None if placed is None else placed.plan
-
-    @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-        if self.layout.tensor > 1:
-            refuse_optimizers(self.optimizers)
-
-    @override
-    def _share_weights(self) -> None:
-        pass  # they are alike since the model was divided
-
-    @override
-    def expected_traffic(self) -> list[ExpectedTraffic]:
-        trainer = compat.trainer_of(self.lightning_module)
-        module = self.lightning_module
-        assert trainer is not None
-        assert module is not None
-        if not module.automatic_optimization:
-            return []
-        self.tensor_axis.count(*self._sample, self.precision_plugin.train_step_context)
-        return super().expected_traffic() + self.tensor_axis.expected_traffic(
-            accumulated=trainer.accumulate_grad_batches,
-            num_norms=int(compat.has_norm_clipping(trainer)),
-        )
-
-    @override
-    def expected_memory(self) -> list[MemoryKind]:
-        assert self.lightning_module is not None
-        return expected_held_memory(self.lightning_module, self.optimizers)
-
-    # The loops.
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._adopt_metrics()
-
-    @override
-    def _begin_evaluation(self) -> None:
-        super()._begin_evaluation()
-        self._adopt_metrics()
-
-    def _adopt_metrics(self) -> None:
-        """Metrics may have been made as late as in the user's hooks at the start of a loop."""
-        gather_over(self._metric_owners(), self.groups["data"])
-
-    def _metric_owners(self) -> list[object]:
-        trainer = compat.trainer_of(self.lightning_module)
-        callbacks = [] if trainer is None else compat.callbacks_of(trainer)
-        return [self.lightning_module, *callbacks]
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        dataloader = super().process_dataloader(dataloader)
-        # Lightning would seed them by the global rank: other crops and masks on every rank.
-        compat.seed_workers(dataloader, self.coordinates["data"])
-        return dataloader
-
-    @override
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
-        trainer = compat.trainer_of(self.lightning_module)
-        is_last = False
-        if trainer is not None and trainer.state.fn is not None:
-            is_last = compat.gives_last_batch(trainer)
-        ready = super().batch_to_device(batch, device, dataloader_idx)
-        # Before the transfer, so that no device is waited for; on the CPU as the step gets it.
-        seen = ready if self.root_device.type == "cpu" else batch
-        self.tensor_axis.batches.ask(seen, ready, is_last=is_last)
-        return ready
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.tensor_axis.batches.settle(args[0])
-        # Under manual optimisation a step may clip by what torch has.
-        with total_norm_replaced(self.tensor_axis.norms.total):
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.tensor_axis.batches.settle(args[0])
-        return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.tensor_axis.batches.settle(args[0])
-        return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.tensor_axis.batches.settle(args[0])
-        return super().predict_step(*args, **kwargs)
-
-    # Gradients.
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        # A hook of the user's may clip by what torch has.
-        with total_norm_replaced(self.tensor_axis.norms.total):
-            return super().optimizer_step(*args, **kwargs)
-
-    @override
-    def gradient_norm(self, optimizer: Optimizer) -> float | None:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        return float(self.tensor_axis.norms.norm(parameters))
-
-    @override
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        parameters = list(self.precision_plugin.main_params(optimizer))
-        self.tensor_axis.norms.clip(parameters, clip_val)
-
-    # Collectives.
-
-    @override
-    def all_gather(
-        self, tensor: Tensor, group: ProcessGroup | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        """Gather over the data axis unless another group is given: others hold the same."""
-        if group is None or group is dist.group.WORLD:  # which a module asks for by default
-            group = self.groups["data"]
-        return super().all_gather(tensor, group, sync_grads)
-
-    # Checkpoints.
-
-    @property
-    @override
-    def stores_shards(self) -> bool:
-        return True
-
-    @override
-    def division(self, name: str) -> Division | None:
-        return self.tensor_axis.division(name)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self.tensor_axis.opened():
-            return super().lightning_module_state_dict()
-
-    @override
-    def whole_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        axis = self.tensor_axis
-        with axis.opened():
-            state = state_dict()
-        return {
-            name: each if axis.division(name) is None else axis.joined(name, each)
-            for name, each in state.items()
-        }
-
-    # Ending.
-
-    @override
-    def teardown(self) -> None:
-        let_gather(self._metric_owners())
-        self.tensor_axis.end()
-        super().teardown()
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_control": {}}
 
 
 def _check(

@@ -5,6 +5,7 @@ machine to itself.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ from tests.support.turnstile import taking_turns
 
 # Before torch is imported, here or in a rank: several ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell gives what it starts in the background an ignored Ctrl-C, which processes inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -17,17 +17,34 @@ BOLTMESH = [sys.executable, "-m", "boltmesh"]
 TIMEOUT_S = 110
 
 
+_started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_running():
+    """A job whose test has failed would take the machine from all others."""
+    yield
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 def start(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     # Lightning warns of few loader workers and the like; the lines of boltmesh are what counts.
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, "-m", "boltmesh"] if launcher else BOLTMESH
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*command, *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
+    _started.append(process)
+    return process
 
 
 def job_after_steps(steps: int) -> dict:

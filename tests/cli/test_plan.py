@@ -177,6 +177,8 @@ def test_every_recipe_can_be_planned(workplace, capsys, name):
     out = plan(capsys, name)
     if name.startswith("pipeline"):
         assert "expected bubble" in out
+    elif name.startswith("tensor"):
+        assert "GPT over 2 ranks: each keeps " in out or "CausalLM over 2 ranks: each keeps " in out
     else:
         assert f"* {name}" in out
         assert "device and host are one memory" in out

@@ -11,19 +11,22 @@ A call that the caller waits for is waited for in the kernel; the caller's own w
 once. Of any other call gloo's future says when it is done, by a callback in one of gloo's threads.
 That thread needs the interpreter lock, and every microsecond for which it holds it delays the
 thread that trains: so the callback is C code only, ``__getitem__`` of a ``defaultdict`` whose
-default is the monotonic clock, which stores the time under the future. ``settle`` passes the times
-on, in a thread that runs Python anyway, at the next collective and wherever a phase changes. Until
-then such a collective looks unfinished, and its future keeps its tensors.
+default is the monotonic clock, which stores the time under the call's number. ``settle`` passes the
+times on, in a thread that runs Python anyway, at the next collective and wherever a phase changes.
+Until then such a collective looks unfinished. The future is not kept: it holds the tensors, and
+what is gathered next would go to new pages, which the system has to clear first.
 
 Used on torch 2.11 and 2.13. What is missing in another version is found at install, and then
 nothing is counted and the reason is kept: a wrong number is worse than none.
 """
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -158,10 +161,11 @@ class CollectiveHook:
         self._lock = threading.Lock()
         self._library: torch.library.Library | None = None
         self._observers: tuple[CollectiveObserver, ...] = ()
-        self.done: defaultdict[Any, int] = defaultdict(time.monotonic_ns)
-        """When each call was done, by its future, until it is settled."""
-        self._note_done: Callable[[Any], Any] = self.done.__getitem__
-        self._awaited: dict[Any, list[tuple[CollectiveObserver, Ticket]]] = {}
+        self.done: defaultdict[int, int] = defaultdict(time.monotonic_ns)
+        """When each call was done, by its number, until it is settled."""
+        self._note_done: Callable[[int], int] = self.done.__getitem__
+        self._awaited: dict[int, list[tuple[CollectiveObserver, Ticket]]] = {}
+        self._numbers = itertools.count()
         self._unsourced: deque[_Unsourced] = deque(maxlen=_MAX_UNSOURCED)
 
     @property
@@ -194,10 +198,10 @@ class CollectiveHook:
         done = self.done
         while done:
             try:
-                future, done_ns = done.popitem()
+                number, done_ns = done.popitem()
             except KeyError:  # another thread was faster
                 return
-            for observer, ticket in self._awaited.pop(future, ()):
+            for observer, ticket in self._awaited.pop(number, ()):
                 observer.completed(ticket, done_ns)
 
     def find_sources(self) -> None:
@@ -216,13 +220,15 @@ class CollectiveHook:
                     observer.found_peer(ticket, each.group, peer)
 
     def _await(self, work: dist.Work, noted: list[tuple[CollectiveObserver, Ticket]]) -> None:
-        future = None
+        number = next(self._numbers)
+        self._awaited[number] = noted
+        # Called with the future, which ``next`` takes for its default and does not return: the map
+        # has one value, the time.
+        note_done = partial(next, map(self._note_done, (number,)))
         try:
-            future = work.get_future()
-            self._awaited[future] = noted
-            _ON_DONE(future, self._note_done)  # its Python wrapper only adds to the cost
+            _ON_DONE(work.get_future(), note_done)  # its Python wrapper only adds to the cost
         except (RuntimeError, TypeError):  # a backend without futures, gloo has them
-            self._awaited.pop(future, None)
+            self._awaited.pop(number, None)
             for observer, ticket in noted:
                 observer.lost(ticket)
 

@@ -10,7 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.amp import GradScaler
 
-from boltmesh.strategies.pipeline_parallel import BUBBLE, PipelineParallelStrategy
+from boltmesh.strategies.pipeline_mesh import BUBBLE
+from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from boltmesh.telemetry.job import ID_VARIABLE, RUN_DIR_VARIABLE
 from boltmesh.telemetry.reading.reader import Job
 from boltmesh.telemetry.snapshot import JobSnapshot
