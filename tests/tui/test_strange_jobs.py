@@ -1,4 +1,4 @@
-"""Whatever a snapshot holds, the overview and the ranks are drawn within their place."""
+"""Whatever a snapshot holds, overview, ranks, mesh and plan are drawn within their place."""
 
 import math
 import random
@@ -9,12 +9,16 @@ from rich.cells import cell_len
 
 from boltmesh.telemetry.snapshot import JobSnapshot, PhaseTime, RankSnapshot
 from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.drawing.axis_table import draw_axes
 from boltmesh.tui.drawing.diagnosis import diagnosis_lines, draw_diagnosis
 from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
 from boltmesh.tui.drawing.heatmap import HEAT_FIGURES, draw_heatmap, heatmap_lines, rank_at
 from boltmesh.tui.drawing.line import Line
 from boltmesh.tui.drawing.look import Look
+from boltmesh.tui.drawing.mesh_map import draw_map
 from boltmesh.tui.drawing.phases import draw_phases
+from boltmesh.tui.drawing.place_table import draw_places
+from boltmesh.tui.drawing.plan_table import draw_plan
 from boltmesh.tui.drawing.rank_detail import draw_rank_detail
 from boltmesh.tui.drawing.rank_table import COLUMNS, draw_rank_table
 from boltmesh.tui.drawing.throughput import draw_throughput
@@ -90,6 +94,10 @@ def _drawings(shown: State, width: int, height: int, look: Look, draw: random.Ra
         draw_rank_detail(shown, width, height, look, rank=draw.choice((0, 3, -1))),
         draw_phases(shown, width, height, look),
         draw_throughput(shown, width, height, look),
+        draw_map(shown, width, height, look, figure=figure, selected=draw.choice((None, 0, 3))),
+        draw_places(shown, width, height, look, figure=figure),
+        draw_axes(shown, width, height, look, selected=draw.choice((None, 0, 3))),
+        draw_plan(shown, width, height, look, table=table),
     )
     for lines in drawn:
         assert len(lines) <= max(0, height)

@@ -62,7 +62,7 @@ def tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tmux]:
 
 
 def test_keys_resizing_and_leaving(tmux: Tmux) -> None:
-    tmux.wait_for("● running", "▐1 Overview▌")
+    tmux.wait_for("● running", "▐1 Over▌")
     tmux.press("3")
     tmux.wait_for("▐3 Comm▌", "communication per step")
     tmux.run("resize-window", "-x", "130", "-y", "40")
@@ -73,7 +73,7 @@ def test_keys_resizing_and_leaving(tmux: Tmux) -> None:
     tmux.press("Escape")
     tmux.wait_for("broadcast")
     tmux.run("resize-window", "-x", "60", "-y", "15")
-    screen = tmux.wait_for("▐3 Comm▌")
+    screen = tmux.wait_for("▐3Comm▌")
     assert max(map(len, screen.splitlines())) <= 60
     tmux.press("q")
     deadline = time.monotonic() + WAIT_S

@@ -190,8 +190,9 @@ def late_share(late: Lateness | None, look: Look) -> Line:
     """How much longer a rank needs than those that do the same, a sign before what is too much."""
     if late is None:
         return Line(units.UNKNOWN, "muted")
-    percent = round(100 * late.share)
-    text = f"{percent:+d}%" if percent else "0%"
+    percent = 100 * late.share
+    # Of peers that take next to no time any share can be, beyond what a float holds.
+    text = "0%" if abs(percent) <= 0.5 else f"{percent:+.0f}%"
     return Line(look.sign("!") + text, "warn") if late.is_late else Line(text, "muted")
 
 

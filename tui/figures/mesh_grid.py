@@ -54,21 +54,15 @@ class MeshGrid(msgspec.Struct, frozen=True):
 class Layout(NamedTuple):
     """The ranks of a job by what their coordinates mean on the screen."""
 
-    stages: list[list[list[int]]]
+    stages: tuple[tuple[tuple[int, ...], ...], ...]
     """Stages of groups of ranks."""
     group_axis: str
     """What the index of a group counts."""
     axes: str
-
-    @property
-    def num_groups(self) -> int:
-        """Of the stage that has the most."""
-        return max(len(groups) for groups in self.stages)
-
-    @property
-    def group_size(self) -> int:
-        """Ranks of the largest group."""
-        return max(len(group) for groups in self.stages for group in groups)
+    num_groups: int
+    """Of the stage that has the most."""
+    group_size: int
+    """Ranks of the largest group."""
 
 
 def plan_grid(
@@ -80,7 +74,11 @@ def plan_grid(
     """
     if width < 1 or height < 1 or not job.ranks:
         return None
-    layout = lay_out(job)
+    return grid_of(lay_out(job), width, height, cell_widths)
+
+
+def grid_of(layout: Layout, width: int, height: int, cell_widths: Sequence[int]) -> MeshGrid | None:
+    """Return the grid of ranks that are laid out already; there is place for a cell at least."""
     for cell_width in cell_widths:
         found = _fill(layout, width, height, cell_width)
         if found is not None:
@@ -103,13 +101,16 @@ def lay_out(job: JobSnapshot) -> Layout:
     words = [f"pipeline {sizes['pipeline']} down"] if "pipeline" in sizes else []
     names = [f"{axis} {size}" for axis, size in sizes.items() if axis != "pipeline"]
     words += [f"{' x '.join(names)} across"] if names else []
+    ordered = tuple(
+        tuple(tuple(rank for _, rank in sorted(groups[key])) for key in sorted(groups))
+        for _, groups in sorted(stages.items())
+    )
     return Layout(
-        stages=[
-            [[rank for _, rank in sorted(groups[key])] for key in sorted(groups)]
-            for _, groups in sorted(stages.items())
-        ],
+        stages=ordered,
         group_axis=across[0] if len(across) == 1 and len(sizes) > 1 else "",
         axes=", ".join(words) if len(sizes) > 1 else "",
+        num_groups=max(map(len, ordered)),
+        group_size=max(len(group) for groups in ordered for group in groups),
     )
 
 

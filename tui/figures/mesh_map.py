@@ -6,6 +6,7 @@ side as far as there is room. A mesh without data or without tensor is laid out 
 ``mesh_grid.py``, and so is one that does not fit with a cell for each rank.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from boltmesh.telemetry.snapshot import JobSnapshot
-from boltmesh.tui.figures.memo import remember_last
-from boltmesh.tui.figures.mesh_grid import Cell, Layout, MeshGrid, lay_out, plan_grid
+from boltmesh.tui.figures.mesh_grid import Cell, Layout, MeshGrid, grid_of, lay_out
 
 _BLOCK_GAP = 3
 _GROUP_GAP = 1
@@ -73,24 +73,14 @@ def plan_map(
     job: JobSnapshot, width: int, height: int, *, cell_widths: Sequence[int]
 ) -> MeshMap | None:
     """Return the map with the widest cells that fit, or None where there is no place at all."""
-    known = _known(job)
-    key = (width, height, *cell_widths)
-    if key not in known:
-        known[key] = _plan(job, width, height, cell_widths)
-    return known[key]
-
-
-@remember_last
-def _known(job: JobSnapshot) -> dict[tuple[int, ...], MeshMap | None]:
-    """Return what was planned for this job, to be added to: drawing asks again and again."""
-    del job
-    return {}
-
-
-def _plan(job: JobSnapshot, width: int, height: int, cell_widths: Sequence[int]) -> MeshMap | None:
     if width < 1 or height < 1 or not job.ranks:
         return None
-    layout = lay_out(job)
+    return _plan(lay_out(job), width, height, tuple(cell_widths))
+
+
+@functools.lru_cache(maxsize=32)
+def _plan(layout: Layout, width: int, height: int, cell_widths: tuple[int, ...]) -> MeshMap | None:
+    """Return the map; ranks stay where they are, so the next look needs no other one."""
     if layout.num_groups > 1 and layout.group_size > 1:
         for cell_width in cell_widths:
             found = _blocks(layout, width, height, cell_width)
@@ -102,7 +92,7 @@ def _plan(job: JobSnapshot, width: int, height: int, cell_widths: Sequence[int])
             if found is not None:
                 return found
             num_merged *= 2
-    return _lines(job, width, height, cell_widths)
+    return _lines(layout, width, height, cell_widths)
 
 
 class _Arrangement(NamedTuple):
@@ -246,10 +236,10 @@ def _words(layout: Layout, found: _Arrangement) -> str:
     return ", ".join(words)
 
 
-def _lines(job: JobSnapshot, width: int, height: int, cell_widths: Sequence[int]) -> MeshMap | None:
+def _lines(layout: Layout, width: int, height: int, cell_widths: Sequence[int]) -> MeshMap | None:
     """Return the map of a line for each stage, with its labels as far as they fit."""
     for top in (1, 0):
-        grid = plan_grid(job, width, height - top, cell_widths=cell_widths)
+        grid = grid_of(layout, width, height - top, cell_widths) if height > top else None
         if grid is not None and (not top or any(grid.column_labels.values())):
             return MeshMap(
                 cell_width=grid.cell_width,
