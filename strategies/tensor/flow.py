@@ -188,7 +188,7 @@ class _Follower:
             for step in self.consumers.get(each, ()):
                 if step.operator == "detach":  # what is made of that has no gradient
                     continue
-                if step.operator in PRODUCTS and self._divided_of(step):
+                if self._is_divided_product(step):
                     columns.setdefault(step.module)
                     continue
                 floating = [out for out in step.outputs if out.is_floating]
@@ -201,8 +201,10 @@ class _Follower:
                 seen.update(out.key for out in floating)
         return "", list(columns)
 
-    def _divided_of(self, step: Step) -> list[str]:
-        return [each.parameter for each in step.inputs if each.parameter in self.sharded]
+    def _is_divided_product(self, step: Step) -> bool:
+        return step.operator in PRODUCTS and any(
+            each.parameter in self.sharded for each in step.inputs
+        )
 
     def _is_fed(self, module: str, boundaries: Set[int], partial: dict[str, None]) -> bool:
         """Whether all that a module with columns takes is made of what boundaries give.
@@ -215,7 +217,7 @@ class _Follower:
         products = [
             step
             for step in self.trace.steps
-            if step.module == module and step.operator in PRODUCTS and self._divided_of(step)
+            if step.module == module and self._is_divided_product(step)
         ]
         found: dict[str, None] = {}
         waiting = [each for step in products for each in step.inputs]

@@ -1,4 +1,4 @@
-"""Models of Hugging Face train by plans of their own; ``tensor_models.py`` has a hundred of them."""
+"""Models of Hugging Face train by plans of their own; ``tensor_models.py`` has a hundred."""
 
 import pytest
 
