@@ -127,7 +127,8 @@ class Rehearsal:
             for each in self.module.modules():
                 if isinstance(each, _DROPOUTS):
                     each.p = 0.0  # also where a block runs again, in another thread
-            self.module.train(self.trains)
+            if not self.trains:  # for training Lightning leaves every module in its own mode
+                self.module.eval()
             stack.enter_context(WithoutDropout())
             yield
 
