@@ -45,3 +45,24 @@ def test_modules_are_in_the_modes_that_they_have_in_the_run(step: str) -> None:
     assert all(torch.equal(each, buffers[name]) for name, each in module.named_buffers())
     expected = module.head(module.backbone(batch)).square().mean()
     assert torch.equal(outcome.values[0], expected.detach())
+
+
+class Drawing(HalfFrozen):
+    """As a model that was loaded, and is put in training mode by a hook when training begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.eval()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert self.dropout.training
+        return super().training_step(batch, batch_idx)
+
+
+def test_who_looks_for_draws_sees_those_of_modules_that_are_to_train() -> None:
+    module = Drawing()
+
+    Rehearsal(module, "training_step", (torch.randn(3, 4), 0), CPU).forward(module)
+
+    assert not any(each.training for each in module.modules())
