@@ -81,6 +81,8 @@ class Rehearsal:
         """
         assert module is self.module
         with self._untraced(), torch.set_grad_enabled(self.trains):
+            if self.trains:
+                _let_draw(self.module)
             return self._call()[0]
 
     def run(self) -> Outcome:
@@ -127,7 +129,8 @@ class Rehearsal:
             for each in self.module.modules():
                 if isinstance(each, _DROPOUTS):
                     each.p = 0.0  # also where a block runs again, in another thread
-            self.module.train(self.trains)
+            if not self.trains:  # for training Lightning leaves every module in its own mode
+                self.module.eval()
             stack.enter_context(WithoutDropout())
             yield
 
@@ -142,6 +145,19 @@ class Rehearsal:
         finally:
             for each in handles:
                 each.remove()
+
+
+def _let_draw(module: Module) -> None:
+    """Put modules in training mode, to see all that may ever draw: a hook may do so later.
+
+    What is frozen and in evaluation mode is so for good, with all that is in it.
+    """
+    own = list(module.parameters())
+    if own and not module.training and not any(each.requires_grad for each in own):
+        return
+    module.training = True
+    for each in module.children():
+        _let_draw(each)
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:

@@ -118,7 +118,8 @@ def _low_precision(rank: int, size: int) -> list[tuple[float, tuple[float, str]]
     applied = planned(made, "local", tensor_group(), torch.bfloat16)
     loss = made.loss(made.module)
     loss.backward()
-    alone = {name: each.grad for name, each in own.module.named_parameters()}
+    named = own.module.named_parameters()
+    alone = {name: each.grad for name, each in named if each.grad is not None}
     return [
         (relative(own_loss.detach(), truth.detach()), worst(alone, exact.module)),
         (relative(loss.detach(), truth.detach()), worst_gradient(applied, exact.module)),
