@@ -137,8 +137,8 @@ class _Counter(dist.ProcessGroup):
         return self._count("_reduce_scatter_base", whole)
 
     # What torch.distributed calls the two from torch 2.13 on.
-    all_gather_single = _allgather_base
-    reduce_scatter_single = _reduce_scatter_base
+    all_gather_single = _allgather_base  # type: ignore[assignment]
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
 
 class _Done:

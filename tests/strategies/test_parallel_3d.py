@@ -119,7 +119,8 @@ def clip_and_look(rank: int, world_size: int, stage: int) -> tuple[dict[str, flo
     after = trainer.validate(module, text_data(9, 4), verbose=False)[0]
     held = {name: each.numel() for name, each in local_parts(module).items()}
     if world_size > 1:
-        expected = {each.kind: each.predicted_bytes for each in trainer.strategy.expected_memory()}
+        strategy: Any = trainer.strategy
+        expected = {each.kind: each.predicted_bytes for each in strategy.expected_memory()}
         assert expected["parameters"] == 4 * sum(held.values())
     return {**logged, **after}, looking.found, held
 
