@@ -235,8 +235,12 @@ class PipelineAxis:
         Args:
             over_replicas: Averages those of this rank's stages; returns whether it did.
         """
-        if over_replicas() and self._evens_shared:
-            self.holdings.shared.even()
+
+        def average() -> None:
+            if over_replicas() and self._evens_shared:
+                self.holdings.shared.even()
+
+        self.others.meet(average)
 
     @property
     def _evens_shared(self) -> bool:
