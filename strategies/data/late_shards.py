@@ -101,23 +101,25 @@ class LateShards(Shards, LateGradients):
         model.scalars.take_out()
 
     @override
-    def end_batch(self) -> None:
-        self._finish(has_loss=True)
+    def end_batch(self) -> bool:
+        return self._finish(has_loss=True)
 
     @override
-    def pass_over_batch(self) -> None:
-        self._finish(has_loss=False)
+    def pass_over_batch(self) -> bool:
+        return self._finish(has_loss=False)
 
-    def _finish(self, *, has_loss: bool) -> None:
+    def _finish(self, *, has_loss: bool) -> bool:
         is_last, stage = self._is_synchronised, self.options.stage
         if stage == 1 and not is_last:
-            return
+            return False
         assert self._context is not None
         context, model = self._context, self._model
         agree_on_gradients(self._trained(), context.group, context.device, has_loss=has_loss)
         model.root_unit.set_reshard_after_backward(is_last or stage == 3)
         reduce_gradients(model.root_unit)
         self._scalars.average()
+        # Of an earlier batch of a window shards add up, and are looked at when all have.
+        return is_last
 
     @property
     def _scalars(self) -> LateScalars:
