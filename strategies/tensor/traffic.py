@@ -142,6 +142,10 @@ class CountingGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
         return self._count("_reduce_scatter_base", whole)
 
+    # What torch calls in the place of these two from 2.13 on.
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+
 
 class _Done:
     """Work that nobody waits for."""
