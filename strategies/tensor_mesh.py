@@ -122,6 +122,7 @@ class TensorMeshStrategy(MeshStrategy):
         if is_new:
             refuse_late_proof(module, is_divided=axis.holds(module))
             refuse_parameters(module)
+            self.refuse_remains(module)
             self._tell(axis.place(module, step, *self._sample))
 
     @override
