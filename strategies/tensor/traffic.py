@@ -143,8 +143,8 @@ class CountingGroup(dist.ProcessGroup):
         return self._count("_reduce_scatter_base", whole)
 
     # What torch calls in the place of these two from 2.13 on.
-    all_gather_single = _allgather_base
-    reduce_scatter_single = _reduce_scatter_base
+    all_gather_single = _allgather_base  # type: ignore[assignment]
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
 
 class _Done:

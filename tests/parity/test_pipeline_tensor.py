@@ -84,15 +84,18 @@ def test_each_axis_moves_what_is_expected_of_it(schedule: str) -> None:
     }
     assert {axis for axis, _ in expected} == {"tensor", "pipeline"}
     assert expected["tensor", "allreduce"][0] > 0
-    moved: dict[tuple[str, str], tuple[float, float]] = {}
-    for each in (each for rank in seen.ranks for each in rank.collectives):
-        key = each.axis, each.operator
-        if key[0] in {"tensor", "pipeline"} and each.bytes_per_step:
-            size, calls = moved.get(key, (0.0, 0.0))
-            moved[key] = (
-                size + each.bytes_per_step / len(seen.ranks),
-                calls + (each.calls_per_step or 0.0) / len(seen.ranks),
-            )
+    moved: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for rank in seen.ranks:
+        own: dict[tuple[str, str], tuple[float, float]] = {}
+        for each in rank.collectives:  # of several groups along an axis
+            key = each.axis, each.operator
+            if key[0] in {"tensor", "pipeline"} and each.bytes_per_step:
+                size, calls = own.get(key, (0.0, 0.0))
+                own[key] = size + each.bytes_per_step, calls + (each.calls_per_step or 0.0)
+        for key, amount in own.items():
+            moved.setdefault(key, []).append(amount)
     assert moved.keys() == expected.keys()
-    for key, amount in moved.items():
-        assert amount == pytest.approx(expected[key]), key
+    for key, amounts in moved.items():
+        # In the mean over the stages that move it at all, as it is stated.
+        mean = tuple(sum(values) / len(amounts) for values in zip(*amounts, strict=True))
+        assert mean == pytest.approx(expected[key]), key

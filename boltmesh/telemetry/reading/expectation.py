@@ -13,10 +13,9 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 def mean_expected(
     views: Sequence[RankView], ranks: Sequence[RankSnapshot]
 ) -> tuple[ExpectedTraffic, ...]:
-    """Return what a rank is expected to move: the mean over the stages that state anything.
+    """Return what a rank is expected to move: the mean over the stages that state it.
 
-    Only the stages of a pipeline differ, and each has as many ranks as the others. What a stage
-    does not state among others, it does not move.
+    Only the stages of a pipeline differ, and each has as many ranks as the others.
     """
     by_stage: dict[int | None, list[ExpectedTraffic]] = {}
     for view, rank in zip(views, ranks, strict=True):
@@ -30,16 +29,16 @@ def mean_expected(
     return tuple(
         msgspec.structs.replace(
             same[0],
-            payload_bytes=sum(each.payload_bytes for each in same) / len(by_stage),
-            calls=_mean_calls(same, len(by_stage)),
+            payload_bytes=sum(each.payload_bytes for each in same) / len(same),
+            calls=_mean_calls(same),
         )
         for same in by_key.values()
     )
 
 
-def _mean_calls(same: Sequence[ExpectedTraffic], num_stages: int) -> float | None:
+def _mean_calls(same: Sequence[ExpectedTraffic]) -> float | None:
     known = [each.calls for each in same if each.calls is not None]
-    return sum(known) / num_stages if len(known) == len(same) else None
+    return sum(known) / len(known) if len(known) == len(same) else None
 
 
 def _stated(view: RankView) -> list[ExpectedTraffic]:
