@@ -236,6 +236,13 @@ class MeshStrategy(RankMeshStrategy):
         materialize(self.model, self.root_device)
         self.model.to(self.root_device)
 
+    def refuse_remains(self, module: LightningModule) -> None:
+        """Refuse to divide layers of a model of which this rank no longer has all layers.
+
+        Raises:
+            ConfigError: With what to do in which order.
+        """
+
     def cut_into_stages(self, units: Mapping[str, Module]) -> None:
         """Prepare layers that are divided already for ranks that run some of them each.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
@@ -37,7 +37,9 @@ from boltmesh.strategies.pipeline.refusals import (
     refuse_accumulation,
     refuse_late_gradients,
     refuse_layout,
+    refuse_measuring,
     refuse_optimizers,
+    refuse_remains,
     refuse_run,
 )
 from boltmesh.strategies.pipeline.rehearsal import StageRehearsal
@@ -147,6 +149,8 @@ class PipelineMeshStrategy(MeshStrategy):
         if self._is_fitting and schedule_kind(self.pipeline_axis.options.schedule).is_asynchronous:
             refuse_late_gradients(trainer, getattr(self.precision_plugin, "scaler", None))
         share_random_state(self.groups["pipeline"], self.root_device)
+        if self.layout.tensor > 1:
+            refuse_measuring(self.pipeline_axis.options)
         super().place(trainer)
         if self._is_fitting:
             self.recomputation.put_on(module)
@@ -182,6 +186,10 @@ class PipelineMeshStrategy(MeshStrategy):
             axis.delayed.begin()
         axis.follow_scaler()
         axis.tell(trainer.accumulate_grad_batches)
+
+    @override
+    def refuse_remains(self, module: LightningModule) -> None:
+        refuse_remains(module)
 
     @override
     @contextmanager

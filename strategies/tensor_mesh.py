@@ -123,6 +123,7 @@ class TensorMeshStrategy(MeshStrategy):
         if is_new:
             refuse_late_proof(module, is_divided=axis.holds(module))
             refuse_parameters(module)
+            self.refuse_remains(module)
             self._tell(axis.place(module, step, *self._sample))
         if self.plan is not None:
             self.recorder.tensor_plan(told(self.plan))

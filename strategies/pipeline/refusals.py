@@ -13,6 +13,7 @@ from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.joint_steps import joins_gradients
 from boltmesh.strategies.pipeline.kinds import schedule_kind
 from boltmesh.strategies.pipeline.options import PipelineOptions
+from boltmesh.strategies.pipeline.replay.absent import is_absent
 from boltmesh.strategies.steps.local_norms import refuse_local_norms
 
 
@@ -117,3 +118,32 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 f"gradients, and a rank of a pipeline has those of its own stages alone. Use "
                 f"bolt_ddp, or an optimizer that steps each parameter by itself, such as AdamW."
             )
+
+
+def refuse_measuring(options: PipelineOptions) -> None:
+    """Refuse to time layers on one rank that can only run together with others.
+
+    Raises:
+        ConfigError: With what to do instead.
+    """
+    if options.split == "measured":
+        raise ConfigError(
+            "split='measured' lets one rank time each layer by itself, and with tensor ranks "
+            "layers run on several ranks together. Use split='auto', which counts operations."
+        )
+
+
+def refuse_remains(module: LightningModule) -> None:
+    """Refuse to divide layers of a model that stages have been made of.
+
+    Raises:
+        ConfigError: With what to do in which order.
+    """
+    gone = [name for name, each in module.named_parameters() if is_absent(each)]
+    if gone:
+        raise ConfigError(
+            f"{type(module).__name__} was divided into stages for another run, and this rank no "
+            f"longer has {gone[0]!r} and {len(gone) - 1} other parameters, which the proof of a "
+            f"tensor plan needs. Call Trainer.fit before validate, test and predict, with the same "
+            f"strategy object, or build the module anew and load a checkpoint."
+        )
