@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from boltmesh.strategies.engine import MeshStrategy
     from boltmesh.strategies.mesh import MeshLayout
     from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
+    from boltmesh.strategies.starting_weights import StartingWeights
     from boltmesh.strategies.tensor_parallel import TensorParallelStrategy
     from boltmesh.strategies.zero import ZeROStrategy
 
@@ -18,6 +19,7 @@ __all__ = [
     "MeshLayout",
     "MeshStrategy",
     "PipelineParallelStrategy",
+    "StartingWeights",
     "TensorParallelStrategy",
     "ZeROStrategy",
     "deferred_init",
@@ -29,6 +31,7 @@ _HOMES = {
     "MeshLayout": "boltmesh.strategies.mesh",
     "MeshStrategy": "boltmesh.strategies.engine",
     "PipelineParallelStrategy": "boltmesh.strategies.pipeline_parallel",
+    "StartingWeights": "boltmesh.strategies.starting_weights",
     "TensorParallelStrategy": "boltmesh.strategies.tensor_parallel",
     "ZeROStrategy": "boltmesh.strategies.zero",
     "deferred_init": "boltmesh.strategies.building.deferred",

@@ -78,7 +78,7 @@ def test_a_pipeline_counts_its_samples_once_and_has_a_bubble() -> None:
     assert run is not None
     assert run.samples == 4
     assert run.loss == 0.7
-    assert run.bubble == (pytest.approx(1 - 4.0 / (4.0 * 2)),)
+    assert list(run.bubble) == pytest.approx([1 - 4.0 / (4.0 * 2)])
 
 
 def test_the_most_that_was_seen_is_kept() -> None:
