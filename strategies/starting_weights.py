@@ -1,7 +1,7 @@
 """Training that begins with the weights of a checkpoint, and with nothing else of it.
 
-``Trainer.fit(ckpt_path=...)`` goes on with a run: it wants optimizers, loops and schedulers. Where a
-new run begins with somebody's weights, imported ones say, each rank reads its own part of them.
+``Trainer.fit(ckpt_path=...)`` goes on with a run: it wants optimizers, loops and schedulers. Where
+a new run begins with somebody's weights, imported ones say, each rank reads its part of them.
 """
 
 from functools import partial

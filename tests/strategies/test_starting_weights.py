@@ -33,5 +33,7 @@ def test_a_run_that_resumes_has_its_own(tmp_path: Path) -> None:
     trainer.strategy.connect(module)
     trainer.save_checkpoint(tmp_path / "own.ckpt")
     resumed: Any = Trainer(accelerator="cpu", max_epochs=1, callbacks=[callback], **QUIET)
-    resumed.fit(module, regression_data(4, 2), ckpt_path=tmp_path / "own.ckpt")
+    resumed.fit(
+        module, regression_data(4, 2), regression_data(4, 2), ckpt_path=tmp_path / "own.ckpt"
+    )
     assert resumed.current_epoch == 1
