@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from boltmesh.strategies.mesh import MeshLayout
     from boltmesh.strategies.parallel_3d import Parallel3DStrategy
     from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
+    from boltmesh.strategies.starting_weights import StartingWeights
     from boltmesh.strategies.tensor_parallel import TensorParallelStrategy
     from boltmesh.strategies.zero import ZeROStrategy
 
@@ -20,6 +21,7 @@ __all__ = [
     "MeshStrategy",
     "Parallel3DStrategy",
     "PipelineParallelStrategy",
+    "StartingWeights",
     "TensorParallelStrategy",
     "ZeROStrategy",
     "deferred_init",
@@ -32,6 +34,7 @@ _HOMES = {
     "MeshStrategy": "boltmesh.strategies.engine",
     "Parallel3DStrategy": "boltmesh.strategies.parallel_3d",
     "PipelineParallelStrategy": "boltmesh.strategies.pipeline_parallel",
+    "StartingWeights": "boltmesh.strategies.starting_weights",
     "TensorParallelStrategy": "boltmesh.strategies.tensor_parallel",
     "ZeROStrategy": "boltmesh.strategies.zero",
     "deferred_init": "boltmesh.strategies.building.deferred",

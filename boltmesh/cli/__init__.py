@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import click
 
 from boltmesh import __version__
+from boltmesh.cli.benching import bench
 from boltmesh.cli.converting import export, import_command
 from boltmesh.cli.planning import plan, schedule
 from boltmesh.cli.training import check, command_of
@@ -57,6 +58,7 @@ def _complain(message: str, exit_code: int) -> int:
         command_of("test", "Run the test data through a checkpoint."),
         command_of("predict", "Write the predictions of a checkpoint, one file per rank."),
         check,
+        bench,
         plan,
         schedule,
         top,

@@ -1,16 +1,15 @@
 """Commands that turn checkpoints into those of other programs, and back."""
 
 import re
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
 from typing_extensions import override
+
+from boltmesh.cli.stopping import stopped_cleanly
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?")
 
@@ -61,7 +60,7 @@ def export(
     """
     from boltmesh.conversion.exporting import export as write
 
-    with _stopped_cleanly(), _Bar() as bar:
+    with stopped_cleanly(), _Bar() as bar:
         lines = write(
             checkpoint,
             target,
@@ -104,7 +103,7 @@ def import_command(
         if not (name and equals and kept):
             raise click.BadParameter(f"{each!r} is not NAME=STORED.", param_hint="--tie")
         pairs[name] = kept
-    with _stopped_cleanly():
+    with stopped_cleanly():
         lines = import_checkpoint(source, target, prefix=prefix, ties=pairs, force=force)
     click.echo("\n".join(lines))
     return 0
@@ -130,17 +129,3 @@ class _Bar:
         self._bar = click.progressbar(length=num_bytes, file=sys.stderr).__enter__()
         count: Callable[[int], Any] = self._bar.update
         return count
-
-
-@contextmanager
-def _stopped_cleanly() -> Iterator[None]:
-    """End by SIGTERM as by an error: what is half written is removed."""
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

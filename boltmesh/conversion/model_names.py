@@ -27,9 +27,9 @@ def find_prefix(names: Iterable[str]) -> str:
             return found
     found = ", ".join(f"{key} ({count})" for key, count in sorted(counts.items())[:6])
     raise ConfigError(
-        f"Which tensors are those of the model cannot be told: they begin with {found}. Give what "
-        f"is to be taken off their names, such as --prefix {_likeliest(counts)}, or --prefix '' "
-        f"to keep all as they are."
+        f"Which tensors are those of the model cannot be told: they begin with {found}. Say "
+        f"--prefix '' to keep all names as they are, or what is to be taken off them, such as "
+        f"--prefix {_likeliest(counts)}"
     )
 
 

@@ -28,6 +28,7 @@ def test_the_commands_and_their_options_are_these():
         "test": RUN_OPTIONS,
         "predict": RUN_OPTIONS,
         "check": {"--steps", "--traceback"},
+        "bench": {"--strategies", "--steps", "--warmup", "--rounds", "--output"},
         "plan": {"--strategy", "--devices", "--size", "--cluster", "--json"},
         "schedule": {"--stages", "--microbatches", "--stages-per-rank", "--forward", "--backward",
                      "--ascii", "--json"},

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, seed_everything
 
 from boltmesh.cli import run_command
+from boltmesh.strategies import StartingWeights, ZeROStrategy
 from boltmesh.strategies.checkpoint.optimizer_state import parameter_names
 from tests.parity.test_tensor_checkpoints import Run, fits, merged
 from tests.support.gpts import TinyGPT, text_data
@@ -17,21 +18,37 @@ from tests.support.shard_runs import QUIET
 pytestmark = pytest.mark.ranks
 
 KINDS = ["zero", "pipeline", "tensor2"]
+OFFLOAD = "offload"
 
 
-def losses_of(rank: int, world_size: int, kinds: list[str], weights: str) -> list[float]:
-    """The validation loss of imported weights in each layout."""
+def offloaded() -> ZeROStrategy:
+    return ZeROStrategy(telemetry=False, offload_optimizer="cpu", offload_parameters="cpu")
+
+
+def losses_of(rank: int, world_size: int, kinds: list[str], weights: str) -> list[list[float]]:
+    """In each layout, the loss of imported weights, and of what three steps make of them."""
+    return [losses(kind, world_size, weights) for kind in kinds]
+
+
+def losses(kind: str, world_size: int, weights: str) -> list[float]:
     found: list[float] = []
-    for kind in kinds:
+    for steps in (0, 3):
+        seed_everything(77, verbose=False)  # another model than the one that was stored
+        module = TinyGPT(ties=True, groups=True, freezes=True)
+        strategy = Run(kind, 1, "").strategy() if kind != OFFLOAD else offloaded()
         trainer = Trainer(
             accelerator="cpu",
             devices=world_size,
-            strategy=Run(kind, 1, "").strategy(),
+            strategy=strategy,
             use_distributed_sampler=False,
+            max_steps=steps,
+            callbacks=[StartingWeights(weights)] if steps else [],
             **QUIET,
         )
-        module = TinyGPT(ties=True, groups=True, freezes=True)
-        (metrics,) = trainer.validate(module, text_data(8, 8), ckpt_path=weights, verbose=False)
+        if steps:
+            trainer.fit(module, text_data(24, 8), text_data(8, 8))
+        path = None if steps else weights
+        (metrics,) = trainer.validate(module, text_data(8, 8), ckpt_path=path, verbose=False)
         found += metrics.values()
     return found
 
@@ -68,11 +85,25 @@ def test_runs_go_on_in_plain_lightning_and_back(tmp_path: Path) -> None:
     )
     convert("export", "tensor2-half", "weights.safetensors", "--prefix", "")
     weights = convert("import", "weights.safetensors", "of-weights")
-    losses, same_losses = run_ranks(losses_of, 2, KINDS, str(weights), timeout_s=110)
-    plain = Trainer(accelerator="cpu", devices=1, **QUIET)
-    module = TinyGPT.load_from_checkpoint(tmp_path / "tensor2.ckpt", weights_only=True)
-    (expected,) = plain.validate(module, text_data(8, 8), verbose=False)
-    assert losses == same_losses == pytest.approx([*expected.values()] * len(KINDS), rel=1e-5)
+    found = run_ranks(losses_of, 2, [*KINDS, OFFLOAD], str(weights), timeout_s=110)
+    found += run_ranks(losses_of, 1, ["ddp"], str(weights), timeout_s=110)
+    expected = plain_losses(tmp_path / "tensor2.ckpt")
+    assert expected[1] != pytest.approx(expected[0], rel=1e-2)
+    for each in (each for rank in found for each in rank):
+        assert each == pytest.approx(expected, rel=1e-4)
+
+
+def plain_losses(path: Path) -> list[float]:
+    """The same of plain Lightning in this process."""
+    module = TinyGPT.load_from_checkpoint(path, weights_only=True)
+    found: list[float] = []
+    for steps in (0, 3):
+        trainer = Trainer(accelerator="cpu", devices=1, max_steps=steps, **QUIET)
+        if steps:
+            trainer.fit(module, text_data(24, 8), text_data(8, 8))
+        (metrics,) = trainer.validate(module, text_data(8, 8), verbose=False)
+        found += metrics.values()
+    return found
 
 
 def check_like_plain(checkpoint: dict[str, Any]) -> None:

@@ -1,0 +1,173 @@
+"""A strategy's figures, computed from what its job has recorded."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from boltmesh.bench.watching import Watch
+from boltmesh.telemetry.snapshot import Chunk, RankSnapshot, StepRecord
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one job has measured."""
+
+    mesh: dict[str, int]
+    step_s: tuple[float, ...]
+    """Of each optimizer step that counts, on the rank that took longest for it."""
+    samples: float | None
+    """Of one optimizer step, over the whole job; None where telemetry does not know."""
+    tokens: float | None
+    loss: float | None
+    """Of the last step, the mean over the data axis."""
+    last_step: int
+    bubble: tuple[float, ...]
+    """Of each step that counts: the share of time in which the ranks of a pipeline are idle."""
+    memory: dict[tuple[str, str], int]
+    """By kind and place, on the rank that has most of it."""
+    host_bytes: int | None
+    device_bytes: int | None
+    axis_bytes: dict[str, float]
+    """Moved by one rank in one optimizer step, by axis, on the rank that moves most."""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def measure(watch: Watch, *, warmup: int) -> Run | None:
+    """Compute the figures of a job that has ended; None when it recorded no step that counts.
+
+    Args:
+        watch: What was seen of it.
+        warmup: Optimizer steps at the beginning that do not count.
+    """
+    job = watch.newest
+    if job is None:
+        return None
+    ranks = {rank: _optimizer_steps(each.values()) for rank, each in watch.steps.items()}
+    shared = set.intersection(*(set(each) for each in ranks.values())) if ranks else set()
+    counted = sorted(step for step in shared if step > warmup)
+    if not counted:
+        return None
+    seconds = [max(_seconds(each[step]) for each in ranks.values()) for step in counted]
+    ends = _ends_of_data_axis(job.ranks)
+    last = counted[-1]
+    losses = [
+        statistics.fmean(known)
+        for rank in ends
+        if rank in ranks
+        and (known := [each.loss for each in ranks[rank][last] if each.loss is not None])
+    ]
+    return Run(
+        mesh=dict(job.mesh),
+        step_s=tuple(seconds),
+        samples=_items(ranks, ends, counted, "samples"),
+        tokens=_items(ranks, ends, counted, "tokens"),
+        loss=statistics.fmean(losses) if losses else None,
+        last_step=last,
+        bubble=_bubbles(watch, job.ranks, counted),
+        memory=_most(watch.memory.values()),
+        host_bytes=max(watch.host_bytes.values(), default=None),
+        device_bytes=max(watch.device_bytes.values(), default=None),
+        axis_bytes=_axis_bytes(job.ranks),
+        versions=dict(job.versions),
+    )
+
+
+def _optimizer_steps(batches: Iterable[StepRecord]) -> dict[int, list[StepRecord]]:
+    """The batches of each optimizer step, by its number from 1.
+
+    Lightning counts a step when it is done: batches that only accumulate have the number before.
+    """
+    steps: dict[int, list[StepRecord]] = {}
+    open_batches: list[StepRecord] = []
+    before = 0
+    for each in sorted(batches, key=lambda record: record.index):
+        open_batches.append(each)
+        if each.global_step > before:
+            steps[each.global_step] = open_batches
+            open_batches, before = [], each.global_step
+    return steps
+
+
+def _seconds(batches: Sequence[StepRecord]) -> float:
+    return sum(each.seconds for each in batches)
+
+
+def _ends_of_data_axis(ranks: Sequence[RankSnapshot]) -> list[int]:
+    """One rank for each share of the data: the last of its pipeline, which has the loss."""
+    chosen: dict[int, tuple[int, int]] = {}
+    for each in ranks:
+        share = each.coordinates.get("data", 0)
+        place = each.coordinates.get("pipeline", 0), each.rank
+        chosen[share] = max(chosen.get(share, place), place)
+    return [rank for _, rank in chosen.values()]
+
+
+def _items(
+    ranks: Mapping[int, Mapping[int, Sequence[StepRecord]]],
+    ends: Sequence[int],
+    steps: Sequence[int],
+    what: str,
+) -> float | None:
+    counts = []
+    for step in steps:
+        values = [
+            getattr(each, what) for rank in ends if rank in ranks for each in ranks[rank][step]
+        ]
+        if any(value is None for value in values):
+            return None
+        counts.append(sum(values))
+    return statistics.fmean(counts) if counts else None
+
+
+def _bubbles(
+    watch: Watch, ranks: Sequence[RankSnapshot], steps: Sequence[int]
+) -> tuple[float, ...]:
+    """Idle shares by step: 1 - busy / window over the window that the ranks have in common.
+
+    Of several pipelines their mean; ranks side by side in a tensor group are one place each.
+    """
+    pipelines: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+    for each in ranks:
+        others = {axis: at for axis, at in each.coordinates.items() if axis != "pipeline"}
+        pipelines[tuple(sorted(others.items()))].append(each.rank)
+    by_rank: dict[int, dict[int, list[Chunk]]] = {}
+    for rank, chunks in watch.chunks.items():
+        of_step: dict[int, list[Chunk]] = defaultdict(list)
+        for chunk in chunks.values():
+            of_step[chunk.step].append(chunk)
+        by_rank[rank] = of_step
+    found = []
+    for step in steps:
+        shares = []
+        for members in pipelines.values():
+            rows = [by_rank.get(rank, {}).get(step, []) for rank in members]
+            if all(rows):
+                start = min(each.start for row in rows for each in row)
+                window = max(each.end for row in rows for each in row) - start
+                busy = sum(each.end - each.start for row in rows for each in row)
+                if window > 0:
+                    shares.append(1 - busy / (window * len(rows)))
+        if shares:
+            found.append(statistics.fmean(shares))
+    return tuple(found)
+
+
+def _most(ranks: Iterable[Mapping[tuple[str, str], int]]) -> dict[tuple[str, str], int]:
+    most: dict[tuple[str, str], int] = {}
+    for each in ranks:
+        for key, value in each.items():
+            most[key] = max(most.get(key, 0), value)
+    return most
+
+
+def _axis_bytes(ranks: Sequence[RankSnapshot]) -> dict[str, float]:
+    most: dict[str, float] = {}
+    for rank in ranks:
+        sums: dict[str, float] = defaultdict(float)
+        for each in rank.collectives:
+            if each.bytes_per_step is not None:
+                sums[each.axis] += each.bytes_per_step
+        for axis, value in sums.items():
+            most[axis] = max(most.get(axis, 0.0), value)
+    return most

@@ -1,0 +1,119 @@
+"""Runs one strategy as a job of its own and watches it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from boltmesh.bench.figures import Run, measure
+from boltmesh.bench.variant import Variant
+from boltmesh.bench.watching import Watch
+from boltmesh.telemetry.job import ID_VARIABLE, NAME_VARIABLE, new_job_id
+from boltmesh.telemetry.switch import SWITCH_VARIABLE
+
+LOOK_S = 0.5
+_PREFIX = "boltmesh: "
+_STOP_S = 30.0
+"""How long a job may take to stop when this command is stopped."""
+
+SHORT_RUN = (
+    "trainer.max_epochs=null",
+    "trainer.max_time=null",
+    "trainer.limit_val_batches=0",
+    "trainer.num_sanity_val_steps=0",
+    "trainer.enable_progress_bar=false",
+    "trainer.enable_model_summary=false",
+    "trainer.logger=[]",
+    "run.checkpoint.enabled=false",
+    "run.resume=null",
+)
+"""Training steps and nothing beside them, in every job."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended: with figures, or with a reason."""
+
+    run: Run | None
+    reason: str | None = None
+    is_refused: bool = False
+    """Whether nothing was wrong but what was asked for."""
+
+
+def run_variant(
+    variant: Variant, config: str, overrides: Sequence[str], *, steps: int, warmup: int
+) -> Ended:
+    """Train for ``warmup + steps`` optimizer steps and measure the latter.
+
+    Args:
+        variant: What runs.
+        config: Of the user.
+        overrides: ``key=value``, those of the variant included.
+        steps: Optimizer steps that count.
+        warmup: Optimizer steps before them.
+    """
+    watch = Watch(job_id := new_job_id())
+    with tempfile.TemporaryDirectory(prefix="boltmesh-bench-") as folder:
+        line = [*overrides, *SHORT_RUN, f"trainer.max_steps={warmup + steps}", f"run.dir={folder}"]
+        environment = {
+            **os.environ,
+            **variant.environment,
+            ID_VARIABLE: job_id,
+            NAME_VARIABLE: f"bench {variant.label}",
+        }
+        environment.pop(SWITCH_VARIABLE, None)
+        errors = Path(folder, "stderr")
+        with errors.open("wb") as stderr, watch.opened():
+            code = _watched(["fit", config, *line], environment, stderr.fileno(), watch)
+        said = errors.read_text(encoding="utf-8", errors="replace")
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if code != 0:
+        return Ended(None, _reason(said, code), is_refused=code == 2)
+    found = measure(watch, warmup=warmup)
+    if found is None:
+        return Ended(None, f"it ended before step {warmup + 1}, and nothing was measured")
+    if found.last_step < warmup + steps:
+        reason = f"it ended after step {found.last_step} of {warmup + steps}"
+        return Ended(found, reason)
+    return Ended(found)
+
+
+def _watched(
+    arguments: Sequence[str], environment: dict[str, str], stderr: int, watch: Watch
+) -> int:
+    process = subprocess.Popen(  # noqa: S603 - this very program
+        [sys.executable, "-m", "boltmesh", *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+    )
+    try:
+        while process.poll() is None:
+            watch.look()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=LOOK_S)
+        watch.look()
+    except BaseException:
+        process.terminate()
+        try:
+            process.wait(timeout=_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise
+    return process.returncode
+
+
+def _reason(said: str, code: int) -> str:
+    lines = [each for each in said.splitlines() if each.startswith(_PREFIX)]
+    if lines:
+        return lines[-1].removeprefix(_PREFIX)
+    other = said.strip().splitlines()
+    return other[-1] if other else f"it ended with exit code {code} and said nothing"

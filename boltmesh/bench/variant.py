@@ -1,0 +1,113 @@
+"""What is to be compared: strategies by name, with arguments and other conditions."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from boltmesh.configs.advice import name_choices, nearest
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.registry import STRATEGIES
+
+NO_P2P = "no_p2p"
+ONE_PROCESS = "one_process"
+REPLICATED = "replicated"
+OWN_NAMES = (ONE_PROCESS, REPLICATED)
+"""Rows that are no strategies of their own."""
+
+_NAME = re.compile(r"(?P<name>[^:+]+)(:(?P<condition>[^:+]*))?(?P<settings>(\+[^+]+)*)")
+_KEPT_KEYS = ("activation_checkpointing", "timeout_s")
+"""Of the config's strategy, what every strategy takes and what has to be alike for a comparison."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row."""
+
+    label: str
+    """As it was asked for."""
+    strategy: str
+    settings: tuple[str, ...] = ()
+    """``key=value``; keys without a section are arguments of the strategy."""
+    without_p2p: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def overrides(self, config: Any, given: Sequence[str]) -> list[str]:
+        """What is added to the command line of ``boltmesh fit``.
+
+        Args:
+            config: As it is loaded with ``given``.
+            given: ``key=value`` of the user, for the config's own strategy.
+        """
+        if self.strategy == config.strategy.name:
+            own = list(given)
+        else:
+            own = [each for each in given if not each.startswith("strategy.")]
+            own.append(f"strategy.name={self.strategy}")
+            kept = {key: config.strategy.get(key) for key in _KEPT_KEYS}
+            own += [f"strategy.{key}={value}" for key, value in kept.items() if value is not None]
+        return [*own, *self.settings, "strategy.telemetry=true"]
+
+    def obstacle(self, accelerator: Literal["cpu", "cuda"], num_devices: int) -> str | None:
+        """Why this cannot be on these devices, where that is known before anything is started."""
+        if self.strategy == REPLICATED:
+            if accelerator == "cpu" or num_devices < 2:
+                devices = "the CPU" if accelerator == "cpu" else "one CUDA device"
+                return f"one process over several devices needs CUDA devices, and this is {devices}"
+            return "Lightning has no strategy of one process over several devices; see bolt_ddp"
+        if self.without_p2p and accelerator == "cpu":
+            return "peer-to-peer transfers are between CUDA devices, and the ranks are on the CPU"
+        if self.without_p2p and num_devices < 2:
+            return "peer-to-peer transfers need two devices, and there is one"
+        return None
+
+
+def parse_variants(text: str) -> list[Variant]:
+    """Read ``bolt_ddp,bolt_ddp:no_p2p,bolt_pipeline+microbatches=8``.
+
+    Raises:
+        ConfigError: For a name that there is not, or a form that cannot be read.
+    """
+    variants = [_parse(each.strip()) for each in _split(text) if each.strip()]
+    if not variants:
+        raise ConfigError("--strategies names none. Write --strategies bolt_ddp,bolt_zero3.")
+    labels = [each.label for each in variants]
+    if twice := next((each for each in labels if labels.count(each) > 1), None):
+        raise ConfigError(f"--strategies names {twice} twice. Use --rounds to repeat them all.")
+    return variants
+
+
+def _parse(text: str) -> Variant:
+    found = _NAME.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"--strategies: {text!r} cannot be read. Write NAME, NAME:{NO_P2P} or NAME+KEY=VALUE."
+        )
+    name, condition = found["name"], found["condition"]
+    if name not in STRATEGIES and name not in OWN_NAMES:
+        known = [*STRATEGIES, *OWN_NAMES]
+        guess = nearest(name, known)
+        hint = f"Did you mean {guess}?" if guess else f"Use {name_choices(known)}."
+        raise ConfigError(f"--strategies: there is no strategy '{name}'. {hint}")
+    if condition not in {None, NO_P2P}:
+        raise ConfigError(f"--strategies: {text}: ':{condition}' is not known. Write :{NO_P2P}.")
+    settings = [each for each in found["settings"].split("+") if each]
+    for each in settings:
+        key, equals, _ = each.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"--strategies: {text}: {each!r} is no KEY=VALUE.")
+    named = [each if "." in each.partition("=")[0] else f"strategy.{each}" for each in settings]
+    if name == ONE_PROCESS:
+        named = ["trainer.devices=1", *named]
+    return Variant(
+        label=text,
+        strategy="bolt_ddp" if name == ONE_PROCESS else name,
+        settings=tuple(named),
+        without_p2p=condition == NO_P2P,
+        environment={"NCCL_P2P_DISABLE": "1"} if condition == NO_P2P else {},
+    )
+
+
+def _split(text: str) -> list[str]:
+    """At commas that are in no brackets, as values may be lists."""
+    return re.split(r",(?![^\[\]{}]*[\]}])", text)
