@@ -43,11 +43,11 @@ class Parallel3DStrategy(TensorMeshStrategy):
         tensor: Ranks that share each layer; they have to be on one host.
         zero_stage: What is sharded over the data axis: 0 nothing (replicas), 1 the optimizer state,
             2 also the gradients, 3 also the parameters.
-        offload_optimizer: As for ``ZeROStrategy``, like the arguments below.
+        offload_optimizer: As for ``ZeROStrategy``, like the arguments below. Needs ``pipeline=1``.
         offload_parameters: Needs ``zero_stage=3``.
         offload_path: Folder for ``"nvme"``.
         offload_fraction: Share of the optimizer state that leaves the device.
-        tile_linear_bytes: Needs ``zero_stage=3`` and ``tensor=1``.
+        tile_linear_bytes: Needs ``zero_stage=3``, ``tensor=1`` and ``pipeline=1``.
         blocks: What is gathered as one.
         shard_size: Over how many ranks of the data axis to shard; groups of that size hold the same
             shards.
@@ -171,6 +171,12 @@ def _data_axis(stage: int, shards: Mapping[str, Any], pipeline: int, tensor: int
             f"sharded), 2 (gradients too) or 3 (parameters too)."
         )
     tile = shards["tile_linear_bytes"]
+    if tile is not None and pipeline > 1:
+        raise ConfigError(
+            f"tile_linear_bytes={tile} gathers a layer tile by tile as it runs, and a stage of a "
+            f"pipeline has all of its layers for the batches of a step. Leave tile_linear_bytes "
+            f"out, or set pipeline=1."
+        )
     if tile is not None and tensor > 1:
         raise ConfigError(
             f"tile_linear_bytes={tile} gathers a layer tile by tile, and with tensor={tensor} no "

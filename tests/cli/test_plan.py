@@ -174,6 +174,10 @@ def test_a_measured_machine_says_what_fits_and_the_least_time(workplace, capsys)
 
 @pytest.mark.parametrize("name", recipes())
 def test_every_recipe_can_be_planned(workplace, capsys, name):
+    if name.startswith("threed"):
+        assert cli.run_command(["plan", name]) == 2
+        assert "looks at one axis at a time" in capsys.readouterr().err
+        return
     out = plan(capsys, name)
     if name.startswith("pipeline"):
         assert "expected bubble" in out
