@@ -6,15 +6,40 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from boltmesh.differences import Tolerance, Trace, find_differences
 from boltmesh.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import Parallel3DStrategy
+from tests.support.causal_lms import build
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
+
+
+class Llama(LightningModule):
+    """Hugging Face's, as it is, with its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build("llama")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits: Tensor = self.model(input_ids=batch[0]).logits
+        return logits
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @dataclass(frozen=True)
@@ -59,9 +84,10 @@ ROUGH = Tolerance(relative=2e-2, parameters=2e-2, optimizer=5e-2)
 
 CASES = [
     Case("tied, clipping, accumulation", accumulate=2, model={"ties": True}, trainer=CLIP),
-    Case("a divided sequence that is computed again", stages=(1, 3), trainer=CLIP,
+    Case("a divided sequence that is computed again", stages=(3,), trainer=CLIP,
          strategy={"sequence_parallel": True, "activation_checkpointing": "full"}),
-    Case("bf16, accumulation, frozen layers", stages=(1, 2), accumulate=2, steps=2,
+    Case("a Llama", stages=(3,), steps=3, module=Llama, trainer=CLIP),
+    Case("bf16, accumulation, frozen layers", stages=(1,), accumulate=2, steps=2,
          model={"freezes": True, **SGD}, trainer={**CLIP, **BF16}, tolerance=ROUGH),
 ]  # fmt: skip
 

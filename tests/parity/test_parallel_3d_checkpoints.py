@@ -102,7 +102,7 @@ def fit(rank: int, world_size: int, folder: Path, run: Run) -> dict[str, Tensor]
 def different(
     one: dict[str, Tensor], other: dict[str, Tensor], *, exact: bool = False
 ) -> list[str]:
-    limits = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 2e-5}
+    limits: dict[str, Any] = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 2e-5}
     assert one.keys() == other.keys()
     return [key for key, each in one.items() if not torch.allclose(each, other[key], **limits)]
 

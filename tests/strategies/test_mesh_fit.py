@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_what_fits_is_taken_and_what_does_not_is_refused_with_what_does(
     world: int, per_host: int
 ) -> None:
     for data, pipeline, tensor in itertools.product((None, *SIZES), SIZES, SIZES):
-        asked = {"data": data, "pipeline": pipeline, "tensor": tensor}
+        asked: dict[str, Any] = {"data": data, "pipeline": pipeline, "tensor": tensor}
         fits = world % (pipeline * tensor) == 0 and per_host % tensor == 0
         if data is not None:
             fits = fits and data * pipeline * tensor == world

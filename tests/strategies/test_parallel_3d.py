@@ -119,7 +119,8 @@ def clip_and_look(rank: int, world_size: int, stage: int) -> tuple[dict[str, flo
     after = trainer.validate(module, text_data(9, 4), verbose=False)[0]
     held = {name: each.numel() for name, each in local_parts(module).items()}
     if world_size > 1:
-        expected = {each.kind: each.predicted_bytes for each in trainer.strategy.expected_memory()}
+        strategy: Any = trainer.strategy
+        expected = {each.kind: each.predicted_bytes for each in strategy.expected_memory()}
         assert expected["parameters"] == 4 * sum(held.values())
     return {**logged, **after}, looking.found, held
 
@@ -219,7 +220,7 @@ def train(rank: int, world_size: int, options: Any, trainer_options: Any) -> str
 def test_the_bytes_of_both_axes_are_the_bytes_expected() -> None:
     calls = [
         ({"zero_stage": 1}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}),
-        ({"zero_stage": 3, "sequence_parallel": True}, {"precision": "bf16-mixed"}),
+        ({"zero_stage": 3, "sequence_parallel": True}, {}),
     ]
     for path in run_ranks(in_turn, 4, train, calls, timeout_s=150)[0]:
         with open_job(Path(path)) as job:
