@@ -45,7 +45,7 @@ class OffloadError(BoltMeshError, OSError):
 
 
 class DivergenceError(BoltMeshError, RuntimeError):
-    """Ranks that run different layers of one sharded model."""
+    """Ranks of one model that do different things: other layers, or a step with a loss on some."""
 
 
 class PipelineError(BoltMeshError, RuntimeError):

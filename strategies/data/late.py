@@ -18,17 +18,20 @@ class LateGradients(DataAxis):
         """Called before each batch of training. Collective over the axis."""
 
     @abstractmethod
-    def end_batch(self) -> None:
+    def end_batch(self) -> bool:
         """Called within the backward pass of a batch, when its gradients are in ``.grad``.
 
         Collective over the axis for the last batch of an accumulation window, as ``no_sync`` tells.
+
+        Returns:
+            Whether ``.grad`` holds averages over several ranks now.
 
         Raises:
             DivergenceError: When another rank has no loss for its batch.
         """
 
     @abstractmethod
-    def pass_over_batch(self) -> None:
+    def pass_over_batch(self) -> bool:
         """Called in the place of ``end_batch`` where a batch gave no loss. Collective likewise.
 
         Raises:

@@ -62,20 +62,21 @@ class LateReplicas(LateGradients):
             self._buffers.send()
 
     @override
-    def end_batch(self) -> None:
-        self._finish(has_loss=True)
+    def end_batch(self) -> bool:
+        return self._finish(has_loss=True)
 
     @override
-    def pass_over_batch(self) -> None:
-        self._finish(has_loss=False)
+    def pass_over_batch(self) -> bool:
+        return self._finish(has_loss=False)
 
-    def _finish(self, *, has_loss: bool) -> None:
+    def _finish(self, *, has_loss: bool) -> bool:
         context = self._context
         if not self._is_synchronised or context is None or context.group.size() == 1:
-            return
+            return False
         used = agree_on_gradients(self._trained(), context.group, context.device, has_loss=has_loss)
         gradients = [each.grad for each in used if each.grad is not None]
         average(gradients, context.group, BUCKET_BYTES)
+        return True
 
     def _trained(self) -> list[Parameter]:
         return [each for each in self._held if each.requires_grad]

@@ -1,6 +1,6 @@
 """Parameters without rows where gradients come all at once: whole on every rank, averaged once."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Set
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from boltmesh.strategies.data.scalars import Scalars
 from boltmesh.strategies.torch_compat import dtensor_like, local_tensor, set_parameter
-from boltmesh.telemetry.traffic import ExpectedTraffic
 
 
 class LateScalars(Scalars):
@@ -54,7 +53,3 @@ class LateScalars(Scalars):
         """Put the replicated ones in place, and let go of gradients."""
         self._whole = {}
         self.put_back()
-
-    @override
-    def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
-        yield from super().expected_traffic(num_batches=1)

@@ -1,8 +1,16 @@
-"""Shards of a pipeline: ZeRO stage 1 where the gradients of a batch come all at once.
+"""Shards of a pipeline: ZeRO where the gradients of a batch come all at once.
 
 Between optimizer steps every rank of the data axis has a share of its stages' parameters and of
 their optimizer state. For the batches of a step parameters are gathered once; when the gradients of
-all are made they are reduced once, and each rank steps its share.
+all are made they are reduced once, and each rank steps its share. That is stage 1.
+
+[Note: Stages 2 and 3 go by batch]
+What the gradients of a microbatch are divided by is known at the end of its batch, and pipelines of
+other data ranks may cut a batch into fewer microbatches, so nothing is reduced or gathered for a
+microbatch. Stage 2 reduces after every batch, so that no whole gradient is kept from one batch of
+an accumulation window to the next; stage 3 frees the parameters there too. Without accumulation
+both move what stage 1 moves. With k batches in a step, stage 2 moves each gradient k - 1 times
+more, and stage 3 each parameter also.
 
 Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
 """
@@ -34,22 +42,14 @@ OVERFLOW_BYTES = 4
 
 
 class LateShards(Shards, LateGradients):
-    """The data axis of ZeRO-1 beside a pipeline.
+    """The data axis of ZeRO beside a pipeline; see [Note: Stages 2 and 3 go by batch].
 
     Raises:
-        ConfigError: For what it cannot do.
+        ConfigError: For offload.
     """
 
     def __init__(self, options: ShardOptions) -> None:
         super().__init__(options)
-        if options.stage != 1:
-            raise ConfigError(
-                f"ZeRO stage {options.stage} beside a pipeline would reduce gradients"
-                f"{' and gather parameters' if options.stage == 3 else ''} for every microbatch, "
-                f"and what the gradients of a microbatch are divided by is known at the end of its "
-                f"batch. Use stage 1, which shards the optimizer state over the data axis: stages "
-                f"have shared out parameters and gradients already."
-            )
         if options.has_offload:
             raise ConfigError(
                 f"offload_optimizer={options.offload_optimizer!r} follows backward passes of the "
@@ -101,21 +101,25 @@ class LateShards(Shards, LateGradients):
         model.scalars.take_out()
 
     @override
-    def end_batch(self) -> None:
-        self._finish(has_loss=True)
+    def end_batch(self) -> bool:
+        return self._finish(has_loss=True)
 
     @override
-    def pass_over_batch(self) -> None:
-        self._finish(has_loss=False)
+    def pass_over_batch(self) -> bool:
+        return self._finish(has_loss=False)
 
-    def _finish(self, *, has_loss: bool) -> None:
-        if not self._is_synchronised:
-            return
+    def _finish(self, *, has_loss: bool) -> bool:
+        is_last, stage = self._is_synchronised, self.options.stage
+        if stage == 1 and not is_last:
+            return False
         assert self._context is not None
         context, model = self._context, self._model
         agree_on_gradients(self._trained(), context.group, context.device, has_loss=has_loss)
+        model.root_unit.set_reshard_after_backward(is_last or stage == 3)
         reduce_gradients(model.root_unit)
         self._scalars.average()
+        # Of an earlier batch of a window shards add up, and are looked at when all have.
+        return is_last
 
     @property
     def _scalars(self) -> LateScalars:
@@ -160,18 +164,34 @@ class LateShards(Shards, LateGradients):
         if context.group.size() == 1:
             return []
         known = Expectations(model, self.options, replace(context, compute_dtype=None))
-        trained = self._trained()
+        stage, num_batches = self.options.stage, context.num_microbatches
+        reductions = 1 if stage == 1 else num_batches
+        told = reductions * agreement_bytes(len(self._trained()))
         why = "which parameters have gradients, 4 bytes for each"
-        agreement = ExpectedTraffic("data", "allreduce", agreement_bytes(len(trained)), 1, why)
-        more = [agreement, *model.scalars.expected_traffic(num_batches=1)]
+        more = [ExpectedTraffic("data", "allreduce", told, reductions, why)]
+        more += model.scalars.expected_traffic(num_batches=reductions)
         if context.scaler is not None:
             why = "whether fp16 has overflown, asked by torch of shards and once more of all"
             more.append(ExpectedTraffic("data", "allreduce", 2 * OVERFLOW_BYTES, 2, why))
         buffers = sum(each.numel() * each.element_size() for each in model.buffers.held())
-        return expected_shard_traffic(
+        expected = expected_shard_traffic(
             replace(known.shape, buffer_bytes=buffers),
-            known.sharing,
+            replace(known.sharing, stage=min(stage, 2)),
             known.job,
             num_norms=int(context.has_norm_clipping),
             more=more,
         )
+        return [_per_batch(each, num_batches) if stage == 3 else each for each in expected]
+
+
+def _per_batch(gathers: ExpectedTraffic, num_batches: int) -> ExpectedTraffic:
+    """Return what parameters move that are gathered for each batch; other traffic as it is."""
+    if gathers.operator != "_allgather_base":
+        return gathers
+    return ExpectedTraffic(
+        gathers.axis,
+        gathers.operator,
+        gathers.payload_bytes * num_batches,
+        None if gathers.calls is None else gathers.calls * num_batches,
+        "each parameter, once per batch",
+    )

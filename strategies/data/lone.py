@@ -39,12 +39,12 @@ class LoneRank(LateGradients):
         pass
 
     @override
-    def end_batch(self) -> None:
-        pass
+    def end_batch(self) -> bool:
+        return False
 
     @override
-    def pass_over_batch(self) -> None:
-        pass
+    def pass_over_batch(self) -> bool:
+        return False
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:

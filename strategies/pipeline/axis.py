@@ -244,6 +244,27 @@ class PipelineAxis:
 
     # Steps.
 
+    def average(self, over_replicas: Callable[[], bool]) -> None:
+        """Average gradients over the pipelines of the job. Collective over all ranks.
+
+        Args:
+            over_replicas: Averages those of this rank's stages; returns whether it did.
+        """
+
+        def average() -> None:
+            if over_replicas() and self._evens_shared:
+                self.holdings.shared.even()
+
+        self.others.meet(average)
+
+    @property
+    def _evens_shared(self) -> bool:
+        """Whether stages may get averages of shared parameters that differ by a rounding.
+
+        Sums of three and more depend on their order, and each stage has an order of its own.
+        """
+        return self.context.num_replicas > 2
+
     def find_metrics(self) -> None:
         """Take note of the module's metrics, which it may make at any time before a loop begins."""
         self.metrics.clear()
@@ -419,6 +440,7 @@ class PipelineAxis:
             num_norms=num_norms,
             shared=self.holdings.shared.size_per_batch(),
             told=self.sharing.size_per_batch(),
+            evened=self.holdings.shared.size_of_gradients() if self._evens_shared else (0, 0),
             agrees_on_overflow=self.context.scaler is not None,
         )
 

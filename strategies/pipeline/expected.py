@@ -21,6 +21,7 @@ def expected_collectives(
     agreements: tuple[int, int],
     shared: tuple[int, int],
     told: tuple[int, int],
+    evened: tuple[int, int] = (0, 0),
     accumulated: int,
     num_norms: int,
     agrees_on_overflow: bool = False,
@@ -32,6 +33,8 @@ def expected_collectives(
             sends, and receives.
         shared: Of a batch, for gradients of parameters that several stages hold.
         told: Of a batch, from the last stage: the loss and what was logged.
+        evened: Of an optimizer step, for gradients of shared parameters that were averaged over
+            pipelines.
         accumulated: Batches in an optimizer step.
         num_norms: Norms over all stages in an optimizer step.
         agrees_on_overflow: Whether stages tell each other before a step if gradients overflowed.
@@ -69,9 +72,10 @@ def expected_collectives(
     told_by_last = ExpectedTraffic(
         axis="pipeline",
         operator="broadcast",
-        payload_bytes=float(told[0] * accumulated),
-        calls=float(told[1] * accumulated),
-        why="the last stage tells the loss and what was logged",
+        payload_bytes=float(told[0] * accumulated + evened[0]),
+        calls=float(told[1] * accumulated + evened[1]),
+        why="the last stage tells the loss and what was logged"
+        + (", averaged gradients of parameters that stages share" if evened[1] else ""),
     )
     return [*([over_stages] if named else []), told_by_last, *agreed]
 

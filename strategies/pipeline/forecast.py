@@ -56,6 +56,7 @@ class Forecast:
         num_norms: int,
         shared: tuple[int, int],
         told: tuple[int, int],
+        evened: tuple[int, int],
         agrees_on_overflow: bool,
     ) -> list[ExpectedTraffic]:
         """What one optimizer step should move on this rank; nothing where that is unknown.
@@ -65,6 +66,7 @@ class Forecast:
             num_norms: Norms over all stages in it.
             shared: Bytes and calls of a batch, for parameters that several stages hold.
             told: Bytes and calls of a batch, from the last stage.
+            evened: Bytes and calls of a step, for shared parameters' averages over pipelines.
             agrees_on_overflow: Whether stages tell each other before it if gradients overflowed.
         """
         crossing = self.crossing
@@ -83,6 +85,7 @@ class Forecast:
             agreements=agreement_size(self._programs.num_stages, self._group.size()),
             shared=shared,
             told=told,
+            evened=evened,
             accumulated=accumulated,
             num_norms=num_norms,
             agrees_on_overflow=agrees_on_overflow,

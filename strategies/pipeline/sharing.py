@@ -88,6 +88,27 @@ class SharedParameters:
                     sums[id(each)] = gradient
         return sums
 
+    def size_of_gradients(self) -> tuple[int, int]:
+        """Return the bytes and the calls of ``even``, with a gradient for every parameter."""
+        parts = [
+            local_tensor(each.detach())
+            for _, held in self._held()
+            for each in held
+            if each.requires_grad
+        ]
+        return sum(each.numel() * each.element_size() for each in parts), len(parts)
+
+    def even(self) -> None:
+        """Give every holder the gradients of the first one, which differ by roundings at most.
+
+        Collective over the ranks that hold the same parameter. All of them have one, or none has.
+        """
+        for group, parameters in self._held():
+            source = dist.get_process_group_ranks(group)[0]
+            for each in parameters:
+                if each.grad is not None:
+                    dist.broadcast(local_tensor(each.grad), source, group=group)
+
     def broadcast(self) -> None:
         """Give every holder the values of the first one."""
         for group, parameters in self._held():

@@ -79,14 +79,14 @@ def training_step(
     if delayed is not None:
         delayed.wait(len(parts), None if loss is None else total)
     if loss is None:
-        axis.others.meet(axis.context.data.pass_over_batch)
+        axis.average(axis.context.data.pass_over_batch)
         return None
     if delayed is None:
         deposit.replace(axis.holdings.shared.add_up(deposit.made()))
     else:
         deposit.put(delayed.take())
         total = 1.0
-    signed = deposit.sign(loss, total, then=lambda: axis.others.meet(axis.context.data.end_batch))
+    signed = deposit.sign(loss, total, then=lambda: axis.average(axis.context.data.end_batch))
     if not axis.sharing.is_mapping:
         return signed
     return {**results.merged(proofs), "loss": signed}

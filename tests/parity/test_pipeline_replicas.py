@@ -14,7 +14,7 @@ from tests.support.stack import Stack, token_data
 
 pytestmark = pytest.mark.ranks
 
-DATA, RANKS = 2, 4
+STAGES = 2
 CLIP = {"gradient_clip_val": 0.5}
 ROUGH = Tolerance(relative=2e-2, parameters=2e-2, optimizer=5e-2)
 """Of gradients that are added up in bf16: microbatches are added in another order."""
@@ -54,8 +54,11 @@ CASES = [
 ]  # fmt: skip
 
 
-def one_process(rank: int, world_size: int, cases: list[Case]) -> list[Trace]:
-    return [trace_one_process(each.problem(), data_size=DATA) for each in cases]
+THREE = Case("tied weights, whose averages are sums of three", model={"ties": True}, trainer=CLIP)
+
+
+def one_process(rank: int, world_size: int, cases: list[Case], replicas: int) -> list[Trace]:
+    return [trace_one_process(each.problem(), data_size=replicas) for each in cases]
 
 
 def layouts(rank: int, world_size: int, cases: list[Case], door: Any) -> list[list[Trace]]:
@@ -63,7 +66,7 @@ def layouts(rank: int, world_size: int, cases: list[Case], door: Any) -> list[li
         [
             trace_layout(
                 case.problem(),
-                door(schedule=schedule, stages=world_size // DATA),
+                door(schedule=schedule, stages=STAGES),
                 devices=world_size,
             )
             for schedule in case.schedules
@@ -72,11 +75,21 @@ def layouts(rank: int, world_size: int, cases: list[Case], door: Any) -> list[li
     ]
 
 
-@pytest.mark.parametrize("door", [pipeline, ShardedPipeline], ids=["replicas", "shards"])
-def test_pipelines_equal_one_process(door: Any) -> None:
-    references = run_ranks(one_process, 1, CASES)[0]
-    ranks = run_ranks(layouts, RANKS, CASES, door, timeout_s=110)
-    for number, (case, reference) in enumerate(zip(CASES, references, strict=True)):
+@pytest.mark.parametrize(
+    ("door", "cases", "replicas"),
+    [
+        (pipeline, CASES, 2),
+        (pipeline, [THREE], 3),
+        (ShardedPipeline, CASES, 2),
+        (partial(ShardedPipeline, zero_stage=2), CASES[1:2], 2),
+        (partial(ShardedPipeline, zero_stage=3), CASES[1:2], 2),
+    ],
+    ids=["2 replicas", "3 replicas", "stage 1", "stage 2", "stage 3"],
+)
+def test_pipelines_equal_one_process(door: Any, cases: list[Case], replicas: int) -> None:
+    references = run_ranks(one_process, 1, cases, replicas)[0]
+    ranks = run_ranks(layouts, STAGES * replicas, cases, door, timeout_s=110)
+    for number, (case, reference) in enumerate(zip(cases, references, strict=True)):
         assert len(reference.losses) == 5
         assert reference.losses[-1] != reference.losses[0]
         assert reference.validation

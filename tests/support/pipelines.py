@@ -21,15 +21,17 @@ def pipeline(**options: Any) -> PipelineParallelStrategy:
 
 
 class ShardedPipeline(PipelineMeshStrategy):
-    """Pipelines whose replicas share out the optimizer state: ZeRO-1 beside a pipeline."""
+    """Pipelines whose replicas share out the optimizer state: ZeRO beside a pipeline."""
 
-    def __init__(self, *, stages: int, schedule: str = "1f1b", **options: Any) -> None:
+    def __init__(
+        self, *, stages: int, schedule: str = "1f1b", zero_stage: int = 1, **options: Any
+    ) -> None:
         super().__init__(
             pipeline_options=PipelineOptions(
                 stages=stages, schedule=schedule, microbatches=MICROBATCHES
             ),
             pipeline=stages,
-            data_axis=LateShards(ShardOptions(stage=1)),
+            data_axis=LateShards(ShardOptions(stage=zero_stage)),
             **{"telemetry": False, "timeout_s": 60.0, **options},
         )
 
