@@ -8,10 +8,13 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from boltmesh.strategies.data.lone import LoneRank
 from boltmesh.strategies.pipeline.building import UnmadeModel
+from boltmesh.strategies.pipeline.context import PipelineContext
 from boltmesh.strategies.pipeline.cutting import Budget
 from boltmesh.strategies.pipeline.placement import place
 from boltmesh.strategies.pipeline.replay.absent import make_absent
+from boltmesh.telemetry.recording.recorder import NullRecorder
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -40,12 +43,16 @@ def cut(rank: int, world_size: int, lengths: tuple[int, int]) -> tuple[Any, ...]
     options: dict[str, Any] = {
         "rank_of_stage": (0, 1),
         "split": "auto",
-        "seed": 1,
-        "group": group,
-        "device": torch.device("cpu"),
         "budget": Budget(math.inf, is_asked=False, live=(2, 1)),
+        "context": PipelineContext(
+            group=group,
+            new_group=lambda *_: None,
+            data=LoneRank(),
+            device=torch.device("cpu"),
+            recorder=NullRecorder(),
+            seed=1,
+        ),
         "unmade": UnmadeModel(module),
-        "recomputed": frozenset(),
     }
     first = place(module, "training_step", (batch, 0), **options).division
     rank_of = first.ranks_of_parameter
