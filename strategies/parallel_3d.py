@@ -129,6 +129,12 @@ class Parallel3DStrategy(TensorMeshStrategy):
         }
         _refuse_idle(stages, PipelineOptions(), "pipeline", pipeline)
         _refuse_idle(layers, TensorOptions(), "tensor", tensor)
+        if pipeline > 1 and loss_parallel is True:
+            raise ConfigError(
+                "loss_parallel=True keeps logits divided up to the loss, and a pipeline hands the "
+                "whole output of its last layer to the rest of the step. Use loss_parallel='auto', "
+                "or set pipeline=1."
+            )
         if data == 1:
             _refuse_idle({"shard_size": shard_size}, ShardOptions(), "data", data)
         self._asked_data = data

@@ -35,6 +35,7 @@ QKV, UP = "blocks.0.attention.qkv.weight", "blocks.0.up.weight"
         ({"zero_stage": 3, "pipeline": 2, "tile_linear_bytes": 1 << 20}, "or set pipeline=1"),
         ({"pipeline": 2, "offload_optimizer": "cpu"}, "a pipeline makes gradients all at once"),
         ({"pipeline": 2, "schedule": "zbc"}, "zbv"),
+        ({"pipeline": 2, "tensor": 2, "loss_parallel": True}, "Use loss_parallel='auto'"),
         ({"data": 1, "tensor": 2, "shard_size": 1}, "data=1 switches off"),
         ({"schedule": "zbv"}, "the pipeline axis, which pipeline=1 switches off"),
         ({"microbatches": 8, "tensor": 2}, "microbatches=8 is about the pipeline axis"),
