@@ -53,7 +53,8 @@ def test_heads_that_do_not_divide_leave_attention_whole_and_say_so(capsys, workp
     assert "blocks.0.up.weight" in found["plan"]["sharded"]
 
 
-def test_a_dry_run_prints_the_table(capsys, workplace) -> None:
+def test_a_dry_run_prints_the_table(capsys, workplace, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert cli.run_command(["fit", "tensor", *TINY, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "GPT over 2 ranks: each keeps" in shown

@@ -103,6 +103,9 @@ def layout(rank: int, world_size: int, case: Case) -> tuple[Trace, float, tuple[
     strategy = TensorParallelStrategy(telemetry=False, size=case.size, **case.strategy)
     trace = trace_layout(case.problem(), strategy, devices=world_size)
     plan = strategy.plan
+    if world_size == 1:
+        assert plan is None, "there is nobody to divide anything with"
+        return trace, 1.0, ()
     assert plan is not None
     divided = sum(each.elements for each in plan.sharded.values())
     return trace, divided / sum(each.numel() for each in trace.parameters.values()), plan.notes
