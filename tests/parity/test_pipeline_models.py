@@ -8,7 +8,7 @@ from tests.support.pipeline_zoo import ZOO
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ranks
 
-ON_TWO = [("1f1b", "32-true"), ("zbv", "32-true"), ("zero_bubble", "bf16-mixed")]
+ON_TWO = [("zbv", "32-true"), ("1f1b", "bf16-mixed")]
 ON_FOUR = [("1f1b", "32-true"), ("interleaved_1f1b", "bf16-mixed")]
 FOUR_RANKS = ["GPT-2, tied", "T5", "U-Net"]
 """A tied weight, an encoder's output and skips, each over borders that are not neighbours."""
