@@ -114,7 +114,7 @@ class Overflows(Callback):
             self.seen.append(torch.cat([each.detach().flatten() for each in whole.values()]))
 
 
-def overflow(rank: int, world_size: int) -> tuple[list[Tensor], float]:
+def overflow(rank: int, world_size: int) -> tuple[list[Tensor], float, bool]:
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
     seed_everything(1, verbose=False)
@@ -124,7 +124,7 @@ def overflow(rank: int, world_size: int) -> tuple[list[Tensor], float]:
         world_size, strategy, plugins=[plugin], gradient_clip_val=1.0, callbacks=[overflows]
     )
     trainer.fit(TinyGPT(depth=4, optimizer="sgd"), data(rank, SIZE, steps=4))
-    return overflows.seen, scaler.get_scale()
+    return overflows.seen, scaler.get_scale(), "_unscale_grads_" in vars(scaler)
 
 
 # Traffic.
@@ -162,7 +162,7 @@ class Found:
     """What a rank has seen."""
 
     looks: list[tuple[list[dict[str, Tensor]], float]]
-    overflow: tuple[list[Tensor], float]
+    overflow: tuple[list[Tensor], float, bool]
     paths: list[str]
     """Of telemetry."""
 
@@ -204,8 +204,9 @@ def test_callbacks_see_and_write_what_they_would_in_one_process(ranks: list[Foun
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: list[Found]) -> None:
     first = ranks[0].overflow[0]
     for each in ranks:
-        seen, scale = each.overflow
+        seen, scale, is_followed = each.overflow
         assert scale == 64.0
+        assert not is_followed  # the user's scaler is as it was
         moved = [not torch.equal(*pair) for pair in itertools.pairwise(seen)]
         assert moved == [False, True, True]
         assert bool(seen[-1].isfinite().all())
