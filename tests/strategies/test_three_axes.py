@@ -183,8 +183,10 @@ def all_of_it(rank: int, world_size: int) -> Found:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[Found]:
-    return run_ranks(all_of_it, RANKS, timeout_s=180)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BOLTMESH_RUN_DIR", str(tmp_path_factory.mktemp("telemetry")))
+        return run_ranks(all_of_it, RANKS, timeout_s=240)
 
 
 def test_callbacks_see_and_write_what_they_would_in_one_process(ranks: list[Found]) -> None:
