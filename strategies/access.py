@@ -48,6 +48,25 @@ _parts: MutableMapping[Tensor, PartOfWhole] = WeakTensorKeyDictionary()
 """By parameter, of every model of this process."""
 
 
+class HeldByStages(Protocol):
+    """What tells a parameter of some stages of a pipeline to the ranks of the others."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this rank has values of it."""
+
+    def told(self, value: Tensor) -> Tensor:
+        """Return what a holder has, in memory of its own. Collective over the pipeline.
+
+        Args:
+            value: Of this rank, which counts on holders; its shape and type are alike on all.
+        """
+
+
+_stages: MutableMapping[Tensor, HeldByStages] = WeakTensorKeyDictionary()
+"""By parameter, of every model of this process that a pipeline has."""
+
+
 class _Place(NamedTuple):
     """Where a parameter is registered."""
 
@@ -80,10 +99,17 @@ def forget_parts(parameters: Iterable[Parameter]) -> None:
         _parts.pop(each, None)
 
 
+def know_stages(stages: Mapping[Parameter, HeldByStages]) -> None:
+    """Note parameters of a pipeline, of which only some of its ranks have values."""
+    for parameter, stage in stages.items():
+        _stages[parameter] = stage
+
+
 def whole_value(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return the whole of a parameter, its gradient or a state of its optimizer.
 
-    Collective where ranks have parts of it. A tensor that every rank has whole is returned itself.
+    Collective where ranks have parts of it. A tensor that every rank has whole is returned itself,
+    and so is one without values, of a parameter of other stages of a pipeline.
 
     Args:
         tensor: What this rank has.
@@ -109,7 +135,8 @@ def gathered_parameters(
         with gathered_parameters(model, ["blocks.0.*"], writes=True):
             nn.init.zeros_(model.blocks[0].out.weight)
 
-    Collective: every rank of the model enters and leaves together, or they wait for each other.
+    Collective: every rank of the model enters and leaves together, or they wait for each other;
+    with a pipeline that is outside of steps, and takes in those without the stage that is named.
     Inside, the module's own attributes and ``parameters()`` are the whole ones, plain tensors
     without gradients; shards that are offloaded or tiled are read like any other. Each rank needs
     memory for all that is named: name what is needed.
@@ -132,7 +159,8 @@ def gathered_parameters(
     for unit in gathered:
         unit.reshard()
     shards = {place: place.parameter for place in places}
-    whole = {shard: _gather(shard) for shard in dict.fromkeys(shards.values())}
+    with torch.inference_mode(mode=False):  # an evaluation's; its tensors count no writes
+        whole = {shard: _gather(shard) for shard in dict.fromkeys(shards.values())}
     versions = {shard: times_written(each) for shard, each in whole.items()}
     try:
         try:
@@ -197,10 +225,12 @@ def _gathered_units(module: nn.Module, parameters: set[Parameter]) -> list[FSDPM
 
 @torch.no_grad()
 def _gather(shard: Parameter) -> Parameter:
-    """Return the whole of a sharded parameter, and any other as it is. Collective."""
-    if not isinstance(shard, DTensor) and shard not in _parts:
+    """Return the whole of a parameter, itself where every rank has that. Collective."""
+    if not isinstance(shard, DTensor) and shard not in _parts and shard not in _stages:
         return shard
     value = _gather_shards(shard) if isinstance(shard, DTensor) else shard.detach()
+    if shard in _stages:
+        value = _stages[shard].told(value)
     if shard in _parts:
         value = _parts[shard].join(value)
     return Parameter(value, requires_grad=shard.requires_grad)
@@ -225,17 +255,19 @@ def _gather_shards(shard: DTensor) -> Tensor:
 @torch.no_grad()
 def _scatter(whole: Tensor, shard: Parameter) -> None:
     """Set every rank's shard from the whole parameter of the first rank. Collective."""
-    if not isinstance(shard, DTensor):
-        if dist.is_initialized():
-            dist.broadcast(whole, src=0)
-        if shard in _parts:
-            shard.copy_(_parts[shard].cut(whole))
-        return
-    if shard in _parts:
-        # Parts of one whole, that of the first rank of all.
+    stage, part = _stages.get(shard), _parts.get(shard)
+    is_of_all = stage is None and part is None and isinstance(shard, DTensor)
+    if dist.is_initialized() and not is_of_all:
+        # The first of those that share these shards may be another rank than the first of all.
         dist.broadcast(whole, src=0)
-        whole = _parts[shard].cut(whole)
-    value = distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=0)
+    if stage is not None and not stage.is_held:
+        return
+    value = whole if part is None else part.cut(whole)
+    if not isinstance(shard, DTensor):
+        if value is not whole or stage is not None:
+            shard.copy_(value)
+        return
+    value = distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=0)
     local = local_tensor(shard.detach())
     if isinstance(local, OffloadedShard):
         local.write(local_tensor(value))

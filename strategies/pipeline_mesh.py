@@ -182,6 +182,7 @@ class PipelineMeshStrategy(MeshStrategy):
         self._first_batch = None, ()
         if self._is_new:
             axis.start()
+        axis.holdings.let_gather()
         if self._is_fitting and axis.delayed is not None:
             axis.delayed.begin()
         axis.follow_scaler()

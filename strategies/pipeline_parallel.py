@@ -32,9 +32,10 @@ class PipelineParallelStrategy(PipelineMeshStrategy):
     norms of vectors need two rows.
 
     Each rank has the values of its own stages alone, NaN in the place of others, so ``state_dict``
-    raises: ``Trainer.save_checkpoint`` and ``ModelCheckpoint`` write the whole. Norms that a hook
-    takes of gradients by hand are those of one stage; ``trainer.strategy.gradient_norm(optimizer)``
-    and ``torch.nn.utils.clip_grad_norm_`` are over all.
+    raises: ``Trainer.save_checkpoint`` and ``ModelCheckpoint`` write the whole, and
+    ``gathered_parameters`` shows it. Norms that a hook takes of gradients by hand are those of one
+    stage; ``trainer.strategy.gradient_norm(optimizer)`` and ``torch.nn.utils.clip_grad_norm_`` are
+    over all.
 
     Args:
         stages: Ranks of a pipeline; by default all ranks of the job. A job with more ranks, a

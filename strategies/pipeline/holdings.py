@@ -1,12 +1,17 @@
 """What this rank of a pipeline holds of a model, and what keeps that one model with the others'."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Module
 
+from boltmesh.strategies.access import know_stages
 from boltmesh.strategies.checkpoint.guard import StateGuard
 from boltmesh.strategies.joint_norms import HeldShare
+from boltmesh.strategies.pipeline.broadcasting import broadcast
 from boltmesh.strategies.pipeline.context import PipelineContext
 from boltmesh.strategies.pipeline.placement import Division
 from boltmesh.strategies.pipeline.replay.absent import AbsentError, make_absent
@@ -40,6 +45,7 @@ class Holdings:
         self.parameters = ParametersInPlace(module, (each for each in named if each in self._names))
         """Those that this rank has values of."""
         self._absent = [each for name, each in named.items() if name not in self._names]
+        self._all = ParametersInPlace(module, named)
         make_absent(self._absent, context.device)
         absent = [each for each, first in self._first_names.items() if rank not in holders[first]]
         self.guard = StateGuard(module, absent)
@@ -53,6 +59,22 @@ class Holdings:
     def move_absent(self, device: torch.device) -> None:
         """Make what other ranks hold seem to be on a device, before the model is moved to it."""
         make_absent(self._absent, device)
+
+    def let_gather(self) -> None:
+        """Let ``gathered_parameters`` show every rank what some hold.
+
+        To be called when parameters have become the objects that they are to be between steps.
+        """
+        if self._group.size() == 1:
+            return
+        know_stages(
+            {
+                each: _Holders(
+                    self._group, self._division.ranks_of_parameter[name][0], name in self._names
+                )
+                for name, each in self._all.named().items()
+            }
+        )
 
     def holders(self, name: str) -> tuple[int, ...]:
         """Return which ranks of the pipeline have the values of a parameter or other state.
@@ -94,3 +116,22 @@ class Holdings:
                     f"not hold it. Let every step use the same parameters outside of layers, put "
                     f"{missing[0]!r} into a layer of its own, or begin with the run that uses it."
                 )
+
+
+@dataclass(frozen=True)
+class _Holders:
+    """What ``gathered_parameters`` needs of one parameter."""
+
+    group: ProcessGroup
+    """The pipeline."""
+    first: int
+    """A rank within it that has values."""
+    is_held: bool
+    """Whether this rank has."""
+
+    def told(self, value: Tensor) -> Tensor:
+        """Return what the first holder has. Collective over the pipeline."""
+        # What is absent is one element in memory, and its like would be as well.
+        copy = value.clone() if self.is_held else value.new_empty(value.shape)
+        broadcast(copy, self.first, self.group)
+        return copy

@@ -1,0 +1,21 @@
+"""A part of what ``three_axes.py`` runs: 2 x 2 x 2 ranks compute what one process computes."""
+
+import pytest
+
+from tests.parity.three_axes import Apart, Layout, measure
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.ranks
+
+CASES = {
+    "GPT": (Layout(1), Layout(3, "interleaved_1f1b", has_sequence=True)),
+    "Llama": (Layout(2, "zbv"),),
+}
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_three_axes_equal_one_process(model: str) -> None:
+    for layout, found in measure(model, CASES[model], timeout_s=150):
+        assert isinstance(found, Apart), found
+        assert found.beyond == [], layout
+        assert max(found.losses, found.norms) < 1e-5, layout
