@@ -97,7 +97,9 @@ def _train(rank: int, world_size: int, folder: Path, part: Part) -> list[float]:
     # Nothing that a process that goes on happens to hold may matter.
     seed_everything(1 if part.source is None else 77, verbose=False)
     layout, losses = LAYOUTS[part.layout], _Losses()
-    saving = ModelCheckpoint(folder / part.target, "{epoch}", save_top_k=-1)
+    saving = ModelCheckpoint(
+        folder / part.target, "{epoch}", save_top_k=-1, enable_version_counter=False
+    )
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=layout.strategy(folder),
         max_epochs=part.epochs, gradient_clip_val=0.5, callbacks=[losses, saving], logger=False,

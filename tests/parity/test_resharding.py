@@ -9,16 +9,16 @@ from tests.support.layouts import PLAIN
 
 pytestmark = pytest.mark.ranks
 
-THREE_AXES, DDP, SHARDS = "2 x 2 x 2, ZeRO-1", "DDP, 2", "ZeRO-3 on NVMe, 2"
+THREE_AXES, DDP, SHARDS = "2 x 2 x 2, ZeRO-1", "DDP, 2", "ZeRO-3 on the CPU, 2"
 
 
 def test_three_axes_go_on_from_others_and_others_from_them(tmp_path: Path) -> None:
-    matrix = Matrix(tmp_path)
+    matrix = Matrix(tmp_path, timeout_s=150)
     with pytest.raises(ValueError, match="epoch is 0 and not 1"):
         distance(read(tmp_path / "whole" / "epoch=0.ckpt"), matrix.wanted)
-    matrix.save([PLAIN, DDP, SHARDS, THREE_AXES])
+    matrix.save([PLAIN, SHARDS, THREE_AXES])
     found = {
-        THREE_AXES: matrix.resume([PLAIN, DDP, SHARDS, THREE_AXES], THREE_AXES),
+        THREE_AXES: matrix.resume([PLAIN, SHARDS], THREE_AXES),
         DDP: matrix.resume([THREE_AXES], DDP),
         SHARDS: matrix.resume([THREE_AXES], SHARDS),
         PLAIN: matrix.resume([THREE_AXES], PLAIN),
