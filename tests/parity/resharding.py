@@ -116,7 +116,8 @@ def read(path: Path) -> End:
     checkpoint = open_checkpoint(path)
     tensors = {name: load_value(each, name) for name, each in checkpoint["state_dict"].items()}
     module = model()
-    (optimizer,), _ = module.configure_optimizers()
+    configured: Any = module.configure_optimizers()
+    (optimizer,), _ = configured
     names = [name for group in parameter_names(module, optimizer) for name in group]
     (saved,) = checkpoint["optimizer_states"]
     for key, state in saved["state"].items():
