@@ -28,7 +28,7 @@ class Layout:
 
 def _zero(stage: int, ranks: int, **options: Any) -> Layout:
     def strategy(folder: Path) -> ZeROStrategy:
-        away = {"offload_path": folder} if "nvme" in options.values() else {}
+        away: dict[str, Any] = {"offload_path": folder} if "nvme" in options.values() else {}
         return ZeROStrategy(telemetry=False, stage=stage, **options, **away)
 
     return Layout(MeshLayout(data=ranks), strategy)
@@ -41,7 +41,7 @@ def _pipeline(schedule: str, ranks: int) -> Layout:
     )
 
 
-def _composed(stage: int, **sizes: int) -> Layout:
+def _composed(stage: int, **sizes: Any) -> Layout:
     return Layout(
         MeshLayout(**sizes),
         lambda _: Parallel3DStrategy(telemetry=False, zero_stage=stage, **sizes),
