@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -64,7 +64,7 @@ class End:
     """Steps, epochs, loops, schedulers, and what the optimizer has for each group."""
 
 
-def model() -> LightningModule:
+def model() -> TinyGPT:
     """Tied weights that are trained, groups with a schedule, and a frozen block."""
     module = TinyGPT(depth=4, ties=True, groups=True)
     module.blocks[1].requires_grad_(False)

@@ -28,7 +28,7 @@ class Layout:
 
 def _zero(stage: int, ranks: int, **options: Any) -> Layout:
     def strategy(folder: Path) -> ZeROStrategy:
-        away: Any = {"offload_path": folder} if "nvme" in options.values() else {}
+        away: dict[str, Any] = {"offload_path": folder} if "nvme" in options.values() else {}
         return ZeROStrategy(telemetry=False, stage=stage, **options, **away)
 
     return Layout(MeshLayout(data=ranks), strategy)
