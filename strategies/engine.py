@@ -125,6 +125,11 @@ class MeshStrategy(RankMeshStrategy):
         self._sigterm: compat.SigtermAgreement | None = None
 
     @property
+    def public_name(self) -> str:
+        """The class that users build, in messages and for who watches."""
+        return type(self).__name__
+
+    @property
     def _is_fitting(self) -> bool:
         trainer = compat.trainer_of(self.lightning_module)
         return trainer is not None and trainer.state.fn == TrainerFn.FITTING

@@ -26,7 +26,7 @@ def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
     job_id = strategy.broadcast(os.environ.get(ID_VARIABLE) or new_job_id())
     try:
         info = JobInfo.create(
-            strategy=type(strategy).__name__,
+            strategy=strategy.public_name,
             mesh=strategy.layout.sizes,
             world_size=strategy.world_size,
             id=job_id,

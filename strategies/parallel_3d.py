@@ -166,6 +166,11 @@ class PipelinedParallel3DStrategy(PipelineMeshStrategy, Parallel3DStrategy):
         asked = {name: options[name] for name in _STAGE_OPTIONS if name in options}
         super().__init__(pipeline_options=PipelineOptions(**asked), **options)
 
+    @property
+    @override
+    def public_name(self) -> str:
+        return Parallel3DStrategy.__name__
+
 
 _STAGE_OPTIONS = ("microbatches", "schedule", "stages_per_rank", "split", "max_memory_bytes")
 

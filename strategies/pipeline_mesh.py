@@ -141,7 +141,7 @@ class PipelineMeshStrategy(MeshStrategy):
     def place(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        refuse_callbacks(compat.callbacks_of(trainer), type(self).__name__)
+        refuse_callbacks(compat.callbacks_of(trainer), self.public_name)
         if self.world_size > 1:
             refuse_lone_saves(compat.callbacks_of(trainer))
         step = self._step_name

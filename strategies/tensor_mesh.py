@@ -95,7 +95,7 @@ class TensorMeshStrategy(MeshStrategy):
         super().place(trainer)
         module = self.lightning_module
         assert module is not None
-        refuse_callbacks(compat.callbacks_of(trainer), type(self).__name__)
+        refuse_callbacks(compat.callbacks_of(trainer), self.public_name)
         if self.world_size > 1:
             refuse_lone_saves(compat.callbacks_of(trainer))
         step = self._step_name

@@ -14,7 +14,11 @@ from torch.nn import Parameter
 
 from boltmesh.strategies.offload.shard import GatheredSource, OffloadedShard
 from boltmesh.strategies.tiling.plan import TilePlan
-from boltmesh.strategies.torch_compat import local_tensor
+from boltmesh.strategies.torch_compat import (
+    all_gather_single,
+    local_tensor,
+    reduce_scatter_single,
+)
 
 
 @dataclass(eq=False)
@@ -108,7 +112,7 @@ class TiledWeight:
         """Begin a gather; what is sent has to live until it ends."""
         piece = self._piece(tile, buffer.dtype)
         gathered = buffer[: self.plan.ranks * piece.shape[0]]
-        work = dist.all_gather_into_tensor(gathered, piece, self.shard_group, async_op=True)
+        work = all_gather_single(gathered, piece, self.shard_group, async_op=True)
         assert work is not None
         return gathered, piece, work
 
@@ -158,9 +162,7 @@ class TiledGradient:
             return
         _, length = self.weight.plan.piece(tile)
         reduced = rows.new_empty(length, *rows.shape[1:])
-        work = dist.reduce_scatter_tensor(
-            reduced, rows, group=self.weight.shard_group, async_op=True
-        )
+        work = reduce_scatter_single(reduced, rows, group=self.weight.shard_group, async_op=True)
         self._pending = tile, rows, reduced, work
 
     def finish(self) -> Tensor:

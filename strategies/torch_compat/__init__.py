@@ -11,9 +11,11 @@ from boltmesh.strategies.torch_compat.autograd import (
 )
 from boltmesh.strategies.torch_compat.communication import (
     Replica,
+    all_gather_single,
     broadcast_coalesced,
     device_index,
     flush_static_graph,
+    reduce_scatter_single,
     shared_store,
 )
 from boltmesh.strategies.torch_compat.fake import (
@@ -106,6 +108,7 @@ __all__ = [
     "UnitShard",
     "after_gradient",
     "agree_on_overflow",
+    "all_gather_single",
     "broadcast_coalesced",
     "buffers_of",
     "device_index",
@@ -129,6 +132,7 @@ __all__ = [
     "not_compiled",
     "open_one_level",
     "reduce_gradients",
+    "reduce_scatter_single",
     "reduce_with",
     "refuse_fused_attention",
     "scale_all",

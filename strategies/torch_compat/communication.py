@@ -1,5 +1,7 @@
 """Data parallelism on groups of its own, and how ranks reach each other."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +30,16 @@ def flush_static_graph(module: DistributedDataParallel) -> None:
     gradients are prepared outside of that forward pass, so nobody would launch them.
     """
     module.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+
+
+def _named(newest: str, before: str) -> Any:
+    """Return a function of ``torch.distributed`` whose name changed, whichever this torch has."""
+    return getattr(dist, newest, None) or getattr(dist, before)
+
+
+# The names until torch 2.12 still work, and warn on every rank.
+all_gather_single = _named("all_gather_single", "all_gather_into_tensor")
+reduce_scatter_single = _named("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def device_index(device: torch.device) -> list[int] | None:

@@ -180,6 +180,8 @@ def _group(
     # Warnings are errors in the test process; in a rank, Lightning's advice on workers and
     # loggers is not what is tested.
     warnings.simplefilter("ignore")
+    # But what a user of many ranks would be told by each of them is.
+    warnings.filterwarnings("error", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     torch.set_num_threads(1)
     # Loader workers are started as in any training process on Linux; from a child of a fork
     # server they would each begin with a fork server, and its imports, of their own.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.tensor.analysis.analyse import analyse
+from boltmesh.strategies.tensor.execution import collectives
 from boltmesh.strategies.tensor.execution.apply import AppliedPlan, apply_plan
 from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.plan import TensorPlan
@@ -93,10 +94,14 @@ def difference(
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count the collectives that torch.distributed's functions are called for."""
+    """Count the collectives that a divided model calls for."""
     counts: Counter[str] = Counter()
-    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-    before = {name: getattr(dist, name) for name in names}
+    homes = {
+        "all_reduce": dist,
+        "all_gather_single": collectives,
+        "reduce_scatter_single": collectives,
+    }
+    before = {name: getattr(home, name) for name, home in homes.items()}
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -105,13 +110,13 @@ def counted() -> Iterator[Counter[str]]:
 
         return call
 
-    for name in names:
-        setattr(dist, name, counting(name))
+    for name, home in homes.items():
+        setattr(home, name, counting(name))
     try:
         yield counts
     finally:
-        for name in names:
-            setattr(dist, name, before[name])
+        for name, home in homes.items():
+            setattr(home, name, before[name])
 
 
 def compared(name: str, backend: str, dtype: torch.dtype = torch.float32) -> Difference:

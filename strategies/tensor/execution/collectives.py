@@ -33,6 +33,7 @@ from torch.autograd import Function
 from typing_extensions import override
 
 from boltmesh.strategies.tensor.execution.group import TensorGroup
+from boltmesh.strategies.torch_compat import all_gather_single, reduce_scatter_single
 
 
 def reduce_gradient(value: Tensor, group: TensorGroup) -> Tensor:
@@ -86,7 +87,7 @@ def all_gather(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
         return part
     along_first = part.movedim(dim, 0).contiguous()
     joined = along_first.new_empty(group.size * along_first.shape[0], *along_first.shape[1:])
-    dist.all_gather_into_tensor(joined, along_first, group=group.process_group)
+    all_gather_single(joined, along_first, group=group.process_group)
     return joined.movedim(0, dim).contiguous()
 
 
@@ -97,7 +98,7 @@ def reduce_scatter(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
         return value
     along_first = value.movedim(dim, 0).contiguous()
     own = along_first.new_empty(along_first.shape[0] // group.size, *along_first.shape[1:])
-    dist.reduce_scatter_tensor(own, along_first, group=group.process_group)
+    reduce_scatter_single(own, along_first, group=group.process_group)
     return own.movedim(0, dim).contiguous()
 
 
