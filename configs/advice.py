@@ -24,14 +24,15 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
     """The full key that ``key`` was probably meant to be.
 
     A sibling with a similar last part comes first, then the same last part in another section,
-    then a similar one.
+    then a similar one. Of a key without a section the same last part comes first.
     """
     every = sorted(candidates)
     parent, _, last = key.rpartition(".")
-    siblings = [each.rpartition(".")[2] for each in every if each.rpartition(".")[0] == parent]
-    if (sibling := nearest(last, siblings)) is not None:
-        return f"{parent}.{sibling}" if parent else sibling
     elsewhere = [each for each in every if each.rpartition(".")[2] == last]
+    siblings = [each.rpartition(".")[2] for each in every if each.rpartition(".")[0] == parent]
+    is_elsewhere = not parent and elsewhere
+    if not is_elsewhere and (sibling := nearest(last, siblings)) is not None:
+        return f"{parent}.{sibling}" if parent else sibling
     if elsewhere:
         return elsewhere[0]
     lasts = {each.rpartition(".")[2]: each for each in reversed(every)}

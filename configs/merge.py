@@ -51,6 +51,15 @@ def all_keys(section: type[Any] = Config, parent: str = "") -> Iterator[str]:
             yield from all_keys(hints[each.name], key)
 
 
+def _keys_within(mapping: Mapping[Any, Any], parent: str = "") -> Iterator[str]:
+    """Every key that a config has, those of arguments among them, which no schema names."""
+    for name, value in mapping.items():
+        key = f"{parent}.{name}" if parent else str(name)
+        yield key
+        if isinstance(value, Mapping):
+            yield from _keys_within(value, key)
+
+
 def example_of(key: str) -> str:
     """A value that works for a full key, as the schema gives it."""
     section: type[Any] = Config
@@ -241,7 +250,10 @@ class Merge:
         key = here if whole is None else whole
         parent, _, name = here.rpartition(".")
         siblings = [each.name for each in fields(section)]
-        sibling, known = nearest(name, siblings), set(all_keys())
+        values: Any = OmegaConf.to_container(self.config, resolve=False)
+        known = {*all_keys(), *_keys_within(values)}
+        is_elsewhere = not parent and any(each.endswith(f".{name}") for each in known)
+        sibling = None if is_elsewhere else nearest(name, siblings)
         if sibling is None:
             guess = nearest_key(key, known)
         else:

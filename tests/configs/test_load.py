@@ -108,6 +108,21 @@ def test_another_strategy_drops_the_arguments_of_the_old_one(tmp_path):
     assert load(path, ["strategy.name=one"]).strategy == {"name": "one", "bucket_cap_mb": 5}
 
 
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("stage=3", "strategy.stage"),
+        ("batch_siz=8", "data.init_args.batch_size"),
+        ("batch_size=8", "data.init_args.batch_size"),
+        ("data.batch_size=8", "data.init_args.batch_size"),
+    ],
+)
+def test_arguments_that_the_file_gives_are_suggested_too(tmp_path, override, meant):
+    text = MINIMAL + "strategy: {name: one, stage: 1}\ndata: {init_args: {batch_size: 4}}\n"
+    with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
+        load(write(tmp_path / "a.yaml", text), [override])
+
+
 def test_callbacks_are_a_list_whose_items_can_be_changed(config_file):
     given = "trainer.callbacks=[{class_path: a.B, init_args: {x: 1}}, c.D]"
     config = load(config_file, [given, "trainer.callbacks.0.init_args.x=2"])
