@@ -13,7 +13,10 @@ from boltmesh.strategies import DDPStrategy
 from boltmesh.telemetry.reading.reader import open_job
 from tests.support.models import Regression, regression_data
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+]
 
 
 class Notes(Callback):
@@ -35,7 +38,7 @@ def fit(strategy: Any, **arguments: Any) -> tuple[Regression, Notes]:
         callbacks=[notes], enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, **arguments,
     )  # fmt: skip
-    trainer.fit(module, regression_data(160, 4))
+    trainer.fit(module, regression_data(160, 4), regression_data(8, 4))
     return module, notes
 
 
