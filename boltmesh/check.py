@@ -1,7 +1,8 @@
 """``boltmesh check``: train a config's layout and one process side by side, and compare.
 
-The command starts the one process, then the ranks of the layout; each writes what it computed
-into a folder, and the comparison of ``parity.py`` names the first difference.
+The command starts the ranks of the layout, then the one process, which is told how many of those
+see data of their own; each writes what it computed into a folder, and the comparison of
+``parity.py`` names the first difference.
 """
 
 import os
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 PART_VARIABLE = "BOLTMESH_CHECK_PART"
 """``reference`` or ``layout``: what the ranks of a supervisor of this command are to compute."""
 FOLDER_VARIABLE = "BOLTMESH_CHECK_FOLDER"
-WORLD_SIZE_VARIABLE = "BOLTMESH_CHECK_WORLD_SIZE"
+DATA_SIZE = "data_size"
+"""The file in which the layout tells how many of its ranks see data of their own."""
 
 SHOWN = 5
 """How many differences are listed; the first is the one to look for."""
@@ -75,11 +77,11 @@ def check(config: str, overrides: Sequence[str], *, steps: int, rank: Rank) -> i
         os.environ.update({FOLDER_VARIABLE: folder, SWITCH_VARIABLE: "0"})
         line = ["check", config, *overrides, "--steps", str(steps)]
         # One process on the first device, with the shares of all data ranks.
-        reference = [*line[:-2], "trainer.devices=1", *line[-2:]]
-        os.environ[WORLD_SIZE_VARIABLE] = str(placement.world_size)
+        alone = ["trainer.devices=1", "strategy=bolt_ddp"]
+        reference = ["check", config, *overrides, *alone, *line[-2:]]
         for part, command, ranks in (
-            ("reference", reference, 1),
             ("layout", line, placement.num_local_ranks),
+            ("reference", reference, 1),
         ):
             os.environ[PART_VARIABLE] = part
             flag = ["--traceback"] if rank.wants_traceback else []
@@ -103,17 +105,19 @@ def _trace_in_rank(config: str, overrides: Sequence[str], steps: int, rank: Rank
     rank.serve_rendezvous()
 
     builder = RunBuilder(loaded, "fit", placement, rank, source=source)
-    part = os.environ[PART_VARIABLE]
+    part, folder = os.environ[PART_VARIABLE], Path(os.environ[FOLDER_VARIABLE])
     problem = _problem(loaded, placement, lambda: builder.build(for_show=True), steps)
     if part == "reference":
-        ranks = int(os.environ[WORLD_SIZE_VARIABLE])
-        layout = builder.build_strategy().layout_of(ranks)
-        is_dealt = layout.data > 1 or layout.pipeline == 1
-        trace = trace_one_process(problem, data_size=layout.data, is_dealt=is_dealt)
+        data_size = int((folder / DATA_SIZE).read_text())
+        # Where there is one data rank, the Trainer leaves the order to the loader.
+        trace = trace_one_process(problem, data_size=data_size, is_dealt=data_size > 1)
     else:
-        trace = trace_layout(problem, builder.build_strategy(), devices=placement.devices)
+        strategy = builder.build_strategy()
+        trace = trace_layout(problem, strategy, devices=placement.devices)
+        if rank.rank == 0:
+            (folder / DATA_SIZE).write_text(str(strategy.layout.data))
     if rank.rank == 0:
-        Path(os.environ[FOLDER_VARIABLE], part).write_bytes(pickle.dumps(trace))
+        (folder / part).write_bytes(pickle.dumps(trace))
     return 0
 
 
