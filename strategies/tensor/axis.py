@@ -99,8 +99,8 @@ class TensorContext:
     """The same ranks on the CPU, for questions that wait for no kernel."""
     judges: ProcessGroup
     """All ranks of the job, on the CPU: their models are alike, and they agree on one plan."""
-    new_group: Callable[[timedelta], ProcessGroup]
-    """Makes a further group like ``group``, collective over the job, with a timeout of its own."""
+    new_group: Callable[..., ProcessGroup | None]
+    """Makes further groups of its ranks, see ``RankMeshStrategy.new_group``."""
     device: torch.device
     timeout: timedelta
     scaler: GradScaler | None = None
@@ -255,8 +255,9 @@ class TensorAxis:
         }
 
     def _group_for_a_proof(self) -> TensorGroup:
-        limit = min(self.context.timeout, _PATIENCE)
-        return TensorGroup(self.context.new_group(limit), self.context.device)
+        group = self.context.new_group(timeout=min(self.context.timeout, _PATIENCE))
+        assert group is not None
+        return TensorGroup(group, self.context.device)
 
     def _adopt(self, module: LightningModule, step: str, applied: AppliedPlan) -> None:
         divisions = divisions_of(applied.plan, self.group.rank)
