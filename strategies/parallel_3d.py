@@ -18,7 +18,7 @@ from boltmesh.strategies.engine.tensor_mesh import TensorMeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.mesh_fit import fit_layout
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
-from boltmesh.strategies.tensor.axis import TensorOptions, UserPlan
+from boltmesh.strategies.tensor.options import TensorOptions, UserPlan
 
 Tier = Literal["cpu", "nvme"]
 

@@ -8,7 +8,7 @@ from boltmesh.errors import LayoutError
 from boltmesh.strategies.data.ddp import ReplicaOptions, Replicas
 from boltmesh.strategies.engine.tensor_mesh import TensorMeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.tensor.axis import TensorOptions, UserPlan
+from boltmesh.strategies.tensor.options import TensorOptions, UserPlan
 
 
 class TensorParallelStrategy(TensorMeshStrategy):

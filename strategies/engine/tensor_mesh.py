@@ -22,7 +22,9 @@ from boltmesh.strategies.joint_norms import NormShare
 from boltmesh.strategies.steps.alike import of_first_rank
 from boltmesh.strategies.steps.digest import BatchDigest
 from boltmesh.strategies.steps.sample import sample_batch
-from boltmesh.strategies.tensor.axis import TensorAxis, TensorContext, TensorOptions
+from boltmesh.strategies.tensor.axis import TensorAxis
+from boltmesh.strategies.tensor.context import TensorContext
+from boltmesh.strategies.tensor.options import TensorOptions
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.refusals import LAYERS, refuse_late_proof, refuse_parameters
 from boltmesh.strategies.tensor.shard_steps import refuse_optimizers

@@ -9,7 +9,7 @@ from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.engine.tensor_mesh import TensorMeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.tensor.axis import TensorOptions
+from boltmesh.strategies.tensor.options import TensorOptions
 
 
 class PipelineTensor(PipelineMeshStrategy, TensorMeshStrategy):
