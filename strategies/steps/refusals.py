@@ -1,10 +1,13 @@
-"""What ranks that share their batches cannot do, whatever the axis: each would do it apart."""
+"""What several axes refuse: what their ranks would do apart, and parameters without parts."""
 
 from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import lightning_compat as compat
@@ -61,3 +64,32 @@ def refuse_run(
         raise ConfigError(f"sync_batchnorm=True {because.sync_batchnorm}")
     for each in (module, *callbacks):
         refuse_local_norms(each, sees=because.gradients)
+
+
+def refuse_undividable(module: LightningModule, *, instead: str, sparse: str) -> None:
+    """Refuse parameters that cannot be divided, or that somebody has divided already.
+
+    Args:
+        module: About to be divided.
+        instead: What to do where another strategy has done it.
+        sparse: What is the matter with sparse gradients, as the message goes on.
+
+    Raises:
+        ConfigError: Naming the parameter.
+    """
+    kind = type(module).__name__
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"{name!r} of {kind} is sharded already, by another strategy. {instead}"
+            )
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(
+                f"{name!r} of {kind} has no shape yet, so nobody can say what its shards are. Run "
+                f"a forward pass of the lazy module in configure_model, or name its sizes."
+            )
+    for name, each in module.named_modules():
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse:
+            raise ConfigError(
+                f"{name!r} of {kind} makes sparse gradients, {sparse}. Build it with sparse=False."
+            )

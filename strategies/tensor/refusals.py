@@ -1,12 +1,10 @@
 """What ranks that share layers cannot do, refused before it takes any memory."""
 
 from lightning.pytorch import LightningModule
-from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedParameter
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.steps.refusals import Reasons
+from boltmesh.strategies.steps.refusals import Reasons, refuse_undividable
 
 LAYERS = Reasons(
     dataloader_iter="the ranks of a tensor group compare each batch before a step with it",
@@ -50,21 +48,8 @@ def refuse_parameters(module: LightningModule) -> None:
     Raises:
         ConfigError: Naming the parameter.
     """
-    kind = type(module).__name__
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ConfigError(
-                f"{name!r} of {kind} is sharded already, by another strategy. Build the module "
-                f"anew and load a checkpoint."
-            )
-        if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(
-                f"{name!r} of {kind} has no shape yet, so nobody can say what its shards are. Run "
-                f"a forward pass of the lazy module in configure_model, or name its sizes."
-            )
-    for name, each in module.named_modules():
-        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse:
-            raise ConfigError(
-                f"{name!r} of {kind} makes sparse gradients, whose norm nobody can take over "
-                f"ranks. Build it with sparse=False."
-            )
+    refuse_undividable(
+        module,
+        instead="Build the module anew and load a checkpoint.",
+        sparse="whose norm nobody can take over ranks",
+    )
