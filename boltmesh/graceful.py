@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from boltmesh.stopping import StoppedBySignal, StopSwitch
 from boltmesh.strategies.checkpoint.replacing import remove
-from boltmesh.strategies.checkpointing import CheckpointingStrategy
+from boltmesh.strategies.engine.checkpointing import CheckpointingStrategy
 from boltmesh.strategies.lightning_compat import is_epoch_over, validation_follows
 
 ASK_EVERY_S = 0.25

@@ -57,15 +57,15 @@ def clip_by_norm(
     return total
 
 
-def gradient_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float | None:
-    """Return the joint norm of the gradients that there are, None without any.
+def gradient_norm(parameters: Iterable[Parameter]) -> float | None:
+    """Return the joint 2-norm of the gradients that there are, None without any.
 
     Local, like ``clip_by_norm``.
     """
-    norms = [tensor_norm(each.grad, norm_type) for each in parameters if each.grad is not None]
+    norms = [tensor_norm(each.grad) for each in parameters if each.grad is not None]
     if not norms:
         return None
-    return float(torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms]), norm_type))
+    return float(torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms])))
 
 
 def gradients_of(parameters: Iterable[Parameter]) -> list[Tensor]:

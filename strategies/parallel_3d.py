@@ -13,12 +13,12 @@ from boltmesh.strategies.data.late_replicas import LateReplicas
 from boltmesh.strategies.data.late_shards import LateShards
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.zero import Shards
+from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
+from boltmesh.strategies.engine.tensor_mesh import TensorMeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.mesh_fit import fit_layout
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
-from boltmesh.strategies.pipeline_mesh import PipelineMeshStrategy
-from boltmesh.strategies.tensor.axis import TensorOptions, UserPlan
-from boltmesh.strategies.tensor_mesh import TensorMeshStrategy
+from boltmesh.strategies.tensor.options import TensorOptions, UserPlan
 
 Tier = Literal["cpu", "nvme"]
 

@@ -6,10 +6,10 @@ from typing_extensions import override
 
 from boltmesh.errors import LayoutError
 from boltmesh.strategies.data.late_replicas import LateReplicas
+from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
 from boltmesh.strategies.pipeline.refusals import refuse_layout
-from boltmesh.strategies.pipeline_mesh import PipelineMeshStrategy
 
 
 class PipelineParallelStrategy(PipelineMeshStrategy):

@@ -6,9 +6,9 @@ from typing_extensions import override
 
 from boltmesh.errors import LayoutError
 from boltmesh.strategies.data.ddp import ReplicaOptions, Replicas
+from boltmesh.strategies.engine.tensor_mesh import TensorMeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.tensor.axis import TensorOptions, UserPlan
-from boltmesh.strategies.tensor_mesh import TensorMeshStrategy
+from boltmesh.strategies.tensor.options import TensorOptions, UserPlan
 
 
 class TensorParallelStrategy(TensorMeshStrategy):

@@ -1,15 +1,9 @@
 """``ZeROStrategy``: optimizer state, gradients and parameters are sharded over the ranks."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import Trainer
-from typing_extensions import override
-
-from boltmesh.strategies.building.deferred import deferred_init
-from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.zero import Shards
 from boltmesh.strategies.engine import MeshStrategy
@@ -81,22 +75,4 @@ class ZeROStrategy(MeshStrategy):
             shard_size=shard_size,
         )
         super().__init__(data_axis=Shards(self.options), **kwargs)
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        refuse_callbacks(trainer.callbacks, type(self).__name__)  # type: ignore[attr-defined]
-        if self.world_size > 1:
-            refuse_lone_saves(trainer.callbacks)  # type: ignore[attr-defined]
-        super().setup(trainer)
-
-    @override
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # What ``configure_model`` makes may be larger than this rank's memory, and is given the
-        # weights that its author's initialisation gives it, block by block, when it is sharded.
-        if self.options.stage != 3:
-            with super().tensor_init_context(empty_init):
-                yield
-            return
-        with deferred_init(), self.precision_plugin.tensor_init_context():
-            yield
+        self.defers_building = stage == 3

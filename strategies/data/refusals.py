@@ -12,15 +12,14 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.data.whole_matrices import multiplies_matrices
+from boltmesh.strategies.steps.refusals import refuse_undividable
 
 _CALLBACKS: dict[type[Callback], tuple[str, str]] = {
     StochasticWeightAveraging: (
@@ -129,29 +128,18 @@ def refuse_parameters(module: LightningModule, *, has_offload: bool) -> None:
     Raises:
         ConfigError: Naming the parameter.
     """
-    kind = type(module).__name__
+    refuse_undividable(
+        module,
+        instead="Use the Trainer that did it for this run too, or build the module anew and load a "
+        "checkpoint.",
+        sparse="which cannot be shared out by rows",
+    )
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ConfigError(
-                f"{name!r} of {kind} is sharded already, by another strategy. Use the Trainer that "
-                f"did it for this run too, or build the module anew and load a checkpoint."
-            )
-        if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(
-                f"{name!r} of {kind} has no shape yet, so nobody can say what its shards are. Run "
-                f"a forward pass of the lazy module in configure_model, or name its sizes."
-            )
         if has_offload and parameter.dim() == 0:
             raise ConfigError(
-                f"{name!r} of {kind} is a scalar, and offloaded state is kept by rows. Make it a "
-                f"tensor of one element, torch.nn.Parameter(torch.ones(1)), or leave "
-                f"offload_optimizer out."
-            )
-    for name, each in module.named_modules():
-        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse:
-            raise ConfigError(
-                f"{name!r} of {kind} makes sparse gradients, which cannot be shared out by rows. "
-                f"Build it with sparse=False."
+                f"{name!r} of {type(module).__name__} is a scalar, and offloaded state is kept by "
+                f"rows. Make it a tensor of one element, torch.nn.Parameter(torch.ones(1)), or "
+                f"leave offload_optimizer out."
             )
 
 

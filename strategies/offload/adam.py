@@ -5,7 +5,7 @@ for CPU tensors takes 2.4 to 28 times as long. The numbers are those of ``AdamW(
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.offload.buckets import Piece, Slot
-from boltmesh.strategies.offload.rule import PieceGradient, Update, UpdateRule
+from boltmesh.strategies.offload.buckets import Piece
+from boltmesh.strategies.offload.rule import ChunkStep, UpdateRule
 from boltmesh.strategies.torch_compat import fused_adam
 
 BLOCK_NUMEL = 1 << 20
@@ -185,51 +185,26 @@ class AdamRule(UpdateRule):
         return settings.is_reversible
 
     @override
-    def apply(
-        self,
-        state: tuple[Tensor, ...],
-        offset: int,
-        pieces: Sequence[PieceGradient],
-        updates: Mapping[Slot, Update],
-        coefficient: float,
-    ) -> None:
-        for run in _runs(state, offset, pieces, updates):
+    def apply(self, chunk: ChunkStep, coefficient: float) -> None:
+        for run in _runs(chunk):
             run.apply(coefficient)
 
     @override
-    def correct(
-        self,
-        state: tuple[Tensor, ...],
-        offset: int,
-        pieces: Sequence[PieceGradient],
-        updates: Mapping[Slot, Update],
-        coefficient: float,
-    ) -> None:
-        for run in _runs(state, offset, pieces, updates):
+    def correct(self, chunk: ChunkStep, coefficient: float) -> None:
+        for run in _runs(chunk):
             run.correct(coefficient)
 
     @override
-    def undo(
-        self,
-        state: tuple[Tensor, ...],
-        offset: int,
-        pieces: Sequence[PieceGradient],
-        updates: Mapping[Slot, Update],
-    ) -> None:
-        for run in _runs(state, offset, pieces, updates):
+    def undo(self, chunk: ChunkStep) -> None:
+        for run in _runs(chunk):
             run.undo()
 
 
-def _runs(
-    state: tuple[Tensor, ...],
-    offset: int,
-    pieces: Sequence[PieceGradient],
-    updates: Mapping[Slot, Update],
-) -> list[AdamRun]:
+def _runs(chunk: ChunkStep) -> list[AdamRun]:
     """Pieces with the same settings; those that follow one another at the same step, as one."""
     stretches: dict[AdamSettings, list[_Stretch]] = {}
-    for each in pieces:
-        update = updates[each.piece.slot]
+    for each in chunk.pieces:
+        update = chunk.updates[each.piece.slot]
         stretch = _Stretch(each.piece, each.piece.start, update.step, each.gradient)
         of_settings = stretches.setdefault(update.settings, [])
         if not (of_settings and of_settings[-1].extend(stretch)):
@@ -238,7 +213,7 @@ def _runs(
         AdamRun(
             settings,
             tuple(
-                tuple(t[one.start - offset :][: one.gradient.numel()] for t in state)
+                tuple(t[one.start - chunk.offset :][: one.gradient.numel()] for t in chunk.state)
                 for one in each
             ),
             tuple(one.gradient for one in each),

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.offload.buckets import Slot
-from boltmesh.strategies.offload.rule import PieceGradient, Update, UpdateRule
+from boltmesh.strategies.offload.rule import ChunkStep, UpdateRule
 from boltmesh.strategies.torch_compat import step_without_hooks
 
 PROBE_SHAPE = (4, 6)
@@ -54,18 +54,12 @@ class ElementwiseRule(UpdateRule):
         return _Settings(kept)
 
     @override
-    def apply(
-        self,
-        state: tuple[Tensor, ...],
-        offset: int,
-        pieces: Sequence[PieceGradient],
-        updates: Mapping[Slot, Update],
-        coefficient: float,
-    ) -> None:
-        for each in pieces:
+    def apply(self, chunk: ChunkStep, coefficient: float) -> None:
+        for each in chunk.pieces:
             slot, start, stop = each.piece.slot, each.piece.start, each.piece.stop
             gradient = each.gradient.mul_(coefficient) if coefficient != 1.0 else each.gradient
-            views = [tensor[start - offset : stop - offset] for tensor in state]
+            own = slice(start - chunk.offset, stop - chunk.offset)
+            views = [tensor[own] for tensor in chunk.state]
             key = (slot, start)
             stretches = dict(zip(self.state_names, views[1:], strict=True))
             # Unless it has been stepped, the optimizer makes the state itself, as it likes it.
@@ -73,7 +67,7 @@ class ElementwiseRule(UpdateRule):
             given = None
             if stored is not None:
                 given = stored | {k: v for k, v in stretches.items() if k not in stored}
-            after = self._run(views[0], gradient, updates[slot].settings, given)
+            after = self._run(views[0], gradient, chunk.updates[slot].settings, given)
             for name, view in stretches.items():
                 # Another group may have no such state, or None.
                 if isinstance(after.get(name), Tensor):

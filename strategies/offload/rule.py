@@ -28,6 +28,20 @@ class Update:
     """1 at the first."""
 
 
+@dataclass(frozen=True)
+class ChunkStep:
+    """All that a step of one chunk works on."""
+
+    state: tuple[Tensor, ...]
+    """The chunk's tensors: values of parameters, then what ``UpdateRule.state_names`` names."""
+    offset: int
+    """Where in its bucket the chunk begins."""
+    pieces: Sequence[PieceGradient]
+    """What to step; what has no gradient is left out and stays as it is."""
+    updates: Mapping[Slot, Update]
+    """By parameter."""
+
+
 class UpdateRule(ABC):
     """An optimizer's arithmetic on a chunk's flat tensors."""
 
@@ -43,42 +57,14 @@ class UpdateRule(ABC):
         return False
 
     @abstractmethod
-    def apply(
-        self,
-        state: tuple[Tensor, ...],
-        offset: int,
-        pieces: Sequence[PieceGradient],
-        updates: Mapping[Slot, Update],
-        coefficient: float,
-    ) -> None:
-        """Step.
+    def apply(self, chunk: ChunkStep, coefficient: float) -> None:
+        """Step with ``coefficient`` times the gradients, which may be overwritten."""
 
-        Args:
-            state: The chunk's tensors.
-            offset: Where in its bucket the chunk begins.
-            pieces: What to step; what has no gradient is left out and stays as it is.
-            updates: By parameter.
-            coefficient: To multiply gradients by; they may be overwritten.
-        """
-
-    def correct(
-        self,
-        state: tuple[Tensor, ...],
-        offset: int,
-        pieces: Sequence[PieceGradient],
-        updates: Mapping[Slot, Update],
-        coefficient: float,
-    ) -> None:
+    def correct(self, chunk: ChunkStep, coefficient: float) -> None:
         """Make of a step that was taken one with ``coefficient`` times the gradients."""
         raise NotImplementedError
 
-    def undo(
-        self,
-        state: tuple[Tensor, ...],
-        offset: int,
-        pieces: Sequence[PieceGradient],
-        updates: Mapping[Slot, Update],
-    ) -> None:
+    def undo(self, chunk: ChunkStep) -> None:
         """Take a step back."""
         raise NotImplementedError
 

@@ -7,19 +7,18 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from boltmesh.strategies.offload.buckets import Bucket, Chunk, Slot
 from boltmesh.strategies.offload.copies import ParameterCopies
 from boltmesh.strategies.offload.gradients import BucketGradients
-from boltmesh.strategies.offload.rule import PieceGradient, Update, UpdateRule
+from boltmesh.strategies.offload.rule import ChunkStep, Update, UpdateRule
 from boltmesh.strategies.offload.tiers import CHUNK_NUMEL
 from boltmesh.strategies.offload.worker import Job, Worker
 
 NUMEL_AHEAD = 3 * CHUNK_NUMEL
 """Elements to read ahead of the chunk that is stepped."""
 
-_Action = Callable[[tuple[Tensor, ...], int, Sequence[PieceGradient]], None]
+_Action = Callable[[ChunkStep], None]
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ class Stepper:
         """Step as if nothing was clipped."""
         guess = self._guesses[bucket] = _Guess(step)
         for chunk in bucket.chunks:
-            action = partial(_apply, step, 1.0)
-            guess.jobs.append((chunk, self._submit(chunk, step.gradients, action)))
+            action = partial(step.rule.apply, coefficient=1.0)
+            guess.jobs.append((chunk, self._submit(chunk, step, action)))
 
     def step(self, bucket: Bucket, step: BucketStep, coefficient: float) -> None:
         """Step with ``coefficient`` times the gradients, whatever was guessed."""
@@ -81,14 +80,14 @@ class Stepper:
             job = guessed.get(chunk)
             action: _Action
             if job is None or self.worker.cancel(job):
-                action, how = partial(_apply, step, coefficient), "plain"
+                action, how = partial(step.rule.apply, coefficient=coefficient), "plain"
             elif coefficient == 1.0:
                 self.counts["committed"] += 1
                 continue
             else:
-                action, how = partial(_correct, step, coefficient), "corrected"
+                action, how = partial(step.rule.correct, coefficient=coefficient), "corrected"
             self.counts[how] += 1
-            self._submit(chunk, step.gradients, action)
+            self._submit(chunk, step, action)
 
     def undo(self, bucket: Bucket) -> None:
         """Take back what was guessed."""
@@ -98,7 +97,7 @@ class Stepper:
         for chunk, job in guess.jobs:
             if not self.worker.cancel(job):
                 self.counts["undone"] += 1
-                self._submit(chunk, guess.step.gradients, partial(_undo, guess.step))
+                self._submit(chunk, guess.step, guess.step.rule.undo)
 
     def is_busy(self, bucket: Bucket) -> bool:
         """Whether steps of a bucket are pending."""
@@ -115,50 +114,24 @@ class Stepper:
         self.worker.drain()
         self._pending.clear()
 
-    def _submit(self, chunk: Chunk, gradients: BucketGradients, action: _Action) -> Job:
-        job = Job(partial(self._run, chunk, gradients, action), chunk)
+    def _submit(self, chunk: Chunk, step: BucketStep, action: _Action) -> Job:
+        job = Job(partial(self._run, chunk, step, action), chunk)
         pending = self._pending.get(chunk.bucket, [])
         self._pending[chunk.bucket] = [each for each in pending if not each.is_done] + [job]
         return self.worker.submit(job)
 
-    def _run(self, chunk: Chunk, gradients: BucketGradients, action: _Action) -> None:
-        gradients.wait()
-        pieces = gradients.pieces(chunk)
+    def _run(self, chunk: Chunk, step: BucketStep, action: _Action) -> None:
+        step.gradients.wait()
+        pieces = step.gradients.pieces(chunk)
         if not pieces:
             return
         assert chunk.store is not None
         state = chunk.store.acquire(chunk.number)
         try:
-            action(state, chunk.start, pieces)
+            action(ChunkStep(state, chunk.start, pieces, step.updates))
             self._copies.update(chunk, state[0], pieces)
         finally:
             chunk.store.release(chunk.number, is_dirty=True)
-
-
-def _apply(
-    step: BucketStep,
-    coefficient: float,
-    state: tuple[Tensor, ...],
-    offset: int,
-    pieces: Sequence[PieceGradient],
-) -> None:
-    step.rule.apply(state, offset, pieces, step.updates, coefficient)
-
-
-def _correct(
-    step: BucketStep,
-    coefficient: float,
-    state: tuple[Tensor, ...],
-    offset: int,
-    pieces: Sequence[PieceGradient],
-) -> None:
-    step.rule.correct(state, offset, pieces, step.updates, coefficient)
-
-
-def _undo(
-    step: BucketStep, state: tuple[Tensor, ...], offset: int, pieces: Sequence[PieceGradient]
-) -> None:
-    step.rule.undo(state, offset, pieces, step.updates)
 
 
 def _prefetch(jobs: Sequence[Job]) -> None:

@@ -16,7 +16,27 @@ CHUNK_NUMEL = 8 << 20
 """100 MB of parameter and two moments; half of it costs a disk 15 to 20 % of its speed."""
 
 
-class StateStore(ABC):
+class _Store(ABC):
+    """What is kept in a tier, and how it ends."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Return once everything written is on its medium.
+
+        Raises:
+            OffloadError: The first error of a transfer that nobody has been told yet.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free memory and files. Nothing else may be called afterwards, but ``close`` again."""
+
+    @abstractmethod
+    def bytes_by_place(self) -> dict[str, int]:
+        """What the store takes now, by ``"device"``, ``"host"`` and ``"disk"``."""
+
+
+class StateStore(_Store):
     """Flat fp32 optimizer state by chunk: the master parameter first, then the moments.
 
     One thread at a time creates, acquires and releases. A chunk is acquired once, then released,
@@ -50,24 +70,8 @@ class StateStore(ABC):
                 a chunk one parameter after the other.
         """
 
-    @abstractmethod
-    def flush(self) -> None:
-        """Return once everything written is on its medium.
 
-        Raises:
-            OffloadError: The first error of a transfer that nobody has been told yet.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free memory and files. Nothing else may be called afterwards, but ``close`` again."""
-
-    @abstractmethod
-    def bytes_by_place(self) -> dict[str, int]:
-        """What the store takes now, by ``"device"``, ``"host"`` and ``"disk"``."""
-
-
-class ParameterStore(ABC):
+class ParameterStore(_Store):
     """Shards of parameters in the dtype they are computed in, by index, for all-gathers."""
 
     @abstractmethod
@@ -107,19 +111,3 @@ class ParameterStore(ABC):
     @abstractmethod
     def put(self, index: int, value: Tensor) -> None:
         """Replace a shard after a step. ``value`` is flat, of any float dtype, and copied."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Return once everything written is on its medium.
-
-        Raises:
-            OffloadError: The first error of a transfer that nobody has been told yet.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free memory and files. Nothing else may be called afterwards, but ``close`` again."""
-
-    @abstractmethod
-    def bytes_by_place(self) -> dict[str, int]:
-        """What the store takes now, by ``"device"``, ``"host"`` and ``"disk"``."""

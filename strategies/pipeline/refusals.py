@@ -3,47 +3,38 @@
 from collections.abc import Iterable
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.joint_steps import joins_gradients
 from boltmesh.strategies.pipeline.kinds import schedule_kind
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.replay.absent import is_absent
-from boltmesh.strategies.steps.local_norms import refuse_local_norms
+from boltmesh.strategies.steps.refusals import Reasons
+
+STAGES = Reasons(
+    dataloader_iter="a pipeline runs it on microbatches of a batch that is there before",
+    batch_size_finder=(
+        "and in a pipeline that is on one rank alone, for which the others wait. Choose batch_size "
+        "and microbatches by boltmesh plan, or try them."
+    ),
+    sync_batchnorm=(
+        "makes a batch norm wait for all ranks, and in a pipeline one rank runs it: on one "
+        "microbatch after the other, each by its own moments. Leave it out, or use GroupNorm or "
+        "LayerNorm, which do not depend on how a batch is cut."
+    ),
+    gradients="the gradients of one stage, others on each rank",
+)
+"""Why ranks that hold stages cannot do apart what one process does."""
 
 
-def refuse_run(
-    trainer: Trainer, module: LightningModule, step: str, *, synchronises_norms: bool
-) -> None:
-    """Refuse what the stages of a pipeline would do apart, each with its part of the model.
-
-    Args:
-        trainer: About to run.
-        module: What it runs.
-        step: The method that it begins with.
-        synchronises_norms: Whether batch norms are to be made of all ranks' batches.
+def refuse_manual_optimization(module: LightningModule) -> None:
+    """Refuse to train where the step itself asks for backward passes.
 
     Raises:
-        ConfigError: Naming it, and what to do instead.
+        ConfigError: With what to do instead.
     """
-    if compat.draws_from_iterator(module, step):
-        raise ConfigError(
-            f"{type(module).__name__}.{step} takes a dataloader_iter, and a pipeline runs it on "
-            f"microbatches of a batch that is there before. Let it take a batch."
-        )
-    if any(isinstance(each, BatchSizeFinder) for each in compat.callbacks_of(trainer)):
-        raise ConfigError(
-            "The batch size finder tries sizes until memory runs out, and in a pipeline that is on "
-            "one rank alone, for which the others wait. Choose batch_size and microbatches by "
-            "boltmesh plan, or try them."
-        )
-    if trainer.state.fn != TrainerFn.FITTING:
-        return
     if not module.automatic_optimization:
         raise ConfigError(
             f"{type(module).__name__} optimises by hand (automatic_optimization=False), and in a "
@@ -51,14 +42,6 @@ def refuse_run(
             f"so manual_backward has no place in training_step. Return the loss from "
             f"training_step, or use bolt_ddp or bolt_zero3."
         )
-    if synchronises_norms:
-        raise ConfigError(
-            "sync_batchnorm=True makes a batch norm wait for all ranks, and in a pipeline one "
-            "rank runs it: on one microbatch after the other, each by its own moments. Leave it "
-            "out, or use GroupNorm or LayerNorm, which do not depend on how a batch is cut."
-        )
-    for each in (module, *compat.callbacks_of(trainer)):
-        refuse_local_norms(each, sees="the gradients of one stage, others on each rank")
 
 
 def refuse_layout(options: PipelineOptions, layout: MeshLayout) -> None:

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 
 from boltmesh.strategies.planner.precision import Widths
 
-FRACTION_PLACES = ("host", "disk")
-
 
 @dataclass(frozen=True)
 class Sharing:

@@ -1,45 +1,30 @@
 """The tensor axis: finds, proves and applies the plan by which ranks share every layer of a model.
 
-What a plan is comes from the analysis of the user's own step (``planning.py``), what runs by it
-from ``execution/``. Here the parts meet: one plan for all ranks, the proof that it is right, this
-rank's shards in the place of parameters, and what the engine asks about them afterwards.
+How a model is divided is in ``placement.py``, what runs by the plan in ``execution/``; here is what
+becomes of parameters then, and what the engine asks about them.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.amp import GradScaler
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.access import forget_parts, know_parts
-from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.checkpoint.guard import PARTS, StateGuard
 from boltmesh.strategies.checkpoint.parts import Division
 from boltmesh.strategies.joint_norms import PartShare
-from boltmesh.strategies.tensor.analysis.analyse import Analysis, analyse
-from boltmesh.strategies.tensor.backends import without_replicated
 from boltmesh.strategies.tensor.batches import SameBatches
-from boltmesh.strategies.tensor.building import make_shards, make_whole, tied_outside
-from boltmesh.strategies.tensor.division import divisions_of
-from boltmesh.strategies.tensor.execution.apply import AppliedPlan, apply_plan
+from boltmesh.strategies.tensor.context import TensorContext
+from boltmesh.strategies.tensor.execution.apply import AppliedPlan
 from boltmesh.strategies.tensor.execution.group import TensorGroup
-from boltmesh.strategies.tensor.hugging_face import disagreements
-from boltmesh.strategies.tensor.passing import Shapes, kinds_of
-from boltmesh.strategies.tensor.plan import TensorPlan
-from boltmesh.strategies.tensor.plan_json import from_json, to_json
-from boltmesh.strategies.tensor.planning import LossParallel, make_plan
-from boltmesh.strategies.tensor.proof import Stage, prove
+from boltmesh.strategies.tensor.options import TensorOptions
+from boltmesh.strategies.tensor.placement import Placement, place
 from boltmesh.strategies.tensor.rehearsal import Around, Rehearsal
 from boltmesh.strategies.tensor.traffic import (
     Amount,
@@ -48,81 +33,10 @@ from boltmesh.strategies.tensor.traffic import (
     count_step,
     expected_traffic,
 )
-from boltmesh.strategies.tensor.user_plan import with_user_plan
 from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
-UserPlan = Literal["auto"] | Mapping[str, str]
-
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class TensorOptions:
-    """What ``TensorParallelStrategy`` was asked for; see there.
-
-    Raises:
-        ConfigError: When an option does not exist.
-    """
-
-    size: int | None = None
-    plan: UserPlan = "auto"
-    sequence_parallel: bool = False
-    loss_parallel: LossParallel = "auto"
-
-    def __post_init__(self) -> None:
-        if self.size is not None and self.size < 1:
-            raise ConfigError(f"size={self.size} holds no rank. Use 2 or more, or leave it out.")
-        if self.plan != "auto" and not isinstance(self.plan, Mapping):
-            raise ConfigError(
-                f"plan={self.plan!r} is neither 'auto' nor a mapping of patterns of parameter "
-                f"names to styles, such as {{'*.up.weight': 'column'}}."
-            )
-        if not isinstance(self.sequence_parallel, bool):
-            raise ConfigError(
-                f"sequence_parallel={self.sequence_parallel!r} is neither true nor false."
-            )
-        if self.loss_parallel not in {True, False, "auto"}:
-            raise ConfigError(
-                f"loss_parallel={self.loss_parallel!r} is none of its settings. Use 'auto', true "
-                f"or false."
-            )
-
-
-@dataclass(frozen=True)
-class TensorContext:
-    """Where the axis finds itself."""
-
-    group: ProcessGroup
-    """The ranks that share each layer with this one."""
-    control: ProcessGroup
-    """The same ranks on the CPU, for questions that wait for no kernel."""
-    judges: ProcessGroup
-    """All ranks of the job, on the CPU: their models are alike, and they agree on one plan."""
-    new_group: Callable[[timedelta], ProcessGroup]
-    """Makes a further group like ``group``, collective over the job, with a timeout of its own."""
-    device: torch.device
-    timeout: timedelta
-    scaler: GradScaler | None = None
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A model that runs by a plan."""
-
-    module: LightningModule
-    step: str
-    """By which it was proven."""
-    applied: AppliedPlan
-    divisions: Mapping[str, Division]
-    """Of this rank, by all names of divided parameters."""
-    parts: tuple[Parameter, ...]
-    """The parameters of which this rank has a part."""
-
-    @property
-    def plan(self) -> TensorPlan:
-        """What is divided, and how it is run."""
-        return self.applied.plan
 
 
 class TensorAxis:
@@ -167,103 +81,20 @@ class TensorAxis:
             ConfigError: When the step cannot be run, or what was asked for is not possible.
         """
         self.close()
-        blocks = find_blocks(module)
-        on_host = Rehearsal(module, step, (batch, *rest), _CPU)
-        shapes = Shapes()
-        with shapes.watching(blocks):
-            plan = self._planned(on_host, blocks)
-        passed = self._passed(module, plan, blocks, shapes)
-        context = self.context
-        make_whole(module, blocks, passed, context.judges)
-        on_device = replace(
-            on_host,
-            args=(move_data_to_device(batch, context.device), *rest),
-            device=context.device,
-            probes={first: blocks[first] for first in dict.fromkeys(plan.kinds.values())},
-        )
-        known = len(plan.notes)
-        plan = prove(
-            plan, Stage(on_device, blocks, passed, context.judges, self._group_for_a_proof)
-        )
-        make_shards(
+        placed, notes = place(
             module,
-            blocks,
-            passed,
-            without_replicated(plan).sharded.values(),
-            group=context.judges,
-            size=self.group.size,
-            rank=self.group.rank,
+            step,
+            (batch, *rest),
+            options=self.options,
+            context=self.context,
+            group=self.group,
         )
-        self._adopt(module, step, apply_plan(module, plan, self.group))
-        if not self.divisions and self.group.size > 1:
-            return (*plan.notes[known:], "nothing of the model is divided: all ranks do all of it")
-        return plan.notes[known:]
-
-    def _planned(self, rehearsal: Rehearsal, blocks: Mapping[str, Any]) -> TensorPlan:
-        """Return the plan of the first rank. Collective over all ranks of the job."""
-        told: list[tuple[str, str]] = [("", "")]
-        failure: Exception | None = None
-        # Every rank looks, for what it sees of its blocks; the first one's plan is taken.
-        try:
-            analysis = analyse(rehearsal.module, rehearsal.forward, blocks=blocks)
-            told = [("plan", to_json(self._made(analysis, rehearsal.module)))]
-        except Exception as error:  # noqa: BLE001 - whatever the user's step raises
-            failure = error
-            text = (
-                str(error)
-                if isinstance(error, BoltMeshError)
-                else f"{type(error).__name__}: {error}"
-            )
-            told = [("error", text)]
-        dist.broadcast_object_list(told, group=self.context.judges, group_src=0)
-        kind, text = told[0]
-        if kind == "error":
-            if isinstance(failure, BoltMeshError):
-                raise failure
-            raise ConfigError(
-                f"{type(rehearsal.module).__name__}.{rehearsal.step} could not be run on tensors "
-                f"without data, to find out how the model can be divided: {text}"
-            ) from failure
-        plan = from_json(text)
-        return replace(plan, kinds=kinds_of(blocks, plan))
-
-    def _made(self, analysis: Analysis, module: LightningModule) -> TensorPlan:
-        options = self.options
-        plan = make_plan(
-            analysis,
-            self.group.size,
-            loss_parallel=options.loss_parallel,
-            sequence_parallel=options.sequence_parallel,
-        )
-        if options.plan != "auto":
-            plan = with_user_plan(plan, analysis, options.plan)
-        return replace(plan, notes=(*plan.notes, *disagreements(plan, module)))
-
-    def _passed(
-        self, module: LightningModule, plan: TensorPlan, blocks: Mapping[str, Any], shapes: Shapes
-    ) -> dict[str, str]:
-        """Return which blocks the proof passes by, and the first of the kind of each."""
-        tied = tied_outside(module, blocks)
-        return {
-            name: first
-            for name, first in plan.kinds.items()
-            if name != first
-            and name not in tied
-            and first not in tied
-            and shapes.allow(name, first)
-            and any(True for _ in blocks[name].children())  # what a norm gets differs by its place
-        }
-
-    def _group_for_a_proof(self) -> TensorGroup:
-        limit = min(self.context.timeout, _PATIENCE)
-        return TensorGroup(self.context.new_group(limit), self.context.device)
-
-    def _adopt(self, module: LightningModule, step: str, applied: AppliedPlan) -> None:
-        divisions = divisions_of(applied.plan, self.group.rank)
-        parts = tuple(applied.sharded)
-        self.placement = Placement(module, step, applied, divisions, parts)
-        self.guard = StateGuard(module, tuple(divisions), holds=PARTS)
+        self.placement = placed
+        self.guard = StateGuard(module, tuple(placed.divisions), holds=PARTS)
         self._know_parts()
+        if not placed.divisions and self.group.size > 1:
+            return (*notes, "nothing of the model is divided: all ranks do all of it")
+        return notes
 
     def _know_parts(self) -> None:
         assert self.placement is not None
@@ -438,10 +269,6 @@ class _Joining:
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's part."""
         return self.division.cut(whole)
-
-
-_PATIENCE = timedelta(seconds=120)
-"""How long a proof waits for a rank whose code has raised where others' has not."""
 
 
 def _nothing() -> None:

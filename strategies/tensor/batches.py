@@ -37,19 +37,17 @@ class SameBatches:
         self._group = group
         self._asked: _Question | None = None
 
-    def ask(self, seen: Any, ready: Any, *, is_last: bool) -> None:
+    def ask(self, batch: Any, digest: BatchDigest) -> None:
         """Begin to compare a batch. Collective over the group.
 
         Args:
-            seen: The batch where its values can be read without waiting.
-            ready: The batch as the step will get it.
-            is_last: Whether this rank's loader has no more.
+            batch: As the step will get it.
+            digest: What it was where its values could be read without waiting.
         """
-        digest = batch_digest(seen, is_last=is_last)
         row = torch.zeros(self._group.size(), dtype=torch.int64)
         row[self._group.rank()] = digest.number
         work = dist.all_reduce(row, group=self._group, async_op=True)
-        self._asked = _Question(ready, digest, row, work)
+        self._asked = _Question(batch, digest, row, work)
 
     def settle(self, batch: Any) -> None:
         """Wait for the answer, before a step with the batch. Collective over the group.
@@ -58,7 +56,7 @@ class SameBatches:
             ConfigError: On all ranks, when they have different batches.
         """
         if self._asked is None or self._asked.batch is not batch:
-            self.ask(batch, batch, is_last=False)  # a step that was given another one
+            self.ask(batch, batch_digest(batch))  # a step that was given another one
         question, self._asked = self._asked, None
         assert question is not None
         if question.work is not None:

@@ -1,52 +1,25 @@
 """What ranks that share layers cannot do, refused before it takes any memory."""
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from lightning.pytorch import LightningModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedParameter
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.steps.local_norms import refuse_local_norms
+from boltmesh.strategies.steps.refusals import Reasons, refuse_undividable
 
-
-def refuse_run(
-    trainer: Trainer, module: LightningModule, step: str, *, synchronises_norms: bool
-) -> None:
-    """Refuse what each rank of a tensor group would do apart, with its part of the model.
-
-    Args:
-        trainer: About to run.
-        module: What it runs.
-        step: The method that it begins with.
-        synchronises_norms: Whether batch norms are to be made of all ranks' batches.
-
-    Raises:
-        ConfigError: Naming it, and what to do instead.
-    """
-    if compat.draws_from_iterator(module, step):
-        raise ConfigError(
-            f"{type(module).__name__}.{step} takes a dataloader_iter, and the ranks of a tensor "
-            f"group compare each batch before a step with it. Let it take a batch."
-        )
-    if any(isinstance(each, BatchSizeFinder) for each in compat.callbacks_of(trainer)):
-        raise ConfigError(
-            "The batch size finder tries sizes until memory runs out, which need not be on all "
-            "ranks of a tensor group at once, and those that are left wait for the others. Choose "
-            "batch_size by boltmesh plan, or try sizes."
-        )
-    if trainer.state.fn != TrainerFn.FITTING:
-        return
-    if synchronises_norms:
-        raise ConfigError(
-            "sync_batchnorm=True takes the moments of batch norms over all ranks of the job, and "
-            "the ranks of a tensor group have the same batch: they would count it several times. "
-            "Leave it out, or use GroupNorm or LayerNorm."
-        )
-    for each in (module, *compat.callbacks_of(trainer)):
-        refuse_local_norms(each, sees="each rank's part of the gradients")
+LAYERS = Reasons(
+    dataloader_iter="the ranks of a tensor group compare each batch before a step with it",
+    batch_size_finder=(
+        "which need not be on all ranks of a tensor group at once, and those that are left wait "
+        "for the others. Choose batch_size by boltmesh plan, or try sizes."
+    ),
+    sync_batchnorm=(
+        "takes the moments of batch norms over all ranks of the job, and the ranks of a tensor "
+        "group have the same batch: they would count it several times. Leave it out, or use "
+        "GroupNorm or LayerNorm."
+    ),
+    gradients="each rank's part of the gradients",
+)
+"""Why ranks that share layers cannot do apart what one process does."""
 
 
 def refuse_late_proof(module: LightningModule, *, is_divided: bool) -> None:
@@ -75,21 +48,8 @@ def refuse_parameters(module: LightningModule) -> None:
     Raises:
         ConfigError: Naming the parameter.
     """
-    kind = type(module).__name__
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ConfigError(
-                f"{name!r} of {kind} is sharded already, by another strategy. Build the module "
-                f"anew and load a checkpoint."
-            )
-        if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(
-                f"{name!r} of {kind} has no shape yet, so nobody can say what its shards are. Run "
-                f"a forward pass of the lazy module in configure_model, or name its sizes."
-            )
-    for name, each in module.named_modules():
-        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse:
-            raise ConfigError(
-                f"{name!r} of {kind} makes sparse gradients, whose norm nobody can take over "
-                f"ranks. Build it with sparse=False."
-            )
+    refuse_undividable(
+        module,
+        instead="Build the module anew and load a checkpoint.",
+        sparse="whose norm nobody can take over ranks",
+    )

@@ -61,12 +61,14 @@ def one_process(rank: int, world_size: int, cases: list[Case], replicas: int) ->
     return [trace_one_process(each.problem(), data_size=replicas) for each in cases]
 
 
-def layouts(rank: int, world_size: int, cases: list[Case], door: Any) -> list[list[Trace]]:
+def layouts(
+    rank: int, world_size: int, cases: list[Case], door: Any, stages: int
+) -> list[list[Trace]]:
     return [
         [
             trace_layout(
                 case.problem(),
-                door(schedule=schedule, stages=STAGES),
+                door(schedule=schedule, stages=stages),
                 devices=world_size,
             )
             for schedule in case.schedules
@@ -76,19 +78,22 @@ def layouts(rank: int, world_size: int, cases: list[Case], door: Any) -> list[li
 
 
 @pytest.mark.parametrize(
-    ("door", "cases", "replicas"),
+    ("door", "cases", "replicas", "stages"),
     [
-        (pipeline, CASES, 2),
-        (pipeline, [THREE], 3),
-        (ShardedPipeline, CASES, 2),
-        (partial(ShardedPipeline, zero_stage=2), CASES[1:2], 2),
-        (partial(ShardedPipeline, zero_stage=3), CASES[1:2], 2),
+        (pipeline, CASES, 2, STAGES),
+        (pipeline, [THREE], 3, STAGES),
+        (pipeline, [THREE], 2, 1),
+        (ShardedPipeline, CASES, 2, STAGES),
+        (partial(ShardedPipeline, zero_stage=2), CASES[1:2], 2, STAGES),
+        (partial(ShardedPipeline, zero_stage=3), CASES[1:2], 2, STAGES),
     ],
-    ids=["2 replicas", "3 replicas", "stage 1", "stage 2", "stage 3"],
+    ids=["2 replicas", "3 replicas", "of one rank each", "stage 1", "stage 2", "stage 3"],
 )
-def test_pipelines_equal_one_process(door: Any, cases: list[Case], replicas: int) -> None:
+def test_pipelines_equal_one_process(
+    door: Any, cases: list[Case], replicas: int, stages: int
+) -> None:
     references = run_ranks(one_process, 1, cases, replicas)[0]
-    ranks = run_ranks(layouts, STAGES * replicas, cases, door, timeout_s=110)
+    ranks = run_ranks(layouts, stages * replicas, cases, door, stages, timeout_s=110)
     for number, (case, reference) in enumerate(zip(cases, references, strict=True)):
         assert len(reference.losses) == 5
         assert reference.losses[-1] != reference.losses[0]

@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from boltmesh.strategies import DDPStrategy
-from boltmesh.strategies.pipeline_mesh import PipelineMeshStrategy
+from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.telemetry.job import ID_VARIABLE, RUN_DIR_VARIABLE
 from boltmesh.telemetry.reading.reader import Job
 from boltmesh.telemetry.snapshot import JobSnapshot

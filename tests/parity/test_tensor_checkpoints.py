@@ -18,7 +18,7 @@ from boltmesh.strategies import (
     ZeROStrategy,
 )
 from boltmesh.strategies.access import whole_value
-from boltmesh.strategies.pipeline_mesh import PipelineMeshStrategy
+from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.pipeline_tensor import PipelineTensor
 from tests.support.ranks import run_ranks

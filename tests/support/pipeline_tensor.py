@@ -5,11 +5,11 @@ from typing import Any
 from typing_extensions import override
 
 from boltmesh.strategies.data.late_replicas import LateReplicas
+from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
+from boltmesh.strategies.engine.tensor_mesh import TensorMeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.pipeline_mesh import PipelineMeshStrategy
-from boltmesh.strategies.tensor.axis import TensorOptions
-from boltmesh.strategies.tensor_mesh import TensorMeshStrategy
+from boltmesh.strategies.tensor.options import TensorOptions
 
 
 class PipelineTensor(PipelineMeshStrategy, TensorMeshStrategy):

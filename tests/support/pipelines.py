@@ -6,8 +6,8 @@ from lightning.pytorch import Trainer
 
 from boltmesh.strategies.data.late_shards import LateShards
 from boltmesh.strategies.data.shard_options import ShardOptions
+from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 
 MICROBATCHES = 4

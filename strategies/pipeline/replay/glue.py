@@ -80,7 +80,6 @@ class GlueWatch(TorchFunctionMode):
         self.kept: list[Tensor] = []
         """All tensors seen, so that no address is used twice."""
         self.to_end: list[Value] = []
-        self.is_active = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:

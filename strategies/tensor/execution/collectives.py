@@ -24,6 +24,7 @@ Source: Megatron-LM, Shoeybi et al. 2019, section 3, https://arxiv.org/abs/1909.
 sequences Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -38,37 +39,62 @@ from boltmesh.strategies.torch_compat import all_gather_single, reduce_scatter_s
 
 def reduce_gradient(value: Tensor, group: TensorGroup) -> Tensor:
     """Give a value that is alike to computations that differ by rank; gradients are summed."""
-    return value if group.size == 1 else cast("Tensor", _ReduceGradient.apply(value, group))  # type: ignore[no-untyped-call]
+    return _run(group, value, _kept, lambda gradient: reduce_sum(gradient, group))
 
 
 def shared_gradient(value: Tensor, group: TensorGroup) -> Tensor:
     """Keep a value whose gradient is alike; each rank passes on an equal part of it. Local."""
-    return value if group.size == 1 else cast("Tensor", _SharedGradient.apply(value, group))  # type: ignore[no-untyped-call]
+    return _run(group, value, _kept, lambda gradient: gradient / group.size)
 
 
 def reduce_sum(part: Tensor, group: TensorGroup) -> Tensor:
     """Add up what the ranks have. Leaves ``part`` as it is."""
-    return part if group.size == 1 else cast("Tensor", _ReduceSum.apply(part, group))  # type: ignore[no-untyped-call]
+    return _run(
+        group,
+        part,
+        lambda part: all_reduce(part, group),
+        lambda gradient: reduce_gradient(gradient, group),
+    )
 
 
 def gather_parts(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Join the parts of all ranks along ``dim``, for computations that are alike on all."""
-    return part if group.size == 1 else cast("Tensor", _GatherParts.apply(part, group, dim))  # type: ignore[no-untyped-call]
+    return _run(
+        group,
+        part,
+        lambda part: all_gather(part, group, dim),
+        lambda gradient: take_part(gradient, group, dim),
+    )
 
 
 def take_part(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Keep this rank's part of a value that is alike; ``dim`` has to divide by the ranks."""
-    return value if group.size == 1 else cast("Tensor", _TakePart.apply(value, group, dim))  # type: ignore[no-untyped-call]
+    return _run(
+        group,
+        value,
+        lambda value: own_part(value, group, dim).clone(memory_format=torch.contiguous_format),
+        lambda gradient: gather_parts(gradient, group, dim),
+    )
 
 
 def gather_sequence(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Join the parts of all ranks along ``dim``, for computations that differ by rank."""
-    return part if group.size == 1 else cast("Tensor", _GatherSequence.apply(part, group, dim))  # type: ignore[no-untyped-call]
+    return _run(
+        group,
+        part,
+        lambda part: all_gather(part, group, dim),
+        lambda gradient: scatter_sum(gradient, group, dim),
+    )
 
 
 def scatter_sum(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Add up what the ranks have and keep this rank's part along ``dim``."""
-    return part if group.size == 1 else cast("Tensor", _ScatterSum.apply(part, group, dim))  # type: ignore[no-untyped-call]
+    return _run(
+        group,
+        part,
+        lambda part: reduce_scatter(part, group, dim),
+        lambda gradient: gather_sequence(gradient, group, dim),
+    )
 
 
 def all_reduce(value: Tensor, group: TensorGroup, *, is_maximum: bool = False) -> Tensor:
@@ -108,92 +134,38 @@ def own_part(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
     return value.narrow(dim, group.rank * length, length)
 
 
-class _ReduceGradient(Function):
+def _kept(value: Tensor) -> Tensor:
+    return value.view_as(value)
+
+
+def _run(
+    group: TensorGroup,
+    value: Tensor,
+    forward: Callable[[Tensor], Tensor],
+    backward: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return what one function makes of a value, whose gradient is what another makes of its own.
+
+    Neither is run by a group of one rank.
+    """
+    if group.size == 1:
+        return value
+    return cast("Tensor", _Collective.apply(value, forward, backward))  # type: ignore[no-untyped-call]
+
+
+class _Collective(Function):
     @staticmethod
     @override
-    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return reduce_sum(gradient, ctx.group), None
-
-
-class _SharedGradient(Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.group.size, None
-
-
-class _ReduceSum(Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, part: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return all_reduce(part, group)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return reduce_gradient(gradient, ctx.group), None
-
-
-class _GatherParts(Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, part: Tensor, group: TensorGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(part, group, dim)
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.differentiated = backward
+        return forward(value)
 
     @staticmethod
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return take_part(gradient, ctx.group, ctx.dim), None, None
-
-
-class _TakePart(Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, value: Tensor, group: TensorGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return own_part(value, group, dim).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gather_parts(gradient, ctx.group, ctx.dim), None, None
-
-
-class _GatherSequence(Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, part: Tensor, group: TensorGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(part, group, dim)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return scatter_sum(gradient, ctx.group, ctx.dim), None, None
-
-
-class _ScatterSum(Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, part: Tensor, group: TensorGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return reduce_scatter(part, group, dim)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gather_sequence(gradient, ctx.group, ctx.dim), None, None
+        return ctx.differentiated(gradient), None, None

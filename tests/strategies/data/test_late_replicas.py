@@ -12,8 +12,8 @@ from boltmesh.strategies.data.ddp import ReplicaOptions, Replicas
 from boltmesh.strategies.data.flat_buckets import average, divide_into_buckets
 from boltmesh.strategies.data.late_shards import LateShards
 from boltmesh.strategies.data.shard_options import ShardOptions
+from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from torch.optim import Adam, AdamW
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.offload.adam import AdamRule, AdamRun, AdamSettings
 from boltmesh.strategies.offload.buckets import Bucket, Slot
-from boltmesh.strategies.offload.rule import PieceGradient, Update
+from boltmesh.strategies.offload.rule import ChunkStep, PieceGradient, Update
 
 NUMEL = 1 << 14
 SETTINGS = AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.01, True, False, False)
@@ -114,7 +114,7 @@ def step_in_parts(
         for each in bucket.chunks:
             pieces = [PieceGradient(p, gradient[p.start : p.stop]) for p in each.pieces()]
             part = tuple(tensor[each.start : each.stop] for tensor in state)
-            rule.apply(part, each.start, pieces, updates, 1.0)
+            rule.apply(ChunkStep(part, each.start, pieces, updates), 1.0)
     return state[0]
 
 

@@ -26,7 +26,7 @@ from typing_extensions import override
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.offload.buckets import Bucket, Slot
 from boltmesh.strategies.offload.elementwise import ElementwiseRule
-from boltmesh.strategies.offload.rule import PieceGradient, Update
+from boltmesh.strategies.offload.rule import ChunkStep, PieceGradient, Update
 
 STEPS = 5
 SHAPES = [(7, 3), (11,), (2, 5)]
@@ -107,7 +107,7 @@ def run_in_parts(
         for chunk in bucket.chunks:
             pieces = [PieceGradient(p, flat[p.start : p.stop].clone()) for p in chunk.pieces()]
             part = tuple(each[chunk.start : chunk.stop] for each in state)
-            rule.apply(part, chunk.start, pieces, updates, 1.0)
+            rule.apply(ChunkStep(part, chunk.start, pieces, updates), 1.0)
     return state[0]
 
 

@@ -16,8 +16,13 @@ from torch.optim import Optimizer
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import DDPStrategy
 from boltmesh.strategies.pipeline.joint_steps import joins_gradients
-from boltmesh.strategies.pipeline.refusals import refuse_optimizers, refuse_run
+from boltmesh.strategies.pipeline.refusals import (
+    STAGES,
+    refuse_manual_optimization,
+    refuse_optimizers,
+)
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
+from boltmesh.strategies.steps.refusals import refuse_run
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.stack import Stack, token_data
 
@@ -60,14 +65,14 @@ def refuse(module: Any, *callbacks: Callback, fn: Any = TrainerFn.FITTING, **opt
         enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
     )  # fmt: skip
     trainer.state.fn = fn
-    refuse_run(trainer, module, "training_step", **{"synchronises_norms": False, **options})
+    options = {"synchronises_norms": False, **options}
+    refuse_run(trainer, module, "training_step", because=STAGES, **options)
 
 
 @pytest.mark.parametrize(
     ("module", "callbacks", "options", "said"),
     [
         (Stack, [], {"synchronises_norms": True}, "sync_batchnorm=True .* GroupNorm"),
-        (ByHand, [], {}, "ByHand optimises by hand"),
         (LogsNorms, [], {}, r"LogsNorms.on_before_optimizer_step calls grad_norm.*gradient_norm\("),
         (LogsNormsBySubmodule, [], {}, "LogsNormsBySubmodule.on_after_backward calls grad_norm"),
         (Stack, [TotalNorm()], {}, "TotalNorm.on_before_optimizer_step calls get_total_norm"),
@@ -83,8 +88,13 @@ def test_what_stages_would_do_apart_is_refused(
 def test_what_every_stage_does_alike_is_not_refused() -> None:
     refuse(Stack(), Callback())
     refuse(OwnNorm())
-    refuse(ByHand(), fn=TrainerFn.VALIDATING)
     refuse(Stack(), synchronises_norms=True, fn=TrainerFn.TESTING)
+
+
+def test_backward_passes_that_a_step_asks_for_are_refused() -> None:
+    refuse_manual_optimization(Stack())
+    with pytest.raises(ConfigError, match="ByHand optimises by hand"):
+        refuse_manual_optimization(ByHand())
 
 
 class ClipsItself(torch.optim.SGD):

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,28 +14,27 @@ from torch.nn import Module
 from typing_extensions import override
 
 from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.building.deferred import deferred_init
 from boltmesh.strategies.checkpoint.parts import Division
 from boltmesh.strategies.data.lone import LoneRank
-from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.data.replica_memory import expected_held_memory
-from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.engine.shared_batch import SharedBatchStrategy
 from boltmesh.strategies.joint_norms import NormShare
-from boltmesh.strategies.steps.alike import of_first_rank, share_random_state
-from boltmesh.strategies.steps.local_metrics import gather_over, let_gather
+from boltmesh.strategies.steps.alike import of_first_rank
+from boltmesh.strategies.steps.digest import BatchDigest
 from boltmesh.strategies.steps.sample import sample_batch
-from boltmesh.strategies.tensor.axis import TensorAxis, TensorContext, TensorOptions
+from boltmesh.strategies.tensor.axis import TensorAxis
+from boltmesh.strategies.tensor.context import TensorContext
+from boltmesh.strategies.tensor.options import TensorOptions
 from boltmesh.strategies.tensor.plan import TensorPlan
-from boltmesh.strategies.tensor.refusals import refuse_late_proof, refuse_parameters, refuse_run
+from boltmesh.strategies.tensor.refusals import LAYERS, refuse_late_proof, refuse_parameters
 from boltmesh.strategies.tensor.shard_steps import refuse_optimizers
 from boltmesh.strategies.tensor.telling import told
 from boltmesh.strategies.tensor.traffic import FakeRun
-from boltmesh.strategies.torch_compat import total_norm_replaced
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 
-class TensorMeshStrategy(MeshStrategy):
+class TensorMeshStrategy(SharedBatchStrategy):
     """The engine with ranks that share each layer; what a door with a tensor axis stands on.
 
     Args:
@@ -43,68 +42,44 @@ class TensorMeshStrategy(MeshStrategy):
         **kwargs: As for ``MeshStrategy``.
     """
 
+    reasons = LAYERS
+
     def __init__(self, *, tensor_options: TensorOptions, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.tensor_axis = TensorAxis(tensor_options)
-        self._control: dict[str, ProcessGroup] = {}
-        """On the CPU: ``"tensor"`` and, for all ranks of the job, ``"all"``."""
-        self._sample: tuple[Any, tuple[Any, ...]] = None, ()
-        """A batch of the run that is set up, and what a step is called with behind it."""
+        self._control: ProcessGroup | None = None
+        """The ranks of the tensor group on the CPU."""
+        self._judges: ProcessGroup | None = None
+        """All ranks of the job on the CPU."""
 
     # Starting.
 
-    @property
     @override
-    def is_distributed(self) -> bool:  # type: ignore[override]
-        """Whether the Trainer has to deal the data out: the ranks of a tensor group get the same.
-
-        So loaders keep the sampler that their author gave them where there are no replicas.
-        """
-        return self.layout.data > 1
-
-    @override
-    def _reset_seed(self) -> None:
-        # Ranks that run the script themselves stand where one process would; ``setup`` makes them
-        # alike. Those that begin as empty processes have nothing but the seed.
-        if self.layout.data > 1 or self._start_method in {"spawn", "forkserver"}:
-            super()._reset_seed()
+    def _asks_group(self, axis: str) -> bool:
+        return axis == "tensor" or super()._asks_group(axis)
 
     @override
     def _build_groups(self) -> dict[str, ProcessGroup]:
         groups = super()._build_groups()
-        if "tensor" not in groups:  # of one rank, which has everything
-            groups["tensor"] = self._new_group(timedelta(seconds=self.timeout_s))
-        timeout = timedelta(seconds=self.timeout_s)
-        self._control = {
-            "tensor": self._new_group(timeout, backend="gloo"),
-            "all": dist.new_group(backend="gloo", timeout=timeout),
-        }
+        self._control = self.new_group("tensor", backend="gloo")
+        self._judges = dist.new_group(backend="gloo", timeout=self.timeout)
         return groups
 
-    def _new_group(self, timeout: timedelta, *, backend: str | None = None) -> ProcessGroup:
-        """Return one more group of this rank's tensor group. Collective over all ranks."""
-        group: ProcessGroup | None
-        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            self.layout.groups("tensor"), timeout=timeout, backend=backend, group_desc="tensor"
-        )
-        assert group is not None
-        return group
+    @override
+    def sharing_groups(self) -> list[ProcessGroup]:
+        assert self._control is not None
+        return [*super().sharing_groups(), self._control]
 
     @override
     def place(self, trainer: Trainer) -> None:
         super().place(trainer)
         module = self.lightning_module
         assert module is not None
-        refuse_callbacks(compat.callbacks_of(trainer), self.public_name)
-        if self.world_size > 1:
-            refuse_lone_saves(compat.callbacks_of(trainer))
-        step = self._step_name
-        refuse_run(trainer, module, step, synchronises_norms=self._layer_sync is not None)
         if self.layout.data == 1 and not self.data_axis.serves_one_rank:
             self.data_axis = LoneRank()
-        share_random_state(self._control["tensor"], self.root_device)
-        self.tensor_axis.begin(self._tensor_context())
-        self.recorder.name_group(self._control["tensor"], "tensor")
+        context = self._tensor_context()
+        self.tensor_axis.begin(context)
+        self.recorder.name_group(context.control, "tensor")
         if self._divides:
             self._place(trainer, module)
 
@@ -118,7 +93,7 @@ class TensorMeshStrategy(MeshStrategy):
         axis, step = self.tensor_axis, self._step_name
         is_new = not axis.is_placed(module, step)
         if is_new or self._is_fitting:
-            batch = of_first_rank(sample_batch(trainer).batch, self._control["all"])
+            batch = of_first_rank(sample_batch(trainer).batch, self._judges)
             self._sample = batch, compat.step_arguments(module, step)
         if is_new:
             refuse_late_proof(module, is_divided=axis.holds(module))
@@ -130,9 +105,7 @@ class TensorMeshStrategy(MeshStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        gather_over(self._metric_owners(), self.groups["data"])
         super().setup(trainer)
-        self._sample = None, ()
         if self._is_fitting:
             self.tensor_axis.follow_scaler()
 
@@ -160,22 +133,16 @@ class TensorMeshStrategy(MeshStrategy):
             for each in notes:
                 warnings.warn(f"Tensor plan: {each}.", stacklevel=2)
 
-    @override
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # What ``configure_model`` makes may be larger than this rank's memory. Of every parameter
-        # it is given the part of what its author's initialisation gives.
-        with deferred_init(), self.precision_plugin.tensor_init_context():
-            yield
-
     def _tensor_context(self) -> TensorContext:
+        assert self._control is not None
+        assert self._judges is not None
         return TensorContext(
             group=self.groups["tensor"],
-            control=self._control["tensor"],
-            judges=self._control["all"],
-            new_group=self._new_group,
+            control=self._control,
+            judges=self._judges,
+            new_group=partial(self.new_group, "tensor"),
             device=self.root_device,
-            timeout=timedelta(seconds=self.timeout_s),
+            timeout=self.timeout,
             scaler=getattr(self.precision_plugin, "scaler", None),
         )
 
@@ -207,15 +174,13 @@ class TensorMeshStrategy(MeshStrategy):
 
     @override
     def expected_traffic(self) -> list[ExpectedTraffic]:
-        trainer = compat.trainer_of(self.lightning_module)
         module = self.lightning_module
-        assert trainer is not None
         assert module is not None
         if not self._divides or not module.automatic_optimization:
             return super().expected_traffic()
         return super().expected_traffic() + self.tensor_axis.expected_traffic(
-            accumulated=trainer.accumulate_grad_batches,
-            num_norms=int(compat.has_norm_clipping(trainer)),
+            accumulated=self._trainer.accumulate_grad_batches,
+            num_norms=int(compat.has_norm_clipping(self._trainer)),
         )
 
     @override
@@ -225,47 +190,12 @@ class TensorMeshStrategy(MeshStrategy):
             return super().expected_memory()
         return expected_held_memory(self.lightning_module, self.optimizers)
 
-    # The loops.
+    # Steps.
 
     @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._adopt_metrics()
-
-    @override
-    def _begin_evaluation(self) -> None:
-        super()._begin_evaluation()
-        self._adopt_metrics()
-
-    def _adopt_metrics(self) -> None:
-        """Metrics may have been made as late as in the user's hooks at the start of a loop."""
-        gather_over(self._metric_owners(), self.groups["data"])
-
-    def _metric_owners(self) -> list[object]:
-        trainer = compat.trainer_of(self.lightning_module)
-        callbacks = [] if trainer is None else compat.callbacks_of(trainer)
-        return [self.lightning_module, *callbacks]
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        dataloader = super().process_dataloader(dataloader)
-        # Lightning would seed them by the global rank: other crops and masks on every rank.
-        compat.seed_workers(dataloader, self.coordinates["data"])
-        return dataloader
-
-    @override
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
-        trainer = compat.trainer_of(self.lightning_module)
-        is_last = False
-        if trainer is not None and trainer.state.fn is not None:
-            is_last = compat.gives_last_batch(trainer)
-        ready = super().batch_to_device(batch, device, dataloader_idx)
-        # Before the transfer, so that no device is waited for; on the CPU as the step gets it.
-        seen = ready if self.root_device.type == "cpu" else batch
-        self.tensor_axis.batches.ask(seen, ready, is_last=is_last)
-        return ready
+    def announce_batch(self, batch: Any, digest: BatchDigest) -> None:
+        super().announce_batch(batch, digest)
+        self.tensor_axis.batches.ask(batch, digest)
 
     @override
     def check_batch(self, batch: Any) -> None:
@@ -277,60 +207,41 @@ class TensorMeshStrategy(MeshStrategy):
         with self._true_norms():
             return super().training_step(*args, **kwargs)
 
-    # Gradients.
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        # A hook of the user's may clip by what torch has.
-        with self._true_norms():
-            return super().optimizer_step(*args, **kwargs)
-
     @override
     def norm_shares(self) -> list[NormShare]:
         if not self._divides:
             return super().norm_shares()
         return [self.tensor_axis.norm_share, *super().norm_shares()]
 
-    def _true_norms(self) -> AbstractContextManager[None]:
-        """Let torch clip by the norm of the whole model, where a rank has parts of it."""
-        return total_norm_replaced(self.data_axis.norms.total) if self._divides else nullcontext()
-
     # Checkpoints.
-
-    @property
-    @override
-    def stores_shards(self) -> bool:
-        return True
 
     @override
     def division(self, name: str) -> Division | None:
         return self.tensor_axis.division(name)
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self.tensor_axis.opened():
-            return super().lightning_module_state_dict()
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        with super().opened(), self.tensor_axis.opened():
+            yield
 
     @override
     def whole_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         axis = self.tensor_axis
-        with axis.opened():
-            state = super().whole_state(state_dict)
         return {
             name: axis.joined(name, each)
             if self.holds(name) and axis.division(name) is not None
             else each
-            for name, each in state.items()
+            for name, each in super().whole_state(state_dict).items()
         }
 
     # Ending.
 
     @override
     def teardown(self) -> None:
-        let_gather(self._metric_owners())
         self.tensor_axis.end()
         super().teardown()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_control": {}}
+        return {**super().__getstate__(), "_control": None, "_judges": None}

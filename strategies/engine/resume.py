@@ -18,7 +18,7 @@ from torch import Tensor
 
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.loader_position import (
+from boltmesh.strategies.engine.loader_position import (
     LoaderState,
     ResumePoint,
     is_resumable,

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from typing_extensions import override
 
 from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.checkpointing import CheckpointingStrategy
+from boltmesh.strategies.engine.checkpointing import CheckpointingStrategy
 from boltmesh.strategies.mesh import AXES, MeshLayout
 from boltmesh.strategies.torch_compat import device_index
 
@@ -77,6 +77,11 @@ class RankMeshStrategy(CheckpointingStrategy):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective may take."""
+        return timedelta(seconds=self.timeout_s)
 
     @property
     def num_nodes(self) -> int:
@@ -163,7 +168,7 @@ class RankMeshStrategy(CheckpointingStrategy):
         compat.init_process_group(
             self.cluster_environment,
             self.process_group_backend,
-            timeout=timedelta(seconds=self.timeout_s),
+            timeout=self.timeout,
             device_id=None if device.type == "cpu" else device,
         )
         if not self.groups:
@@ -180,18 +185,23 @@ class RankMeshStrategy(CheckpointingStrategy):
         """
         groups = {}
         for axis in AXES:
-            if self.layout.sizes[axis] > 1 or axis == "data":
-                group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-                    self.layout.groups(axis),
-                    timeout=timedelta(seconds=self.timeout_s),
-                    group_desc=axis,
-                )
+            if self._asks_group(axis):
+                group = self.new_group(axis)
                 assert group is not None
                 groups[axis] = group
         return groups
 
+    def _asks_group(self, axis: str) -> bool:
+        """Whether there is something to do along an axis, if only by one rank."""
+        return axis == "data" or self.layout.sizes[axis] > 1
+
     def new_group(
-        self, axis: str, members: Sequence[int] | None = None, *, backend: str | None = None
+        self,
+        axis: str,
+        members: Sequence[int] | None = None,
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
     ) -> ProcessGroup | None:
         """Return one more group along an axis, beside those of the other ranks.
 
@@ -201,6 +211,7 @@ class RankMeshStrategy(CheckpointingStrategy):
             axis: Along which its ranks lie.
             members: Places on the axis of those that are in it; None: all.
             backend: None: as the other groups.
+            timeout: How long its collectives may take; None: as of the other groups.
 
         Returns:
             The one that this rank is in, None where it is in none.
@@ -211,7 +222,7 @@ class RankMeshStrategy(CheckpointingStrategy):
         ]
         group: ProcessGroup | None
         group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            chosen, timeout=timedelta(seconds=self.timeout_s), backend=backend, group_desc=axis
+            chosen, timeout=timeout or self.timeout, backend=backend, group_desc=axis
         )
         return group
 

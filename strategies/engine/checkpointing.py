@@ -18,7 +18,6 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -43,16 +42,16 @@ from boltmesh.strategies.checkpoint.file import (
     write_file,
 )
 from boltmesh.strategies.checkpoint.optimizer_state import (
-    Take,
     is_named,
     load_states,
     named_state,
 )
-from boltmesh.strategies.checkpoint.parts import Division, Part
+from boltmesh.strategies.checkpoint.parts import Part
 from boltmesh.strategies.checkpoint.placeholder import Placeholder, divided, held, passed_over
 from boltmesh.strategies.checkpoint.together import together
 from boltmesh.strategies.data.axis import DataAxis
-from boltmesh.strategies.resume import ResumeManager
+from boltmesh.strategies.engine.hooks import AxisHooks
+from boltmesh.strategies.engine.resume import ResumeManager
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 from boltmesh.telemetry.traffic import CHECKPOINTS
 
@@ -60,7 +59,7 @@ AFTER_SAVING = "Trainer.save_checkpoint"
 """What the Trainer calls the barrier after a save."""
 
 
-class CheckpointingStrategy(ParallelStrategy):
+class CheckpointingStrategy(AxisHooks):
     """Saves and loads; everything else is the engine's."""
 
     data_axis: DataAxis
@@ -77,25 +76,6 @@ class CheckpointingStrategy(ParallelStrategy):
     """Whether checkpoints are written beside training."""
     _beside: SaveBeside | None = None
     _saving_group: ProcessGroup | None = None
-
-    divides_modules = False
-    """Whether parameters are whole, and on some of the ranks each."""
-
-    def holds(self, name: str) -> bool:
-        """Whether this rank has a part of a parameter or buffer of the module."""
-        return True
-
-    def stores(self, name: str) -> bool:
-        """Whether this rank writes what it has of it into checkpoints."""
-        return True
-
-    def division(self, name: str) -> Division | None:
-        """How a parameter is divided of which this rank has a part in a plain tensor; else None.
-
-        Args:
-            name: In the module's state; any name of a parameter that has several.
-        """
-        return None
 
     @property
     @override
@@ -165,15 +145,7 @@ class CheckpointingStrategy(ParallelStrategy):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         state = named_state(self.lightning_module, optimizer, divide=self.division)
-        return self._joined_state(state)
-
-    def _joined_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add what is stored once for all, and only other ranks have. Collective over all."""
-        return state
-
-    def take_pending(self) -> Take | None:
-        """Return what takes gradients that the saved run had not applied yet; None to drop them."""
-        return None
+        return self.join_state(state)
 
     @override
     def save_checkpoint(
