@@ -97,7 +97,7 @@ class CheckpointingStrategy(AxisHooks):
         if self.stores_shards:
             instead = " and give the strategy async_save=True" if compat.is_wrapping(io) else ""
             raise ConfigError(
-                f"{type(self).__name__} writes its checkpoints by shards and would never call "
+                f"{self.public_name} writes its checkpoints by shards and would never call "
                 f"{type(io).__name__}. Take the plugin out of Trainer(plugins=...){instead}."
             )
         self._checkpoint_io = io

@@ -22,6 +22,11 @@ from boltmesh.strategies.joint_norms import NormShare
 class AxisHooks(ParallelStrategy):
     """A strategy whose ranks all have the whole model; axes that divide it override this."""
 
+    @property
+    def public_name(self) -> str:
+        """The class that users build, in messages and for who watches."""
+        return type(self).__name__
+
     # Placing the model.
 
     def place(self, trainer: Trainer) -> None:

@@ -116,11 +116,6 @@ class MeshStrategy(LoopStrategy):
         self._resume: ResumeManager | None = None
         self._sigterm: compat.SigtermAgreement | None = None
 
-    @property
-    def public_name(self) -> str:
-        """The class that users build, in messages and for who watches."""
-        return type(self).__name__
-
     # Starting.
 
     @override
@@ -172,7 +167,7 @@ class MeshStrategy(LoopStrategy):
 
     def _refuse_callbacks(self, trainer: Trainer) -> None:
         callbacks = compat.callbacks_of(trainer)
-        refuse_callbacks(callbacks, type(self).__name__)
+        refuse_callbacks(callbacks, self.public_name)
         if self.world_size > 1:
             refuse_lone_saves(callbacks)
 
