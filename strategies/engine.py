@@ -26,7 +26,7 @@ from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies import observe
 from boltmesh.strategies.building.materialize import materialize
 from boltmesh.strategies.checkpoint.beside_refusals import refuse_beside
-from boltmesh.strategies.checkpoint.remote import refuse_remote_folders
+from boltmesh.strategies.checkpoint.sharing import mend_folders, refuse_unshared_folders
 from boltmesh.strategies.data.axis import AxisContext, DataAxis
 from boltmesh.strategies.data.refusals import refuse_empty_share
 from boltmesh.strategies.joint_norms import NormShare
@@ -160,8 +160,10 @@ class MeshStrategy(RankMeshStrategy):
         self.place(trainer)
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            mend_folders(trainer)
         if is_fitting and self.stores_shards:
-            refuse_remote_folders(trainer)
+            refuse_unshared_folders(trainer)
         if is_fitting and self.async_save:
             refuse_beside(
                 trainer, self.checkpoint_io, keeps_state_on_disk=self.data_axis.keeps_state_on_disk
