@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
+from typing_extensions import override
+
 from boltmesh.strategies.checkpoint.folders.folder import LAST, Start
 from boltmesh.strategies.checkpoint.replacing import (
     PARTIAL,
@@ -28,6 +30,7 @@ class LocalFolder:
     def __init__(self, path: Path) -> None:
         self._path = path
 
+    @override
     def __str__(self) -> str:
         return str(self._path)
 

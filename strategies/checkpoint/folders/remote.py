@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 from uuid import uuid4
 
+from typing_extensions import override
+
 from boltmesh.strategies.checkpoint.folders.addresses import open_address
 from boltmesh.strategies.checkpoint.folders.folder import LAST, Start
 
@@ -41,6 +43,7 @@ class RemoteFolder:
         self._path = path.rstrip("/")
         self._system.invalidate_cache()  # others write here too
 
+    @override
     def __str__(self) -> str:
         return self._address
 
