@@ -158,6 +158,7 @@ class MeshStrategy(RankMeshStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.place(trainer)
+        self.is_placed = True
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:

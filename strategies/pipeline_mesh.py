@@ -466,6 +466,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.refuse_unplaced()
         if not self._obstacle:
             self.pipeline_axis.drain()
         with self.pipeline_axis.holdings.guard.opened():

@@ -7,6 +7,7 @@ part of a larger one, so that a checkpoint holds everything where it lies in the
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from boltmesh.errors import CheckpointError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.checkpoint.optimizer_state import named_state
 from boltmesh.strategies.checkpoint.parts import Division, Part
@@ -24,6 +26,8 @@ class StoredPartsStrategy(ParallelStrategy):
     """Knows what this rank holds, and gives its state; who writes it is above."""
 
     data_axis: DataAxis
+    is_placed = False
+    """Whether each rank has got its part of a model."""
 
     @property
     def stores_shards(self) -> bool:
@@ -53,6 +57,7 @@ class StoredPartsStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self.stores_shards:
             return super().lightning_module_state_dict()
+        self.refuse_unplaced()
         if self._obstacle:
             return {}  # it will not be written, and what failed may be what is asked here
         assert self.lightning_module is not None
@@ -61,6 +66,20 @@ class StoredPartsStrategy(ParallelStrategy):
         state: dict[str, Any] = self.lightning_module.state_dict(keep_vars=True)
         stored = {name: each for name, each in state.items() if self.stores(name)}
         return self._as_parts(stored)
+
+    def refuse_unplaced(self) -> None:
+        """Refuse to give what this rank holds before ranks have met and hold something.
+
+        Raises:
+            CheckpointError: With what to write instead.
+        """
+        if not (self.is_placed and dist.is_initialized()):
+            raise CheckpointError(
+                f"Trainer.save_checkpoint was called outside of a run: {type(self).__name__} "
+                f"writes what each of its ranks holds, and they meet in Trainer.fit, validate, "
+                f"test or predict. Call it after one of these, or store the module as it is with "
+                f"torch.save({{'state_dict': module.state_dict()}}, path)."
+            )
 
     def _as_parts(self, state: dict[str, Any]) -> dict[str, Any]:
         """Say of plain tensors that are parts what they are parts of; tied ones stay one object."""

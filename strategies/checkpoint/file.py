@@ -20,9 +20,13 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint.folders.addresses import is_local, local_path, open_address
+from boltmesh.strategies.checkpoint.folders.addresses import (
+    as_os_errors,
+    is_local,
+    local_path,
+    open_address,
+)
 from boltmesh.strategies.checkpoint.folders.opening import folder_at
-from boltmesh.strategies.checkpoint.folders.remote import as_os_errors
 from boltmesh.strategies.checkpoint.replacing import PARTIAL, remove, replace
 from boltmesh.strategies.checkpoint.saving import save_into
 

@@ -1,6 +1,8 @@
 """Tells paths of the operating system from addresses that fsspec alone can open."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,17 @@ from fsspec.utils import get_protocol  # type: ignore[import-untyped]
 from boltmesh.errors import ConfigError
 
 _LOCAL = {"file", "local"}
+
+
+@contextmanager
+def as_os_errors() -> Iterator[None]:
+    """Raise what a file system's own library raises, of any class, as an OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def is_local(path: str | Path) -> bool:
@@ -54,14 +67,9 @@ def is_file(place: str | Path) -> bool:
     if isinstance(place, Path):
         return place.is_file()
     system, path = open_address(place)
-    return bool(system.isfile(path))
-
-
-def join(folder: str | Path, *names: str) -> Path | str:
-    """Return the path or address of what lies in a folder."""
-    if isinstance(folder, Path):
-        return folder.joinpath(*names)
-    return "/".join((folder.rstrip("/"), *names))
+    with as_os_errors():
+        system.invalidate_cache()
+        return bool(system.isfile(path))
 
 
 def mended(path: str) -> str:

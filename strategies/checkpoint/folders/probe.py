@@ -3,8 +3,7 @@
 from pathlib import Path
 from uuid import uuid4
 
-from boltmesh.strategies.checkpoint.folders.addresses import open_address
-from boltmesh.strategies.checkpoint.folders.remote import as_os_errors
+from boltmesh.strategies.checkpoint.folders.addresses import as_os_errors, open_address
 
 
 class Probe:

@@ -15,19 +15,8 @@ from uuid import uuid4
 
 from typing_extensions import override
 
-from boltmesh.strategies.checkpoint.folders.addresses import open_address
+from boltmesh.strategies.checkpoint.folders.addresses import as_os_errors, open_address
 from boltmesh.strategies.checkpoint.folders.folder import LAST, Start
-
-
-@contextmanager
-def as_os_errors() -> Iterator[None]:
-    """Raise what a file system's own library raises, of any class, as an OSError."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 class RemoteFolder:
