@@ -84,15 +84,19 @@ def tensors() -> dict[str, Tensor]:
     return {f"model.layer{at}": torch.full((rows,), float(at)) for at in range(COUNT)}
 
 
-@pytest.mark.parametrize("write", [write_alone, write_by_four])
-def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, write: Any) -> None:
+@pytest.mark.parametrize(
+    ("write", "directions"), [(write_alone, ("export", "import")), (write_by_four, ("export",))]
+)
+def test_one_tensor_at_a_time_is_in_memory(
+    tmp_path: Path, write: Any, directions: tuple[str, ...]
+) -> None:
     state = tensors()
     write(tmp_path / "source", state)
     save_alone({"state_dict": {"model.a": torch.ones(3)}}, tmp_path / "small-source")
     # The tensor, and of one piece of it the bytes and what is made of them.
     allowed = 4 * (MIB << 20)
     assert allowed < COUNT * (MIB << 20) // 2
-    for direction in ("export", "import"):
+    for direction in directions:
         done = run_limited(SCRIPT, tmp_path, tmp_path / "small-source", allowed, direction)
         assert done.returncode == 0, done.stderr[-2000:]
         assert "the limit holds" in done.stdout
