@@ -75,8 +75,8 @@ class Built:
     trainer: Trainer
     callbacks: list[Callback]
     """Of the config and of the command; not those that Lightning and the model add."""
-    checkpoint: Path | None
-    """What the command loads first."""
+    checkpoint: Path | str | None
+    """What the command loads first: a path, or an address."""
     folder: Path | None
     """Where it writes; None where it writes nothing."""
 
@@ -199,7 +199,7 @@ class RunBuilder:
             return []
         return [] if any(isinstance(each, ProgressBar) for each in given) else [TQDMProgressBar()]
 
-    def _own_callbacks(self, folder: Path | None, checkpoint: Path | None) -> list[Callback]:
+    def _own_callbacks(self, folder: Path | None, checkpoint: Path | str | None) -> list[Callback]:
         # On other ranks than 0 the folder is a stand-in until RunFolder knows better.
         inside = folder or folder_of_name(self.config) / "0"
         made: list[Callback] = []
@@ -267,7 +267,7 @@ class RunBuilder:
             raise ConfigError(f"{self.source}: trainer: {_one_line(error)}") from error
 
     @contextmanager
-    def _folder(self, checkpoint: Path | None, *, for_show: bool) -> Iterator[Path | None]:
+    def _folder(self, checkpoint: Path | str | None, *, for_show: bool) -> Iterator[Path | None]:
         """The run's folder, on rank 0; gone again when the Trainer cannot be made."""
         if self.verb not in {"fit", "predict"} or self.rank.rank != 0:
             yield None

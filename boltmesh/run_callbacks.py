@@ -63,7 +63,7 @@ class RunFolder(Callback):
         *,
         title: str,
         folder: Path | None,
-        checkpoint: Path | None,
+        checkpoint: Path | str | None,
         followers: "Sequence[GracefulStop | PredictionFiles]",
     ) -> None:
         self.folder = folder

@@ -16,6 +16,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from boltmesh.configs.advice import nearest
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.checkpoint.folders.addresses import is_file, path_or_address
+from boltmesh.strategies.checkpoint.folders.opening import folder_at
 from boltmesh.strategies.checkpoint.manifest import find_fault
 from boltmesh.strategies.checkpoint.replacing import ASIDE, restore_aside
 
@@ -41,8 +43,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
 
 
-def checkpoint_to_resume(config: DictConfig) -> Path | None:
-    """What ``run.resume`` means: None starts at the beginning."""
+def checkpoint_to_resume(config: DictConfig) -> Path | str | None:
+    """What ``run.resume`` means, a path or an address: None starts at the beginning."""
     asked = config.run.resume
     if asked is None:
         return None
@@ -51,8 +53,8 @@ def checkpoint_to_resume(config: DictConfig) -> Path | None:
     return _existing("run.resume", asked)
 
 
-def checkpoint_to_evaluate(config: DictConfig) -> Path | None:
-    """What ``run.ckpt_path`` means: None takes the model as it is built."""
+def checkpoint_to_evaluate(config: DictConfig) -> Path | str | None:
+    """What ``run.ckpt_path`` means, a path or an address: None takes the model as it is built."""
     asked = config.run.ckpt_path
     if asked is None:
         return None
@@ -68,18 +70,18 @@ def checkpoint_to_evaluate(config: DictConfig) -> Path | None:
     return found
 
 
-def next_run_folder(config: DictConfig, resumed: Path | None) -> Path:
+def next_run_folder(config: DictConfig, resumed: Path | str | None) -> Path:
     """The folder that this run would have, which is not made."""
-    if config.run.resume == "auto" and resumed is not None:
+    if config.run.resume == "auto" and isinstance(resumed, Path):
         return resumed.parents[1]
     base = folder_of_name(config)
     taken = [int(path.name) for path in base.glob("*") if path.name.isdigit()]
     return base / str(max(taken, default=-1) + 1)
 
 
-def make_run_folder(config: DictConfig, resumed: Path | None) -> Path:
+def make_run_folder(config: DictConfig, resumed: Path | str | None) -> Path:
     """The folder of this run: a new one, or with ``resume=auto`` the one that is continued."""
-    if config.run.resume == "auto" and resumed is not None:
+    if config.run.resume == "auto" and isinstance(resumed, Path):
         return resumed.parents[1]
     base = folder_of_name(config)
     try:
@@ -128,8 +130,11 @@ def _anchor_class_paths(node: DictConfig | ListConfig) -> None:
                 node[name] = f"{Path(file).resolve()}:{cls}"
 
 
-def _existing(key: str, asked: str) -> Path:
-    path = Path(asked).expanduser()
+def _existing(key: str, asked: str) -> Path | str:
+    place = path_or_address(asked)
+    if isinstance(place, str):
+        return _existing_address(key, place)
+    path = place.expanduser()
     if path.is_dir() and (fault := find_fault(path)):
         raise ConfigError(
             f"{key}={asked} is a directory, but no complete checkpoint: {fault}. "
@@ -141,3 +146,15 @@ def _existing(key: str, asked: str) -> Path:
     guess = nearest(path.name, beside)
     hint = f"Did you mean {path.with_name(guess)}?" if guess else f"Write for example {key}=auto."
     raise ConfigError(f"{key}={asked}: there is no such checkpoint. {hint}")
+
+
+def _existing_address(key: str, address: str) -> str:
+    try:
+        if is_file(address):
+            return address
+        fault = find_fault(address) if folder_at(address).is_there() else "there is nothing"
+    except OSError as error:
+        raise ConfigError(f"{key}={address} cannot be read: {error}.") from error
+    if fault is not None:
+        raise ConfigError(f"{key}={address} is no complete checkpoint: {fault}.")
+    return address

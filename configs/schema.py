@@ -198,10 +198,10 @@ class RunSection:
     """Seeds Python, NumPy, torch and the loaders' workers; null seeds nothing."""
     resume: Optional[str] = _key(None, "auto")
     """Continue a training run: ``auto`` from its newest complete checkpoint (from the start when
-    there is none), or the path of a checkpoint."""
+    there is none), or the path or address of a checkpoint."""
     ckpt_path: Optional[str] = _key("auto")
     """Weights for validate, test and predict: ``auto`` is the run's newest complete checkpoint,
-    else a path; null takes the model as it is built."""
+    else a path or an address; null takes the model as it is built."""
     matmul_precision: Literal["highest", "high", "medium"] = _key("highest", "high")
     """float32 matrix products on CUDA: exact, TF32, or bf16 inside."""
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

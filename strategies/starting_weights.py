@@ -5,7 +5,6 @@ a new run begins with somebody's weights, imported ones say, each rank reads its
 """
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,7 +12,8 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint.directory import MODEL, is_directory, load_directory
-from boltmesh.strategies.checkpoint.file import load_mapped
+from boltmesh.strategies.checkpoint.file import load_file
+from boltmesh.strategies.checkpoint.folders.addresses import is_file, path_or_address
 from boltmesh.strategies.checkpoint.together import together
 
 
@@ -28,16 +28,16 @@ class StartingWeights(Callback):
     have to be there.
 
     Args:
-        path: A directory of shards or a Lightning file. Relative paths are those of the working
-            directory.
+        path: A directory of shards or a Lightning file, or its address for fsspec. Relative
+            paths are those of the working directory.
 
     Raises:
         ConfigError: When there is nothing at ``path``.
     """
 
     def __init__(self, path: str) -> None:
-        self.path = Path(path)
-        if not is_directory(self.path) and not self.path.is_file():
+        self.path = path_or_address(path)
+        if not is_directory(self.path) and not is_file(self.path):
             raise ConfigError(
                 f"{path} does not exist. Give StartingWeights a checkpoint; 'boltmesh import' "
                 f"makes one of safetensors."
@@ -56,7 +56,7 @@ class StartingWeights(Callback):
         if is_directory(self.path):
             checkpoint = load_directory(self.path, weights_only=True, checks_files=checks_files)
         else:
-            checkpoint = load_mapped(self.path, weights_only=True)
+            checkpoint = load_file(self.path, weights_only=True)
         if MODEL not in checkpoint:
             raise ConfigError(f"{self.path} has no 'state_dict', as checkpoints of Lightning have.")
         return checkpoint

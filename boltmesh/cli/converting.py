@@ -33,12 +33,26 @@ class Size(click.ParamType[int]):
         return size
 
 
+class Place(click.ParamType["str | Path"]):
+    """A path, or an address that fsspec opens: a Path of one would lose a slash."""
+
+    name = "path"
+
+    @override
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | Path:
+        from boltmesh.strategies.checkpoint.folders.addresses import path_or_address
+
+        return path_or_address(value)
+
+
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=Place())
 @click.option(
     "--to",
     "target",
-    type=click.Path(path_type=Path),
+    type=Place(),
     required=True,
     help="A .ckpt file, a .safetensors file, or a folder for safetensors.",
 )
@@ -50,7 +64,11 @@ class Size(click.ParamType[int]):
 @click.option("--max-shard-size", type=Size(), help="Of each file in a folder. [5GB]")
 @click.option("--force", is_flag=True, help="Replace what is there.")
 def export(
-    checkpoint: Path, target: Path, prefix: str | None, max_shard_size: int | None, force: bool
+    checkpoint: str | Path,
+    target: str | Path,
+    prefix: str | None,
+    max_shard_size: int | None,
+    force: bool,
 ) -> int:
     """Write CHECKPOINT for programs that know nothing of boltmesh.
 
@@ -74,10 +92,8 @@ def export(
 
 
 @click.command("import")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.option(
-    "--to", "target", type=click.Path(path_type=Path), required=True, help="The directory to make."
-)
+@click.argument("source", type=Place())
+@click.option("--to", "target", type=Place(), required=True, help="The directory to make.")
 @click.option("--prefix", default="", help="Put before the names of safetensors, such as model.")
 @click.option(
     "--tie",
@@ -88,7 +104,7 @@ def export(
 )
 @click.option("--force", is_flag=True, help="Replace what is there.")
 def import_command(
-    source: Path, target: Path, prefix: str, ties: tuple[str, ...], force: bool
+    source: str | Path, target: str | Path, prefix: str, ties: tuple[str, ...], force: bool
 ) -> int:
     """Make a checkpoint directory of SOURCE, which every layout loads shard by shard.
 

@@ -13,6 +13,7 @@ from boltmesh.conversion.safetensors_folder import SUFFIX, write_model
 from boltmesh.conversion.source import open_checkpoint, tensors_of
 from boltmesh.conversion.writing import check_target
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.checkpoint.folders.addresses import is_file
 
 LIGHTNING_SUFFIX = ".ckpt"
 FOREIGN_SUFFIXES = {".pt", ".pth", ".bin"}
@@ -24,8 +25,8 @@ Counted = Callable[[int], Progress]
 
 
 def export(
-    source: Path,
-    target: Path,
+    source: str | Path,
+    target: str | Path,
     *,
     prefix: str | None,
     max_shard_bytes: int | None,
@@ -35,7 +36,8 @@ def export(
     """Write ``target`` from a checkpoint; return the lines to show.
 
     Args:
-        source: A directory of shards, or for safetensors also a Lightning file.
+        source: A directory of shards, by its path or address, or for safetensors also a Lightning
+            file.
         target: ``.ckpt`` for a Lightning file, ``.safetensors`` for one file of the weights, else
             a folder of the weights.
         prefix: What to take off the names for safetensors; None finds it.
@@ -47,6 +49,11 @@ def export(
         ConfigError: When something given is wrong.
         CheckpointError: When it could not be written.
     """
+    if not isinstance(target, Path):
+        raise ConfigError(
+            f"{target} is on a remote file system, and what is exported is written to a local disk "
+            f"alone. Name a path, and copy the result."
+        )
     is_folder = target.suffix not in {LIGHTNING_SUFFIX, SUFFIX}
     if target.suffix in FOREIGN_SUFFIXES:
         raise ConfigError(
@@ -62,12 +69,12 @@ def export(
             "A Lightning file keeps the names of the LightningModule. Leave --prefix out, or say "
             "--to FOLDER for safetensors."
         )
-    if source.exists() and target.resolve() == source.resolve():
+    if isinstance(source, Path) and source.exists() and target.resolve() == source.resolve():
         raise ConfigError(f"{target} is what is to be exported. Choose another name.")
     check_target(target, force=force)
     checkpoint = open_checkpoint(source)
     if target.suffix == LIGHTNING_SUFFIX:
-        if source.is_file():
+        if is_file(source):
             raise ConfigError(f"{source} is a Lightning file as it is: copy it.")
         return _export_file(checkpoint, target, counted)
     tensors = tensors_of(checkpoint)

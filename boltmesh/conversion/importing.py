@@ -17,13 +17,13 @@ from boltmesh.strategies.checkpoint.manifest import MANIFEST
 
 
 def import_checkpoint(
-    source: Path, target: Path, *, prefix: str, ties: Mapping[str, str], force: bool
+    source: str | Path, target: str | Path, *, prefix: str, ties: Mapping[str, str], force: bool
 ) -> list[str]:
     """Write a directory of shards; return the lines to show.
 
     Args:
         source: A Lightning file, a safetensors file, or a folder of those.
-        target: The directory to be.
+        target: Path or address of the directory to be.
         prefix: Put before the names of safetensors.
         ties: Names that are to be there besides, and the tensors that they are.
         force: Replace what is at ``target``.
@@ -32,6 +32,11 @@ def import_checkpoint(
         ConfigError: When something given is wrong.
         CheckpointError: When it could not be written.
     """
+    if not isinstance(source, Path):
+        raise ConfigError(
+            f"{source} is on a remote file system, and files are read from a local disk alone, "
+            f"where they can be mapped. Copy it to one. (Directories of shards need no import.)"
+        )
     if source.is_dir() and (source / MANIFEST).is_file():
         raise ConfigError(f"{source} is a checkpoint of boltmesh as it is: every layout loads it.")
     check_target(target, force=force)
@@ -82,7 +87,7 @@ def weights_alone(model: StoredModel, *, prefix: str, ties: Mapping[str, str]) -
     }
 
 
-def save_alone(checkpoint: Mapping[str, Any], target: Path) -> None:
+def save_alone(checkpoint: Mapping[str, Any], target: str | Path) -> None:
     """Write a directory of shards in this process alone, a piece of one tensor at a time.
 
     Raises:

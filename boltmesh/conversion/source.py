@@ -14,7 +14,7 @@ from boltmesh.strategies.checkpoint.file import load_mapped
 from boltmesh.strategies.checkpoint.placeholder import Placeholder
 
 
-def open_checkpoint(path: Path) -> dict[str, Any]:
+def open_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a directory of shards or a Lightning file; its tensors stay on the disk.
 
     Tensors of a directory are placeholders, those of a file are mapped. No code of the checkpoint
@@ -26,8 +26,13 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
     try:
         if is_directory(path):
             return load_directory(path, weights_only=True)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         raise ConfigError(str(error)) from error
+    if not isinstance(path, Path):
+        raise ConfigError(
+            f"{path} is no directory of shards, and a file is read from a local disk alone, where "
+            f"it can be mapped. Copy it to one."
+        )
     return open_file(path)
 
 

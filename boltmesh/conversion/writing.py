@@ -6,15 +6,21 @@ from pathlib import Path
 
 from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.strategies.checkpoint.file import cannot_write
+from boltmesh.strategies.checkpoint.folders.addresses import is_file
+from boltmesh.strategies.checkpoint.folders.opening import folder_at
 from boltmesh.strategies.checkpoint.replacing import PARTIAL, flush_folder, remove, replace
 
 
-def check_target(target: Path, *, force: bool) -> None:
+def check_target(target: str | Path, *, force: bool) -> None:
     """Look whether something may be written there.
 
     Raises:
         ConfigError: When the name is taken, and is not to be replaced.
     """
+    if not isinstance(target, Path):
+        if not force and (is_file(target) or folder_at(target).is_there()):
+            raise ConfigError(f"{target} exists. Choose another name, or say --force.")
+        return
     if not force and (target.is_symlink() or target.exists()):
         raise ConfigError(f"{target} exists. Choose another name, or say --force to replace it.")
     if not target.parent.is_dir():

@@ -1,13 +1,11 @@
 """A checkpoint as a directory of shards: written by all ranks together, read by each alone."""
 
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from functools import partial as bind
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,26 +18,23 @@ from torch.distributed.tensor import DTensor
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.beside import serialised, take_snapshot
 from boltmesh.strategies.checkpoint.file import cannot_write
+from boltmesh.strategies.checkpoint.folders.folder import Draft, Folder, Start
+from boltmesh.strategies.checkpoint.folders.opening import folder_at
 from boltmesh.strategies.checkpoint.manifest import (
     METADATA,
     REST,
+    Written,
+    files_of,
     find_fault,
     read_checked,
     write_manifest,
 )
 from boltmesh.strategies.checkpoint.optimizer_state import is_named
 from boltmesh.strategies.checkpoint.placeholder import stored
-from boltmesh.strategies.checkpoint.replacing import (
-    PARTIAL,
-    flush_folder,
-    remove,
-    replace,
-    restore_aside,
-)
-from boltmesh.strategies.checkpoint.saving import save_into
+from boltmesh.strategies.checkpoint.saving import SummedFile, save_into
 from boltmesh.strategies.checkpoint.shard_reader import ShardReader
 from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWriter
-from boltmesh.strategies.checkpoint.together import together
+from boltmesh.strategies.checkpoint.together import on_first, together, told_by_first
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 """The keys of a Lightning checkpoint under which tensors may be shards."""
@@ -49,14 +44,14 @@ ALIASES = "boltmesh_aliases"
 
 
 def save_directory(
-    checkpoint: Mapping[str, Any], target: Path, *, is_divided: bool = False
+    checkpoint: Mapping[str, Any], target: str | Path, *, is_divided: bool = False
 ) -> None:
     """Write a checkpoint whose tensors may be shards. Collective over all ranks.
 
     Args:
         checkpoint: As Lightning makes it, with optimizer states by the names of parameters. What
             is no shard counts as it is on the first rank.
-        target: The directory to be. Alike on all ranks.
+        target: Path or address of the directory to be. Alike on all ranks.
         is_divided: Tensors that are no shards, and other state of modules, are on one rank each,
             as the stages of a pipeline are.
 
@@ -71,7 +66,11 @@ def save_directory(
 
 
 def prepare_save(
-    checkpoint: Mapping[str, Any], target: Path, group: dist.ProcessGroup, *, is_divided: bool
+    checkpoint: Mapping[str, Any],
+    target: str | Path,
+    group: dist.ProcessGroup,
+    *,
+    is_divided: bool,
 ) -> Callable[[], None]:
     """Copy what ``save_directory`` would write, and return what writes it. Collective.
 
@@ -96,51 +95,60 @@ def prepare_save(
 def _write(
     tensors: dict[str, Any],
     rest: Mapping[str, Any] | bytes,
-    target: Path,
+    target: str | Path,
     *,
     is_divided: bool,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    partial = target.with_name(target.name + PARTIAL)
-    is_first = dist.get_rank() == 0
+    draft: Draft | None = None
     try:
-        together(bind(_begin, partial) if is_first else _nothing, group)
-        files = _write_shards(tensors, partial, is_divided=is_divided, group=group)
-        together(bind(_finish, rest, partial, target, files) if is_first else _nothing, group)
+        draft = folder_at(target).draft()
+        start = told_by_first(draft.begin, group)
+        together(bind(_join_draft, draft, start), group)
+        written = _write_shards(tensors, draft, is_divided=is_divided, group=group)
+        on_first(bind(_finish, rest, draft, written), group)
     except BaseException as error:
-        if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
+        if draft is not None and dist.get_rank() == 0:
+            draft.abandon()
         if isinstance(error, (CheckpointException, CheckpointError, OSError)):
             raise CheckpointError(cannot_write(target, _first_cause(error))) from error
         raise
 
 
-def is_directory(path: Path) -> bool:
+def _join_draft(draft: Draft, start: Start) -> None:
+    if not draft.joins(start):
+        raise CheckpointError(
+            "rank 0 has made a folder there that this rank does not see; write to one that all "
+            "machines share, and not to memory://, which each process has for itself"
+        )
+
+
+def is_directory(place: str | Path) -> bool:
     """Whether a checkpoint is a directory; one that a kill had set aside is put back."""
-    restore_aside(path)
-    return path.is_dir()
+    return folder_at(place).is_there()
 
 
 def load_directory(
-    folder: Path, *, weights_only: bool | None = None, checks_files: bool = True
+    place: str | Path, *, weights_only: bool | None = None, checks_files: bool = True
 ) -> dict[str, Any]:
     """Read a checkpoint whose tensors are placeholders: copying one loads this rank's part of it.
 
     Args:
-        folder: The directory.
+        place: Path or address of the directory.
         weights_only: As for ``torch.load``, of what is no shard.
         checks_files: Look whether all files are there; one rank of a job is enough.
 
     Raises:
         CheckpointError: When the directory is not complete, or not one of ours.
     """
-    if fault := find_fault(folder, checks_files=checks_files):
+    if fault := find_fault(place, checks_files=checks_files):
         raise CheckpointError(
-            f"{folder} is no complete checkpoint: {fault}. Resume from another one; a directory "
+            f"{place} is no complete checkpoint: {fault}. Resume from another one; a directory "
             f"of another program has to be made a single file first."
         )
+    folder = folder_at(place)
     checkpoint = _load_rest(folder, weights_only=weights_only)
-    reader = ShardReader(folder, read_checked(folder, METADATA))
+    reader = ShardReader(files_of(folder), read_checked(folder, METADATA))
     has_names = [is_named(each) for each in checkpoint.get(OPTIMIZERS, ())]
     model: dict[str, Any] = {}
     for name, keys in reader.paths().items():
@@ -231,42 +239,30 @@ def _plain(value: Any, where: str = "checkpoint") -> Any:
     return value
 
 
-def _begin(partial: Path) -> None:
-    remove(partial)  # left behind by a run that was killed
-    partial.mkdir(parents=True)
-
-
 def _write_shards(
-    tensors: dict[str, Any], partial: Path, *, is_divided: bool, group: dist.ProcessGroup | None
-) -> list[str]:
-    """Write this rank's shards; return the names of all ranks' files. Collective."""
+    tensors: dict[str, Any], draft: Draft, *, is_divided: bool, group: dist.ProcessGroup | None
+) -> dict[str, Written]:
+    """Write this rank's shards; return, on the first rank, all files so far. Collective."""
+    writer = ShardWriter(draft)
     with torch.no_grad():
-        metadata = save(
+        save(
             tensors,
-            storage_writer=ShardWriter(partial),
+            storage_writer=writer,
             planner=PiecePlanner(is_divided=is_divided),
             process_group=group,
         )
-    return sorted({str(each.relative_path) for each in metadata.storage_data.values()})
+    return writer.written
 
 
-def _finish(
-    rest: Mapping[str, Any] | bytes, partial: Path, target: Path, shard_files: list[str]
-) -> None:
-    with (partial / REST).open("wb") as file:
+def _finish(rest: Mapping[str, Any] | bytes, draft: Draft, shards: Mapping[str, Written]) -> None:
+    with draft.create(REST) as opened:
+        file = SummedFile(opened)
         if isinstance(rest, bytes):
             file.write(rest)
         else:
-            save_into(dict(rest), file)
-        file.flush()
-        os.fsync(file.fileno())
-    write_manifest(partial, world_size=dist.get_world_size(), shard_files=shard_files)
-    flush_folder(partial)
-    replace(partial, target)
-
-
-def _nothing() -> None:
-    """What other ranks do while the first one works."""
+            save_into(dict(rest), cast("IO[bytes]", file))
+    files = {**shards, REST: file.written()}
+    write_manifest(draft, world_size=dist.get_world_size(), files=files)
 
 
 def _first_cause(error: BaseException) -> str:
@@ -277,13 +273,13 @@ def _first_cause(error: BaseException) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-def _load_rest(folder: Path, *, weights_only: bool | None) -> dict[str, Any]:
+def _load_rest(folder: Folder, *, weights_only: bool | None) -> dict[str, Any]:
     data = BytesIO(read_checked(folder, REST))
     try:
         rest: dict[str, Any] = torch.load(data, map_location="cpu", weights_only=weights_only)
     except UnpicklingError as error:
         raise CheckpointError(
-            f"{folder / REST} holds objects that could run code when they are loaded, perhaps "
+            f"{folder}/{REST} holds objects that could run code when they are loaded, perhaps "
             f"among the hyper-parameters. Keep plain values there, or allow their classes with "
             f"torch.serialization.add_safe_globals first. torch says: {error}"
         ) from error

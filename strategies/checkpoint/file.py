@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.folders.addresses import (
+    as_os_errors,
+    is_local,
+    local_path,
+    open_address,
+)
+from boltmesh.strategies.checkpoint.folders.opening import folder_at
 from boltmesh.strategies.checkpoint.replacing import PARTIAL, remove, replace
 from boltmesh.strategies.checkpoint.saving import save_into
 
@@ -42,6 +48,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Delete a checkpoint, be it a file, a directory or a link to one."""
         if is_local(path):
             remove(local_path(path))
+        elif (folder := folder_at(path)).is_there():
+            folder.remove()
         else:
             super().remove_checkpoint(path)
 
@@ -73,6 +81,21 @@ def write_file(target: Path, fill: Callable[[IO[bytes]], object]) -> None:
         raise CheckpointError(cannot_write(target, error)) from error
 
 
+def put_file(address: str, data: bytes) -> None:
+    """Write a file to a remote file system in one request, which object stores do whole or not.
+
+    Raises:
+        CheckpointError: It could not be written.
+    """
+    system, path = open_address(address)
+    try:
+        with as_os_errors():
+            system.makedirs(path.rpartition("/")[0], exist_ok=True)
+            system.pipe_file(path, data)
+    except OSError as error:
+        raise CheckpointError(cannot_write(address, error)) from error
+
+
 def load_mapped(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     """Read a local file whose tensors stay on the disk until somebody looks at them."""
     checkpoint: dict[str, Any] = torch.load(
@@ -86,27 +109,17 @@ def load_mapped(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     return checkpoint
 
 
-def cannot_write(target: Path, cause: BaseException | str) -> str:
+def load_file(place: str | Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """Read a file, mapped where it is local; from a remote file system all of it into memory."""
+    if isinstance(place, Path):
+        return load_mapped(place, weights_only=weights_only)
+    return TorchCheckpointIO().load_checkpoint(place, weights_only=weights_only)
+
+
+def cannot_write(target: str | Path, cause: BaseException | str) -> str:
     """Say that a checkpoint could not be written, and what that means."""
     reason = getattr(cause, "strerror", None) or cause
     return (
         f"{target} could not be written: {reason}. The checkpoints written before it are intact; "
         f"free some space or choose another folder."
     )
-
-
-def is_local(path: _PATH) -> bool:
-    """Whether a path or address is of a file system that the operating system serves."""
-    protocol = get_filesystem(path).protocol
-    names = (protocol,) if isinstance(protocol, str) else protocol
-    return "file" in names or "local" in names
-
-
-def is_remote_directory(path: _PATH) -> bool:
-    """Whether an address is of a directory that fsspec alone can read."""
-    return not is_local(path) and bool(get_filesystem(path).isdir(str(path)))
-
-
-def local_path(path: _PATH) -> Path:
-    """The path of an address that is local."""
-    return Path(str(path).removeprefix("file://"))

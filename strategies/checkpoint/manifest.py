@@ -2,89 +2,124 @@
 
 The manifest is the last file to be written: a directory without one, or one that lacks a file or
 has one of another size, is no checkpoint. (A copy that was cut short looks like that; what boltmesh
-writes itself gets its name only when it is complete.)
+writes to a disk gets its name only when it is complete.)
 """
 
 import json
-import os
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.folders.folder import LAST, Draft, Folder
+from boltmesh.strategies.checkpoint.folders.opening import folder_at
 
-MANIFEST = "manifest.json"
+MANIFEST = LAST
 METADATA = ".metadata"
 """Where pieces of tensors lie; torch's name."""
 REST = "meta.pt"
 """All that is no shard; Lightning's name."""
 
 FORMAT = 1
+FORMAT_WITHIN = 2
+"""Of a directory whose files lie in a folder inside of it, as where another one was replaced."""
 
 
-def write_manifest(folder: Path, *, world_size: int, shard_files: list[str]) -> None:
-    """Name every file of a directory that is otherwise finished.
+class Written(NamedTuple):
+    """What went into a file."""
+
+    num_bytes: int
+    crc32: int | None
+    """None of shards, whose pieces have checksums of their own."""
+
+
+def write_manifest(draft: Draft, *, world_size: int, files: Mapping[str, Written]) -> None:
+    """Name every file of a directory that is otherwise finished, which completes it.
 
     Raises:
-        CheckpointError: When a file is not there, as where ranks see different folders.
+        CheckpointError: When a file is not there, as where ranks see different folders, or not
+            all of it.
     """
-    files: dict[str, dict[str, int]] = {}
-    for name in sorted({*shard_files, METADATA, REST}):
-        path = folder / name
-        if not path.is_file():
+    entries: dict[str, dict[str, int]] = {}
+    for name, (num_bytes, crc32) in sorted(files.items()):
+        try:
+            found = draft.size(name)
+        except FileNotFoundError as error:
             raise CheckpointError(
-                f"{folder} holds no {name}, which another rank has written. "
-                f"Write checkpoints to a folder that all machines share."
-            )
-        files[name] = {"bytes": path.stat().st_size}
-        if name in {METADATA, REST}:
-            files[name]["crc32"] = zlib.crc32(path.read_bytes())
-    content = {"format": FORMAT, "world_size": world_size, "files": files}
-    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+                f"it holds no {name}, which another rank has written. "
+                f"Write checkpoints to a folder that all machines share"
+            ) from error
+        if found != num_bytes:
+            raise CheckpointError(f"{name} has {found} bytes there, and {num_bytes} were written")
+        entries[name] = (
+            {"bytes": num_bytes}
+            if crc32 is None
+            else {
+                "bytes": num_bytes,
+                "crc32": crc32,
+            }
+        )
+    content: dict[str, Any] = {"format": FORMAT, "world_size": world_size, "files": entries}
+    if draft.within:
+        content |= {"format": FORMAT_WITHIN, "within": draft.within}
+    draft.finish(json.dumps(content, indent=1).encode(), list(entries))
 
 
-def find_fault(folder: Path, *, checks_files: bool = True) -> str | None:
+def find_fault(place: str | Path, *, checks_files: bool = True) -> str | None:
     """Why a directory is no complete checkpoint of ours, in words; None when it is one.
 
     One rank that looks at all files is enough; without ``checks_files`` the manifest is believed.
+
+    Args:
+        place: Its path or address.
+        checks_files: Look whether all files are there, with their sizes.
     """
-    path = folder / MANIFEST
+    folder = folder_at(place)
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content = _read_manifest(folder)
         form, files = int(content["format"]), dict(content["files"])
+        inside = folder.inside(str(content.get("within", "")))
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {MANIFEST} cannot be read ({error})"
-    if form > FORMAT:
-        return f"it has format {form}, and this version of boltmesh reads up to {FORMAT}"
+    if form > FORMAT_WITHIN:
+        return f"it has format {form}, and this version of boltmesh reads up to {FORMAT_WITHIN}"
     for name in sorted({*files, METADATA, REST}) if checks_files else ():
         try:
             expected = int(files[name]["bytes"])
-            size = (folder / name).stat().st_size
+            size = inside.size(name)
         except (KeyError, TypeError, ValueError):
             return f"its {MANIFEST} does not tell the size of {name}"
         except OSError as error:
-            return f"{name} is not there ({error.strerror})"
+            return f"{name} is not there ({error.strerror or error})"
         if size != expected:
             return f"{name} has {size} bytes instead of {expected}"
     return None
 
 
-def read_checked(folder: Path, name: str) -> bytes:
-    """A small file of a directory that has passed ``find_fault``.
+def files_of(folder: Folder) -> Folder:
+    """Return where the files of a directory lie that has passed ``find_fault``."""
+    return folder.inside(str(_read_manifest(folder).get("within", "")))
+
+
+def read_checked(folder: Folder, name: str) -> bytes:
+    """Return a small file of a directory that has passed ``find_fault``.
 
     Raises:
         CheckpointError: When the bytes are not those that were written.
     """
-    content: Any = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    data = (folder / name).read_bytes()
+    content = _read_manifest(folder)
+    inside = folder.inside(str(content.get("within", "")))
+    data = inside.read(name)
     if zlib.crc32(data) != content["files"][name].get("crc32"):
         raise CheckpointError(
-            f"{folder / name} was damaged after it was written: its checksum is wrong. "
+            f"{inside}/{name} was damaged after it was written: its checksum is wrong. "
             f"Resume from another checkpoint."
         )
     return data
+
+
+def _read_manifest(folder: Folder) -> Any:
+    return json.loads(folder.read(MANIFEST).decode("utf-8"))

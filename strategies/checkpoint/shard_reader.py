@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.folders.folder import Folder
 from boltmesh.strategies.checkpoint.pieces import KeptElsewhere, narrow, own_chunks, own_part
 from boltmesh.strategies.checkpoint.shard_writer import CHECKSUM
 
@@ -43,14 +44,14 @@ class ShardReader:
     """The tensors of one directory.
 
     Args:
-        folder: A complete directory of shards.
+        folder: Where the files of a complete directory lie.
         metadata: The content of its ``.metadata``.
 
     Raises:
         CheckpointError: When the metadata is not what boltmesh writes.
     """
 
-    def __init__(self, folder: Path, metadata: bytes) -> None:
+    def __init__(self, folder: Folder, metadata: bytes) -> None:
         self._folder = folder
         self._metadata = _parse(folder, metadata)
 
@@ -89,21 +90,25 @@ class ShardReader:
 
     def _piece(self, index: MetadataIndex) -> Tensor:
         where = self._metadata.storage_data[index]
-        with (self._folder / Path(where.relative_path).name).open("rb") as file:
-            file.seek(where.offset)
-            data = file.read(where.length)
-            end = file.read(CHECKSUM.size)
-        is_whole = len(data) == where.length and len(end) == CHECKSUM.size
-        if not is_whole or CHECKSUM.unpack(end)[0] != zlib.crc32(data):
-            raise CheckpointError(
-                f"{self._folder / where.relative_path} was damaged after it was written: the "
-                f"checksum of {index.fqn!r} is wrong. Resume from another checkpoint."
+        name = Path(where.relative_path).name
+        # A stream of bytes that nobody else holds is cut without a copy.
+        stream = io.BytesIO(self._folder.read(name, where.offset, where.length + CHECKSUM.size))
+        with stream.getbuffer() as stored:
+            end = bytes(stored[where.length :])
+            is_whole = len(end) == CHECKSUM.size and (
+                CHECKSUM.unpack(end)[0] == zlib.crc32(stored[: where.length])
             )
-        piece: Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        if not is_whole:
+            raise CheckpointError(
+                f"{self._folder}/{name} was damaged after it was written: the checksum of "
+                f"{index.fqn!r} is wrong. Resume from another checkpoint."
+            )
+        stream.truncate(where.length)
+        piece: Tensor = torch.load(stream, map_location="cpu", weights_only=True)
         return piece
 
 
-def _parse(folder: Path, data: bytes) -> Metadata:
+def _parse(folder: Folder, data: bytes) -> Metadata:
     try:
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
         is_ours = isinstance(metadata, Metadata) and isinstance(metadata.planner_data, dict)

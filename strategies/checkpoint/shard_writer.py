@@ -7,15 +7,20 @@ look.
 """
 
 import os
+import pickle
 import struct
-import zlib
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, BinaryIO, cast
 
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
@@ -23,11 +28,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from typing_extensions import override
 
+from boltmesh.strategies.checkpoint.folders.folder import Draft
+from boltmesh.strategies.checkpoint.manifest import METADATA, Written
 from boltmesh.strategies.checkpoint.parts import Part
 from boltmesh.strategies.checkpoint.pieces import (
     KeptElsewhere,
@@ -38,12 +45,15 @@ from boltmesh.strategies.checkpoint.pieces import (
     split,
     within,
 )
-from boltmesh.strategies.checkpoint.saving import save_into
+from boltmesh.strategies.checkpoint.saving import SummedFile, save_into
 from boltmesh.strategies.checkpoint.snapshot import Snapshot
 from boltmesh.strategies.torch_compat import storage_info
 
 CHECKSUM = struct.Struct("<I")
 """The CRC-32 of a piece, directly behind it."""
+
+SUFFIX = ".distcp"
+"""Of files of shards; torch's."""
 
 
 class PiecePlanner(DefaultSavePlanner):
@@ -133,36 +143,75 @@ def _pieces(name: str, tensor: Tensor, *, keeps_empty: bool) -> list[WriteItem]:
     ]
 
 
-class ShardWriter(FileSystemWriter):
-    """Writes one file per rank and flushes it to its medium."""
+class ShardWriter(StorageWriter):
+    """Writes one file per rank.
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._folder = folder
+    Args:
+        draft: The folder, which all ranks have joined.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self.written: dict[str, Written] = {}
+        """All files and what went into them; on the first rank, once they are written."""
 
     @override
-    def storage_meta(self) -> StorageMeta:
-        # torch would note the folder, which has another name once it is complete.
-        return StorageMeta()
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    @override
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @override
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    @override
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # As torch's own writer names them.
+        return [
+            replace(plan, storage_data=f"__{rank}_0{SUFFIX}") for rank, plan in enumerate(plans)
+        ]
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
         if plan.items:
-            name = f"{plan.storage_data.prefix}0.distcp"
-            with (self._folder / name).open("wb") as file:
+            name = str(plan.storage_data)
+            with self._draft.create(name) as opened:
+                file = SummedFile(opened)
                 for item in plan.items:
                     offset, length = _write_piece(planner, item, file)
                     where = storage_info(name, offset, length)
                     results.append(WriteResult(item.index, length, where))
-                file.flush()
-                os.fsync(file.fileno())
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {each.index: each.storage_data for rank in results for each in rank}
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        metadata.storage_data = places
+        # Without the folder, which has another name once it is complete.
+        metadata.storage_meta = StorageMeta()
+        for each in places.values():
+            end = each.offset + each.length + CHECKSUM.size
+            known = self.written.get(each.relative_path, Written(0, None))
+            self.written[each.relative_path] = Written(max(end, known.num_bytes), None)
+        with self._draft.create(METADATA) as opened:
+            file = SummedFile(opened)
+            pickle.dump(metadata, file)
+        self.written[METADATA] = file.written()
 
-def _write_piece(planner: SavePlanner, item: WriteItem, file: BinaryIO) -> tuple[int, int]:
+    @classmethod
+    @override
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _write_piece(planner: SavePlanner, item: WriteItem, file: SummedFile) -> tuple[int, int]:
     """Write one piece; nothing holds on to it when this returns."""
     data = planner.resolve_data(item)
     assert isinstance(data, Tensor)
@@ -175,28 +224,11 @@ def _compact(part: Tensor) -> Tensor:
     return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 
-def _write(tensor: Tensor, file: BinaryIO) -> tuple[int, int]:
+def _write(tensor: Tensor, file: SummedFile) -> tuple[int, int]:
     """Append a tensor and its checksum; return where it begins and how long it is."""
-    offset = file.tell()
-    stream = _Summing(file)
-    save_into(tensor, cast("BinaryIO", stream))
-    length = file.tell() - offset
-    file.write(CHECKSUM.pack(stream.crc32))
+    offset = file.num_bytes
+    file.crc32 = 0
+    save_into(tensor, cast("BinaryIO", file))
+    length = file.num_bytes - offset
+    file.write(CHECKSUM.pack(file.crc32))
     return offset, length
-
-
-class _Summing:
-    """Passes on what is written and keeps its checksum."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.crc32 = 0
-
-    def write(self, data: Any) -> int:
-        """As a file's."""
-        self.crc32 = zlib.crc32(data, self.crc32)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        """As a file's."""
-        self._file.flush()

@@ -37,6 +37,35 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
     return result  # type: ignore[return-value]
 
 
+def told_by_first(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on the first rank and give all of them its result. Collective over all ranks.
+
+    Args:
+        action: What may fail; gives what can be pickled.
+        group: See ``together``.
+
+    Raises:
+        CheckpointError: On every rank, when it failed.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    result = together(action if is_first else _nothing, group)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        told = [result]
+        dist.broadcast_object_list(told, 0, group)
+        (result,) = told
+    return result  # type: ignore[return-value]
+
+
+def on_first(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
+    """Run ``action`` on the first rank, and raise on all of them when it fails. Collective."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    together(action if is_first else _nothing, group)
+
+
+def _nothing() -> None:
+    """What other ranks do while the first one works."""
+
+
 def _describe(error: Exception) -> str:
     if isinstance(error, BoltMeshError):
         return str(error)

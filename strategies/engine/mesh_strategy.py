@@ -22,7 +22,7 @@ from boltmesh.strategies import observe
 from boltmesh.strategies.building.deferred import deferred_init
 from boltmesh.strategies.building.materialize import materialize
 from boltmesh.strategies.checkpoint.beside_refusals import refuse_beside
-from boltmesh.strategies.checkpoint.remote import refuse_remote_folders
+from boltmesh.strategies.checkpoint.sharing import mend_folders, refuse_unshared_folders
 from boltmesh.strategies.data.axis import AxisContext, DataAxis
 from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.engine.loops import LoopStrategy
@@ -143,6 +143,7 @@ class MeshStrategy(LoopStrategy):
         if self.stores_shards:
             self._refuse_callbacks(trainer)
         self.place(trainer)
+        self.is_placed = True
         self.accelerator.setup(trainer)
         if self._is_fitting:
             self._prepare_fit(trainer)
@@ -173,8 +174,9 @@ class MeshStrategy(LoopStrategy):
 
     def _prepare_fit(self, trainer: Trainer) -> None:
         """Get ready to save, and do to the model's modules what training alone needs."""
+        mend_folders(trainer)
         if self.stores_shards:
-            refuse_remote_folders(trainer)
+            refuse_unshared_folders(trainer)
         if self.async_save:
             keeps_state_on_disk = self.data_axis.keeps_state_on_disk
             refuse_beside(trainer, self.checkpoint_io, keeps_state_on_disk=keeps_state_on_disk)

@@ -62,6 +62,7 @@ class PipelineCheckpoints(SharedBatchStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.refuse_unplaced()
         if not self._obstacle:
             self.pipeline_axis.drain()
         return super().lightning_module_state_dict()

@@ -1,11 +1,18 @@
 """Export and import take the memory of the largest tensor, not that of the model."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from boltmesh.conversion.importing import save_alone
+from boltmesh.strategies.checkpoint.directory import save_directory
 from tests.support.limited_memory import run_limited
+from tests.support.ranks import run_ranks
 
 COUNT, MIB = 10, 8
 """Tensors, and MiB of each."""
@@ -52,15 +59,44 @@ except (RuntimeError, MemoryError):
 """
 
 
-def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
+def write_alone(folder: Path, state: dict[str, Tensor]) -> None:
+    save_alone({"state_dict": state}, folder)
+
+
+def write_stage(rank: int, world_size: int, folder: Path) -> None:
+    """Two stages of two replicas that share out what their stage has."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    stage = mesh.get_coordinate()[0]  # type: ignore[index]
+    own = {
+        name: distribute_tensor(each, mesh["data"], [Shard(0)])
+        for at, (name, each) in enumerate(tensors().items())
+        if at % 2 == stage
+    }
+    save_directory({"state_dict": own}, folder, is_divided=True)
+
+
+def write_by_four(folder: Path, state: dict[str, Tensor]) -> None:
+    run_ranks(write_stage, 4, folder)
+
+
+def tensors() -> dict[str, Tensor]:
     rows = MIB << 18
-    state = {f"model.layer{at}": torch.full((rows,), float(at)) for at in range(COUNT)}
-    save_alone({"state_dict": state}, tmp_path / "source")
+    return {f"model.layer{at}": torch.full((rows,), float(at)) for at in range(COUNT)}
+
+
+@pytest.mark.parametrize(
+    ("write", "directions"), [(write_alone, ("export", "import")), (write_by_four, ("export",))]
+)
+def test_one_tensor_at_a_time_is_in_memory(
+    tmp_path: Path, write: Any, directions: tuple[str, ...]
+) -> None:
+    state = tensors()
+    write(tmp_path / "source", state)
     save_alone({"state_dict": {"model.a": torch.ones(3)}}, tmp_path / "small-source")
     # The tensor, and of one piece of it the bytes and what is made of them.
     allowed = 4 * (MIB << 20)
     assert allowed < COUNT * (MIB << 20) // 2
-    for direction in ("export", "import"):
+    for direction in directions:
         done = run_limited(SCRIPT, tmp_path, tmp_path / "small-source", allowed, direction)
         assert done.returncode == 0, done.stderr[-2000:]
         assert "the limit holds" in done.stdout

@@ -23,35 +23,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from boltmesh.conversion.exporting import export
 from boltmesh.conversion.source import load_value, open_checkpoint
 from boltmesh.strategies.checkpoint.optimizer_state import parameter_names
-from tests.support.gpts import TinyGPT, text_data
 from tests.support.layouts import LAYOUTS, PLAIN
 from tests.support.ranks import RankFailure, run_ranks
+from tests.support.relays import MODELS, Run
+from tests.support.relays import train as run_to_its_end
 
-ROWS, BATCH = 20, 8
+MODEL = "deep gpt"
 """Three steps in an epoch; the last has four rows, one for each of four replicas."""
 
 TOLERANCE = 2e-5
 """Of the largest element of a tensor: layouts add up in other orders, and Adam amplifies that."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A fit up to an epoch, from a checkpoint or from the start."""
-
-    layout: str
-    epochs: int
-    target: str
-    """Folder for ``epoch=N.ckpt``, below that of all parts."""
-    source: str | None = None
-    """A checkpoint, below the same folder."""
 
 
 @dataclass
@@ -64,20 +52,6 @@ class End:
     """Steps, epochs, loops, schedulers, and what the optimizer has for each group."""
 
 
-def model() -> TinyGPT:
-    """Tied weights that are trained, groups with a schedule, and a frozen block."""
-    module = TinyGPT(depth=4, ties=True, groups=True)
-    module.blocks[1].requires_grad_(False)
-    return module
-
-
-def data(place: int, replicas: int) -> DataLoader[Any]:
-    """The batches of one process, or a replica's share of each."""
-    batches = [range(at, min(at + BATCH, ROWS)) for at in range(0, ROWS, BATCH)]
-    shares = [list(each[place::replicas]) for each in batches]
-    return DataLoader(text_data(ROWS, BATCH).dataset, batch_sampler=shares)
-
-
 class _Losses(Callback):
     """The losses of whole batches, as they are logged."""
 
@@ -88,26 +62,17 @@ class _Losses(Callback):
         self.found.append(float(trainer.callback_metrics["train_synced"]))
 
 
-def train(rank: int, world_size: int, folder: str, parts: Sequence[Part]) -> list[list[float]]:
-    """Train each part; return the losses of its steps."""
+def train(rank: int, world_size: int, folder: str, parts: Sequence[Run]) -> list[list[float]]:
+    """Train each part, saving at the end of each epoch; return the losses of its steps."""
     return [_train(rank, world_size, Path(folder), each) for each in parts]
 
 
-def _train(rank: int, world_size: int, folder: Path, part: Part) -> list[float]:
-    # Nothing that a process that goes on happens to hold may matter.
-    seed_everything(1 if part.source is None else 77, verbose=False)
-    layout, losses = LAYOUTS[part.layout], _Losses()
+def _train(rank: int, world_size: int, folder: Path, part: Run) -> list[float]:
+    losses = _Losses()
     saving = ModelCheckpoint(
         folder / part.target, "{epoch}", save_top_k=-1, enable_version_counter=False
     )
-    trainer = Trainer(
-        accelerator="cpu", devices=world_size, strategy=layout.strategy(folder),
-        max_epochs=part.epochs, gradient_clip_val=0.5, callbacks=[losses, saving], logger=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
-    loader = data(layout.mesh.coordinates(rank)["data"], layout.mesh.data)
-    source = None if part.source is None else str(folder / part.source)
-    trainer.fit(model(), loader, ckpt_path=source)
+    run_to_its_end(rank, world_size, folder, MODEL, part, losses, saving)
     return losses.found
 
 
@@ -115,7 +80,7 @@ def read(path: Path) -> End:
     """Read a file or a directory whole."""
     checkpoint = open_checkpoint(path)
     tensors = {name: load_value(each, name) for name, each in checkpoint["state_dict"].items()}
-    module = model()
+    module = MODELS[MODEL].model()
     configured: Any = module.configure_optimizers()
     (optimizer,), _ = configured
     names = [name for group in parameter_names(module, optimizer) for name in group]
@@ -165,7 +130,7 @@ class Matrix:
     def __init__(self, folder: Path, *, timeout_s: float = 110) -> None:
         self._folder, self._timeout_s = folder, timeout_s
         self._saved: dict[str, str] = {}
-        (losses,) = self._start([Part(PLAIN, 2, "whole")])
+        (losses,) = self._start([Run(PLAIN, 2, "whole")])
         half = len(losses[0]) // 2
         self._losses = losses[0][half:]
         self.wanted = read(folder / "whole" / "epoch=1.ckpt")
@@ -174,13 +139,13 @@ class Matrix:
     def save(self, layouts: Sequence[str]) -> None:
         """Train the first epoch in each."""
         for some in _by_ranks(layouts):
-            self._start([Part(each, 1, each) for each in some])
+            self._start([Run(each, 1, each) for each in some])
         self._saved |= {each: f"{each}/epoch=0.ckpt" for each in layouts}
 
     def resume(self, sources: Sequence[str], layout: str) -> dict[str, float | str]:
         """Go on in a layout from what others saved; return how far off each is, or what failed."""
         parts = [
-            Part(layout, 2, f"{each} to {layout}", self._file(each, layout)) for each in sources
+            Run(layout, 2, f"{each} to {layout}", self._file(each, layout)) for each in sources
         ]
         try:
             losses = self._start(parts)
@@ -194,7 +159,7 @@ class Matrix:
             for source, part, each in zip(sources, parts, losses, strict=True)
         }
 
-    def _start(self, parts: Sequence[Part]) -> list[list[list[float]]]:
+    def _start(self, parts: Sequence[Run]) -> list[list[list[float]]]:
         """Train parts of as many ranks; return for each part the losses of every rank."""
         ranks = LAYOUTS[parts[0].layout].mesh.world_size
         found = run_ranks(train, ranks, str(self._folder), parts, timeout_s=self._timeout_s)
@@ -213,7 +178,7 @@ class Matrix:
             )  # fmt: skip
         return exported
 
-    def _compare(self, part: Part, losses: Sequence[Sequence[float]]) -> float | str:
+    def _compare(self, part: Run, losses: Sequence[Sequence[float]]) -> float | str:
         try:
             end = read(self._folder / part.target / "epoch=1.ckpt")
             apart = distance(end, self.wanted)

@@ -8,38 +8,34 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 
 from boltmesh.cli import run_command
-from boltmesh.strategies import StartingWeights, ZeROStrategy
+from boltmesh.strategies import StartingWeights
 from boltmesh.strategies.checkpoint.optimizer_state import parameter_names
-from tests.parity.test_tensor_checkpoints import Run, fits, merged
 from tests.support.gpts import TinyGPT, text_data
+from tests.support.layouts import ALL_LAYOUTS, PLAIN
 from tests.support.ranks import run_ranks
+from tests.support.relays import Run, different, run_all
 from tests.support.shard_runs import QUIET
 
 pytestmark = pytest.mark.ranks
 
-KINDS = ["zero", "pipeline", "tensor2"]
-OFFLOAD = "offload"
+KINDS = {"zero": "ZeRO-3, 2", "pipeline": "1f1b, 2", "tensor": "tensor, 2"}
+OFFLOADED = "ZeRO-3 on the CPU, 2"
 
 
-def offloaded() -> ZeROStrategy:
-    return ZeROStrategy(telemetry=False, offload_optimizer="cpu", offload_parameters="cpu")
-
-
-def losses_of(rank: int, world_size: int, kinds: list[str], weights: str) -> list[list[float]]:
+def losses_of(rank: int, world_size: int, layouts: list[str], weights: str) -> list[list[float]]:
     """In each layout, the loss of imported weights, and of what three steps make of them."""
-    return [losses(kind, world_size, weights) for kind in kinds]
+    return [losses(each, world_size, weights) for each in layouts]
 
 
-def losses(kind: str, world_size: int, weights: str) -> list[float]:
+def losses(layout: str, world_size: int, weights: str) -> list[float]:
     found: list[float] = []
     for steps in (0, 3):
         seed_everything(77, verbose=False)  # another model than the one that was stored
         module = TinyGPT(ties=True, groups=True, freezes=True)
-        strategy = Run(kind, 1, "").strategy() if kind != OFFLOAD else offloaded()
         trainer = Trainer(
             accelerator="cpu",
             devices=world_size,
-            strategy=strategy,
+            strategy=ALL_LAYOUTS[layout].strategy(Path(weights).parent),
             use_distributed_sampler=False,
             max_steps=steps,
             callbacks=[StartingWeights(weights)] if steps else [],
@@ -54,40 +50,36 @@ def losses(kind: str, world_size: int, weights: str) -> list[float]:
 
 
 def test_runs_go_on_in_plain_lightning_and_back(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-
     def convert(verb: str, source: str, target: str, *options: str) -> Path:
         line = [verb, str(tmp_path / source), "--to", str(tmp_path / target), *options]
         assert run_command(line) == 0
         return tmp_path / target
 
-    run_ranks(fits, 2, folder, [Run(each, 1, f"{each}-half") for each in KINDS], timeout_s=110)
+    run_all(tmp_path, "gpt", [Run(layout, 1, f"{each}-half") for each, layout in KINDS.items()])
     for each in KINDS:
         file = convert("export", f"{each}-half", f"{each}.ckpt")
         check_like_plain(torch.load(file, weights_only=True))
-    first = [Run("plain", 2, "whole.ckpt"), Run("plain", 1, "half.ckpt")]
-    ended = [Run("plain", 2, f"{each}-end.ckpt", f"{each}.ckpt", seed=77) for each in KINDS]
-    reference, _, *others = merged(run_ranks(fits, 1, folder, [*first, *ended], timeout_s=110))
+    alone = [Run(PLAIN, 2, "whole.ckpt"), Run(PLAIN, 1, "half.ckpt")]
+    alone += [Run(PLAIN, 2, f"{each}-end.ckpt", f"{each}.ckpt") for each in KINDS]
+    ends = run_all(tmp_path, "gpt", alone)
 
     convert("import", "half.ckpt", "half")
-    back = [Run(each, 2, f"{each}-end", "half", seed=77) for each in KINDS]
-    others += merged(run_ranks(fits, 2, folder, back, timeout_s=110))
-    for number, ended_as in enumerate(others):
-        assert ended_as.keys() == reference.keys(), number
-        for key, value in ended_as.items():
-            near = torch.isclose(value, reference[key], rtol=1e-4, atol=2e-5)
-            assert bool(near.all()), f"{number}: {key}"
+    back = [Run(layout, 2, f"{each}-end", "half") for each, layout in KINDS.items()]
+    ends |= run_all(tmp_path, "gpt", back)
+    for target, end in ends.items():
+        if target != "half.ckpt":
+            assert different(end, ends["whole.ckpt"]) == [], target
 
     # There and back again changes no bit of what was stored, and neither do the weights alone.
     again = convert("export", "half", "again.ckpt")
     same(
         torch.load(tmp_path / "half.ckpt", weights_only=True), torch.load(again, weights_only=True)
     )
-    convert("export", "tensor2-half", "weights.safetensors", "--prefix", "")
+    convert("export", "tensor-half", "weights.safetensors", "--prefix", "")
     weights = convert("import", "weights.safetensors", "of-weights")
-    found = run_ranks(losses_of, 2, [*KINDS, OFFLOAD], str(weights), timeout_s=110)
-    found += run_ranks(losses_of, 1, ["ddp"], str(weights), timeout_s=110)
-    expected = plain_losses(tmp_path / "tensor2.ckpt")
+    found = run_ranks(losses_of, 2, [*KINDS.values(), OFFLOADED], str(weights), timeout_s=110)
+    found += run_ranks(losses_of, 1, ["DDP, 1"], str(weights), timeout_s=110)
+    expected = plain_losses(tmp_path / "tensor.ckpt")
     assert expected[1] != pytest.approx(expected[0], rel=1e-2)
     for each in (each for rank in found for each in rank):
         assert each == pytest.approx(expected, rel=1e-4)

@@ -11,18 +11,16 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from boltmesh.strategies import DDPStrategy
-from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.telemetry.job import ID_VARIABLE, RUN_DIR_VARIABLE
 from boltmesh.telemetry.reading.reader import Job
 from boltmesh.telemetry.snapshot import JobSnapshot
+from tests.support.layouts import PLAIN
 from tests.support.pipelines import MICROBATCHES, ShardedPipeline, pipeline, quiet_trainer
 from tests.support.ranks import RankFailure, run_ranks
+from tests.support.relays import Run, different, run_all
 from tests.support.stack import Stack, token_data
 
 pytestmark = pytest.mark.ranks
@@ -31,116 +29,47 @@ ROWS, BATCH = 22, 8
 STAGES = 2
 
 
-@dataclass(frozen=True)
-class Run:
-    """A fit, from a checkpoint or from the start, up to an epoch."""
-
-    layout: str
-    """``plain`` Lightning, ``ddp``, a schedule, or ``shards``: ZeRO-1 beside 1f1b."""
-    epochs: int
-    target: str
-    source: str | None = None
-
-
-def data(rank: int, replicas: int) -> DataLoader[Any]:
-    """The batches of one process, or a replica's share of each."""
-    loader = token_data(ROWS, BATCH)
-    batches = [range(at, min(at + BATCH, ROWS)) for at in range(0, ROWS, BATCH)]
-    shares = [list(each[rank::replicas]) for each in batches]
-    return DataLoader(loader.dataset, batch_sampler=shares)
-
-
-def fits(rank: int, world_size: int, folder: str, runs: list[Run]) -> list[dict[str, Tensor]]:
-    """Train; return of each run what this rank holds, parameters and moments by name."""
-    return [fit(rank, world_size, Path(folder), each) for each in runs]
-
-
-def fit(rank: int, world_size: int, folder: Path, run: Run) -> dict[str, Tensor]:
-    seed_everything(1, verbose=False)
-    replicas = 1
-    strategy: Any = "auto"
-    if run.layout == "ddp":
-        replicas, strategy = world_size, DDPStrategy(telemetry=False)
-    elif run.layout != "plain":
-        replicas = world_size // STAGES
-        if run.layout == "shards":
-            strategy = ShardedPipeline(stages=STAGES)
-        else:
-            strategy = pipeline(schedule=run.layout, stages=STAGES)
-    module = Stack(depth=4, ties=True, groups=True, freezes=True, has_scalar=True)
-    trainer = quiet_trainer(world_size, strategy, max_epochs=run.epochs)
-    source = None if run.source is None else str(folder / run.source)
-    # The ranks of a stage stand side by side.
-    trainer.fit(module, data(rank % replicas, replicas), ckpt_path=source)
-    trainer.save_checkpoint(folder / run.target)
-    found = {}
-    for name, parameter in module.named_parameters():
-        if isinstance(strategy, PipelineMeshStrategy) and not strategy.holds(name):
-            continue
-        found[name] = whole(parameter)
-        for optimizer in trainer.optimizers:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"{name}.{key}"] = whole(value)
-    return found
-
-
-def whole(value: Tensor) -> Tensor:
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return value.detach().clone()
-
-
-def merged(ranks: list[list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
-    """Put together what ranks hold; what several hold is the same to the bit."""
-    runs: list[dict[str, Tensor]] = []
-    for each in zip(*ranks, strict=True):
-        runs.append({})
-        for found in each:
-            for name, value in found.items():
-                assert torch.equal(runs[-1].setdefault(name, value), value), name
-    return runs
-
-
 def test_runs_of_several_pipelines_go_on_in_every_layout(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    four = [
-        Run("1f1b", 2, "whole"),
-        Run("1f1b", 1, "half"),
-        Run("1f1b", 2, "same", "half"),
-        Run("shards", 2, "shards_whole"),
-        Run("shards", 1, "shards_half"),
-        Run("shards", 2, "shards_same", "shards_half"),
-        Run("shards", 2, "as_shards", "half"),
-    ]
-    found = merged(run_ranks(fits, 4, folder, four, timeout_s=110))
-    reference, _, same, whole_shards, _, same_shards, as_shards = found
-    for again, uninterrupted in ((same, reference), (same_shards, whole_shards)):
-        assert again.keys() == uninterrupted.keys()
-        assert all(torch.equal(again[name], each) for name, each in uninterrupted.items())
-    two = [
-        Run("ddp", 2, "as_ddp.ckpt", "half"),
-        Run("ddp", 1, "ddp_half.ckpt"),
-        Run("ddp", 2, "ddp_from_shards.ckpt", "shards_half"),
-        Run("zbv", 2, "as_one_pipeline", "half"),
-        Run("1f1b", 1, "one_half"),
-    ]
-    others = merged(run_ranks(fits, 2, folder, two, timeout_s=110))
-    others += merged(run_ranks(fits, 1, folder, [Run("plain", 2, "as_plain", "ddp_half.ckpt")]))
-    back = [
-        Run("zbv", 2, "from_ddp", "ddp_half.ckpt"),
-        Run("1f1b", 2, "from_one_pipeline", "one_half"),
-        Run("shards", 2, "shards_from_ddp", "ddp_half.ckpt"),
-    ]
-    others += merged(run_ranks(fits, 4, folder, back, timeout_s=110))
-    others += [whole_shards, as_shards]
-    targets = [*(each.target for each in two), "as_plain", *(each.target for each in back)]
-    for name, run in zip((*targets, "shards_whole", "as_shards"), others, strict=True):
-        if name.endswith(("half", "half.ckpt")):
-            continue
-        assert run.keys() == reference.keys(), name
-        for key, each in run.items():
-            torch.testing.assert_close(
-                each, reference[key], rtol=1e-4, atol=2e-5, msg=f"{name}: {key}"
-            )
+    shards = "data 2 x pipeline 2, ZeRO-1"
+    found = run_all(
+        tmp_path,
+        "stack",
+        [
+            Run("data 2 x 1f1b 2", 2, "whole"),
+            Run("data 2 x 1f1b 2", 1, "half"),
+            Run("data 2 x 1f1b 2", 2, "same", "half"),
+            Run(shards, 2, "shards_whole"),
+            Run(shards, 1, "shards_half"),
+            Run(shards, 2, "shards_same", "shards_half"),
+            Run(shards, 2, "as_shards", "half"),
+        ],
+    )
+    assert different(found["same"], found["whole"], exact=True) == []
+    assert different(found["shards_same"], found["shards_whole"], exact=True) == []
+    found |= run_all(
+        tmp_path,
+        "stack",
+        [
+            Run("DDP, 2", 2, "as_ddp.ckpt", "half"),
+            Run("DDP, 2", 1, "ddp_half.ckpt"),
+            Run("DDP, 2", 2, "ddp_from_shards.ckpt", "shards_half"),
+            Run("zbv, 2", 2, "as_one_pipeline", "half"),
+            Run("1f1b, 2", 1, "one_half"),
+        ],
+    )
+    found |= run_all(tmp_path, "stack", [Run(PLAIN, 2, "as_plain", "ddp_half.ckpt")])
+    found |= run_all(
+        tmp_path,
+        "stack",
+        [
+            Run("data 2 x zbv 2", 2, "from_ddp", "ddp_half.ckpt"),
+            Run("data 2 x 1f1b 2", 2, "from_one_pipeline", "one_half"),
+            Run(shards, 2, "shards_from_ddp", "ddp_half.ckpt"),
+        ],
+    )
+    for target, end in found.items():
+        if "half" not in target:
+            assert different(end, found["whole"]) == [], target
 
 
 STEPS, ACCUMULATED = 4, 2

@@ -34,17 +34,26 @@ def _zero(stage: int, ranks: int, **options: Any) -> Layout:
     return Layout(MeshLayout(data=ranks), strategy)
 
 
-def _pipeline(schedule: str, ranks: int) -> Layout:
+def _pipeline(schedule: str, ranks: int, *, data: int = 1) -> Layout:
+    def strategy(folder: Path) -> PipelineParallelStrategy:
+        return PipelineParallelStrategy(
+            telemetry=False, schedule=schedule, stages=ranks, microbatches=4
+        )
+
+    return Layout(MeshLayout(data=data, pipeline=ranks), strategy)
+
+
+def _tensor(ranks: int, *, data: int = 1) -> Layout:
     return Layout(
-        MeshLayout(pipeline=ranks),
-        lambda _: PipelineParallelStrategy(telemetry=False, schedule=schedule, microbatches=4),
+        MeshLayout(data=data, tensor=ranks),
+        lambda _: TensorParallelStrategy(telemetry=False, size=ranks),
     )
 
 
-def _composed(stage: int, **sizes: Any) -> Layout:
+def _composed(stage: int, options: dict[str, Any] | None = None, **sizes: int) -> Layout:
     return Layout(
         MeshLayout(**sizes),
-        lambda _: Parallel3DStrategy(telemetry=False, zero_stage=stage, **sizes),
+        lambda _: Parallel3DStrategy(telemetry=False, zero_stage=stage, **sizes, **(options or {})),
     )
 
 
@@ -60,9 +69,27 @@ LAYOUTS = {
     "1f1b, 2": _pipeline("1f1b", 2),
     "interleaved 1f1b, 2": _pipeline("interleaved_1f1b", 2),
     "zbv, 2": _pipeline("zbv", 2),
-    "tensor, 2": Layout(MeshLayout(tensor=2), lambda _: TensorParallelStrategy(telemetry=False)),
+    "tensor, 2": _tensor(2),
     "data 2 x tensor 2, ZeRO-3": _composed(3, data=2, tensor=2),
     "data 2 x pipeline 2, ZeRO-1": _composed(1, data=2, pipeline=2),
     "2 x 2 x 2, ZeRO-1": _composed(1, data=2, pipeline=2, tensor=2),
 }
-"""By name; the number is that of the ranks."""
+"""By name; the number is that of the ranks. Each goes on from each in the resharding matrix."""
+
+ALL_LAYOUTS = {
+    **LAYOUTS,
+    "ZeRO-3, 2": _zero(3, 2),
+    "1f1b, 4": _pipeline("1f1b", 4),
+    "zero bubble, 4": _pipeline("zero_bubble", 4),
+    "data 2 x 1f1b 2": _pipeline("1f1b", 2, data=2),
+    "data 2 x zbv 2": _pipeline("zbv", 2, data=2),
+    "tensor, 1": _tensor(1),
+    "tensor, 4": _tensor(4),
+    "data 2 x tensor 2": _tensor(2, data=2),
+    "pipeline 2 x tensor 2": _composed(0, pipeline=2, tensor=2),
+    "data 2 x tensor 2, ZeRO-1": _composed(1, data=2, tensor=2),
+    "data 2 x tensor 2, ZeRO-1 on the CPU": _composed(
+        1, {"offload_optimizer": "cpu"}, data=2, tensor=2
+    ),
+}
+"""By name, with others that some tests go to."""

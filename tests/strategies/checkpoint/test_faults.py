@@ -17,6 +17,7 @@ from boltmesh.errors import CheckpointError
 from boltmesh.run_folder import newest_checkpoint
 from boltmesh.strategies.checkpoint import directory, replacing, shard_writer
 from boltmesh.strategies.checkpoint.directory import load_directory, save_directory
+from boltmesh.strategies.checkpoint.folders import local
 from boltmesh.strategies.checkpoint.manifest import find_fault
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.sharded import build
@@ -45,7 +46,7 @@ def save_and_die(rank: int, world_size: int, folder: Path, where: str) -> None:
         "rank 0 in its shards": [(shard_writer, "_write", die)],
         "rank 1 in its shards": [(shard_writer, "_write", die)],
         "before the manifest": [(directory, "write_manifest", die)],
-        "before the new name": [(directory, "replace", die)],
+        "before the new name": [(local, "replace", die)],
         "before the old one is deleted": [(replacing, "remove", die)],
         "between two names": [
             # As on a file system that cannot exchange names in one step.

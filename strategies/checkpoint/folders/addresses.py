@@ -1,0 +1,84 @@
+"""Tells paths of the operating system from addresses that fsspec alone can open."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.utils import get_protocol  # type: ignore[import-untyped]
+
+from boltmesh.errors import ConfigError
+
+_LOCAL = {"file", "local"}
+
+
+@contextmanager
+def as_os_errors() -> Iterator[None]:
+    """Raise what a file system's own library raises, of any class, as an OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def is_local(path: str | Path) -> bool:
+    """Whether a path or address is of a file system that the operating system serves."""
+    return get_protocol(str(path)) in _LOCAL
+
+
+def local_path(path: str | Path) -> Path:
+    """Return the path of an address that is local."""
+    text = str(path)
+    for name in _LOCAL:
+        text = text.removeprefix(f"{name}://")
+    return Path(text)
+
+
+def path_or_address(text: str | Path) -> Path | str:
+    """Return a path for what is local, else the address as it is: a Path would lose a slash."""
+    return local_path(text) if is_local(text) else str(text).rstrip("/")
+
+
+def open_address(address: str) -> tuple[Any, str]:
+    """Return the file system of a remote address, and the path that it has there.
+
+    Raises:
+        ConfigError: When fsspec does not know it, or lacks the package for it.
+    """
+    try:
+        system, path = url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{address} cannot be opened: {error}. Install what fsspec asks for, or choose a path."
+        ) from error
+    return system, path
+
+
+def is_file(place: str | Path) -> bool:
+    """Whether a file lies at a path or address.
+
+    Raises:
+        ConfigError: When fsspec cannot open the address.
+    """
+    if isinstance(place, Path):
+        return place.is_file()
+    system, path = open_address(place)
+    with as_os_errors():
+        system.invalidate_cache()
+        return bool(system.isfile(path))
+
+
+def mended(path: str) -> str:
+    """Undo what Lightning makes of a ModelCheckpoint's ``file://`` folder: a path below this one.
+
+    ``os.path.realpath("file:///a/b")`` is ``<working directory>/file:/a/b``.
+    """
+    for name in _LOCAL:
+        before, mark, after = path.partition(f"{os.sep}{name}:{os.sep}")
+        if mark and before == os.path.realpath(os.curdir):
+            return os.sep + after
+    return path

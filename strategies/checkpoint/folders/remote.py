@@ -1,0 +1,192 @@
+"""A folder of any file system of fsspec's, which need not know how to rename.
+
+Files go under their final names, and the last one says that all are there: a folder without it is
+no checkpoint. Object stores put a file whole or not at all, so that there is no moment between.
+Where a complete folder is to be replaced, the new files go into a folder inside of it, and the new
+last file says so: it takes the place of the old one in a single write, and what that had named is
+deleted afterwards.
+"""
+
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any, cast
+from uuid import uuid4
+
+from typing_extensions import override
+
+from boltmesh.strategies.checkpoint.folders.addresses import as_os_errors, open_address
+from boltmesh.strategies.checkpoint.folders.folder import LAST, Start
+
+
+class RemoteFolder:
+    """A ``Folder`` at an address.
+
+    Args:
+        address: With its protocol, ``s3://bucket/name.ckpt`` say.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address.rstrip("/")
+        self._system, path = open_address(self._address)
+        self._path = path.rstrip("/")
+        self._system.invalidate_cache()  # others write here too
+
+    @override
+    def __str__(self) -> str:
+        return self._address
+
+    def is_there(self) -> bool:
+        """Whether anything lies below the address."""
+        with as_os_errors():
+            self._system.invalidate_cache()
+            return bool(self._system.isdir(self._path))
+
+    def size(self, name: str) -> int:
+        """Of a file."""
+        with as_os_errors():
+            return int(self._system.info(f"{self._path}/{name}")["size"])
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        """Bytes of a file, and of no more than those."""
+        end = None if length is None else start + length
+        with as_os_errors():
+            data: bytes = self._system.cat_file(f"{self._path}/{name}", start=start, end=end)
+        return data
+
+    def inside(self, within: str) -> "RemoteFolder":
+        """Where the files lie."""
+        return RemoteFolder(f"{self._address}/{within}") if within else self
+
+    def draft(self) -> "RemoteDraft":
+        """What takes this name."""
+        return RemoteDraft(self._address, self._system, self._path)
+
+    def remove(self) -> None:
+        """Delete the last file first: what is left by a kill is no checkpoint any more."""
+        with as_os_errors():
+            self._system.invalidate_cache()
+            last = f"{self._path}/{LAST}"
+            if self._system.exists(last):
+                self._system.rm_file(last)
+            if self._system.exists(self._path):
+                self._system.rm(self._path, recursive=True)
+
+
+class RemoteDraft:
+    """A ``Draft`` whose last file makes it complete.
+
+    Args:
+        address: For messages.
+        system: The file system of fsspec.
+        path: The folder's path in it.
+    """
+
+    within = ""
+
+    def __init__(self, address: str, system: Any, path: str) -> None:
+        self._address = address
+        self._system = system
+        self._path = path
+        self._mark = ""
+
+    def begin(self) -> Start:
+        """Choose where files go.
+
+        Raises:
+            OSError: Also when a file has the name: nothing could take its place in one step.
+        """
+        token = uuid4().hex
+        with as_os_errors():
+            self._system.invalidate_cache()
+            if self._system.isfile(self._path):
+                raise FileExistsError(
+                    f"a file has this name, and a folder is to be written; delete {self._address} "
+                    f"or choose another name"
+                )
+            if self._system.exists(f"{self._path}/{LAST}"):
+                self.within = f"{token[:12]}/"
+            elif self._system.exists(self._path):
+                # Left behind by a run that was killed.
+                self._system.rm(self._path, recursive=True)
+            self._mark = f"{self.within}begun-{token}"
+            self._system.makedirs(f"{self._path}/{self.within}".rstrip("/"), exist_ok=True)
+            self._system.pipe_file(f"{self._path}/{self._mark}", token.encode())
+        return Start(self._mark, self.within)
+
+    def joins(self, start: Start) -> bool:
+        """Look for the mark."""
+        self._mark, self.within = start
+        with as_os_errors():
+            self._system.invalidate_cache()
+            return bool(self._system.exists(f"{self._path}/{start.mark}"))
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[IO[bytes]]:
+        """Open a file; nothing is kept of it here but what its library sends at once."""
+        with as_os_errors():
+            file = self._system.open(f"{self._path}/{self.within}{name}", "wb")
+        try:
+            yield cast("IO[bytes]", _Told(file))
+            with as_os_errors():
+                file.close()
+        except BaseException:
+            _drop(file)
+            raise
+
+    def size(self, name: str) -> int:
+        """Of a file, as another rank may have written it just now."""
+        with as_os_errors():
+            self._system.invalidate_cache()
+            return int(self._system.info(f"{self._path}/{self.within}{name}")["size"])
+
+    def finish(self, last: bytes, names: Collection[str]) -> None:
+        """Put the last file, then delete what it does not name."""
+        with as_os_errors():
+            self._system.pipe_file(f"{self._path}/{LAST}", last)
+        kept = {f"{self._path}/{LAST}", *(f"{self._path}/{self.within}{name}" for name in names)}
+        try:
+            with as_os_errors():
+                self._system.invalidate_cache()
+                found = set(self._system.find(self._path))
+                # A file system that names files otherwise than it is asked for them keeps them.
+                for path in found - kept if kept <= found else ():
+                    self._system.rm_file(path)
+        except OSError as error:
+            warnings.warn(
+                f"{self._address} is complete, and files of the checkpoint that it replaces could "
+                f"not be deleted ({error}). The next save under this name deletes them.",
+                stacklevel=2,
+            )
+
+    def abandon(self) -> None:
+        """Delete what was written, as far as the file system lets; the next save does the rest."""
+        if not self._mark:
+            return
+        with suppress(OSError), as_os_errors():
+            self._system.invalidate_cache()
+            self._system.rm(f"{self._path}/{self.within}".rstrip("/"), recursive=True)
+
+
+def _drop(file: Any) -> None:
+    """Let go of an upload that failed: closed as usual, or by the collector, it would be put."""
+    with suppress(Exception):  # the first error is the one to see
+        file.discard()
+    with suppress(Exception):
+        file.closed = True
+
+
+class _Told:
+    """A file whose errors are OSErrors."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        """As a file's."""
+        with as_os_errors():
+            written: int = self._file.write(data)
+        return written
+
+    def flush(self) -> None:
+        """Nothing: it would send a small part, which object stores refuse but for the last."""
