@@ -5,7 +5,11 @@ from omegaconf import DictConfig
 from boltmesh.configs.classes import check_class_path
 from boltmesh.errors import ConfigError
 from boltmesh.placement import Placement, place_ranks
-from boltmesh.run_folder import checkpoint_to_evaluate, checkpoint_to_resume
+from boltmesh.run_folder import (
+    check_run_dir,
+    checkpoint_to_evaluate,
+    checkpoint_to_resume,
+)
 from boltmesh.strategy_arguments import check_strategy_name
 
 
@@ -19,6 +23,7 @@ def check_config(config: DictConfig, *, source: str, is_fit: bool, for_show: boo
     check_strategy_name(config.strategy.get("name"), source=source)
     _check_classes(config, source)
     _check_combinations(config, source)
+    check_run_dir(config)
     if is_fit:
         checkpoint_to_resume(config)
     elif not for_show:

@@ -16,8 +16,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from boltmesh.configs.advice import nearest
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.checkpoint.folders.addresses import is_file, path_or_address
-from boltmesh.strategies.checkpoint.folders.opening import folder_at
+from boltmesh.remote_checkpoints import checkpoint_at
+from boltmesh.strategies.checkpoint.folders.addresses import is_local, path_or_address
 from boltmesh.strategies.checkpoint.manifest import find_fault
 from boltmesh.strategies.checkpoint.replacing import ASIDE, restore_aside
 
@@ -28,6 +28,20 @@ CONFIG_FILE = "config.yaml"
 def folder_of_name(config: DictConfig) -> Path:
     """The folder that holds all runs of this name."""
     return Path(config.run.dir).expanduser() / str(config.run.name)
+
+
+def check_run_dir(config: DictConfig) -> None:
+    """Look whether runs can live there.
+
+    Raises:
+        ConfigError: For an address of a remote file system.
+    """
+    if not is_local(config.run.dir):
+        raise ConfigError(
+            f"run.dir={config.run.dir} is on a remote file system, and the folder of a run, with "
+            f"its logs, is on a disk. Set run.dir to a path, run.checkpoint.enabled=false, and add "
+            f"a lightning.pytorch.callbacks.ModelCheckpoint with that dirpath to trainer.callbacks."
+        )
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -133,7 +147,7 @@ def _anchor_class_paths(node: DictConfig | ListConfig) -> None:
 def _existing(key: str, asked: str) -> Path | str:
     place = path_or_address(asked)
     if isinstance(place, str):
-        return _existing_address(key, place)
+        return checkpoint_at(key, place)
     path = place.expanduser()
     if path.is_dir() and (fault := find_fault(path)):
         raise ConfigError(
@@ -146,15 +160,3 @@ def _existing(key: str, asked: str) -> Path | str:
     guess = nearest(path.name, beside)
     hint = f"Did you mean {path.with_name(guess)}?" if guess else f"Write for example {key}=auto."
     raise ConfigError(f"{key}={asked}: there is no such checkpoint. {hint}")
-
-
-def _existing_address(key: str, address: str) -> str:
-    try:
-        if is_file(address):
-            return address
-        fault = find_fault(address) if folder_at(address).is_there() else "there is nothing"
-    except OSError as error:
-        raise ConfigError(f"{key}={address} cannot be read: {error}.") from error
-    if fault is not None:
-        raise ConfigError(f"{key}={address} is no complete checkpoint: {fault}.")
-    return address

@@ -198,7 +198,8 @@ class RunSection:
     """Seeds Python, NumPy, torch and the loaders' workers; null seeds nothing."""
     resume: Optional[str] = _key(None, "auto")
     """Continue a training run: ``auto`` from its newest complete checkpoint (from the start when
-    there is none), or the path or address of a checkpoint."""
+    there is none), the path or address of a checkpoint, or the address of a folder of them, whose
+    newest complete one it is."""
     ckpt_path: Optional[str] = _key("auto")
     """Weights for validate, test and predict: ``auto`` is the run's newest complete checkpoint,
     else a path or an address; null takes the model as it is built."""

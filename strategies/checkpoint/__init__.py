@@ -10,5 +10,6 @@ found by the name of its parameter, so that any layout reads what any other has 
         meta.pt          the rest: loops, callbacks, schedulers, hyper-parameters, random states
         manifest.json    written last; names the others with their sizes
 
-Both are written beside their final name and renamed.
+Both are written beside their final name and renamed. On file systems that cannot rename, a
+directory becomes complete by its manifest, see ``folders``.
 """

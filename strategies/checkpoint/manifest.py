@@ -1,8 +1,8 @@
 """What a directory of shards holds, and whether it holds all of it. Plain Python, without torch.
 
 The manifest is the last file to be written: a directory without one, or one that lacks a file or
-has one of another size, is no checkpoint. (A copy that was cut short looks like that; what boltmesh
-writes to a disk gets its name only when it is complete.)
+has one of another size, is no checkpoint. (A copy that was cut short looks like that, and on a
+remote file system a save that was; what is written to a disk gets its name when it is complete.)
 """
 
 import json

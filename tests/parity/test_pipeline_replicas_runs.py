@@ -14,18 +14,18 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
+from boltmesh.strategies.access import whole_value
 from boltmesh.telemetry.job import ID_VARIABLE, RUN_DIR_VARIABLE
 from boltmesh.telemetry.reading.reader import Job
 from boltmesh.telemetry.snapshot import JobSnapshot
 from tests.support.layouts import PLAIN
 from tests.support.pipelines import MICROBATCHES, ShardedPipeline, pipeline, quiet_trainer
 from tests.support.ranks import RankFailure, run_ranks
-from tests.support.relays import Run, different, run_all
+from tests.support.relays import Run, different, merged, run_all
 from tests.support.stack import Stack, token_data
 
 pytestmark = pytest.mark.ranks
 
-ROWS, BATCH = 22, 8
 STAGES = 2
 
 
@@ -129,7 +129,7 @@ def watch(rank: int, world_size: int, run_dir: Path, door: Any) -> Seen:
         count=float(module.count),
         average=float(trainer.callback_metrics["average"]),
         steps=trainer.global_step,
-        weights={name: whole(each) for name, each in held.items()},
+        weights={name: whole_value(each.detach(), each).clone() for name, each in held.items()},
         snapshot=snapshot,
     )
 
@@ -145,7 +145,7 @@ def test_pipelines_agree_on_weights_overflow_metrics_and_buffers(tmp_path: Path,
     for seen in ranks:
         assert seen.scale == INITIAL_SCALE / 2  # one step of four was skipped, by all
         assert seen.average == pytest.approx(tokens.mean().item())
-    merged([[each.weights] for each in ranks])
+    merged([each.weights for each in ranks], "weights")
     # On the last stage: the second pipeline has the first one's before the last batch, and its own.
     num_calls = MICROBATCHES * STEPS * ACCUMULATED
     assert [each.count for each in ranks[2:]] == [num_calls, num_calls + MICROBATCHES]

@@ -50,7 +50,7 @@ def _tensor(ranks: int, *, data: int = 1) -> Layout:
     )
 
 
-def _composed(stage: int, options: dict[str, Any] | None = None, **sizes: int) -> Layout:
+def _composed(stage: int, options: dict[str, Any] | None = None, **sizes: Any) -> Layout:
     return Layout(
         MeshLayout(**sizes),
         lambda _: Parallel3DStrategy(telemetry=False, zero_stage=stage, **sizes, **(options or {})),

@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
 
 BATCH = 8
-NEAR = {"rtol": 1e-4, "atol": 2e-5}
+NEAR: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
 """Layouts add up in other orders, and Adam amplifies that."""
 
 
