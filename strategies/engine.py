@@ -146,6 +146,13 @@ class MeshStrategy(RankMeshStrategy):
         if self.telemetry:
             self.recorder = observe.open_recorder_of(self)
 
+    @override
+    def near_groups(self) -> dict[str, list[list[int]]]:
+        groups = super().near_groups()
+        cut = partial(self.data_axis.shard_groups, ranks_per_node=self.num_processes)
+        shards = [each for ranks in self.layout.groups("data") for each in cut(ranks)]
+        return groups if not shards else {**groups, "shard": shards}
+
     def place(self, trainer: Trainer) -> None:
         """Put the model on the axes that divide it, before anything is moved or wrapped.
 

@@ -30,8 +30,8 @@ from boltmesh.strategies.checkpoint.manifest import (
 from boltmesh.strategies.checkpoint.optimizer_state import is_named
 from boltmesh.strategies.checkpoint.placeholder import stored
 from boltmesh.strategies.checkpoint.replacing import (
-    PARTIAL,
     flush_folder,
+    partial_path,
     remove,
     replace,
     restore_aside,
@@ -101,7 +101,7 @@ def _write(
     is_divided: bool,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    partial = target.with_name(target.name + PARTIAL)
+    partial = partial_path(target)
     is_first = dist.get_rank() == 0
     try:
         together(bind(_begin, partial) if is_first else _nothing, group)

@@ -21,7 +21,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint.replacing import PARTIAL, remove, replace
+from boltmesh.strategies.checkpoint.replacing import partial_path, remove, replace
 from boltmesh.strategies.checkpoint.saving import save_into
 
 
@@ -56,7 +56,7 @@ def write_file(target: Path, fill: Callable[[IO[bytes]], object]) -> None:
     Raises:
         CheckpointError: It could not be written; what was there is still there.
     """
-    beside = target.with_name(target.name + PARTIAL)
+    beside = partial_path(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove(beside)  # left behind by a run that was killed

@@ -1,6 +1,8 @@
 """Runs the steps of a pipeline on one rank."""
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Final, NoReturn
@@ -14,6 +16,7 @@ from boltmesh.errors import ConfigError, PipelineError
 from boltmesh.strategies.pipeline.executor.agreement import Agreement, DisagreementError
 from boltmesh.strategies.pipeline.executor.failure import Alarm, describe_failure
 from boltmesh.strategies.pipeline.executor.idle import IdleMeter
+from boltmesh.strategies.pipeline.executor.patience import Patience
 from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Action, Program
 from boltmesh.strategies.pipeline.executor.spans import OnChunk, build_spans
 from boltmesh.strategies.pipeline.executor.stage import Stage
@@ -59,6 +62,7 @@ class Executor:
         control_group: ProcessGroup | None = None,
     ) -> None:
         self._device = device
+        self._timeout = timeout
         self._name_of = name_of
         self._global_rank = dist.get_rank() if group is not None else 0
         self._transport = Transport(group, device)
@@ -150,7 +154,7 @@ class Executor:
         try:
             with self._alarm.watching():
                 self._alarm.ring(cause)
-                agreement = Agreement(self.control_group, program, None, _NO_BATCH, self._meter)
+                agreement = self._agreement(program, None, _NO_BATCH)
                 self._end(agreement, Outcome(), error)
         except PipelineError as told:
             if isinstance(error, ConfigError):
@@ -169,7 +173,7 @@ class Executor:
             specs = _ask_specs(program, stages)
         except Exception as caught:  # noqa: BLE001 - told to all ranks and raised by _end
             error = self._ring(caught, None)
-        agreement = Agreement(self.control_group, program, specs, batch, self._meter)
+        agreement = self._agreement(program, specs, batch)
         if specs is None:
             return self._end(agreement, Outcome(), error)
         carried = None
@@ -184,14 +188,22 @@ class Executor:
             self._on_peak(step.outcome.peak_live)
         return self._end(agreement, step.outcome, error)
 
+    def _agreement(
+        self, program: Program, specs: tuple[Specs, Specs] | None, batch: BatchDigest
+    ) -> Agreement:
+        patience = Patience(self._timeout)
+        return Agreement(self.control_group, program, specs, batch, self._meter, patience)
+
     def _perform(self, step: Step, program: Program, agreement: Agreement) -> BaseException | None:
         """Do all actions, or in their place what other ranks wait for; return what went wrong."""
         alarm = self._alarm
         actions = program.actions
         done = 0
         action = None
+        began_s = time.monotonic()
         try:
             for action in actions:
+                began_s = time.monotonic()
                 if alarm.cause is not None:
                     break
                 if action.kind in _COMMUNICATION:
@@ -201,6 +213,7 @@ class Executor:
                 alarm.num_moves += 1
             else:
                 action = None
+                began_s = time.monotonic()
                 agreement.settle()
                 self._keep(program, step.finish())
                 return None
@@ -213,13 +226,14 @@ class Executor:
         except BaseException as caught:
             self._ring(caught, action, program)
             raise
+        agreement.patience.begin(began_s)
         try:
             agreement.settle()
         except DisagreementError as caught:
             step.abandon()
             return caught
         # See [Note: Failing together] in failure.py.
-        step.pretend_all(actions[done:])
+        step.pretend_all(actions[done:], agreement.patience)
         return error
 
     def _keep(self, program: Program, left: Carried | None) -> None:
@@ -257,6 +271,7 @@ class Executor:
                 return outcome
         except Exception as caught:  # noqa: BLE001 - a rank is gone: told to all and raised below
             error = error or self._ring(caught, None)
+            agreement.patience.begin(-math.inf)
         self.drop_carried()
         said = isinstance(error, DisagreementError) and str(error)
         cause = said or self._alarm.hear()

@@ -22,6 +22,7 @@ from boltmesh.strategies.pipeline.executor.backward import (
     backward_inputs,
 )
 from boltmesh.strategies.pipeline.executor.border import check_outputs
+from boltmesh.strategies.pipeline.executor.patience import Patience
 from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Action, Program
 from boltmesh.strategies.pipeline.executor.recomputing import no_module_runs
 from boltmesh.strategies.pipeline.executor.spans import Spans
@@ -116,16 +117,16 @@ class Step:
         """Do what comes next."""
         self._do[action.kind](action)
 
-    def pretend_all(self, actions: Sequence[Action]) -> None:
+    def pretend_all(self, actions: Sequence[Action], patience: Patience) -> None:
         """Send zeros and receive what others wait for, and compute nothing: some rank has failed.
 
-        Returns once all messages are through, whatever becomes of them.
+        Returns once all messages are through, whatever becomes of them, or patience has ended.
         """
         self.abandon()
         for action in actions:
             with contextlib.suppress(Exception):  # the cause is known; this peer may be gone
                 self._pretend(action)
-        self._transport.finish_after_failure()
+        self._transport.finish_after_failure(patience)
 
     def _pretend(self, action: Action) -> None:
         if action.kind in SENDS:
