@@ -56,27 +56,25 @@ def read_links(uuid: str, others: Iterable[str], nvml: ModuleType = pynvml) -> d
     Returns:
         By the other's UUID; nothing at all where there is no driver.
     """
-    found: dict[str, Link] = {}
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        return found
+        return {}
     try:
-        for other in others:
-            try:
-                found[other] = _link(nvml, uuid, other)
-            except nvml.NVMLError:
-                continue
+        found = {other: _link(nvml, uuid, other) for other in others}
     finally:
         nvml.nvmlShutdown()
-    return found
+    return {other: link for other, link in found.items() if link is not None}
 
 
-def _link(nvml: ModuleType, uuid: str, other: str) -> Link:
-    one, two = (nvml.nvmlDeviceGetHandleByUUID(each) for each in (uuid, other))
-    if _has_nvlink(nvml, one, two):
-        return Link.NVLINK
-    level = nvml.nvmlDeviceGetTopologyCommonAncestor(one, two)
+def _link(nvml: ModuleType, uuid: str, other: str) -> Link | None:
+    try:
+        one, two = (nvml.nvmlDeviceGetHandleByUUID(each) for each in (uuid, other))
+        if _has_nvlink(nvml, one, two):
+            return Link.NVLINK
+        level = nvml.nvmlDeviceGetTopologyCommonAncestor(one, two)
+    except nvml.NVMLError:
+        return None
     levels = {
         nvml.NVML_TOPOLOGY_INTERNAL: Link.BOARD,
         nvml.NVML_TOPOLOGY_SINGLE: Link.SWITCH,
