@@ -142,6 +142,7 @@ class PipelineAxis:
             name_of=self._name_of,
             timeout=context.timeout,
             on_stuck=self._fail,
+            explain=lambda error: self.context.recorder.explain(error),
             control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
         )
         self._num_microbatches = len(parts)

@@ -45,6 +45,7 @@ class Executor:
         name_of: Gives a module the name that errors call it by.
         timeout: How long ranks may wait for each other between steps; None: torch's default.
         on_stuck: See ``Alarm``.
+        explain: Puts into an error by which a message was given up why it did not come.
         control_group: The same ranks on the CPU, of its own; by default made here, by all ranks of
             the job together.
     """
@@ -59,10 +60,11 @@ class Executor:
         name_of: Callable[[Module], str | None] = lambda _: None,
         timeout: timedelta | None = None,
         on_stuck: Callable[[PipelineError], None] = lambda _: None,
+        explain: Callable[[BaseException], None] = lambda _: None,
         control_group: ProcessGroup | None = None,
     ) -> None:
         self._device = device
-        self._timeout = timeout
+        self._timeout, self._explain = timeout, explain
         self._name_of = name_of
         self._global_rank = dist.get_rank() if group is not None else 0
         self._transport = Transport(group, device)
@@ -247,6 +249,7 @@ class Executor:
     def _ring(
         self, error: BaseException, action: Action | None, program: Program | None = None
     ) -> BaseException:
+        self._explain(error)  # while what is known of the wait is new
         batch = ""
         if action is not None and program is not None and action.microbatch < 0:
             action, batch = (

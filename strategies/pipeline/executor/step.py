@@ -280,9 +280,10 @@ class Step:
         except RuntimeError as error:
             peer = self._program.peer(action)
             what = "values" if action.kind == "RECV_F" else "gradients"
+            where = "does not answer" if "timed out" in str(error).lower() else "is gone"
             raise PipelineError(
                 f"Stage {action.stage} waited for the {what} of microbatch {action.microbatch} "
-                f"from pipeline rank {peer}, which is gone: {error}"
+                f"from pipeline rank {peer}, which {where}: {error}"
             ) from error
 
     def _crossing(self, action: Action) -> Sequence[ValueSpec]:
