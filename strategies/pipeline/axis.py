@@ -142,7 +142,7 @@ class PipelineAxis:
             name_of=self._name_of,
             timeout=context.timeout,
             on_stuck=self._fail,
-            explain=lambda error: self.context.recorder.explain(error),
+            explain=self._explain,
             control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
         )
         self._num_microbatches = len(parts)
@@ -415,6 +415,9 @@ class PipelineAxis:
 
     def _record_peak(self, peaks: Mapping[int, int]) -> None:
         self.context.recorder.live_microbatches(peaks)
+
+    def _explain(self, error: BaseException) -> None:
+        self.context.recorder.explain(error)
 
     def _fail(self, error: BaseException) -> None:
         self.context.recorder.fail(error)
