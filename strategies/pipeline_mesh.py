@@ -213,6 +213,7 @@ class PipelineMeshStrategy(MeshStrategy):
             scaler=getattr(self.precision_plugin, "scaler", None),
             recomputed=self.recomputation.blocks,
             num_replicas=self.layout.data,
+            num_sharing=self.layout.tensor,
             silent=self.without_communication,
         )
 

@@ -78,7 +78,8 @@ class PipelineAxis:
         """
         self.context = context
         self.others.close()
-        self.others = OtherPipelines(context.num_replicas, self._fail)
+        count = context.num_replicas * context.num_sharing
+        self.others = OtherPipelines(count, self._fail)
         if self.placement is not None:
             self._executor.open()
 
@@ -143,6 +144,7 @@ class PipelineAxis:
             timeout=context.timeout,
             on_stuck=self._fail,
             explain=self._explain,
+            waits_within=context.num_sharing > 1,
             control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
         )
         self._num_microbatches = len(parts)
@@ -418,6 +420,7 @@ class PipelineAxis:
 
     def _explain(self, error: BaseException) -> None:
         self.context.recorder.explain(error)
+        self.others.explain(error)
 
     def _fail(self, error: BaseException) -> None:
         self.context.recorder.fail(error)

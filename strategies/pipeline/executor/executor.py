@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from boltmesh.errors import ConfigError, PipelineError
 from boltmesh.strategies.pipeline.executor.agreement import Agreement, DisagreementError
-from boltmesh.strategies.pipeline.executor.failure import Alarm, describe_failure
+from boltmesh.strategies.pipeline.executor.failure import SPREADS_S, Alarm, describe_failure
 from boltmesh.strategies.pipeline.executor.idle import IdleMeter
 from boltmesh.strategies.pipeline.executor.patience import Patience
 from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Action, Program
@@ -46,6 +46,7 @@ class Executor:
         timeout: How long ranks may wait for each other between steps; None: torch's default.
         on_stuck: See ``Alarm``.
         explain: Puts into an error by which a message was given up why it did not come.
+        waits_within: Whether a stage waits for ranks outside of the pipeline, which share it.
         control_group: The same ranks on the CPU, of its own; by default made here, by all ranks of
             the job together.
     """
@@ -61,10 +62,12 @@ class Executor:
         timeout: timedelta | None = None,
         on_stuck: Callable[[PipelineError], None] = lambda _: None,
         explain: Callable[[BaseException], None] = lambda _: None,
+        waits_within: bool = False,
         control_group: ProcessGroup | None = None,
     ) -> None:
         self._device = device
         self._timeout, self._explain = timeout, explain
+        self._waits_within = waits_within
         self._name_of = name_of
         self._global_rank = dist.get_rank() if group is not None else 0
         self._transport = Transport(group, device)
@@ -183,6 +186,7 @@ class Executor:
             carried, self._carried = self._carried, None
         assert (carried is not None) == bool(program.num_before)
         step = Step(program, stages, *specs, self._transport, self._spans, self._device, carried)
+        step.known_failure = lambda: self._alarm.cause
         del carried  # the step lets go of its graphs one by one
         error = self._perform(step, program, agreement)
         self._spans.end_step(self._meter.number)
@@ -229,6 +233,9 @@ class Executor:
             self._ring(caught, action, program)
             raise
         agreement.patience.begin(began_s)
+        if self._waits_within:  # see [Note: Failing within a shared stage] in failure.py
+            agreement.patience.begin(-math.inf)
+            time.sleep(SPREADS_S)
         try:
             agreement.settle()
         except DisagreementError as caught:

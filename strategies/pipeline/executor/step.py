@@ -94,6 +94,8 @@ class Step:
         self._live = dict.fromkeys(program.stages, 0)
         for stage, _ in carried.graphs:
             self._live[stage] += 1
+        self.known_failure: Callable[[], str | None] = lambda: None
+        """Tells why some rank has failed, once this one knows."""
         self.outcome = Outcome(peak_live=dict(self._live))
         self._values: dict[Chunk, tuple[Tensor, ...]] = {}
         """Inputs of a stage that a stage of the same rank gave."""
@@ -276,7 +278,7 @@ class Step:
 
     def _receive(self, action: Action) -> tuple[Tensor, ...]:
         try:
-            return self._transport.receive(action)
+            values = self._transport.receive(action)
         except RuntimeError as error:
             peer = self._program.peer(action)
             what = "values" if action.kind == "RECV_F" else "gradients"
@@ -285,6 +287,9 @@ class Step:
                 f"Stage {action.stage} waited for the {what} of microbatch {action.microbatch} "
                 f"from pipeline rank {peer}, which {where}: {error}"
             ) from error
+        if cause := self.known_failure():  # then these are no values
+            raise PipelineError(cause)
+        return values
 
     def _crossing(self, action: Action) -> Sequence[ValueSpec]:
         """Return what a message carries."""
