@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 
 from boltmesh.strategies import Parallel3DStrategy
 from boltmesh.strategies.pipeline.executor.patience import LEAST_S
@@ -30,7 +30,7 @@ class Stray(Callback):
         self.since_s = 0.0
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx == 2:
             self.since_s = time.monotonic()

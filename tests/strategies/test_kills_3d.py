@@ -35,7 +35,7 @@ class Gather(Callback):
 
 def train(
     world_size: int,
-    sizes: dict[str, int],
+    sizes: dict[str, Any],
     *callbacks: Callback,
     folder: Path | None = None,
     ckpt_path: Path | None = None,
@@ -54,7 +54,7 @@ def train(
 
 
 def go_on(
-    rank: int, world_size: int, sizes: dict[str, int], folder: Path, victim: int, where: str
+    rank: int, world_size: int, sizes: dict[str, Any], folder: Path, victim: int, where: str
 ) -> tuple[str | None, list[str], int]:
     """Go on from the newest checkpoint, until one rank is killed at some place.
 
@@ -79,7 +79,7 @@ def go_on(
     ids=["data x pipeline", "pipeline x tensor"],
 )
 def test_ranks_killed_in_a_step_a_resume_and_a_save_lose_no_step(
-    tmp_path: Path, sizes: dict[str, int], kills: tuple[tuple[int, str], ...]
+    tmp_path: Path, sizes: dict[str, Any], kills: tuple[tuple[int, str], ...]
 ) -> None:
     folder = tmp_path / "0" / "checkpoints"
     for victim, where in kills:

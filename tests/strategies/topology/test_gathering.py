@@ -1,6 +1,5 @@
 """Ranks find out together where they run, and the first of them warns."""
 
-import dataclasses
 import warnings
 from typing import Any
 from unittest import mock
@@ -13,6 +12,7 @@ from boltmesh.errors import LayoutError
 from boltmesh.strategies import Parallel3DStrategy, ZeROStrategy
 from boltmesh.strategies.topology import gathering
 from boltmesh.strategies.topology.links import Link
+from boltmesh.strategies.topology.places import Place
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -33,7 +33,7 @@ def looked(strategy: Any, world_size: int) -> list[str]:
 def at_places(rank: int, world_size: int) -> dict[str, Any]:
     """Set up strategies on ranks that take turns on two hosts, and on GPUs that are not there."""
 
-    def three(**sizes: int) -> Parallel3DStrategy:
+    def three(**sizes: Any) -> Parallel3DStrategy:
         return Parallel3DStrategy(telemetry=False, **sizes)
 
     told = {"here": looked(three(data=2, tensor=2), world_size)}
@@ -52,10 +52,8 @@ def at_places(rank: int, world_size: int) -> dict[str, Any]:
         fast = {"GPU-0": "GPU-2", "GPU-1": "GPU-3"}
         return {each: Link.NVLINK if fast.get(uuid) == each else Link.NUMA_NODE for each in others}
 
-    place = gathering.Place
-
     def on_gpu(host: str, machine: str, device: Any, index: Any) -> Any:
-        return dataclasses.replace(place(host, machine), device=ids[rank], index=rank)
+        return Place(host, machine, ids[rank], rank)
 
     with (
         mock.patch.object(gathering, "Place", on_gpu),
