@@ -48,15 +48,16 @@ def train(
     epochs: int,
     save: Path | None = None,
     resume: Path | None = None,
-    **ranks: int,
+    **ranks: Any,
 ) -> dict[str, Any]:
     """Return losses, parameters and what was said of the placement of ranks."""
     seed_everything(1, verbose=False)
     watch = Watch()
+    ranks = {"devices": 2, "num_nodes": 2, **ranks}
     trainer = Trainer(
         accelerator="cpu", strategy=strategy, max_epochs=epochs, callbacks=[watch], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, **{"devices": 2, "num_nodes": 2, **ranks},
+        use_distributed_sampler=False, **ranks,
     )  # fmt: skip
     replica, replicas = 0, 1
     if isinstance(strategy, Parallel3DStrategy):
