@@ -8,7 +8,7 @@ from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.strategies.checkpoint.file import cannot_write
 from boltmesh.strategies.checkpoint.folders.addresses import is_file
 from boltmesh.strategies.checkpoint.folders.opening import folder_at
-from boltmesh.strategies.checkpoint.replacing import PARTIAL, flush_folder, remove, replace
+from boltmesh.strategies.checkpoint.replacing import flush_folder, partial_path, remove, replace
 
 
 def check_target(target: str | Path, *, force: bool) -> None:
@@ -36,7 +36,7 @@ def written_whole(target: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: When it could not be written. Nothing of it is left then.
     """
-    partial = target.with_name(target.name + PARTIAL)
+    partial = partial_path(target)
     try:
         remove(partial)  # left behind by a process that was killed
         yield partial

@@ -27,7 +27,7 @@ from boltmesh.strategies.checkpoint.folders.addresses import (
     open_address,
 )
 from boltmesh.strategies.checkpoint.folders.opening import folder_at
-from boltmesh.strategies.checkpoint.replacing import PARTIAL, remove, replace
+from boltmesh.strategies.checkpoint.replacing import partial_path, remove, replace
 from boltmesh.strategies.checkpoint.saving import save_into
 
 
@@ -64,7 +64,7 @@ def write_file(target: Path, fill: Callable[[IO[bytes]], object]) -> None:
     Raises:
         CheckpointError: It could not be written; what was there is still there.
     """
-    beside = target.with_name(target.name + PARTIAL)
+    beside = partial_path(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove(beside)  # left behind by a run that was killed

@@ -21,8 +21,24 @@ ASIDE = ".replaced"
 REMOVED = ".removed"
 """Ends the name of a checkpoint that is being deleted."""
 
+_REQUEUED = "hpc_ckpt_"
+"""Begins the names of what Lightning saves when SLURM is about to take the job away."""
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+
+
+def partial_path(target: Path) -> Path:
+    """Return where something is written before it has its name.
+
+    Lightning goes on from the highest number behind ``hpc_ckpt_`` anywhere in a name. What a kill
+    has left half-written must not be counted, so it has no such name; and the next save, which then
+    has the same number, takes its place.
+    """
+    name = target.name
+    if name.startswith(_REQUEUED):
+        name = name.replace("_", "-")
+    return target.with_name(name + PARTIAL)
 
 
 def replace(partial: Path, target: Path) -> None:

@@ -66,6 +66,21 @@ class DataAxis(ABC):
     other_shares: Sequence[NormShare] = ()
     """What the axes beside this one say of norms of gradients. Set by ``wrap``."""
 
+    def shard_groups(self, ranks: Sequence[int], *, ranks_per_node: int) -> list[list[int]]:
+        """Cut ranks of the axis into those that hold one copy of the model together.
+
+        Args:
+            ranks: One group of the axis, global ones.
+            ranks_per_node: How many ranks of this job one host has.
+
+        Returns:
+            Nothing where each rank has a copy, or all of them have one.
+
+        Raises:
+            LayoutError: They cannot be cut as was asked for.
+        """
+        return []
+
     @property
     def own_shares(self) -> Sequence[NormShare]:
         """What this axis says of norms of gradients: nothing where its ranks have all alike."""

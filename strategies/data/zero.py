@@ -26,6 +26,7 @@ from boltmesh.strategies.data.expectations import Expectations
 from boltmesh.strategies.data.freezing import follow_toggles, forget_toggles
 from boltmesh.strategies.data.refusals import refuse_optimizers
 from boltmesh.strategies.data.shard_memory import held_tensors
+from boltmesh.strategies.data.shard_mesh import choose_shard_size
 from boltmesh.strategies.data.shard_offload import open_engine, with_stored
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.shard_parking import open_parking
@@ -70,6 +71,13 @@ class Shards(DataAxis):
     @override
     def serves_one_rank(self) -> bool:
         return self.options.has_offload or self.options.tile_linear_bytes is not None
+
+    @override
+    def shard_groups(self, ranks: Sequence[int], *, ranks_per_node: int) -> list[list[int]]:
+        size = choose_shard_size(list(ranks), self.options.shard_size, ranks_per_node)
+        if size in {1, len(ranks)}:
+            return []
+        return [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:

@@ -136,6 +136,13 @@ class MeshStrategy(LoopStrategy):
             yield
 
     @override
+    def near_groups(self) -> dict[str, list[list[int]]]:
+        groups = super().near_groups()
+        cut = partial(self.data_axis.shard_groups, ranks_per_node=self.num_processes)
+        shards = [each for ranks in self.layout.groups("data") for each in cut(ranks)]
+        return groups if not shards else {**groups, "shard": shards}
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None

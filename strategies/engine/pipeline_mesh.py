@@ -167,6 +167,7 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
             scaler=getattr(self.precision_plugin, "scaler", None),
             recomputed=self.recomputation.blocks,
             num_replicas=self.layout.data,
+            num_sharing=self.layout.tensor,
             silent=self.without_communication,
         )
 

@@ -3,6 +3,7 @@
 Nothing here knows of a model; the engine puts one on the mesh.
 """
 
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -20,6 +21,8 @@ from typing_extensions import override
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.engine.checkpointing import CheckpointingStrategy
 from boltmesh.strategies.mesh import AXES, MeshLayout
+from boltmesh.strategies.topology.findings import find_slow_groups
+from boltmesh.strategies.topology.gathering import gather_topology
 from boltmesh.strategies.torch_compat import device_index
 
 T = TypeVar("T")
@@ -173,6 +176,28 @@ class RankMeshStrategy(CheckpointingStrategy):
         )
         if not self.groups:
             self.groups = self._build_groups()
+            self._check_placement()
+
+    def near_groups(self) -> dict[str, list[list[int]]]:
+        """Return, by kind, the groups whose ranks should be near each other.
+
+        Those come first that move most. Of one axis alone there are none: its group is the job.
+        """
+        sizes = self.layout.sizes
+        if sum(size > 1 for size in sizes.values()) < 2 and sizes["tensor"] == 1:
+            return {}
+        # A pipeline hands on what one rank computes, to one other: it can lie farthest apart.
+        return {axis: self.layout.groups(axis) for axis in ("tensor", "data") if sizes[axis] > 1}
+
+    def _check_placement(self) -> None:
+        """Warn of groups that a slow link holds up though a faster one is there. Collective."""
+        groups = self.near_groups()
+        if not groups:
+            return
+        topology = gather_topology(self.root_device)
+        if self.global_rank == 0:
+            for text in find_slow_groups(topology, groups):
+                warnings.warn(f"Rank placement: {text}", stacklevel=2)
 
     def _reset_seed(self) -> None:
         """Begin the random numbers anew on every rank, after the model was built."""

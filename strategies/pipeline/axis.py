@@ -78,7 +78,8 @@ class PipelineAxis:
         """
         self.context = context
         self.others.close()
-        self.others = OtherPipelines(context.num_replicas, self._fail)
+        count = context.num_replicas * context.num_sharing
+        self.others = OtherPipelines(count, self._fail)
         if self.placement is not None:
             self._executor.open()
 
@@ -142,6 +143,8 @@ class PipelineAxis:
             name_of=self._name_of,
             timeout=context.timeout,
             on_stuck=self._fail,
+            explain=self._explain,
+            waits_within=context.num_sharing > 1,
             control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
         )
         self._num_microbatches = len(parts)
@@ -414,6 +417,10 @@ class PipelineAxis:
 
     def _record_peak(self, peaks: Mapping[int, int]) -> None:
         self.context.recorder.live_microbatches(peaks)
+
+    def _explain(self, error: BaseException) -> None:
+        self.context.recorder.explain(error)
+        self.others.explain(error)
 
     def _fail(self, error: BaseException) -> None:
         self.context.recorder.fail(error)

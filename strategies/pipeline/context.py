@@ -39,5 +39,7 @@ class PipelineContext:
     """Blocks whose forward pass runs once more in the backward pass."""
     num_replicas: int = 1
     """Pipelines of the job, each with batches of its own."""
+    num_sharing: int = 1
+    """Ranks that share each layer, each in a group like this one beside the others."""
     silent: Silent = nullcontext
     """Enters what layers are run in on tensors without data, by one rank alone."""

@@ -1,4 +1,6 @@
-"""What the pipelines of several data ranks do together, and what they tell each other of failures.
+"""What several pipelines do together, and what they tell each other of failures.
+
+They are those of other data ranks, and those of the ranks that share each layer with this one.
 
 A pipeline that fails raises on all of its ranks; the others find out when they wait for it at the
 end of a batch. Nobody can be woken there (see [Note: Failing together] in ``executor/failure.py``),
@@ -21,7 +23,7 @@ _RUNS: Final = itertools.count()
 
 
 class OtherPipelines:
-    """The replicas of a pipeline. Collective to make, over all ranks.
+    """The pipelines beside this one. Collective to make, over all ranks.
 
     Args:
         count: Pipelines of the job, this one among them.
@@ -61,7 +63,8 @@ class OtherPipelines:
             return
         cause = self._alarm.look()
         if cause is not None and cause not in str(error):
-            error.args = (f"Another pipeline of the job failed: {cause} Here it shows as: {error}",)
+            told = f"Another pipeline of the job failed: {cause.rstrip('.')}."
+            error.args = (f"{told} Here it shows as: {error}",)
 
     def tell(self, error: BaseException) -> None:
         """Tell the others why this rank ends."""

@@ -18,27 +18,14 @@ from boltmesh.run_folder import newest_checkpoint
 from boltmesh.strategies import ZeROStrategy
 from boltmesh.strategies.checkpoint import directory, shard_writer
 from boltmesh.strategies.checkpoint.manifest import find_fault
+from boltmesh.strategies.checkpoint.replacing import partial_path
+from tests.support.killing import fatal
 from tests.support.models import Regression, regression_data
 from tests.support.ranks import RankFailure, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 STEPS = 8
-
-
-class KillAt(Callback):
-    """Kills one rank in a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
-        if trainer.global_step == self.step:
-            die()
-
-
-def die(*args: Any, **kwargs: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def build(world_size: int, folder: Path | None, *callbacks: Callback, **options: Any) -> Trainer:
@@ -71,25 +58,9 @@ def go_on(rank: int, world_size: int, folder: Path, victim: int, where: str) -> 
     seed_everything(3, verbose=False)
     module = Regression(dropout=0.2)
     found = newest_checkpoint(folder.parent.parent)
-    callbacks: list[Callback] = []
-    if rank == victim:
-        if where == "step":
-            callbacks.append(KillAt(4))
-        elif where == "resume":
-            mock.patch.object(directory, "_load_rest", die).start()
-        elif where == "save":
-            callbacks.append(_DieInSave(5))
+    callbacks = fatal(where, 5 if where == "save" else 4) if rank == victim else []
     trainer = build(world_size, folder, *callbacks)
     return fit(trainer, module, ckpt_path=found), None if found is None else found.name
-
-
-class _DieInSave(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            mock.patch.object(shard_writer, "_write", die).start()
 
 
 def straight(rank: int, world_size: int) -> dict[str, Tensor]:
@@ -128,6 +99,8 @@ def requeue(rank: int, world_size: int, folder: Path) -> Any:
         scontrol.parent.mkdir(parents=True)
         scontrol.write_text(f"#!/bin/sh\necho $@ > {folder}/requeued\n")
         scontrol.chmod(0o755)
+        for number in (1, 2):  # what kills have left of saves
+            partial_path(folder / f"hpc_ckpt_{number}.ckpt").mkdir()
     os.environ.update(
         SLURM_JOB_ID="17", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NODEID="0",
         SLURM_NTASKS=str(world_size), SLURM_NTASKS_PER_NODE=str(world_size),
@@ -144,8 +117,8 @@ def requeue(rank: int, world_size: int, folder: Path) -> Any:
     )  # fmt: skip
     expected = fit(trainer, Regression(dropout=0.2))
     seed_everything(5, verbose=False)
-    again = build(world_size, None)
-    found = fit(again, Regression(dropout=0.2), ckpt_path=folder / "hpc_ckpt_1.ckpt")
+    again = build(world_size, None, default_root_dir=folder)
+    found = fit(again, Regression(dropout=0.2))  # from what Lightning finds there
     return [name for name in expected if not torch.equal(expected[name], found[name])]
 
 
@@ -154,6 +127,8 @@ def test_slurms_signal_to_one_rank_saves_on_all_before_the_same_batch(tmp_path: 
     checkpoint = directory.load_directory(tmp_path / "hpc_ckpt_1.ckpt")
     assert checkpoint["global_step"] == 4
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    left = {each.name for each in tmp_path.iterdir()} - {"bin", "requeued"}
+    assert left == {"hpc_ckpt_1.ckpt", "hpc-ckpt-2.ckpt.partial"}
 
 
 def told_while_saving(rank: int, world_size: int, folder: Path) -> str:

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from boltmesh.strategies.checkpoint.folders.folder import LAST, Start
 from boltmesh.strategies.checkpoint.replacing import (
-    PARTIAL,
     flush_folder,
+    partial_path,
     remove,
     replace,
     restore_aside,
@@ -73,7 +73,7 @@ class LocalDraft:
 
     def __init__(self, target: Path) -> None:
         self._target = target
-        self._partial = target.with_name(target.name + PARTIAL)
+        self._partial = partial_path(target)
         self._mark = f"begun-{uuid4().hex}"
 
     def begin(self) -> Start:

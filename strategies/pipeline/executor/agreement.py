@@ -23,6 +23,7 @@ from boltmesh.errors import PipelineError
 from boltmesh.strategies.pipeline.executor.border import describe_specs, digest
 from boltmesh.strategies.pipeline.executor.exchange import Exchange, exchange_size
 from boltmesh.strategies.pipeline.executor.idle import FIGURES, IdleMeter
+from boltmesh.strategies.pipeline.executor.patience import Patience
 from boltmesh.strategies.pipeline.executor.program import Program
 from boltmesh.strategies.pipeline.values import ValueSpec
 from boltmesh.strategies.steps.digest import BatchDigest, explain_difference
@@ -63,6 +64,7 @@ class Agreement:
             found out.
         batch: What this rank says of its batch.
         meter: Whose figures of an earlier run are told beside.
+        patience: With the other ranks.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class Agreement:
         specs: tuple[Specs, Specs] | None,
         batch: BatchDigest,
         meter: IdleMeter,
+        patience: Patience,
     ) -> None:
         self._group = group
+        self.patience = patience
         self._rank_of_stage = program.rank_of_stage
         self._specs = specs
         self._batch = batch
@@ -123,7 +127,7 @@ class Agreement:
         question, self._question = self._question, None
         if question is None:
             return
-        told = question.hear().tolist()
+        told = question.hear(self.patience).tolist()
         num_stages, num_ranks = len(self._rank_of_stage), max(self._rank_of_stage) + 1
         given, awaited = told[:num_stages], told[num_stages : 2 * num_stages]
         if min(given + awaited) < 0:
@@ -170,10 +174,11 @@ class Agreement:
         if self._group is None:
             return is_failing
         self._failures.tell(torch.tensor([int(is_failing)], dtype=_FLAG))
-        return bool(self._failures.hear().item())
+        return bool(self._failures.hear(self.patience).item())
 
     def wait_for_all(self) -> None:
         """Wait until all ranks know why the step failed: with one of them its store may go."""
         if self._group is not None:
             with contextlib.suppress(Exception):  # who is gone needs not know
-                dist.all_reduce(torch.zeros(1), group=self._group)
+                work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
+                self.patience.wait([work])

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from boltmesh.strategies.pipeline.executor.patience import Patience
+
 
 class Exchange:
     """A row of each rank to all others, once. Every rank of the group has to make one.
@@ -43,12 +45,10 @@ class Exchange:
             work = dist.isend(row, group=self._group, tag=self._tag, group_dst=other)
             self._sent.append(work)
 
-    def hear(self) -> Tensor:
+    def hear(self, patience: Patience) -> Tensor:
         """Wait for the others, after ``tell``; return the sum of all rows, also of the own one."""
         assert self._own is not None
-        for work in (*self._awaited, *self._sent):
-            if work is not None:
-                work.wait()
+        patience.wait((*self._awaited, *self._sent))
         self._awaited, self._sent = [], []
         return self._own + self._rows.sum(0)
 

@@ -1,6 +1,8 @@
 """Runs the steps of a pipeline on one rank."""
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Final, NoReturn
@@ -12,8 +14,9 @@ from torch.nn import Module
 
 from boltmesh.errors import ConfigError, PipelineError
 from boltmesh.strategies.pipeline.executor.agreement import Agreement, DisagreementError
-from boltmesh.strategies.pipeline.executor.failure import Alarm, describe_failure
+from boltmesh.strategies.pipeline.executor.failure import SPREADS_S, Alarm, describe_failure
 from boltmesh.strategies.pipeline.executor.idle import IdleMeter
+from boltmesh.strategies.pipeline.executor.patience import Patience
 from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Action, Program
 from boltmesh.strategies.pipeline.executor.spans import OnChunk, build_spans
 from boltmesh.strategies.pipeline.executor.stage import Stage
@@ -42,6 +45,8 @@ class Executor:
         name_of: Gives a module the name that errors call it by.
         timeout: How long ranks may wait for each other between steps; None: torch's default.
         on_stuck: See ``Alarm``.
+        explain: Puts into an error by which a message was given up why it did not come.
+        waits_within: Whether a stage waits for ranks outside of the pipeline, which share it.
         control_group: The same ranks on the CPU, of its own; by default made here, by all ranks of
             the job together.
     """
@@ -56,9 +61,13 @@ class Executor:
         name_of: Callable[[Module], str | None] = lambda _: None,
         timeout: timedelta | None = None,
         on_stuck: Callable[[PipelineError], None] = lambda _: None,
+        explain: Callable[[BaseException], None] = lambda _: None,
+        waits_within: bool = False,
         control_group: ProcessGroup | None = None,
     ) -> None:
         self._device = device
+        self._timeout, self._explain = timeout, explain
+        self._waits_within = waits_within
         self._name_of = name_of
         self._global_rank = dist.get_rank() if group is not None else 0
         self._transport = Transport(group, device)
@@ -150,7 +159,7 @@ class Executor:
         try:
             with self._alarm.watching():
                 self._alarm.ring(cause)
-                agreement = Agreement(self.control_group, program, None, _NO_BATCH, self._meter)
+                agreement = self._agreement(program, None, _NO_BATCH)
                 self._end(agreement, Outcome(), error)
         except PipelineError as told:
             if isinstance(error, ConfigError):
@@ -169,7 +178,7 @@ class Executor:
             specs = _ask_specs(program, stages)
         except Exception as caught:  # noqa: BLE001 - told to all ranks and raised by _end
             error = self._ring(caught, None)
-        agreement = Agreement(self.control_group, program, specs, batch, self._meter)
+        agreement = self._agreement(program, specs, batch)
         if specs is None:
             return self._end(agreement, Outcome(), error)
         carried = None
@@ -177,6 +186,7 @@ class Executor:
             carried, self._carried = self._carried, None
         assert (carried is not None) == bool(program.num_before)
         step = Step(program, stages, *specs, self._transport, self._spans, self._device, carried)
+        step.known_failure = lambda: self._alarm.cause
         del carried  # the step lets go of its graphs one by one
         error = self._perform(step, program, agreement)
         self._spans.end_step(self._meter.number)
@@ -184,14 +194,22 @@ class Executor:
             self._on_peak(step.outcome.peak_live)
         return self._end(agreement, step.outcome, error)
 
+    def _agreement(
+        self, program: Program, specs: tuple[Specs, Specs] | None, batch: BatchDigest
+    ) -> Agreement:
+        patience = Patience(self._timeout)
+        return Agreement(self.control_group, program, specs, batch, self._meter, patience)
+
     def _perform(self, step: Step, program: Program, agreement: Agreement) -> BaseException | None:
         """Do all actions, or in their place what other ranks wait for; return what went wrong."""
         alarm = self._alarm
         actions = program.actions
         done = 0
         action = None
+        began_s = time.monotonic()
         try:
             for action in actions:
+                began_s = time.monotonic()
                 if alarm.cause is not None:
                     break
                 if action.kind in _COMMUNICATION:
@@ -201,6 +219,7 @@ class Executor:
                 alarm.num_moves += 1
             else:
                 action = None
+                began_s = time.monotonic()
                 agreement.settle()
                 self._keep(program, step.finish())
                 return None
@@ -213,13 +232,17 @@ class Executor:
         except BaseException as caught:
             self._ring(caught, action, program)
             raise
+        agreement.patience.begin(began_s)
+        if self._waits_within:  # see [Note: Failing within a shared stage] in failure.py
+            agreement.patience.begin(-math.inf)
+            time.sleep(SPREADS_S)
         try:
             agreement.settle()
         except DisagreementError as caught:
             step.abandon()
             return caught
         # See [Note: Failing together] in failure.py.
-        step.pretend_all(actions[done:])
+        step.pretend_all(actions[done:], agreement.patience)
         return error
 
     def _keep(self, program: Program, left: Carried | None) -> None:
@@ -233,6 +256,7 @@ class Executor:
     def _ring(
         self, error: BaseException, action: Action | None, program: Program | None = None
     ) -> BaseException:
+        self._explain(error)  # while what is known of the wait is new
         batch = ""
         if action is not None and program is not None and action.microbatch < 0:
             action, batch = (
@@ -257,6 +281,7 @@ class Executor:
                 return outcome
         except Exception as caught:  # noqa: BLE001 - a rank is gone: told to all and raised below
             error = error or self._ring(caught, None)
+            agreement.patience.begin(-math.inf)
         self.drop_carried()
         said = isinstance(error, DisagreementError) and str(error)
         cause = said or self._alarm.hear()

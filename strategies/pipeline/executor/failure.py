@@ -9,6 +9,12 @@ the cause as soon as they stand still, and do the same. All messages go through,
 one that never comes, and the groups can be used afterwards. Then all raise the first cause.
 
 Nothing is asked for while a rank moves on; one that stands still reads one key ten times a second.
+
+[Note: Failing within a shared stage]
+Where ranks share each layer, one that fails leaves the others of its stage in the midst of a sum,
+which only the end of its process ends. So it does not wait for anybody who computes: it gives those
+that stand still the time to hear of it, sends its zeros, and raises. Who receives zeros knows by
+then what they are, and does not go on into a sum of its own, for which nobody may come.
 """
 
 import contextlib
@@ -31,6 +37,8 @@ GRACE_S: Final = 30.0
 """How long a rank may go on to stand still once a failure is known, before it is ended."""
 
 _LOOK_S: Final = 0.1
+SPREADS_S: Final = 3 * _LOOK_S
+"""After which a rank that stands still knows of a failure: it notices that it does, then asks."""
 _READ_S: Final = 10.0
 
 _DOING: Final = {

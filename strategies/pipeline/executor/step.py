@@ -22,6 +22,7 @@ from boltmesh.strategies.pipeline.executor.backward import (
     backward_inputs,
 )
 from boltmesh.strategies.pipeline.executor.border import check_outputs
+from boltmesh.strategies.pipeline.executor.patience import Patience
 from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Action, Program
 from boltmesh.strategies.pipeline.executor.recomputing import no_module_runs
 from boltmesh.strategies.pipeline.executor.spans import Spans
@@ -93,6 +94,8 @@ class Step:
         self._live = dict.fromkeys(program.stages, 0)
         for stage, _ in carried.graphs:
             self._live[stage] += 1
+        self.known_failure: Callable[[], str | None] = lambda: None
+        """Tells why some rank has failed, once this one knows."""
         self.outcome = Outcome(peak_live=dict(self._live))
         self._values: dict[Chunk, tuple[Tensor, ...]] = {}
         """Inputs of a stage that a stage of the same rank gave."""
@@ -116,16 +119,16 @@ class Step:
         """Do what comes next."""
         self._do[action.kind](action)
 
-    def pretend_all(self, actions: Sequence[Action]) -> None:
+    def pretend_all(self, actions: Sequence[Action], patience: Patience) -> None:
         """Send zeros and receive what others wait for, and compute nothing: some rank has failed.
 
-        Returns once all messages are through, whatever becomes of them.
+        Returns once all messages are through, whatever becomes of them, or patience has ended.
         """
         self.abandon()
         for action in actions:
             with contextlib.suppress(Exception):  # the cause is known; this peer may be gone
                 self._pretend(action)
-        self._transport.finish_after_failure()
+        self._transport.finish_after_failure(patience)
 
     def _pretend(self, action: Action) -> None:
         if action.kind in SENDS:
@@ -275,14 +278,18 @@ class Step:
 
     def _receive(self, action: Action) -> tuple[Tensor, ...]:
         try:
-            return self._transport.receive(action)
+            values = self._transport.receive(action)
         except RuntimeError as error:
             peer = self._program.peer(action)
             what = "values" if action.kind == "RECV_F" else "gradients"
+            where = "does not answer" if "timed out" in str(error).lower() else "is gone"
             raise PipelineError(
                 f"Stage {action.stage} waited for the {what} of microbatch {action.microbatch} "
-                f"from pipeline rank {peer}, which is gone: {error}"
+                f"from pipeline rank {peer}, which {where}: {error}"
             ) from error
+        if cause := self.known_failure():  # then these are no values
+            raise PipelineError(cause)
+        return values
 
     def _crossing(self, action: Action) -> Sequence[ValueSpec]:
         """Return what a message carries."""

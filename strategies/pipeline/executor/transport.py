@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
 from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.executor.patience import Patience
 from boltmesh.strategies.pipeline.executor.program import Action
 from boltmesh.strategies.pipeline.values import ValueSpec
 from boltmesh.strategies.torch_compat import times_written
@@ -123,11 +124,13 @@ class Transport:
         for action in list(self._awaited):
             self.receive(action)
 
-    def finish_after_failure(self) -> None:
+    def finish_after_failure(self, patience: Patience) -> None:
         """The same, whatever becomes of each message; values are thrown away."""
         waiting = [work for sent in self._sent.values() for work in sent.works]
         waiting += [work for awaited in self._awaited.values() for work in awaited.works]
-        for work in waiting:
+        if self._device.type == "cpu":
+            patience.wait_for_each(waiting)
+        for work in waiting if self._device.type != "cpu" else ():  # which the stream waits for
             with contextlib.suppress(Exception):  # the cause is known; this peer may be gone
                 work.wait()
         self._sent.clear()

@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from boltmesh.errors import PipelineError
 from boltmesh.strategies.pipeline.executor.executor import Executor
+from boltmesh.strategies.pipeline.executor.patience import LEAST_S
 from boltmesh.strategies.pipeline.values import ValueSpec
 from tests.support.programs import programs
 from tests.support.ranks import RankFailure, run_ranks
@@ -53,6 +55,8 @@ class Broken(PieceStage):
             return super().forward(microbatch, received)
         if self.how == "die":
             os._exit(7)
+        if self.how == "sleep":
+            time.sleep(60)
         if self.how == "module":
             self.piece.linear.register_forward_pre_hook(lambda *_: (torch.ones(1, 99),))
         values = super().forward(microbatch, received)
@@ -223,6 +227,37 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
         assert float(seconds) < SECONDS
         assert re.search(r"Stage [13] waited for the (values|gradients) of microbatch \d", text)
         assert "from pipeline rank 2, which is gone" in text
+
+
+TIMEOUT_S = 5.0
+
+
+def wait_in_vain(rank: int, world_size: int, folder: str, where: str) -> None:
+    """Run a step in which one rank falls asleep, before it or in its second microbatch."""
+    timeout = timedelta(seconds=TIMEOUT_S)
+    group = dist.new_group(list(range(world_size)), timeout)
+    executor = Executor(group, torch.device("cpu"), timeout=timeout)
+    if rank == 1 and where == "before":
+        time.sleep(60)
+    program = programs("1f1b", world_size, len(SIZES))[rank]
+    piece = Piece(rank, world_size)
+    stage = Broken(piece, SIZES, "sleep", 1) if rank == 1 else PieceStage(piece, SIZES)
+    text, seconds = attempt(executor, program, [stage])
+    Path(folder, str(rank)).write_text(f"{seconds} {text}")
+    while len(list(Path(folder).iterdir())) < world_size - 1:
+        time.sleep(0.1)  # the others do not hear of it by the end of this one
+    os._exit(3)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("where", ["before", "within"])
+def test_a_rank_that_hangs_is_waited_for_once(tmp_path: Path, where: str) -> None:
+    with pytest.raises(RankFailure, match="exit code 3"):
+        run_ranks(wait_in_vain, 4, str(tmp_path), where, grace_s=0.5)
+    for rank in (0, 2, 3):
+        seconds, text = (tmp_path / str(rank)).read_text().split(" ", 1)
+        assert TIMEOUT_S - 1 < float(seconds) < TIMEOUT_S + LEAST_S + 1, (rank, text)
+        assert "Timed out" in text
 
 
 def hang(rank: int, world_size: int, folder: str) -> None:
