@@ -22,7 +22,6 @@ from boltmesh.strategies.data.buffers import BufferSync
 from boltmesh.strategies.data.late import LateGradients
 from boltmesh.strategies.data.late_replicas import share_state
 from boltmesh.strategies.data.refusals import refuse_callbacks, refuse_lone_saves
-from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.joint_norms import NormShare
 from boltmesh.strategies.mesh import MeshLayout
@@ -278,10 +277,9 @@ class PipelineMeshStrategy(MeshStrategy):
         axis = self.pipeline_axis
         # What selective checkpointing keeps is not seen before the first step.
         is_known = self.recomputation.kind != "selective"
-        parameters = axis.holdings.parameters
-        held = expected_held_memory(self.lightning_module, self.optimizers, parameters)
+        held = self.data_axis.expected_memory(self.lightning_module, self.optimizers)
         if axis.delayed is not None:
-            held = with_second_version(held, parameters)
+            held = with_second_version(held, axis.holdings.parameters)
         return held + (axis.expected_activations() if is_known else [])
 
     @override

@@ -377,6 +377,17 @@ class PipelineAxis:
         """Raise what keeps this rank from a step, on all ranks. In the place of the step."""
         self._executor.refuse(self._programs.of(self._num_microbatches), error)
 
+    def begin_batch(self) -> None:
+        """Let the data axis make parameters ready. Collective over all ranks.
+
+        What fails here is told to the whole pipeline: a step that was taken on the host or on a
+        disk meanwhile may turn out to have failed, on this rank alone.
+        """
+        try:
+            self.others.meet(self.context.data.begin_batch)
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.refuse(error)
+
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
         """Return a batch's microbatches and how many rows each has.
 
