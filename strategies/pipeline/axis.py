@@ -66,7 +66,7 @@ class PipelineAxis:
         self.cutter = Cutter()
         self.digest = BatchDigest()
         """Of the batch that the next step gets."""
-        self.others = OtherPipelines(1, self._fail)
+        self.others = OtherPipelines(1, 1, self._fail)
         """The replicas of this pipeline."""
 
     # Placing the model.
@@ -78,7 +78,7 @@ class PipelineAxis:
         """
         self.context = context
         self.others.close()
-        self.others = OtherPipelines(context.num_replicas, self._fail)
+        self.others = OtherPipelines(context.num_replicas, dist.get_world_size(), self._fail)
         if self.placement is not None:
             self._executor.open()
 

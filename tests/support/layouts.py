@@ -41,10 +41,12 @@ def _pipeline(schedule: str, ranks: int) -> Layout:
     )
 
 
-def _composed(stage: int, **sizes: Any) -> Layout:
+def _composed(stage: int, *, offload: str | None = None, **sizes: Any) -> Layout:
     return Layout(
         MeshLayout(**sizes),
-        lambda _: Parallel3DStrategy(telemetry=False, zero_stage=stage, **sizes),
+        lambda _: Parallel3DStrategy(
+            telemetry=False, zero_stage=stage, offload_optimizer=offload, **sizes
+        ),
     )
 
 
@@ -64,5 +66,6 @@ LAYOUTS = {
     "data 2 x tensor 2, ZeRO-3": _composed(3, data=2, tensor=2),
     "data 2 x pipeline 2, ZeRO-1": _composed(1, data=2, pipeline=2),
     "2 x 2 x 2, ZeRO-1": _composed(1, data=2, pipeline=2, tensor=2),
+    "data 2 x pipeline 2, ZeRO-1 on the CPU": _composed(1, offload="cpu", data=2, pipeline=2),
 }
 """By name; the number is that of the ranks."""
