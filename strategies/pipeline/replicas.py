@@ -2,9 +2,9 @@
 
 A pipeline that fails in a step raises on all of its ranks; the others find out when they wait for
 it at the end of a batch. So do those of the same pipeline where a rank fails outside of steps, in a
-hook of the user's or as its optimizer steps. Nobody can be woken there (see [Note: Failing together] in ``executor/failure.py``),
-but the wait ends with the process that is waited for, or after a grace period, and the cause is in
-the store by then.
+hook of the user's or as its optimizer steps. Nobody can be woken there (see [Note: Failing
+together] in ``executor/failure.py``), but the wait ends with the process that is waited for, or
+after a grace period, and the cause is in the store by then.
 """
 
 import itertools

@@ -98,7 +98,7 @@ def layouts(rank: int, world_size: int, case: Case, folder: str) -> list[Trace]:
     vars(opening)["CHUNK_NUMEL"] = CHUNK_NUMEL
     traces = []
     for options in case.layouts:
-        path = {"offload_path": folder} if "nvme" in options.values() else {}
+        path: Options = {"offload_path": folder} if "nvme" in options.values() else {}
         strategy = Parallel3DStrategy(
             data=case.data, pipeline=2, tensor=case.tensor, microbatches=4, telemetry=False,
             timeout_s=60, **options, **path,

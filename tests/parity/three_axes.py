@@ -4,8 +4,9 @@
 
 A GPT written by hand, with tied weights, and Hugging Face's Llama; every ZeRO stage, a few with
 the optimizer on the host or a disk; 1f1b and interleaved_1f1b, a few with zbv; whole and divided
-sequences; fp32, a few in bf16-mixed. Each trains for five optimizer steps of two batches with clipping, and validates. Prints a table of the
-largest differences. ``test_three_axes.py`` runs a part of it. Half a minute a line on two cores.
+sequences; fp32, a few in bf16-mixed. Each trains for five optimizer steps of two batches with
+clipping, and validates. Prints a table of the largest differences. ``test_three_axes.py`` runs a
+part of it. Half a minute a line on two cores.
 """
 
 import itertools

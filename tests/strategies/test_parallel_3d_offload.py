@@ -1,4 +1,4 @@
-"""Pipelines whose optimizer state is on the host or a disk: memory, overflows, faults, more fits."""
+"""Pipelines with their optimizer on the host or a disk: memory, overflows, faults, more fits."""
 
 import re
 from pathlib import Path

@@ -41,7 +41,7 @@ def _pipeline(schedule: str, ranks: int) -> Layout:
     )
 
 
-def _composed(stage: int, *, offload: str | None = None, **sizes: Any) -> Layout:
+def _composed(stage: int, *, offload: Any = None, **sizes: Any) -> Layout:
     return Layout(
         MeshLayout(**sizes),
         lambda _: Parallel3DStrategy(
