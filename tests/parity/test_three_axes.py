@@ -9,7 +9,7 @@ pytestmark = pytest.mark.ranks
 
 CASES = {
     "GPT": (Layout(1, offload="cpu"), Layout(3, "interleaved_1f1b", has_sequence=True)),
-    "Llama": (Layout(2, "zbv"),),
+    "Llama": (Layout(2, "zbv", offload="nvme"),),
 }
 
 
