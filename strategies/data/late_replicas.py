@@ -71,7 +71,7 @@ class LateReplicas(LateGradients):
 
     @override
     def release(self) -> None:
-        self._context, self._held, self._buffers = None, (), None
+        self._context = self._buffers = None
 
     # What is to be expected.
 

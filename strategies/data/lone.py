@@ -32,10 +32,6 @@ class LoneRank(LateGradients):
         return False
 
     @override
-    def release(self) -> None:
-        self._held = None
-
-    @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
         return []
 
