@@ -4,6 +4,7 @@ Gradients are taken as FSDP2 reduces them. A bucket whose last gradient is in is
 while the backward pass goes on, as if nothing was clipped; when the norm of all gradients is known
 the guess is committed or corrected. ``arrivals`` takes them, ``clipper`` has the norm,
 ``speculation`` says when a guess is worth it, ``early`` steps for good where nothing is clipped.
+Where gradients come all at once, beside a pipeline, they are taken when their norm is.
 
 What waits for what: a shard that is gathered, read or written waits for the steps of its own
 bucket. ``step`` returns while steps are pending.
