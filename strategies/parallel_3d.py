@@ -17,6 +17,7 @@ from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.engine.tensor_mesh import TensorMeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.mesh_fit import fit_layout
+from boltmesh.strategies.pipeline.kinds import schedule_kind
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
 from boltmesh.strategies.tensor.options import TensorOptions, UserPlan
 
@@ -43,8 +44,9 @@ class Parallel3DStrategy(TensorMeshStrategy):
         tensor: Ranks that share each layer; they have to be on one host.
         zero_stage: What is sharded over the data axis: 0 nothing (replicas), 1 the optimizer state,
             2 also the gradients, 3 also the parameters.
-        offload_optimizer: As for ``ZeROStrategy``, like the arguments below. Needs ``pipeline=1``.
-        offload_parameters: Needs ``zero_stage=3``.
+        offload_optimizer: As for ``ZeROStrategy``, like the arguments below.
+        offload_parameters: Needs ``zero_stage=3``. Beside a pipeline shards are fetched once for
+            each batch.
         offload_path: Folder for ``"nvme"``.
         offload_fraction: Share of the optimizer state that leaves the device.
         tile_linear_bytes: Needs ``zero_stage=3``, ``tensor=1`` and ``pipeline=1``.
@@ -134,6 +136,12 @@ class Parallel3DStrategy(TensorMeshStrategy):
                 "loss_parallel=True keeps logits divided up to the loss, and a pipeline hands the "
                 "whole output of its last layer to the rest of the step. Use loss_parallel='auto', "
                 "or set pipeline=1."
+            )
+        is_offloaded = offload_optimizer is not None or offload_parameters is not None
+        if pipeline > 1 and is_offloaded and schedule_kind(schedule).is_asynchronous:
+            raise ConfigError(
+                f"schedule={schedule!r} computes with two versions of the weights, and offload "
+                f"keeps one. Use schedule='1f1b', or leave offload_optimizer out."
             )
         if data == 1:
             _refuse_idle({"shard_size": shard_size}, ShardOptions(), "data", data)

@@ -6,6 +6,12 @@ axis could go along with: it is told when a batch begins, and when its gradients
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.nn import Module
+from typing_extensions import override
 
 from boltmesh.strategies.data.axis import DataAxis
 
@@ -13,11 +19,22 @@ from boltmesh.strategies.data.axis import DataAxis
 class LateGradients(DataAxis):
     """A data axis that can be used where the gradients of a batch come all at once."""
 
+    _is_synchronised = True
+    """Whether the batch is the last one of an accumulation window."""
+
+    @override
+    @contextmanager
+    def no_sync(self, module: Module) -> Iterator[None]:
+        self._is_synchronised = False
+        try:
+            yield
+        finally:
+            self._is_synchronised = True
+
     @abstractmethod
     def begin_batch(self) -> None:
         """Called before each batch of training. Collective over the axis."""
 
-    @abstractmethod
     def end_batch(self) -> bool:
         """Called within the backward pass of a batch, when its gradients are in ``.grad``.
 
@@ -29,11 +46,26 @@ class LateGradients(DataAxis):
         Raises:
             DivergenceError: When another rank has no loss for its batch.
         """
+        return self._finish(has_loss=True)
 
-    @abstractmethod
     def pass_over_batch(self) -> bool:
         """Called in the place of ``end_batch`` where a batch gave no loss. Collective likewise.
 
         Raises:
             DivergenceError: When another rank has one.
         """
+        return self._finish(has_loss=False)
+
+    @abstractmethod
+    def _finish(self, *, has_loss: bool) -> bool:
+        """Average what is due after a batch; return whether ``.grad`` holds averages now."""
+
+    # A pipeline makes gradients itself: there is no ``manual_backward``.
+
+    @override
+    def before_manual_backward(self, module: Module, loss: Tensor) -> None:
+        pass
+
+    @override
+    def after_manual_backward(self, module: Module) -> None:
+        pass

@@ -4,8 +4,7 @@
 its graph. A pipeline has neither: its gradients are in ``.grad`` at once, at the end of a batch.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -34,25 +33,14 @@ class LateReplicas(LateGradients):
         self._context: AxisContext | None = None
         self._held: Collection[Parameter] = ()
         self._buffers: BufferSync | None = None
-        self._is_synchronised = True
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
         self._context, self.other_shares = context, context.norm_shares
         self._held = list(module.parameters()) if context.held is None else context.held
         self._buffers = BufferSync(module, context.group, holds=context.holds_buffer)
-        self._is_synchronised = True
         share_state(self._held, self._buffers, context.group)
         return module
-
-    @override
-    @contextmanager
-    def no_sync(self, module: Module) -> Iterator[None]:
-        self._is_synchronised = False
-        try:
-            yield
-        finally:
-            self._is_synchronised = True
 
     # A batch.
 
@@ -62,13 +50,6 @@ class LateReplicas(LateGradients):
             self._buffers.send()
 
     @override
-    def end_batch(self) -> bool:
-        return self._finish(has_loss=True)
-
-    @override
-    def pass_over_batch(self) -> bool:
-        return self._finish(has_loss=False)
-
     def _finish(self, *, has_loss: bool) -> bool:
         context = self._context
         if not self._is_synchronised or context is None or context.group.size() == 1:
@@ -89,16 +70,8 @@ class LateReplicas(LateGradients):
             self._buffers.send()
 
     @override
-    def before_manual_backward(self, module: Module, loss: Tensor) -> None:
-        pass
-
-    @override
-    def after_manual_backward(self, module: Module) -> None:
-        pass
-
-    @override
     def release(self) -> None:
-        self._context, self._held, self._buffers = None, (), None
+        self._context = self._buffers = None
 
     # What is to be expected.
 

@@ -16,7 +16,7 @@ from boltmesh.strategies.data.buffers import BufferSync
 from boltmesh.strategies.data.evaluation import Attendance
 from boltmesh.strategies.data.late_replicas import share_state
 from boltmesh.strategies.data.late_scalars import LateScalars
-from boltmesh.strategies.data.refusals import refuse_mixed_types
+from boltmesh.strategies.data.refusals import refuse_mixed_types, refuse_parameters
 from boltmesh.strategies.data.root import Root
 from boltmesh.strategies.data.shard_mesh import ShardMesh
 from boltmesh.strategies.data.shard_options import ShardOptions
@@ -40,6 +40,7 @@ def shard_late(
 
     Collective over the data axis: every rank gets its share of the first rank's parameters.
     """
+    refuse_parameters(module, has_offload=options.has_offload)
     held = set(module.parameters() if context.held is None else context.held)
     buffers = BufferSync(module, context.group, holds=context.holds_buffer)
     share_state([each for each in module.parameters() if each in held], buffers, context.group)
@@ -50,9 +51,9 @@ def shard_late(
         ranks_per_node=context.ranks_per_node,
         timeout=context.timeout,
     )
-    absent = {each for each in module.parameters() if each not in held}
+    absent = frozenset(each for each in module.parameters() if each not in held)
     # What the holders outside of one are not to shard.
-    taken: set[Parameter] = absent | {each for each in held if each.dim() == 0}
+    taken: set[Parameter] = {*absent, *(each for each in held if each.dim() == 0)}
     found: dict[str, Module] = {}
     for name, unit in reversed(find_units(module, options.blocks).items()):  # from the inside out
         if all(each in taken for each in unit.parameters()):
@@ -63,8 +64,9 @@ def shard_late(
     refuse_mixed_types("", module)
     root = Root(module, found.values())
     found[""] = _shard(root, mesh, taken)
+    # What the optimizer steps first is gathered first; offload steps in the order of the model.
     units: dict[str, FSDPModule] = {}
-    for name, each in found.items():
+    for name, each in reversed(found.items()):
         assert isinstance(each, FSDPModule)
         units[name] = each
     know_units(units.values())
@@ -79,6 +81,7 @@ def shard_late(
         [],
         LateScalars(module, mesh.mesh, context.group, absent=absent),
         StepUnits(units.values()),
+        absent,
     )
 
 

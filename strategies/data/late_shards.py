@@ -15,47 +15,37 @@ more, and stage 3 each parameter also.
 Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from lightning.pytorch import LightningModule
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError
 from boltmesh.strategies.data.agreed_gradients import agree_on_gradients, agreement_bytes
 from boltmesh.strategies.data.axis import AxisContext
 from boltmesh.strategies.data.expectations import Expectations
 from boltmesh.strategies.data.late import LateGradients
 from boltmesh.strategies.data.late_scalars import LateScalars
 from boltmesh.strategies.data.late_sharded_model import shard_late
-from boltmesh.strategies.data.shard_options import ShardOptions
+from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.data.shard_traffic import expected_shard_traffic
 from boltmesh.strategies.data.zero import Shards
 from boltmesh.strategies.torch_compat import forget_step, gather_units, reduce_gradients
+from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 OVERFLOW_BYTES = 4
 """Of what a gradient scaler keeps: whether gradients are finite, in single precision."""
 
 
-class LateShards(Shards, LateGradients):
-    """The data axis of ZeRO beside a pipeline; see [Note: Stages 2 and 3 go by batch].
+class LateShards(LateGradients, Shards):
+    """The data axis of ZeRO beside a pipeline; see [Note: Stages 2 and 3 go by batch]."""
 
-    Raises:
-        ConfigError: For offload.
-    """
-
-    def __init__(self, options: ShardOptions) -> None:
-        super().__init__(options)
-        if options.has_offload:
-            raise ConfigError(
-                f"offload_optimizer={options.offload_optimizer!r} follows backward passes of the "
-                f"whole module, and a pipeline makes gradients all at once. Leave it out: each "
-                f"stage's state is shared out over the data axis."
-            )
+    has_late_gradients = True
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
@@ -76,15 +66,6 @@ class LateShards(Shards, LateGradients):
         """The ranks that share one copy of what they hold."""
         return self._model.mesh.shard_group
 
-    @override
-    @contextmanager
-    def no_sync(self, module: Module) -> Iterator[None]:
-        self._is_synchronised = False
-        try:
-            yield
-        finally:
-            self._is_synchronised = True
-
     # A batch.
 
     @override
@@ -95,19 +76,13 @@ class LateShards(Shards, LateGradients):
 
     def _gather(self) -> None:
         """Put whole parameters in the places of shards. Collective over the axis."""
+        self._refuse_lost()
         model = self._model
         gather_units(model.root_unit, model.units.values())
         model.step_units.follow_shards()
         model.scalars.take_out()
 
     @override
-    def end_batch(self) -> bool:
-        return self._finish(has_loss=True)
-
-    @override
-    def pass_over_batch(self) -> bool:
-        return self._finish(has_loss=False)
-
     def _finish(self, *, has_loss: bool) -> bool:
         is_last, stage = self._is_synchronised, self.options.stage
         if stage == 1 and not is_last:
@@ -157,13 +132,27 @@ class LateShards(Shards, LateGradients):
 
     # What is to be expected.
 
+    @property
+    @override
+    def _expectations(self) -> Expectations:
+        assert self._context is not None
+        # Whole parameters are of the type of their shards, also under autocast.
+        context = replace(self._context, compute_dtype=None)
+        return Expectations(self._model, self.options, context)
+
+    @override
+    def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
+        if self.options.has_offload:
+            return self._expectations.memory(optimizers)
+        assert self._context is not None
+        return expected_held_memory(module, optimizers, self._context.held)
+
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
         assert self._context is not None
-        context, model = self._context, self._model
+        context, model, known = self._context, self._model, self._expectations
         if context.group.size() == 1:
             return []
-        known = Expectations(model, self.options, replace(context, compute_dtype=None))
         stage, num_batches = self.options.stage, context.num_microbatches
         reductions = 1 if stage == 1 else num_batches
         told = reductions * agreement_bytes(len(self._trained()))

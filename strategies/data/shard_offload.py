@@ -31,6 +31,7 @@ def open_engine(
         },
         recorder=context.recorder,
         shares=context.norm_shares,
+        absent=model.absent,
     )
     # The root is gathered first: it holds what the blocks leave, embeddings among it.
     names = ["", *(name for name in model.units if name)]

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from boltmesh.strategies.access import know_units
 from boltmesh.strategies.building.materialize import prepare_unit
@@ -46,6 +46,8 @@ class ShardedModel:
     """Parameters that cannot be sharded."""
     step_units: StepUnits
     """All units, for what every step does with them."""
+    absent: frozenset[Parameter] = frozenset()
+    """Parameters of which the ranks of the data axis have no values: other stages hold them."""
 
     @property
     def root_unit(self) -> FSDPModule:

@@ -51,6 +51,8 @@ class Shards(DataAxis):
     """The data axis of ZeRO."""
 
     is_sharded = True
+    has_late_gradients = False
+    """Whether the gradients of a batch come all at once, when it is over."""
 
     def __init__(self, options: ShardOptions) -> None:
         self.options = options
@@ -187,6 +189,7 @@ class Shards(DataAxis):
                 optimizers,
                 exposes_gradients=reads_gradients,
                 never_clips=not self._context.has_norm_clipping,
+                comes_late=self.has_late_gradients,
             )
             if self.options.uses_disk:
                 world = dist.group.WORLD  # ranks of other axes write to disks, too

@@ -14,7 +14,6 @@ from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.data.buffers import BufferSync
 from boltmesh.strategies.data.late import LateGradients
 from boltmesh.strategies.data.late_replicas import share_state
-from boltmesh.strategies.data.replica_memory import expected_held_memory
 from boltmesh.strategies.engine.pipeline_checkpoints import PipelineCheckpoints
 from boltmesh.strategies.engine.pipeline_loops import PipelineLoops
 from boltmesh.strategies.mesh import MeshLayout
@@ -232,10 +231,9 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
         axis = self.pipeline_axis
         # What selective checkpointing keeps is not seen before the first step.
         is_known = self.recomputation.kind != "selective"
-        parameters = axis.holdings.parameters
-        held = expected_held_memory(self.lightning_module, self.optimizers, parameters)
+        held = self.data_axis.expected_memory(self.lightning_module, self.optimizers)
         if axis.delayed is not None:
-            held = with_second_version(held, parameters)
+            held = with_second_version(held, axis.holdings.parameters)
         return held + (axis.expected_activations() if is_known else [])
 
     # Ending.

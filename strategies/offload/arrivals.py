@@ -38,6 +38,7 @@ class Arrivals:
         device: Where they arrive.
         lane: Where copies to the host run.
         exposes_gradients: They stay in ``.grad`` until the step.
+        comes_late: They come all at once, and are taken when somebody asks for them.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class Arrivals:
         device: torch.device,
         lane: CopyLane,
         exposes_gradients: bool,
+        comes_late: bool = False,
     ) -> None:
         self.exposes_gradients = exposes_gradients
+        self._is_watching = not (exposes_gradients or comes_late)
         self.forecast = Forecast()
         self.early = EarlySteps()
         self.clipped: set[Optimizer] = set()
@@ -75,7 +78,7 @@ class Arrivals:
             is_stepped_away = any(chunk.place != "device" for chunk in bucket.chunks)
             if self._device.type != "cpu" and is_stepped_away:
                 self._host_gradients[bucket] = self._arena.take(bucket.numel, torch.float32)
-            if not self.exposes_gradients:
+            if self._is_watching:
                 for slot in bucket.slots:
                     hook = partial(self._arrive, bucket, slot)
                     self._hooks.append(after_gradient(slot.parameter, hook))
@@ -86,7 +89,7 @@ class Arrivals:
         self, units: Mapping[str, FSDPModule], layers: Mapping[str, Sequence[Module]]
     ) -> None:
         """Step with them for good as they come; see ``EarlySteps.start``."""
-        if not self.exposes_gradients:
+        if self._is_watching:
             self.early.start(units, layers)
 
     def close(self) -> None:
@@ -169,7 +172,7 @@ class Arrivals:
         return not (is_clipped and any(each.has_copies for each in bucket.slots))
 
     def collect(self, bucket: Bucket) -> None:
-        """Take what is left in ``.grad``, of earlier micro-batches or because it is exposed."""
+        """Take what is left in ``.grad``: of earlier micro-batches, exposed, or come late."""
         for slot in bucket.slots:
             gradient = slot.parameter.grad
             if gradient is not None:

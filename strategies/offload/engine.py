@@ -4,6 +4,7 @@ Gradients are taken as FSDP2 reduces them. A bucket whose last gradient is in is
 while the backward pass goes on, as if nothing was clipped; when the norm of all gradients is known
 the guess is committed or corrected. ``arrivals`` takes them, ``clipper`` has the norm,
 ``speculation`` says when a guess is worth it, ``early`` steps for good where nothing is clipped.
+Where gradients come all at once, beside a pipeline, they are taken when their norm is.
 
 What waits for what: a shard that is gathered, read or written waits for the steps of its own
 bucket. ``step`` returns while steps are pending.
@@ -11,7 +12,7 @@ bucket. ``step`` returns while steps are pending.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 
 import torch
@@ -58,6 +59,7 @@ class OffloadEngine(Settling):
             own.
         recorder: Is told of transfers.
         shares: What axes beside the data axis say of norms of gradients.
+        absent: Parameters that optimizers have here and other ranks step: other stages hold them.
     """
 
     def __init__(
@@ -70,10 +72,12 @@ class OffloadEngine(Settling):
         compute_dtypes: Mapping[Parameter, torch.dtype] | None = None,
         recorder: Recorder | NullRecorder | None = None,
         shares: Sequence[NormShare] = (),
+        absent: Set[Parameter] = frozenset(),
     ) -> None:
         self.plan = plan
         self.device = device
         self._rank = rank
+        self._absent = absent
         self._recorder = recorder or NullRecorder()
         self._compute_dtypes = dict(compute_dtypes or {})
         self._num_threads = worker_threads(device, ranks_per_node)
@@ -125,6 +129,7 @@ class OffloadEngine(Settling):
         *,
         exposes_gradients: bool,
         never_clips: bool = False,
+        comes_late: bool = False,
     ) -> None:
         """Take the state of the optimizers and their parameters over.
 
@@ -134,13 +139,16 @@ class OffloadEngine(Settling):
                 look at them there. Nothing is stepped during the backward pass then.
             never_clips: Nobody will call ``clip``. What is on a disk is then stepped within the
                 backward pass, and its gradients are released at once.
+            comes_late: Gradients come all at once, after the backward passes of a batch. They are
+                taken from ``.grad`` when their norm is, or else when the optimizer steps: nothing
+                is left that a guess could overlap with.
 
         Raises:
             ConfigError: When an optimizer updates what cannot be kept.
         """
         assert not self._optimizers, "adopted already"
         for optimizer in optimizers:
-            refuse_unknown(self._units, optimizer)
+            refuse_unknown(self._units, optimizer, absent=self._absent)
             if not AdamRule.fits(optimizer):
                 self._say_slow(optimizer)
         self._stepper = Stepper(self.kept.copies, num_threads=self._num_threads, device=self.device)
@@ -150,6 +158,7 @@ class OffloadEngine(Settling):
             device=self.device,
             lane=self._lane,
             exposes_gradients=exposes_gradients or len(optimizers) != 1,
+            comes_late=comes_late,
         )
         self._clipper = Clipper(self.kept, self._arrivals, self.device)
         self._take(optimizers)
@@ -323,14 +332,15 @@ class OffloadEngine(Settling):
 
     def _take_new_groups(self, optimizer: Optimizer) -> None:
         """Parameters may be added to an optimizer while it runs, as fine-tuning callbacks do."""
-        trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        given = [each for group in optimizer.param_groups for each in group["params"]]
+        trained = [each for each in given if each.requires_grad and each not in self._absent]
         frozen = [place[0] for p in trained if (place := self.kept.place.get(p)) is not None]
         for bucket in dict.fromkeys(frozen):
             if self.kept.owner[bucket] is None:
                 self.settle(bucket)
                 self.kept.give_back(bucket)
         if any(parameter not in self.kept.place for parameter in trained):
-            refuse_unknown(self._units, optimizer)
+            refuse_unknown(self._units, optimizer, absent=self._absent)
             self._take([optimizer])
 
     @property

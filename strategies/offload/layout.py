@@ -1,7 +1,7 @@
 """Decides what is kept as one: the parameters of each unit, by the optimizer that updates them."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -151,16 +151,27 @@ def build_buckets(
     return made
 
 
-def refuse_unknown(units: Mapping[str, Sequence[Held]], optimizer: Optimizer) -> None:
+def refuse_unknown(
+    units: Mapping[str, Sequence[Held]],
+    optimizer: Optimizer,
+    *,
+    absent: Set[Parameter] = frozenset(),
+) -> None:
     """Raise for parameters of an optimizer that no unit holds.
 
     The engine's step is the only one: what it does not know would stay as it is.
+
+    Args:
+        units: As ``held_units`` gives them.
+        optimizer: The user's.
+        absent: What other ranks hold and step.
 
     Raises:
         ConfigError: When there are any.
     """
     known = {each.parameter: each.name for held in units.values() for each in held}
-    unknown = [p for p in _parameters(optimizer) if p.requires_grad and p not in known]
+    trained = [each for each in _parameters(optimizer) if each.requires_grad]
+    unknown = [each for each in trained if each not in known and each not in absent]
     if unknown:
         names = list(known.values())
         shapes = ", ".join(str(tuple(each.shape)) for each in unknown[:3])

@@ -66,7 +66,7 @@ class PipelineAxis:
         self.cutter = Cutter()
         self.digest = BatchDigest()
         """Of the batch that the next step gets."""
-        self.others = OtherPipelines(1, self._fail)
+        self.others = OtherPipelines(1, 1, self._fail)
         """The replicas of this pipeline."""
 
     # Placing the model.
@@ -79,7 +79,7 @@ class PipelineAxis:
         self.context = context
         self.others.close()
         count = context.num_replicas * context.num_sharing
-        self.others = OtherPipelines(count, self._fail)
+        self.others = OtherPipelines(count, dist.get_world_size(), self._fail)
         if self.placement is not None:
             self._executor.open()
 
@@ -379,6 +379,17 @@ class PipelineAxis:
     def refuse(self, error: Exception) -> NoReturn:
         """Raise what keeps this rank from a step, on all ranks. In the place of the step."""
         self._executor.refuse(self._programs.of(self._num_microbatches), error)
+
+    def begin_batch(self) -> None:
+        """Let the data axis make parameters ready. Collective over all ranks.
+
+        What fails here is told to the whole pipeline: a step that was taken on the host or on a
+        disk meanwhile may turn out to have failed, on this rank alone.
+        """
+        try:
+            self.others.meet(self.context.data.begin_batch)
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.refuse(error)
 
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
         """Return a batch's microbatches and how many rows each has.

@@ -2,10 +2,11 @@
 
 They are those of other data ranks, and those of the ranks that share each layer with this one.
 
-A pipeline that fails raises on all of its ranks; the others find out when they wait for it at the
-end of a batch. Nobody can be woken there (see [Note: Failing together] in ``executor/failure.py``),
-but the wait ends with the process that is waited for, or after a grace period, and the cause is in
-the store by then.
+A pipeline that fails in a step raises on all of its ranks; the others find out when they wait for
+it at the end of a batch. So do those of the same pipeline where a rank fails outside of steps, in a
+hook of the user's or as its optimizer steps. Nobody can be woken there (see [Note: Failing
+together] in ``executor/failure.py``), but the wait ends with the process that is waited for, or
+after a grace period, and the cause is in the store by then.
 """
 
 import itertools
@@ -27,12 +28,16 @@ class OtherPipelines:
 
     Args:
         count: Pipelines of the job, this one among them.
+        num_ranks: Of the job.
         on_stuck: See ``Alarm``.
     """
 
-    def __init__(self, count: int, on_stuck: Callable[[PipelineError], None]) -> None:
+    def __init__(
+        self, count: int, num_ranks: int, on_stuck: Callable[[PipelineError], None]
+    ) -> None:
         self._alarm: Alarm | None = None
-        if count > 1:
+        self._failed = f"Another {'pipeline' if count > 1 else 'rank'} of the job failed"
+        if num_ranks > 1:
             name = f"replicas-{of_first_rank(next(_RUNS))}"
             self._alarm = Alarm(dist.get_rank(), name, on_stuck=on_stuck)
 
@@ -54,16 +59,16 @@ class OtherPipelines:
             cause = self._alarm.look()
             if cause is None:
                 raise
-            raise PipelineError(f"Another pipeline of the job failed: {cause}") from error
+            raise PipelineError(f"{self._failed}: {cause}") from error
         self._alarm.num_moves += 1
 
     def explain(self, error: BaseException) -> None:
-        """Put into an error that ends this rank what another pipeline has told of its own."""
+        """Put into an error that ends this rank what another one has told of its own."""
         if self._alarm is None or isinstance(error, BoltMeshError):
             return
         cause = self._alarm.look()
         if cause is not None and cause not in str(error):
-            told = f"Another pipeline of the job failed: {cause.rstrip('.')}."
+            told = f"{self._failed}: {cause.rstrip('.')}."
             error.args = (f"{told} Here it shows as: {error}",)
 
     def tell(self, error: BaseException) -> None:

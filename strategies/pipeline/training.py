@@ -54,7 +54,7 @@ def training_step(
         every microbatch gave None. What else is in the dict is on the last stage's rank. The
         gradients are those of the batch before where the schedule applies them a step late.
     """
-    axis.others.meet(axis.context.data.begin_batch)
+    axis.begin_batch()
     parts, sizes = axis.cut(args[0])
     seeds = axis.seeds(ordinal, len(parts))
     proofs = axis.proofs.of_step(lambda: _trial(axis, args, kwargs, around, seeds[0]))

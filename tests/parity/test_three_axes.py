@@ -8,8 +8,8 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.ranks
 
 CASES = {
-    "GPT": (Layout(1), Layout(3, "interleaved_1f1b", has_sequence=True)),
-    "Llama": (Layout(2, "zbv"),),
+    "GPT": (Layout(1, offload="cpu"), Layout(3, "interleaved_1f1b", has_sequence=True)),
+    "Llama": (Layout(2, "zbv", offload="nvme"),),
 }
 
 

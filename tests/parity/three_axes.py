@@ -2,18 +2,21 @@
 
     python -m tests.parity.three_axes [--only GPT Llama] [--chunk 6]
 
-A GPT written by hand, with tied weights, and Hugging Face's Llama; every ZeRO stage; 1f1b and
-interleaved_1f1b, a few with zbv; whole and divided sequences; fp32, a few in bf16-mixed. Each
-trains for five optimizer steps of two batches with clipping, and validates. Prints a table of the
-largest differences. ``test_three_axes.py`` runs a part of it. Half a minute a line on two cores.
+A GPT written by hand, with tied weights, and Hugging Face's Llama; every ZeRO stage, a few with
+the optimizer on the host or a disk; 1f1b and interleaved_1f1b, a few with zbv; whole and divided
+sequences; fp32, a few in bf16-mixed. Each trains for five optimizer steps of two batches with
+clipping, and validates. Prints a table of the largest differences. ``test_three_axes.py`` runs a
+part of it. Half a minute a line on two cores.
 """
 
 import itertools
+import tempfile
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -61,8 +64,10 @@ class Layout:
     has_sequence: bool = False
     """Whether the sequence is divided."""
     precision: str = FP32
+    offload: Literal["cpu", "nvme"] | None = None
+    """Where the optimizer steps; None: on the device."""
 
-    def strategy(self) -> Parallel3DStrategy:
+    def strategy(self, folder: str) -> Parallel3DStrategy:
         return Parallel3DStrategy(
             data=SIZE,
             pipeline=SIZE,
@@ -71,6 +76,8 @@ class Layout:
             microbatches=4,
             schedule=self.schedule,
             sequence_parallel=self.has_sequence,
+            offload_optimizer=self.offload,
+            offload_path=folder if self.offload == "nvme" else None,
             telemetry=False,
         )
 
@@ -87,6 +94,10 @@ LAYOUTS = (
     Layout(1, "1f1b", precision=BF16),
     Layout(2, "zbv", precision=BF16),
     Layout(3, "interleaved_1f1b", has_sequence=True, precision=BF16),
+    Layout(1, offload="cpu"),
+    Layout(2, "interleaved_1f1b", offload="nvme"),
+    Layout(3, "zbv", has_sequence=True, offload="cpu"),
+    Layout(1, precision=BF16, offload="cpu"),
 )
 
 
@@ -140,9 +151,10 @@ def laid_out(
     warnings.simplefilter("ignore")
     found: list[tuple[Trace | str | None, Norms]] = []
     for each in layouts:
-        strategy = each.strategy()
         try:
-            trace = trace_layout(problem(model, each.precision), strategy, devices=world_size)
+            with tempfile.TemporaryDirectory(prefix="three-axes-") as folder:
+                strategy = each.strategy(folder)
+                trace = trace_layout(problem(model, each.precision), strategy, devices=world_size)
         except BoltMeshError as error:
             found.append((str(error), []))
             continue
@@ -222,7 +234,8 @@ def measure(
 def row(model: str, layout: Layout, found: Apart | str) -> str:
     """Return a line of the table."""
     sequence = "divided" if layout.has_sequence else "whole"
-    start = f"| {model} | {layout.precision} | {layout.schedule} | {sequence} | {layout.stage} |"
+    stage = str(layout.stage) if layout.offload is None else f"{layout.stage}, {layout.offload}"
+    start = f"| {model} | {layout.precision} | {layout.schedule} | {sequence} | {stage} |"
     if isinstance(found, str):
         return f"{start} refused: {' '.join(found.split())[:200].replace('|', '/')} | | | |"
     figures = (found.losses, found.norms, found.parameters, found.states)

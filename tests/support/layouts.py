@@ -73,6 +73,9 @@ LAYOUTS = {
     "data 2 x tensor 2, ZeRO-3": _composed(3, data=2, tensor=2),
     "data 2 x pipeline 2, ZeRO-1": _composed(1, data=2, pipeline=2),
     "2 x 2 x 2, ZeRO-1": _composed(1, data=2, pipeline=2, tensor=2),
+    "data 2 x pipeline 2, ZeRO-1 on the CPU": _composed(
+        1, {"offload_optimizer": "cpu"}, data=2, pipeline=2
+    ),
 }
 """By name; the number is that of the ranks. Each goes on from each in the resharding matrix."""
 

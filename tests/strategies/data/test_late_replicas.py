@@ -10,8 +10,6 @@ from boltmesh.errors import ConfigError, DivergenceError, LayoutError
 from boltmesh.strategies.data.agreed_gradients import agree_on_gradients
 from boltmesh.strategies.data.ddp import ReplicaOptions, Replicas
 from boltmesh.strategies.data.flat_buckets import average, divide_into_buckets
-from boltmesh.strategies.data.late_shards import LateShards
-from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
@@ -77,5 +75,3 @@ def test_what_pipelines_cannot_have_beside_them_is_refused() -> None:
         PipelineMeshStrategy(
             pipeline_options=PipelineOptions(), data_axis=Replicas(ReplicaOptions())
         )
-    with pytest.raises(ConfigError, match="offload_optimizer='cpu'"):
-        LateShards(ShardOptions(stage=1, offload_optimizer="cpu"))
