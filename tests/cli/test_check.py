@@ -14,7 +14,7 @@ SMALL = ["model.init_args.n_layer=2", "model.init_args.n_embd=32", "data.init_ar
     [
         pytest.param("zero2", (), 2, id="two data ranks"),
         pytest.param("tensor", (), 2, id="one data rank, in the loader's order"),
-        pytest.param("threed", ("strategy.pipeline=1", "devices=4"), 4, id="two of four"),
+        pytest.param("threed", ("strategy.data=1", "devices=4"), 4, id="one of four"),
     ],
 )
 def test_layouts_are_compared_with_the_batches_that_their_data_ranks_see(
