@@ -102,6 +102,8 @@ class PipelineMeshStrategy(MeshStrategy):
         """A batch of the fit that is set up, and what a step is called with behind it."""
         self._resumed_seed: int | None = None
         """What random numbers within steps started from in the run that is gone on with."""
+        self._has_logged_bubble = False
+        """In this run."""
         self._digest: tuple[Any, BatchDigest] | None = None
         """The batch that was made ready last, and what it was before its transfer."""
 
@@ -299,6 +301,7 @@ class PipelineMeshStrategy(MeshStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._has_logged_bubble = False
         self._adopt_metrics()
 
     @override
@@ -386,7 +389,7 @@ class PipelineMeshStrategy(MeshStrategy):
             )
         if axis.sharing.size_per_batch() != told:  # the step logs something else than before
             self.recorder.expect(self.expected_traffic())
-        self._log_bubble()
+        self._log_bubble(trainer)
         return output
 
     def _check(self, batch: Any) -> None:
@@ -396,12 +399,20 @@ class PipelineMeshStrategy(MeshStrategy):
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
             self.pipeline_axis.refuse(error)
 
-    def _log_bubble(self) -> None:
-        """Log the newest bubble that is known, the same on all ranks; of the first batch none."""
+    def _log_bubble(self, trainer: Trainer) -> None:
+        """Log the newest bubble that is known, the same on all ranks; of the first batch none.
+
+        Once it is known, and then for the batches that loggers are given: a call of ``log`` takes
+        as long as several chunks of a small model.
+        """
         bubble = self.pipeline_axis.bubble
-        if bubble is not None:
-            assert self.lightning_module is not None
-            self.lightning_module.log(BUBBLE, bubble, on_step=True, on_epoch=False, batch_size=1)
+        module = self.lightning_module
+        assert module is not None
+        if bubble is None:
+            return
+        if not self._has_logged_bubble or compat.loggers_follow(trainer):
+            self._has_logged_bubble = True
+            module.log(BUBBLE, bubble, on_step=True, on_epoch=False, batch_size=1)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -41,3 +41,9 @@ def restart_fetching(trainer: Trainer) -> None:
     fetcher = trainer.fit_loop._data_fetcher
     if fetcher is not None:
         iter(fetcher)
+
+
+def loggers_follow(trainer: Trainer) -> bool:
+    """Whether loggers are given what the batch in work logs."""
+    connector = trainer._logger_connector
+    return bool(connector.should_update_logs or trainer.fast_dev_run)

@@ -306,12 +306,9 @@ class PipelineAxis:
     def _stage_runs(self, run: Run) -> list[tuple[StageRun, ...]]:
         """Return how each microbatch runs on each stage."""
         assert self.placement is not None
-        return [
-            self.placement.plans.stages(
-                run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
-            )
-            for number, part in enumerate(run.parts)
-        ]
+        return self.placement.plans.stages_of_parts(
+            run.step, run.parts, run.rest, run.kwargs, run.seeds
+        )
 
     def _metric_calls(self, run: Run, called: Sequence[tuple[MetricTrace, ...]]) -> MetricCalls:
         """Return what keeps the calls of metrics that a step makes."""

@@ -58,7 +58,7 @@ def training_step(
     parts, sizes = axis.cut(args[0])
     seeds = axis.seeds(ordinal, len(parts))
     proofs = axis.proofs.of_step(lambda: _trial(axis, args, kwargs, around, seeds[0]))
-    weights = StepWeights(proofs.form_of, is_single=len(parts) == 1)
+    weights = StepWeights(proofs.read, is_single=len(parts) == 1)
     results = _Results(sizes)
     scale = gradient_scale(axis.context, len(parts)) if axis.holds_last_stage else 1.0
 

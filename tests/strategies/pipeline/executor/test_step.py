@@ -124,15 +124,16 @@ def count_traffic(rank: int, world_size: int, name: str) -> tuple[Counter, list[
     axis = dist.new_group(list(range(world_size)))
 
     def counted(way: str, post: Any) -> Any:
-        def count(tensor: torch.Tensor, *, group: Any, **options: Any) -> Any:
+        def count(group: Any, tensors: list[torch.Tensor], *options: Any) -> Any:
             if group is axis:  # not what ranks agree on
-                moved[way, "bytes"] += tensor.numel() * tensor.itemsize
+                moved[way, "bytes"] += tensors[0].nbytes
                 moved[way, "calls"] += 1
-            return post(tensor, group=group, **options)
+            return post(group, tensors, *options)
 
         return count
 
-    dist.isend, dist.irecv = counted("send", dist.isend), counted("recv", dist.irecv)
+    kind: Any = dist.ProcessGroup
+    kind.send, kind.recv = counted("send", kind.send), counted("recv", kind.recv)
     executor = Executor(axis, torch.device("cpu"))
     program = programs(name, world_size, len(SIZES))[rank]
     pieces = [Piece(index, len(program.rank_of_stage)) for index in program.stages]
