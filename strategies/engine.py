@@ -363,8 +363,11 @@ class MeshStrategy(RankMeshStrategy):
         assert trainer is not None
         if trainer.world_size > 1:
             if self._sigterm is None:
-                self._sigterm = compat.SigtermAgreement(trainer)
+                self._sigterm = self._sigterm_agreement(trainer)
             self._sigterm.begin()
+
+    def _sigterm_agreement(self, trainer: Trainer) -> compat.SigtermAgreement:
+        return compat.SigtermAgreement(trainer)
 
     def _begin_evaluation(self) -> None:
         self._agree_on_sigterm()

@@ -320,6 +320,16 @@ class PipelineMeshStrategy(MeshStrategy):
         super()._begin_evaluation()
         self._adopt_metrics()
 
+    @override
+    def _sigterm_agreement(self, trainer: Trainer) -> compat.SigtermAgreement:
+        if self.layout.pipeline < self.world_size:
+            return super()._sigterm_agreement(trainer)
+        # All ranks of the job tell each other at the end of each batch how it went.
+        axis = self.pipeline_axis
+        agreement = compat.SigtermAgreement(trainer, axis.take_heard)
+        axis.signals = agreement.told
+        return agreement
+
     def _adopt_metrics(self) -> None:
         """Metrics may have been made as late as in the user's hooks at the start of a loop."""
         gather_over(self._metric_owners(), self.groups["data"])
@@ -378,7 +388,7 @@ class PipelineMeshStrategy(MeshStrategy):
             refuse_accumulation(trainer)
         self._check(args[0])
         axis.digest = self._digest_of(args[0])
-        told = axis.sharing.size_per_batch()
+        told = axis.sharing.length, axis.sharing.size_per_batch()
         with self.recorder.phase("forward"), total_norm_replaced(TOTAL_NORM):
             output = training_step(
                 axis,
@@ -387,7 +397,10 @@ class PipelineMeshStrategy(MeshStrategy):
                 ordinal=trainer.fit_loop.total_batch_idx,
                 around=self._around("training_step"),
             )
-        if axis.sharing.size_per_batch() != told:  # the step logs something else than before
+        if (
+            axis.sharing.length,
+            axis.sharing.size_per_batch(),
+        ) != told:  # the step logs something else than before
             self.recorder.expect(self.expected_traffic())
         self._log_bubble(trainer)
         return output

@@ -60,7 +60,7 @@ class Proofs:
         return StepProofs(self, trial)
 
     def read(self, loss: Tensor, trial: Callable[[], Trial]) -> tuple[Form, list[Term]] | None:
-        """Return the form of a loss and its terms; None where nothing could be proved on this batch.
+        """Return the form of a loss and its terms; None where nothing could be proved by a batch.
 
         Raises:
             ConfigError: When no weights put such a loss together.

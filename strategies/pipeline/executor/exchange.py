@@ -44,12 +44,13 @@ class Exchange:
             self._sent.append(self._group.send([row], other, self._tag))
 
     def hear(self) -> Tensor:
-        """Wait for the others, after ``tell``; return the sum of all rows, also of the own one."""
+        """Wait for the others, after ``tell``; return the rows of all ranks, in their order."""
         assert self._own is not None
         for work in (*self._awaited, *self._sent):
             work.wait()
         self._awaited, self._sent = [], []
-        return self._own + self._rows.sum(0)
+        before = 0 if self._group is None else self._group.rank()
+        return torch.cat([self._rows[:before], self._own[None], self._rows[before:]])
 
 
 def exchange_size(length: int, dtype: torch.dtype, num_ranks: int) -> tuple[int, int]:

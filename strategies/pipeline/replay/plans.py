@@ -107,7 +107,7 @@ class StagePlans:
         kwargs: Mapping[str, Any],
         seeds: Sequence[int],
     ) -> list[tuple[StageRun, ...]]:
-        """Return the stages of all microbatches of a batch; arguments as those of :meth:`stages`."""
+        """Return the stages of all microbatches of a batch; arguments as of :meth:`stages`."""
         state = self._state(step)
         found = []
         for part, seed in zip(parts, seeds, strict=True):

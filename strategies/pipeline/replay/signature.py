@@ -10,7 +10,6 @@ from torch.nn import Module, Parameter
 
 from boltmesh.strategies.steps.structure import is_constant, take_apart
 
-
 _PLAIN: Final = frozenset({int, float, bool, str, type(None)})
 
 
