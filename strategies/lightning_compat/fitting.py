@@ -45,5 +45,4 @@ def restart_fetching(trainer: Trainer) -> None:
 
 def loggers_follow(trainer: Trainer) -> bool:
     """Whether loggers are given what the batch in work logs."""
-    connector = trainer._logger_connector
-    return bool(connector.should_update_logs or trainer.fast_dev_run)
+    return bool(trainer._logger_connector.should_update_logs or getattr(trainer, "fast_dev_run", 0))

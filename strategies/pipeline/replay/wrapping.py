@@ -35,7 +35,7 @@ class ReplacedForwards:
         attributes = vars(unit)
         replaced = attributes.pop("forward")
         try:
-            return unit.forward  # type: ignore[no-any-return]
+            return unit.forward
         finally:
             attributes["forward"] = replaced
 
