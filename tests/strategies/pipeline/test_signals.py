@@ -20,8 +20,13 @@ TOLD_AT, STEPS = 3, 8
 class Told(Callback):
     """Receives the signal in the middle of a batch, on one rank."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, calls: list[int]) -> None:
         self.rank = rank
+        self.calls = calls
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 0:
+            self.calls.clear()  # of the setup
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step == TOLD_AT and trainer.global_rank == self.rank:
@@ -30,7 +35,7 @@ class Told(Callback):
 
 def train(rank: int, world_size: int, told: int) -> tuple[int, int]:
     warnings.simplefilter("ignore")
-    calls = []
+    calls: list[int] = []
     all_reduce = dist.all_reduce
 
     def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +44,7 @@ def train(rank: int, world_size: int, told: int) -> tuple[int, int]:
 
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=PipelineParallelStrategy(microbatches=4),
-        max_steps=STEPS, callbacks=[Told(told)], logger=False, enable_checkpointing=False,
+        max_steps=STEPS, callbacks=[Told(told, calls)], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     dist.all_reduce = counted
