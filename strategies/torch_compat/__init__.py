@@ -14,6 +14,7 @@ from boltmesh.strategies.torch_compat.communication import (
     broadcast_coalesced,
     device_index,
     flush_static_graph,
+    host_backend,
     shared_store,
 )
 from boltmesh.strategies.torch_compat.fake import (
@@ -118,6 +119,7 @@ __all__ = [
     "fused_adam",
     "gather_units",
     "has_gradient_hooks",
+    "host_backend",
     "intercept_collectives",
     "is_fake",
     "is_gathered",

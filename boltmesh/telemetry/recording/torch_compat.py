@@ -193,6 +193,18 @@ class CollectiveHook:
             if not self._observers:
                 self._uninstall()
 
+    def note_message(
+        self, operator: str, group: dist.ProcessGroup, num_bytes: int, peer: int
+    ) -> None:
+        """Tell the observers of a message to or from a rank that goes past the dispatcher.
+
+        To be called before it is posted: what hangs has to have been told.
+        """
+        for observer in self._observers:
+            ticket = observer.enqueued(operator, group, num_bytes, False, False, peer)
+            if ticket is not None:
+                observer.returned(ticket)
+
     def settle(self) -> None:
         """Tell the observers which calls are done. See [Note: When a collective is done]."""
         done = self.done

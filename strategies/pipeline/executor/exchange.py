@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from boltmesh.strategies.pipeline.executor.messages import HostMessages
+
 
 class Exchange:
     """A row of each rank to all others, once. Every rank of the group has to make one.
@@ -25,6 +27,7 @@ class Exchange:
         self, group: ProcessGroup | None, length: int, dtype: torch.dtype, *, tag: int
     ) -> None:
         self._group = group
+        self._messages = None if group is None else HostMessages(group)
         self._tag = tag
         self._own: Tensor | None = None
         self._sent: list[Work] = []
@@ -33,15 +36,15 @@ class Exchange:
         self._rows = torch.empty((len(others), length), dtype=dtype)
         self._others = others
         for other, row in zip(others, self._rows, strict=True):
-            assert group is not None
-            self._awaited.append(group.recv([row], other, tag))
+            assert self._messages is not None
+            self._awaited.append(self._messages.receive(row, other, tag))
 
     def tell(self, row: Tensor) -> None:
         """Send this rank's row; returns at once."""
         self._own = row  # its memory has to stay until it is through
         for other in self._others:
-            assert self._group is not None
-            self._sent.append(self._group.send([row], other, self._tag))
+            assert self._messages is not None
+            self._sent.append(self._messages.send(row, other, self._tag))
 
     def hear(self) -> Tensor:
         """Wait for the others, after ``tell``; return the rows of all ranks, in their order."""

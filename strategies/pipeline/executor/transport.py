@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
 from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.executor.messages import HostMessages
 from boltmesh.strategies.pipeline.executor.program import Action
 from boltmesh.strategies.pipeline.values import ValueSpec
 from boltmesh.strategies.torch_compat import times_written
@@ -51,6 +52,7 @@ class Transport:
         self._group = group
         self._device = device
         self._is_on_host = device.type == "cpu"
+        self._messages = HostMessages(group) if group is not None and self._is_on_host else None
         self._sent: dict[Action, _Sent] = {}
         self._awaited: dict[Action, _Awaited] = {}
 
@@ -143,10 +145,9 @@ class Transport:
             return []
         border = action.stage + (action.kind in {"SEND_F", "RECV_B"})
         tag = 2 * border + action.kind.endswith("B")
-        if self._is_on_host:  # what torch's functions come to, without their checks
-            assert self._group is not None
-            post = self._group.send if do is dist.isend else self._group.recv
-            return [post([wire], peer, tag) for wire in wires]
+        if self._messages is not None:
+            post = self._messages.send if do is dist.isend else self._messages.receive
+            return [post(wire, peer, tag) for wire in wires]
         return dist.batch_isend_irecv(
             [P2POp(do, wire, group=self._group, tag=tag, group_peer=peer) for wire in wires]
         )
