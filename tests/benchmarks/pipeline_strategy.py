@@ -235,11 +235,11 @@ def report(name: str, ranks: int, rounds: int) -> None:
     print_ratios(together, ["torch pipeline, no Trainer", "boltmesh DDP"])
     print_ratios(alone, ["one process, no Trainer"])
     trainer, bare = (
-        [wall for wall, _ in alone[each]]
+        [cpu for _, cpu in alone[each]]
         for each in ("one process, Trainer", "one process, no Trainer")
     )
     takes = statistics.median(a - b for a, b in zip(trainer, bare, strict=True))
-    print(f"  Lightning's loop takes {1e3 * takes:.2f} ms of a step")
+    print(f"  Lightning's loop takes {1e3 * takes:.2f} ms of CPU time of a step")
 
 
 def main() -> None:
