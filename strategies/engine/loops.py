@@ -117,8 +117,11 @@ class LoopStrategy(RankMeshStrategy):
         """Lightning has put its own handler in front of the first loop."""
         if self._trainer.world_size > 1:
             if self._sigterm is None:
-                self._sigterm = compat.SigtermAgreement(self._trainer)
+                self._sigterm = self._sigterm_agreement()
             self._sigterm.begin()
+
+    def _sigterm_agreement(self) -> compat.SigtermAgreement:
+        return compat.SigtermAgreement(self._trainer)
 
     def _begin_evaluation(self) -> None:
         self._agree_on_sigterm()

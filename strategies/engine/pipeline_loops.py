@@ -27,8 +27,15 @@ class PipelineLoops(SharedBatchStrategy):
     _evaluation: Evaluation
     _digest: tuple[Any, BatchDigest] | None = None
     """The batch that was made ready last, and what it was before its transfer."""
+    _has_logged_bubble = False
+    """In this run."""
 
     # The beginnings and ends of loops.
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._has_logged_bubble = False
 
     @override
     def on_train_end(self) -> None:
@@ -40,6 +47,16 @@ class PipelineLoops(SharedBatchStrategy):
         # For the memory of what is kept for backward passes; numbers would be the same.
         self.pipeline_axis.drain()
         super().on_validation_start()
+
+    @override
+    def _sigterm_agreement(self) -> compat.SigtermAgreement:
+        if self.layout.pipeline < self.world_size:
+            return super()._sigterm_agreement()
+        # All ranks of the job tell each other at the end of each batch how it went.
+        axis = self.pipeline_axis
+        agreement = compat.SigtermAgreement(self._trainer, axis.take_heard)
+        axis.signals = agreement.told
+        return agreement
 
     @override
     def _adopt_metrics(self) -> None:
@@ -85,7 +102,7 @@ class PipelineLoops(SharedBatchStrategy):
             refuse_accumulation(self._trainer)
         self._check(args[0])
         axis.digest = self._digest_of(args[0])
-        told = axis.sharing.size_per_batch()
+        told = axis.sharing.length, axis.sharing.size_per_batch()
         with self.recorder.phase("forward"), total_norm_replaced(TOTAL_NORM):
             output = training_step(
                 axis,
@@ -94,7 +111,7 @@ class PipelineLoops(SharedBatchStrategy):
                 ordinal=self._trainer.fit_loop.total_batch_idx,
                 around=self._around("training_step"),
             )
-        if axis.sharing.size_per_batch() != told:  # the step logs something else than before
+        if told != (axis.sharing.length, axis.sharing.size_per_batch()):  # it logs something else
             self.recorder.expect(self.expected_traffic())
         self._log_bubble()
         return output
@@ -107,9 +124,16 @@ class PipelineLoops(SharedBatchStrategy):
             self.pipeline_axis.refuse(error)
 
     def _log_bubble(self) -> None:
-        """Log the newest bubble that is known, the same on all ranks; of the first batch none."""
+        """Log the newest bubble that is known, the same on all ranks; of the first batch none.
+
+        Once it is known, and then for the batches that loggers are given: a call of ``log`` takes
+        as long as several chunks of a small model.
+        """
         bubble = self.pipeline_axis.bubble
-        if bubble is not None:
+        if bubble is None:
+            return
+        if not self._has_logged_bubble or compat.loggers_follow(self._trainer):
+            self._has_logged_bubble = True
             assert self.lightning_module is not None
             self.lightning_module.log(BUBBLE, bubble, on_step=True, on_epoch=False, batch_size=1)
 

@@ -41,6 +41,7 @@ from boltmesh.strategies.lightning_compat.evaluation import (
 from boltmesh.strategies.lightning_compat.fitting import (
     batches_to_skip,
     is_epoch_over,
+    loggers_follow,
     prefetched_batches,
     restart_fetching,
     training_loaders,
@@ -90,6 +91,7 @@ __all__ = [
     "is_for_requeue",
     "is_in_fit",
     "is_wrapping",
+    "loggers_follow",
     "module_keeps_gradients",
     "module_reads_gradients",
     "optimizers_to_device",

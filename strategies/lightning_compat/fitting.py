@@ -41,3 +41,8 @@ def restart_fetching(trainer: Trainer) -> None:
     fetcher = trainer.fit_loop._data_fetcher
     if fetcher is not None:
         iter(fetcher)
+
+
+def loggers_follow(trainer: Trainer) -> bool:
+    """Whether loggers are given what the batch in work logs."""
+    return bool(trainer._logger_connector.should_update_logs or getattr(trainer, "fast_dev_run", 0))

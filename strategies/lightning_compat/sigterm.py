@@ -28,10 +28,19 @@ class SigtermAgreement:
     SLURM's signal to save and go back into the queue is agreed on with it. Lightning saves in the
     handler, wherever the signal finds the rank: ranks would wait for each other for good there, or
     write shards of different steps. Here all save before the same batch.
+
+    Args:
+        trainer: Of the run.
+        heard: Gives the largest of what ranks have told each other by ``told`` since it was asked
+            last, alike on all ranks, where they do that anyway at the end of a batch; else they are
+            asked before each.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(
+        self, trainer: Trainer, heard: Callable[[], tuple[float, ...]] | None = None
+    ) -> None:
         self._trainer = trainer
+        self._heard = heard
         self._is_told = False
         self._requeue = 0
         """SLURM's signal, once it has come."""
@@ -81,14 +90,19 @@ class SigtermAgreement:
     def _hear_requeue(self, signum: int, frame: "FrameType | None") -> None:
         self._requeue = signum
 
+    def told(self) -> tuple[float, float]:
+        """Return whether this rank was told to end, and SLURM's signal if that has come."""
+        return float(self._is_told), float(self._requeue)
+
     def _ask(self) -> None:
         """Save or end the run when any rank was told to. Collective over all ranks."""
         trainer = self._trainer
-        told = torch.tensor(
-            [int(self._is_told), self._requeue], device=trainer.strategy.root_device
-        )
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        must_end, requeue = told.tolist()
+        if self._heard is None:
+            told = torch.tensor(self.told(), device=trainer.strategy.root_device)
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+            must_end, requeue = map(int, told.tolist())
+        else:
+            must_end, requeue = map(int, self._heard())
         if requeue:
             self._requeue = 0
             trainer._signal_connector._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]

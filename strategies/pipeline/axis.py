@@ -7,6 +7,7 @@ batch of training is made of is in ``training.py``, one of the other loops in ``
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -49,6 +50,11 @@ from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace
 from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
 
+NUM_SIGNALS = 2
+"""Numbers that each rank tells of signals, see ``SigtermAgreement``."""
+
+Signals = tuple[float, float]
+
 SEED_STRIDE = 1_000_003
 """Between the seeds of two steps: a prime above any number of microbatches."""
 
@@ -68,6 +74,9 @@ class PipelineAxis:
         """Of the batch that the next step gets."""
         self.others = OtherPipelines(1, 1, self._fail)
         """The replicas of this pipeline."""
+        self.signals: Callable[[], Signals] = _no_signals
+        """Asked at the end of each run what this rank was told from outside."""
+        self._heard = _no_signals()
 
     # Placing the model.
 
@@ -146,6 +155,7 @@ class PipelineAxis:
             explain=self._explain,
             waits_within=context.num_sharing > 1,
             control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
+            num_told=lambda: NUM_SIGNALS + self.sharing.length,
         )
         self._num_microbatches = len(parts)
         stages = self._programs.of(len(parts)).stages
@@ -273,8 +283,20 @@ class PipelineAxis:
         self.metrics.clear()
         self.metrics.update(find_metrics(self.module))
 
-    def work_off(self, run: Run, finish: Finish, around: Around) -> StepLogs:
-        """Run all chunks of this rank; return what the last stage logged."""
+    def work_off(
+        self, run: Run, finish: Finish, around: Around, found: Callable[[StepLogs], Tensor]
+    ) -> tuple[StepLogs, Tensor]:
+        """Run all chunks of this rank.
+
+        Args:
+            run: The step and its microbatches.
+            finish: Takes what the last stage returned.
+            around: Precision.
+            found: Gives what the last stage's rank tells the others, ``sharing.row``.
+
+        Returns:
+            What the last stage logged, and what each rank told at the end.
+        """
         stages_of_rank = self._programs.of(len(run.parts)).stages
         try:
             with around():
@@ -298,23 +320,22 @@ class PipelineAxis:
             )
             for index in stages_of_rank
         ]
+        tell = partial(found, logs) if self.holds_last_stage else None
         if self.delayed is None:
-            self._run(self._programs.of(len(run.parts)), stages)
+            outcome = self._run(self._programs.of(len(run.parts)), stages, tell)
         else:
             with self.delayed.batch() as before:
-                self._run(self._programs.asynchronous(before, len(run.parts)), stages)
+                program = self._programs.asynchronous(before, len(run.parts))
+                outcome = self._run(program, stages, tell)
         self._glue_state.share(each[0].plan for each in runs)
-        return logs
+        return logs, outcome.told[:, NUM_SIGNALS:]
 
     def _stage_runs(self, run: Run) -> list[tuple[StageRun, ...]]:
         """Return how each microbatch runs on each stage."""
         assert self.placement is not None
-        return [
-            self.placement.plans.stages(
-                run.step, part, *run.rest, kwargs=run.kwargs, seed=run.seeds[number]
-            )
-            for number, part in enumerate(run.parts)
-        ]
+        return self.placement.plans.stages_of_parts(
+            run.step, run.parts, run.rest, run.kwargs, run.seeds
+        )
 
     def _metric_calls(self, run: Run, called: Sequence[tuple[MetricTrace, ...]]) -> MetricCalls:
         """Return what keeps the calls of metrics that a step makes."""
@@ -364,10 +385,29 @@ class PipelineAxis:
         outputs = self._run(program, stages).outputs
         return [outputs[number] for number in sorted(outputs)]
 
-    def _run(self, program: Program, stages: Sequence[RunStage]) -> Outcome:
+    def _run(
+        self,
+        program: Program,
+        stages: Sequence[RunStage],
+        found: Callable[[], Tensor] | None = None,
+    ) -> Outcome:
         digest, self.digest = self.digest, BatchDigest()
+
+        def tell() -> Tensor:
+            signals = torch.tensor(self.signals(), dtype=torch.float64)
+            zeros = torch.zeros(self.sharing.length, dtype=torch.float64)
+            return torch.cat([signals, zeros if found is None else found()])
+
         with host_random_kept():
-            return self._executor.run(program, stages, digest)
+            outcome = self._executor.run(program, stages, digest, tell)
+        told, requeue = outcome.told[:, :NUM_SIGNALS].amax(0).tolist()
+        self._heard = max(self._heard[0], told), max(self._heard[1], requeue)
+        return outcome
+
+    def take_heard(self) -> Signals:
+        """Return the largest of what ranks were told from outside, by runs since the last call."""
+        heard, self._heard = self._heard, _no_signals()
+        return heard
 
     def relay(self, run: Run) -> Any:
         """Run a step on the whole batch, each unit on its rank; return what it returns."""
@@ -458,6 +498,7 @@ class PipelineAxis:
             num_norms=num_norms,
             shared=self.holdings.shared.size_per_batch(),
             told=self.sharing.size_per_batch(),
+            num_told=NUM_SIGNALS + self.sharing.length,
             evened=self.holdings.shared.size_of_gradients() if self._evens_shared else (0, 0),
             agrees_on_overflow=self.context.scaler is not None,
         )
@@ -475,11 +516,16 @@ class PipelineAxis:
         """End what runs beside the training. Parameters stay as they are."""
         self._forget_scaler()
         self._forget_scaler = _nothing
+        self.signals, self._heard = _no_signals, _no_signals()
         self.others.close()
         if self.placement is not None:
             self._executor.close()
             if self.delayed is not None:
                 self.delayed.abandon()
+
+
+def _no_signals() -> Signals:
+    return 0.0, 0.0
 
 
 def _nothing() -> None:

@@ -241,7 +241,7 @@ def _compare(form: Form, cut: Cut) -> bool:
     Raises:
         ConfigError: When they differ.
     """
-    weights = StepWeights(lambda _: form)
+    weights = StepWeights(lambda loss: (form, read(loss, form)))
     leaves = _trained(cut.whole.loss)
     wanted = gradients_of(cut.whole.loss, [*cut.whole.values, *leaves])
     made = [torch.zeros_like(each, dtype=torch.float64) for each in [*cut.whole.values, *leaves]]

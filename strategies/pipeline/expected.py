@@ -29,10 +29,10 @@ def expected_collectives(
     """Return the collectives of one optimizer step on one rank; each pair is bytes and calls.
 
     Args:
-        agreements: Of a batch, on whether ranks await the same and nobody has failed: what a rank
-            sends, and receives.
+        agreements: Of a batch, on whether ranks await the same and nobody has failed, with what
+            they tell each other beside: what a rank sends, and receives.
         shared: Of a batch, for gradients of parameters that several stages hold.
-        told: Of a batch, from the last stage: the loss and what was logged.
+        told: Of a batch, from the last stage, beside that: the loss and what was logged.
         evened: Of an optimizer step, for gradients of shared parameters that were averaged over
             pipelines.
         accumulated: Batches in an optimizer step.
@@ -65,19 +65,23 @@ def expected_collectives(
             operator=operator,
             payload_bytes=float(agreements[0] * accumulated),
             calls=float(agreements[1] * accumulated),
-            why="agreements of the ranks, at both ends of a batch",
+            why="agreements of the ranks at both ends of a batch, and its loss",
         )
         for operator in ("send", "recv")
     ]
-    told_by_last = ExpectedTraffic(
+    broadcasts = {
+        "the last stage tells the loss and what was logged": told[1] * accumulated,
+        "averaged gradients of parameters that stages share": evened[1],
+    }
+    over_ranks = ExpectedTraffic(
         axis="pipeline",
         operator="broadcast",
         payload_bytes=float(told[0] * accumulated + evened[0]),
-        calls=float(told[1] * accumulated + evened[1]),
-        why="the last stage tells the loss and what was logged"
-        + (", averaged gradients of parameters that stages share" if evened[1] else ""),
+        calls=float(sum(broadcasts.values())),
+        why=", ".join(why for why, calls in broadcasts.items() if calls),
     )
-    return [*([over_stages] if named else []), told_by_last, *agreed]
+    found = [each for each in (over_stages, over_ranks) if each.calls]
+    return [*found, *agreed]
 
 
 def with_second_version(

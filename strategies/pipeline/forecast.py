@@ -56,6 +56,7 @@ class Forecast:
         num_norms: int,
         shared: tuple[int, int],
         told: tuple[int, int],
+        num_told: int,
         evened: tuple[int, int],
         agrees_on_overflow: bool,
     ) -> list[ExpectedTraffic]:
@@ -66,6 +67,7 @@ class Forecast:
             num_norms: Norms over all stages in it.
             shared: Bytes and calls of a batch, for parameters that several stages hold.
             told: Bytes and calls of a batch, from the last stage.
+            num_told: Numbers that ranks tell each other at the end of a batch.
             evened: Bytes and calls of a step, for shared parameters' averages over pipelines.
             agrees_on_overflow: Whether stages tell each other before it if gradients overflowed.
         """
@@ -82,7 +84,7 @@ class Forecast:
         if self._group.size() == 1:
             return over_borders
         return over_borders + expected_collectives(
-            agreements=agreement_size(self._programs.num_stages, self._group.size()),
+            agreements=agreement_size(self._programs.num_stages, self._group.size(), num_told),
             shared=shared,
             told=told,
             evened=evened,

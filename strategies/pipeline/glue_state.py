@@ -50,6 +50,8 @@ class GlueState:
             inner: What they are run in besides.
             plans: Of the stage, by microbatch.
         """
+        if not any(plan.changed_buffers or plan.changed_attributes for plan in plans):
+            return inner  # nearly all models; it is entered for each microbatch
 
         @contextmanager
         def both(microbatch: int) -> Iterator[None]:

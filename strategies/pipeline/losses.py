@@ -86,7 +86,7 @@ class Term:
                 )
             elif each and (rows is None or not math.isclose(float(count), rows, rel_tol=1e-5)):
                 count = 0.0
-        return replace(self, count=count)
+        return self if count is self.count else replace(self, count=count)
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,13 @@ class OtherFormError(Exception):
     """A loss does not have the form that it was to be read by."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Position:
-    """A node on the way, and what was gathered before it."""
+    """A node on the way, and what was gathered before it.
+
+    It moves on along a branch, for a loss is read in every microbatch; where branches part, each
+    further one gets a copy.
+    """
 
     node: Node | None
     place: Place = ()
@@ -179,8 +183,7 @@ def terms_of(
     pending = [_Position(start)]
     while pending:
         position = pending.pop()
-        position = replace(position, node=behind_transparent(position.node))
-        node = position.node
+        node = position.node = behind_transparent(position.node)
         if node is None:
             continue
         if leaves_of is not None and position.place not in form.visits:
@@ -189,14 +192,17 @@ def terms_of(
         visit = form.visits.get(position.place)
         if visit is None or (visit.follow and visit.name != node.name()):
             raise OtherFormError(node.name())
-        position = _gather(position, visit, form)
+        _gather(position, visit, form)
         if not visit.follow:
             yield _term(position)
-        for index in reversed(visit.follow):
-            if index >= len(node.next_functions):
+            continue
+        after, place = node.next_functions, position.place
+        for number, index in enumerate(reversed(visit.follow)):
+            if index >= len(after):
                 raise OtherFormError(node.name())
-            onward = node.next_functions[index][0]
-            pending.append(replace(position, node=onward, place=(*position.place, index)))
+            branch = position if number + 1 == len(visit.follow) else replace(position)
+            branch.node, branch.place = after[index][0], (*place, index)
+            pending.append(branch)
 
 
 def behind_transparent(node: Node | None) -> Node | None:
@@ -263,43 +269,41 @@ def _not_linear(node: Node, what: str) -> str:
     )
 
 
-def _gather(position: _Position, visit: Visit, form: Form) -> _Position:
-    """Take in what a node says about the count."""
+def _gather(position: _Position, visit: Visit, form: Form) -> None:
+    """Take in what the position's node says about the count."""
     node = position.node
     assert node is not None
     reduction = None if node.name() == _LEAF else reduction_of(node)
     if reduction is not None:
         kind: Literal["mean", "sum"] = "mean" if reduction.is_mean else "sum"
-        return replace(
-            position,
-            count=position.count * reduction.count,
-            size=position.size * max(reduction.size, 1.0),
-            operator=position.operator or plain_name(node),
-            is_reduced=True,
-            reductions=position.reductions | ({kind} if reduction.is_over_rows else set()),
-            empty=(*position.empty, *reduction.empty),
-        )
-    if visit.takes_factor:
-        factor = factor_of(node)
-        if factor is None or not factor.is_scalar:
-            raise OtherFormError(node.name())
-        if form.factors is not None:
-            value = float(factor.divide(1.0))
-            form.factors.setdefault(position.place, []).append(value)
-        if position.place in form.constants:
-            return position
-        return replace(
-            position,
-            count=factor.divide(position.count),
-            size=position.size * factor.size,
-            has_divisor=True,
-            divisors=position.divisors | {"number" if factor.is_number else "tensor"},
-        )
-    if position.is_reduced and is_sum(node):
-        return replace(position, is_mixed=position.is_mixed or not node.name().endswith(_STACKS))
-    if position.is_reduced and position.has_divisor and not position.is_mixed:
-        return replace(position, empty=(*position.empty, *masks_of(node)))
-    return position
+        position.count = position.count * reduction.count
+        position.size *= max(reduction.size, 1.0)
+        position.operator = position.operator or plain_name(node)
+        position.is_reduced = True
+        if reduction.is_over_rows:
+            position.reductions |= {kind}
+        position.empty = (*position.empty, *reduction.empty)
+    elif visit.takes_factor:
+        _gather_factor(position, node, form)
+    elif position.is_reduced and is_sum(node):
+        position.is_mixed = position.is_mixed or not node.name().endswith(_STACKS)
+    elif position.is_reduced and position.has_divisor and not position.is_mixed:
+        position.empty = (*position.empty, *masks_of(node))
+
+
+def _gather_factor(position: _Position, node: Node, form: Form) -> None:
+    factor = factor_of(node)
+    if factor is None or not factor.is_scalar:
+        raise OtherFormError(node.name())
+    if form.factors is not None:
+        value = float(factor.divide(1.0))
+        form.factors.setdefault(position.place, []).append(value)
+    if position.place in form.constants:
+        return
+    position.count = factor.divide(position.count)
+    position.size *= factor.size
+    position.has_divisor = True
+    position.divisors |= {"number" if factor.is_number else "tensor"}
 
 
 def _term(position: _Position) -> Term:

@@ -16,7 +16,7 @@ from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.replay.places import place_of
 from boltmesh.strategies.pipeline.replay.probe import LOGGING, without_weight_cache
 from boltmesh.strategies.pipeline.replay.remembering import key_of
-from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
+from boltmesh.strategies.pipeline.replay.wrapping import ReplacedForwards
 from boltmesh.strategies.random_state import seed_random_state
 from boltmesh.strategies.steps.restoring import modules_unchanged, random_state_unchanged
 from boltmesh.strategies.steps.structure import (
@@ -65,7 +65,7 @@ def measure_units(
         stack.enter_context(random_state_unchanged(device))
         stack.enter_context(without_weight_cache())
         forwards = {name: partial(timer.call, name, unit.forward) for name, unit in units.items()}
-        stack.enter_context(forwards_replaced(units, forwards))
+        stack.enter_context(ReplacedForwards(units, forwards))
         for name in LOGGING:
             if hasattr(root, name):
                 vars(root)[name] = _log_nothing

@@ -6,6 +6,7 @@ What it decides reaches the other ranks as weights and values, so they need not 
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +23,7 @@ from boltmesh.strategies.pipeline.log_rules import (
     rules,
     usual_rule,
 )
-from boltmesh.strategies.pipeline.losses import Form, OtherFormError, read
+from boltmesh.strategies.pipeline.losses import Form, OtherFormError, Term, read
 from boltmesh.strategies.pipeline.trial import Trial
 from boltmesh.strategies.pipeline.tried_rows import Cut, Part
 
@@ -58,8 +59,8 @@ class Proofs:
         """
         return StepProofs(self, trial)
 
-    def form_of(self, loss: Tensor, trial: Callable[[], Trial]) -> Form | None:
-        """Return the form of a loss; None where nothing could be proved on this batch.
+    def read(self, loss: Tensor, trial: Callable[[], Trial]) -> tuple[Form, list[Term]] | None:
+        """Return the form of a loss and its terms; None where nothing could be proved by a batch.
 
         Raises:
             ConfigError: When no weights put such a loss together.
@@ -88,13 +89,10 @@ class Proofs:
                 self._rules[key].tries = known.tries + 1
         return self._rules[key].rule
 
-    def _known(self, loss: Tensor) -> Form | None:
+    def _known(self, loss: Tensor) -> tuple[Form, list[Term]] | None:
         for form in self._forms:
-            try:
-                read(loss, form)
-            except OtherFormError:
-                continue
-            return form
+            with suppress(OtherFormError):
+                return form, read(loss, form)
         return None
 
     def _prove(self, trial: Trial) -> None:
@@ -147,9 +145,9 @@ class StepProofs:
         self._proofs = proofs
         self._trial = trial
 
-    def form_of(self, loss: Tensor) -> Form | None:
-        """Return the form of a microbatch's loss, as :meth:`Proofs.form_of` does."""
-        return self._proofs.form_of(loss, self._trial)
+    def read(self, loss: Tensor) -> tuple[Form, list[Term]] | None:
+        """Return the form and the terms of a microbatch's loss, as :meth:`Proofs.read` does."""
+        return self._proofs.read(loss, self._trial)
 
     def rules(self, weights: MicrobatchWeights) -> Callable[[Key, list[Noted]], LogRule]:
         """Return what tells how the values of a key are put together."""

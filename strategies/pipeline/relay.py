@@ -22,7 +22,7 @@ from boltmesh.errors import PipelineError
 from boltmesh.strategies.pipeline.placement import Placement
 from boltmesh.strategies.pipeline.replay.absent import is_absent, make_absent
 from boltmesh.strategies.pipeline.replay.randomness import RandomStreams
-from boltmesh.strategies.pipeline.replay.wrapping import Forward, forwards_replaced
+from boltmesh.strategies.pipeline.replay.wrapping import Forward, ReplacedForwards
 from boltmesh.strategies.steps.structure import tensors_in
 from boltmesh.strategies.torch_compat import tree_map_only
 
@@ -76,8 +76,8 @@ class Relay:
         }
         with (
             self._whole_parameters(),
-            forwards_replaced(self._units, forwards),
-            streams.around_step(),
+            ReplacedForwards(self._units, forwards),
+            streams,
         ):
             return getattr(self._root, step)(*args, **kwargs)
 

@@ -206,39 +206,65 @@ def _attribute_of(module: Module, metric: Metric) -> str:
     raise ValueError("A metric that is no attribute of the module cannot be logged.")
 
 
-_HEAD = 6
-"""Numbers that every batch has."""
+_FLAGS = 3
+"""Numbers that every batch has on the way: whether there is news, a loss, and a dict around it."""
+
+_VALUES = 2
+"""Numbers beside those that are logged: the loss, and what gradients are divided by."""
 
 
 class Sharing:
-    """Sends what the last stage found out to the other ranks, in one small message a step.
+    """Brings what the last stage found out to the other ranks.
 
-    Names and options are sent only when they change.
+    It rides on what ranks tell each other at the end of each run anyway (``row`` and ``take``).
+    Names and options are sent only when they change, and apart. Values on a device stay there and
+    are broadcast from it, for whoever asked for them would wait for all that it has to do.
+
+    Args:
+        group: The pipeline.
+        source: Global rank that holds the last stage.
+        device: Where values are.
     """
 
     def __init__(self, group: ProcessGroup, source: int, device: torch.device) -> None:
         self._group = group
         self._source = source
-        """Global rank that holds the last stage."""
+        self._source_in_group = dist.get_group_rank(group, source)
         self._device = device
         self._known: list[tuple[Any, ...]] = []
+        self._found: tuple[list[tuple[Any, ...]], Tensor] | None = None
+        """On the last stage's rank what is logged and the values, between ``row`` and ``take``."""
         self.is_mapping = False
         """Whether the last step returned a dict."""
 
-    def size_per_batch(self) -> tuple[int, int]:
-        """Return the bytes and the calls of a batch that logs what the last one has logged."""
-        numbers = sum(each[2] is None for each in self._known)
-        return (_HEAD + numbers) * torch.float64.itemsize, 1 + bool(numbers)
+    @property
+    def _is_on_host(self) -> bool:
+        return self._device.type == "cpu"
 
-    def send(
+    @property
+    def _num_values(self) -> int:
+        return _VALUES + sum(each[2] is None for each in self._known)
+
+    @property
+    def length(self) -> int:
+        """Numbers of a row, as long as steps log what the last one has logged."""
+        return _FLAGS + (self._num_values if self._is_on_host else 0)
+
+    def size_per_batch(self) -> tuple[int, int]:
+        """Return the bytes and the calls beside rows of a batch that logs what the last one has."""
+        if self._is_on_host:
+            return 0, 0
+        return self._num_values * torch.float64.itemsize, 1
+
+    def row(
         self,
         loss: Tensor | None,
         total: Tensor | float,
         logged: list[Logged],
         *,
         is_mapping: bool,
-    ) -> None:
-        """Called on the rank of the last stage. Collective over the pipeline.
+    ) -> Tensor:
+        """Return the row of the last stage's rank, ``(length,)``; those of others are zeros.
 
         Args:
             loss: Of the batch, 0-dim; None where the step gave none.
@@ -248,46 +274,47 @@ class Sharing:
         """
         told = [(each.name, each.key, _told(each.value), each.options) for each in logged]
         numbers = [each.value for each in logged if isinstance(each.value, Tensor)]
+        given = [torch.zeros(()) if loss is None else loss.detach(), torch.as_tensor(total)]
+        values = torch.stack(
+            [each.to(self._device, torch.float64).reshape(()) for each in (*given, *numbers)]
+        )
+        self._found = told, values
         is_news = told != self._known
-        self.is_mapping = is_mapping
-        head = [float(is_news), float(loss is not None), float(is_mapping), len(numbers)]
-        value = torch.zeros(()) if loss is None else loss.detach()
-        self._broadcast(self._row([*map(torch.tensor, head), value, torch.as_tensor(total)]))
-        if is_news:
-            self._known = told
-            dist.broadcast_object_list([told], self._source, group=self._group)
-        if numbers:
-            self._broadcast(self._row(numbers))
+        row = torch.zeros(self.length, dtype=torch.float64)
+        row[0], row[1], row[2] = float(is_news), float(loss is not None), float(is_mapping)
+        if self._is_on_host and not is_news:
+            row[_FLAGS:] = values
+        return row
 
-    def receive(self) -> tuple[Tensor | None, Tensor | float, list[Logged]]:
-        """Called on every other rank. Collective over the pipeline.
+    def take(self, rows: Tensor) -> tuple[Tensor | None, Tensor, list[Logged]]:
+        """Return what the last stage told. Collective over the pipeline.
+
+        Args:
+            rows: Of all ranks, in their order.
 
         Returns:
-            What the last stage sent: loss, total and what to log.
+            Loss, total and what to log.
         """
-        row = self._broadcast(torch.zeros(_HEAD, dtype=torch.float64, device=self._device))
-        is_news, has_loss, is_mapping, count = map(int, row[:4].tolist())
-        self.is_mapping = bool(is_mapping)
+        row = rows[self._source_in_group]
+        is_news, has_loss, is_mapping = map(bool, row[:_FLAGS].tolist())
+        self.is_mapping = is_mapping
+        found, self._found = self._found, None
         if is_news:
-            holder: list[Any] = [None]
+            holder: list[Any] = [None if found is None else found[0]]
             dist.broadcast_object_list(holder, self._source, group=self._group)
             self._known = holder[0]
-        numbers: Iterator[Tensor] = iter(())
-        if count:
-            values = torch.zeros(count, dtype=torch.float64, device=self._device)
-            numbers = iter(self._broadcast(values))
+        if self._is_on_host and not is_news:
+            values = row[_FLAGS:]
+        else:
+            room = torch.zeros(self._num_values, dtype=torch.float64, device=self._device)
+            values = room if found is None else found[1]
+            dist.broadcast(values, self._source, group=self._group)
+        numbers = iter(values[_VALUES:])
         logged = [
             Logged(name, key, next(numbers) if value is None else value, options)
             for name, key, value, options in self._known
         ]
-        return row[4] if has_loss else None, row[5], logged
-
-    def _row(self, values: list[Tensor]) -> Tensor:
-        return torch.stack([each.to(self._device, torch.float64).reshape(()) for each in values])
-
-    def _broadcast(self, row: Tensor) -> Tensor:
-        dist.broadcast(row, self._source, group=self._group)
-        return row
+        return values[0] if has_loss else None, values[1], logged
 
 
 def _told(value: Tensor | MetricName | MetricValue) -> MetricName | MetricValue | None:

@@ -58,7 +58,7 @@ def training_step(
     parts, sizes = axis.cut(args[0])
     seeds = axis.seeds(ordinal, len(parts))
     proofs = axis.proofs.of_step(lambda: _trial(axis, args, kwargs, around, seeds[0]))
-    weights = StepWeights(proofs.form_of, is_single=len(parts) == 1)
+    weights = StepWeights(proofs.read, is_single=len(parts) == 1)
     results = _Results(sizes)
     scale = gradient_scale(axis.context, len(parts)) if axis.holds_last_stage else 1.0
 
@@ -70,12 +70,23 @@ def training_step(
         results.add(number, loss, result, weight, scaled)
         return (scaled * scale,)
 
+    numbers: dict[str, Tensor] = {}
+
+    def found(logs: StepLogs) -> Tensor:
+        known = results.weights()
+        logged, given = take_numbers(logs.collected(known, proofs.rules(known)))
+        numbers.update(given)
+        total = torch.as_tensor(weights.total).double() * scale
+        return axis.sharing.row(
+            results.loss(weights.total), total, logged, is_mapping=results.is_mapping
+        )
+
     run = Run("training_step", args[0], parts, args[1:], kwargs, seeds, sizes)
     deposit = Deposit(axis.holdings.parameters)
     delayed = axis.delayed
     with deposit.taking() if delayed is None else nullcontext():
-        logs = axis.work_off(run, finish, around)
-    loss, total = _tell(axis, results, weights, logs, proofs, scale)
+        logs, rows = axis.work_off(run, finish, around, found)
+    loss, total = _hear(axis, logs, rows, numbers)
     if delayed is not None:
         delayed.wait(len(parts), None if loss is None else total)
     if loss is None:
@@ -112,23 +123,20 @@ def _trial(
     )
 
 
-def _tell(
-    axis: "PipelineAxis",
-    results: "_Results",
-    weights: StepWeights,
-    logs: StepLogs,
-    proofs: StepProofs,
-    scale: Tensor | float,
+def _hear(
+    axis: "PipelineAxis", logs: StepLogs, rows: Tensor, numbers: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, Tensor | float]:
-    """Let all ranks know the loss, what gradients are divided by, and what was logged."""
-    if axis.holds_last_stage:
-        known = results.weights()
-        logged, numbers = take_numbers(logs.collected(known, proofs.rules(known)))
-        loss = results.loss(weights.total)
-        total: Tensor | float = torch.as_tensor(weights.total).double() * scale
-        axis.sharing.send(loss, total, logged, is_mapping=results.is_mapping)
-    else:
-        loss, total, logged = axis.sharing.receive()
+    """Return the loss and what gradients are divided by, and log what the last stage has logged.
+
+    Collective over the pipeline.
+
+    Args:
+        axis: Of the pipeline.
+        logs: Of the step.
+        rows: What ranks have told at its end.
+        numbers: That metrics were called with, on the last stage's rank.
+    """
+    loss, total, logged = axis.sharing.take(rows)
     given: Given = ()
     if logs.metrics.has_calls:
         given = (

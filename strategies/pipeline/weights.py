@@ -11,10 +11,11 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.graph_alone import kind_alone, read_open
-from boltmesh.strategies.pipeline.losses import Form, Kind, Term, behind_transparent, read
+from boltmesh.strategies.pipeline.losses import Form, Kind, Term, behind_transparent
 
-FormOf = Callable[[Tensor], Form | None]
-"""Gives the form of a loss, of which its kinds are known; None where the graph has to do."""
+Read = Callable[[Tensor], tuple[Form, list[Term]] | None]
+"""Gives the form of a loss, of which its kinds are known, and its terms; None where the graph has
+to do."""
 
 Weighable = tuple[Term, Kind]
 
@@ -35,17 +36,17 @@ class StepWeights:
     end. Made anew for each step.
     """
 
-    def __init__(self, form_of: FormOf, *, is_single: bool = False) -> None:
+    def __init__(self, read: Read, *, is_single: bool = False) -> None:
         """Take how losses are read.
 
         Args:
-            form_of: Gives the form of a loss.
+            read: Reads a loss.
             is_single: Whether the batch is one microbatch, whose loss may be anything.
         """
         self.total: Tensor | float = 0.0
         """What the weights add up to so far: the step's gradients and losses are divided by it.
         fp32 where it is a tensor."""
-        self._form_of = form_of
+        self._read = read
         self._is_single = is_single
         self._kind: Kind | None = None
         self._first: list[_Count] = []
@@ -68,7 +69,7 @@ class StepWeights:
             return loss, 1.0
         if loss.grad_fn is None:
             return torch.zeros_like(loss), 0.0
-        found = _terms(loss, self._form_of(loss), rows)
+        found = _terms(loss, self._read(loss), rows)
         data = [each for each in found if each[1] != "penalty"]
         kinds = {kind for _, kind in data}
         if len(kinds) > 1 or (self._kind is not None and not kinds <= {self._kind}):
@@ -126,11 +127,12 @@ class StepWeights:
             )
 
 
-def _terms(loss: Tensor, form: Form | None, rows: int) -> list[Weighable]:
-    if form is None:
+def _terms(loss: Tensor, known: tuple[Form, list[Term]] | None, rows: int) -> list[Weighable]:
+    if known is None:
         return read_open(loss.grad_fn, rows)
+    form, found = known
     terms: list[Weighable] = []
-    for raw in read(loss, form):
+    for raw in found:
         per_row = form.per_row.get(raw.place)
         term = raw.counting(None if per_row is None else per_row * rows)
         kind = form.kinds.get(term.place)

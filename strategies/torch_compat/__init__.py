@@ -15,6 +15,7 @@ from boltmesh.strategies.torch_compat.communication import (
     broadcast_coalesced,
     device_index,
     flush_static_graph,
+    host_backend,
     reduce_scatter_single,
     shared_store,
 )
@@ -121,6 +122,7 @@ __all__ = [
     "fused_adam",
     "gather_units",
     "has_gradient_hooks",
+    "host_backend",
     "intercept_collectives",
     "is_fake",
     "is_gathered",

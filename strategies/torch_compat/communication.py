@@ -1,6 +1,6 @@
 """Data parallelism on groups of its own, and how ranks reach each other."""
 
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,21 @@ reduce_scatter_single = _named("reduce_scatter_single", "reduce_scatter_tensor")
 def device_index(device: torch.device) -> list[int] | None:
     """What DDP and ``barrier`` call ``device_ids``: an accelerator's index, None on the CPU."""
     return None if device.type == "cpu" or device.index is None else [device.index]
+
+
+class HostBackend(Protocol):
+    """What torch's stubs leave out of a backend."""
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> dist.Work:
+        """Send one contiguous tensor to a rank of the group."""
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> dist.Work:
+        """Receive one from a rank of the group."""
+
+
+def host_backend(group: dist.ProcessGroup) -> HostBackend:
+    """Return what carries a group's messages over the CPU, behind torch's dispatcher."""
+    return cast("HostBackend", group._get_backend(torch.device("cpu")))
 
 
 BROADCAST_BUCKET_BYTES = 250 << 20

@@ -1,6 +1,10 @@
 """``PipelineParallelStrategy`` as users run it, beside a hand-written pipeline and beside DDP.
 
-    python tests/benchmarks/pipeline_strategy.py [--ranks 2] [--rounds 6] [--steps 24] [--width 512]
+    python tests/benchmarks/pipeline_strategy.py [--ranks 2] [--rounds 6] [--sizes small large]
+
+Twice: with small steps of some 40 ms, which show what each chunk costs beside its computation, and
+with forward chunks of about 20 ms, the length that real jobs are cut to. The second takes half the
+rounds. Both together take about three minutes on two cores.
 
 The same network, rows and optimizer everywhere, in the same processes in turn: a job of Lightning's
 Trainer with ``PipelineParallelStrategy`` (1F1B), telemetry on and off; ``PipelineStage`` and
@@ -15,8 +19,10 @@ first rank's stage are compared before anything is printed.
 import argparse
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +51,31 @@ from tests.benchmarks.peers.stepping import (
 from tests.support.ranks import run_ranks
 
 MICROBATCHES = 8
-ROWS = 32
 LAYERS = 3
 """Of each rank."""
-SKIPPED = 6
 LEARNING_RATE = 1e-2
 
-Run = Callable[[int, int, int], tuple[Clocks, list[Tensor]]]
-"""Takes ranks, steps and width; returns a step's time, and the weights of the first stage."""
+
+@dataclass(frozen=True)
+class Size:
+    """How much there is to compute."""
+
+    width: int
+    rows: int
+    """Of a microbatch."""
+    steps: int
+    skipped: int
+    """Steps at the beginning of a round that do not count."""
+    share_of_rounds: float = 1.0
+
+
+SIZES = {
+    "small": Size(width=512, rows=32, steps=24, skipped=6),
+    "large": Size(width=1024, rows=128, steps=9, skipped=3, share_of_rounds=0.5),
+}
+
+Run = Callable[[int, Size], tuple[Clocks, list[Tensor]]]
+"""Takes ranks and a size; returns a step's time, and the weights of the first stage."""
 
 
 class Layer(nn.Module):
@@ -102,11 +125,12 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def loader(steps: int, width: int, *, ranks: int = 1) -> DataLoader[Any]:
+def loader(size: Size, *, ranks: int = 1) -> DataLoader[Any]:
     """All rows of a batch; a rank of several that deal them out gets its share."""
-    rows = MICROBATCHES * ROWS
+    rows = MICROBATCHES * size.rows
     source = torch.Generator().manual_seed(9)
-    inputs, targets = (torch.randn(steps * rows, width, generator=source) for _ in range(2))
+    shape = (size.steps * rows, size.width)
+    inputs, targets = (torch.randn(shape, generator=source) for _ in range(2))
     return DataLoader(TensorDataset(inputs, targets), batch_size=rows // ranks)
 
 
@@ -115,25 +139,25 @@ def weights(layers: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def with_trainer(make: Callable[[], Any], *, divides_rows: bool = False) -> Run:
-    def run(world_size: int, steps: int, width: int) -> tuple[Clocks, list[Tensor]]:
-        network = Network(world_size, width)
-        data = loader(steps, width, ranks=world_size if divides_rows else 1)
-        starts = fit(network, data, strategy=make(), devices=world_size, steps=steps)
-        return median_step(starts, skipped=SKIPPED), weights(network.layers[:LAYERS])
+    def run(world_size: int, size: Size) -> tuple[Clocks, list[Tensor]]:
+        network = Network(world_size, size.width)
+        data = loader(size, ranks=world_size if divides_rows else 1)
+        starts = fit(network, data, strategy=make(), devices=world_size, steps=size.steps)
+        return median_step(starts, skipped=size.skipped), weights(network.layers[:LAYERS])
 
     return run
 
 
-def torch_pipeline(world_size: int, steps: int, width: int) -> tuple[Clocks, list[Tensor]]:
+def torch_pipeline(world_size: int, size: Size) -> tuple[Clocks, list[Tensor]]:
     rank = dist.get_rank()
     first = LAYERS * rank
-    part = nn.Sequential(*Network(world_size, width).layers[first : first + LAYERS])
+    part = nn.Sequential(*Network(world_size, size.width).layers[first : first + LAYERS])
     stage = PipelineStage(part, rank, world_size, torch.device("cpu"), group=dist.group.WORLD)
     # Gradients are divided by the number of microbatches, which are of one size.
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
     optimizer = torch.optim.SGD(part.parameters(), lr=LEARNING_RATE)
     starts = []
-    for inputs, targets in loader(steps, width):
+    for inputs, targets in loader(size):
         starts.append(read_clocks())
         optimizer.zero_grad()
         schedule.step(
@@ -141,19 +165,19 @@ def torch_pipeline(world_size: int, steps: int, width: int) -> tuple[Clocks, lis
             **({"target": targets} if rank == world_size - 1 else {}),
         )
         optimizer.step()
-    return median_step(starts, skipped=SKIPPED), weights(part)
+    return median_step(starts, skipped=size.skipped), weights(part)
 
 
-def bare_loop(world_size: int, steps: int, width: int) -> tuple[Clocks, list[Tensor]]:
-    network = Network(world_size, width)
+def bare_loop(world_size: int, size: Size) -> tuple[Clocks, list[Tensor]]:
+    network = Network(world_size, size.width)
     optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
     starts = []
-    for inputs, targets in loader(steps, width):
+    for inputs, targets in loader(size):
         starts.append(read_clocks())
         optimizer.zero_grad()
         loss_of(network(inputs), targets).backward()
         optimizer.step()
-    return median_step(starts, skipped=SKIPPED), weights(network.layers[:LAYERS])
+    return median_step(starts, skipped=size.skipped), weights(network.layers[:LAYERS])
 
 
 TOGETHER: Mapping[str, Run] = {
@@ -171,7 +195,7 @@ ALONE: Mapping[str, Run] = {
 
 
 def measure(
-    rank: int, world_size: int, rounds: int, steps: int, width: int, names: Sequence[str]
+    rank: int, world_size: int, rounds: int, size: Size, names: Sequence[str]
 ) -> dict[str, list[Clocks]]:
     warnings.simplefilter("ignore")
     runs = {**TOGETHER, **ALONE}
@@ -179,7 +203,7 @@ def measure(
     known: list[Tensor] | None = None
     for turn in take_turns(names, rounds):
         for name in turn:
-            taken, made = runs[name](world_size, steps, width)
+            taken, made = runs[name](world_size, size)
             times[name].append(taken)
             if rank == 0:
                 known = made if known is None else known
@@ -188,26 +212,45 @@ def measure(
     return times
 
 
+def forward_chunk_s(size: Size) -> float:
+    """Return how long a rank's layers take for one microbatch, alone on the machine."""
+    part = nn.Sequential(*Network(1, size.width).layers)
+    rows = torch.randn(size.rows, size.width)
+    taken = []
+    for _ in range(20):
+        start = time.perf_counter()
+        part(rows)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def report(name: str, ranks: int, rounds: int) -> None:
+    size = SIZES[name]
+    rounds = max(1, round(rounds * size.share_of_rounds))
+    together = run_ranks(measure, ranks, rounds, size, list(TOGETHER), timeout_s=1800.0)[0]
+    alone = run_ranks(measure, 1, rounds, size, list(ALONE), timeout_s=1800.0)[0]
+    print(f"{name}: {ranks} ranks, width {size.width}, {MICROBATCHES} microbatches of {size.rows} "
+          f"rows, a forward chunk of {1e3 * forward_chunk_s(size):.1f} ms, {rounds} rounds of "
+          f"{size.steps} steps")  # fmt: skip
+    print_ratios(together, ["torch pipeline, no Trainer", "boltmesh DDP"])
+    print_ratios(alone, ["one process, no Trainer"])
+    trainer, bare = (
+        [cpu for _, cpu in alone[each]]
+        for each in ("one process, Trainer", "one process, no Trainer")
+    )
+    takes = statistics.median(a - b for a, b in zip(trainer, bare, strict=True))
+    print(f"  Lightning's loop takes {1e3 * takes:.2f} ms of CPU time of a step")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     options = parser.parse_args()
-    sizes = (options.rounds, options.steps, options.width)
-    together = run_ranks(measure, options.ranks, *sizes, list(TOGETHER), timeout_s=1800.0)[0]
-    alone = run_ranks(measure, 1, *sizes, list(ALONE), timeout_s=1800.0)[0]
-    print(f"{options.ranks} ranks, width {options.width}, {MICROBATCHES} microbatches of {ROWS} "
-          f"rows, {options.rounds} rounds of {options.steps} steps")  # fmt: skip
-    print_ratios(together, ["torch pipeline, no Trainer", "boltmesh DDP"])
-    print_ratios(alone, ["one process, no Trainer"])
-    trainer, bare = (
-        [wall for wall, _ in alone[name]]
-        for name in ("one process, Trainer", "one process, no Trainer")
-    )
-    takes = statistics.median(a - b for a, b in zip(trainer, bare, strict=True))
-    print(f"  Lightning's loop takes {1e3 * takes:.2f} ms of a step")
+    torch.set_num_threads(1)
+    for name in options.sizes:
+        report(name, options.ranks, options.rounds)
 
 
 if __name__ == "__main__":

@@ -193,6 +193,18 @@ class CollectiveHook:
             if not self._observers:
                 self._uninstall()
 
+    def note_message(
+        self, operator: str, group: dist.ProcessGroup, num_bytes: int, peer: int
+    ) -> None:
+        """Tell the observers of a message to or from a rank that goes past the dispatcher.
+
+        To be called before it is posted: what hangs has to have been told.
+        """
+        for observer in self._observers:
+            ticket = observer.enqueued(operator, group, num_bytes, False, False, peer)
+            if ticket is not None:
+                observer.returned(ticket)
+
     def settle(self) -> None:
         """Tell the observers which calls are done. See [Note: When a collective is done]."""
         done = self.done
@@ -334,9 +346,16 @@ class CollectiveHook:
         group_at = arguments.index("process_group")
         operator = name.rstrip("_")
         unbox = dist.ProcessGroup.unbox
+        plain, strided = torch.Tensor, torch.strided
 
         def kernel(keys: Any, *args: Any) -> Any:
-            size = payload_bytes(args[0])
+            value = args[0]
+            if type(value) is list and len(value) == 1:
+                value = value[0]
+            if type(value) is plain and value.layout is strided:
+                size = value.nbytes  # no call, as above: pipelines come here many times a step
+            else:
+                size = payload_bytes(value)
             group = unbox(args[group_at])
             peer = ANYBODY if peer_at is None else args[peer_at]
             if self.done:

@@ -7,7 +7,8 @@ The question is asked while the first stage computes already, and answered befor
 
 At its end, that nobody has failed. So no rank is in a later step than one that fails, and all
 raise in the same step. See [Note: Failing together] in ``failure.py``. The rank that ends last, on
-which the next step waits, has the answer of all others by then.
+which the next step waits, has the answer of all others by then. What ranks have to tell each other
+of the step goes along, such as its loss: each further message would be one more to wait for.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from boltmesh.errors import PipelineError
@@ -34,14 +36,14 @@ Specs = Mapping[tuple[int, int], tuple[ValueSpec, ...]]
 _UNKNOWN: Final = -1
 
 _ROW: Final = torch.int64
-_FLAG: Final = torch.int32
+_TOLD: Final = torch.float64
 _BEGIN, _END = 0, 1
 
 
-def agreement_size(num_stages: int, num_ranks: int) -> tuple[int, int]:
+def agreement_size(num_stages: int, num_ranks: int, num_told: int) -> tuple[int, int]:
     """Return the bytes and the messages that a rank sends for both agreements of a step."""
     begin = exchange_size(_row_length(num_stages, num_ranks), _ROW, num_ranks)
-    end = exchange_size(1, _FLAG, num_ranks)
+    end = exchange_size(1 + num_told, _TOLD, num_ranks)
     return begin[0] + end[0], begin[1] + end[1]
 
 
@@ -65,6 +67,7 @@ class Agreement:
         batch: What this rank says of its batch.
         meter: Whose figures of an earlier run are told beside.
         patience: With the other ranks.
+        num_told: How many numbers each rank tells at the end; equal on all ranks.
     """
 
     def __init__(
@@ -75,9 +78,11 @@ class Agreement:
         batch: BatchDigest,
         meter: IdleMeter,
         patience: Patience,
+        num_told: int,
     ) -> None:
         self._group = group
         self.patience = patience
+        self._num_told = num_told
         self._rank_of_stage = program.rank_of_stage
         self._specs = specs
         self._batch = batch
@@ -97,7 +102,7 @@ class Agreement:
             self._question = Exchange(group, len(row), _ROW, tag=_BEGIN)
             self._question.tell(row)
             # Asked for now, so that nobody has to wait for room when all is done.
-            self._failures = Exchange(group, 1, _FLAG, tag=_END)
+            self._end = Exchange(group, 1 + num_told, _TOLD, tag=_END)
 
     def _own_digests(self, program: Program) -> list[list[int]]:
         """Return what this rank knows, and zeros for what others know.
@@ -127,7 +132,7 @@ class Agreement:
         question, self._question = self._question, None
         if question is None:
             return
-        told = question.hear(self.patience).tolist()
+        told = question.hear(self.patience).sum(0).tolist()
         num_stages, num_ranks = len(self._rank_of_stage), max(self._rank_of_stage) + 1
         given, awaited = told[:num_stages], told[num_stages : 2 * num_stages]
         if min(given + awaited) < 0:
@@ -169,12 +174,25 @@ class Agreement:
             "get the same batch: check that the data does not depend on the rank."
         )
 
-    def has_failed(self, is_failing: bool) -> bool:
-        """Return whether any rank fails in this step. Collective; the last thing in a step."""
-        if self._group is None:
-            return is_failing
-        self._failures.tell(torch.tensor([int(is_failing)], dtype=_FLAG))
-        return bool(self._failures.hear(self.patience).item())
+    def conclude(self, told: Tensor | None) -> Tensor | None:
+        """Return what all ranks tell of the step. Collective; the last thing in a step.
+
+        Args:
+            told: By this rank, shape ``(num_told,)``, fp64; None where it fails.
+
+        Returns:
+            A row of each rank, ``(num_ranks, num_told)``; None where any of them fails.
+        """
+        row = torch.zeros(1 + self._num_told, dtype=_TOLD)
+        if told is None:
+            row[0] = 1.0
+        elif self._num_told:
+            row[1:] = told
+        rows = row[None]
+        if self._group is not None:
+            self._end.tell(row)
+            rows = self._end.hear(self.patience)
+        return None if rows[:, 0].any() else rows[:, 1:]
 
     def wait_for_all(self) -> None:
         """Wait until all ranks know why the step failed: with one of them its store may go."""

@@ -7,10 +7,10 @@ already. Between two ranks on one host an ``all_reduce`` of 128 bytes takes 0.9 
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from boltmesh.strategies.pipeline.executor.messages import HostMessages
 from boltmesh.strategies.pipeline.executor.patience import Patience
 
 
@@ -28,29 +28,32 @@ class Exchange:
         self, group: ProcessGroup | None, length: int, dtype: torch.dtype, *, tag: int
     ) -> None:
         self._group = group
+        self._messages = None if group is None else HostMessages(group)
         self._tag = tag
         self._own: Tensor | None = None
-        self._sent: list[Work | None] = []
-        self._awaited: list[Work | None] = []
+        self._sent: list[Work] = []
+        self._awaited: list[Work] = []
         others = [] if group is None else [r for r in range(group.size()) if r != group.rank()]
         self._rows = torch.empty((len(others), length), dtype=dtype)
         self._others = others
         for other, row in zip(others, self._rows, strict=True):
-            self._awaited.append(dist.irecv(row, group=group, tag=tag, group_src=other))
+            assert self._messages is not None
+            self._awaited.append(self._messages.receive(row, other, tag))
 
     def tell(self, row: Tensor) -> None:
         """Send this rank's row; returns at once."""
         self._own = row  # its memory has to stay until it is through
         for other in self._others:
-            work = dist.isend(row, group=self._group, tag=self._tag, group_dst=other)
-            self._sent.append(work)
+            assert self._messages is not None
+            self._sent.append(self._messages.send(row, other, self._tag))
 
     def hear(self, patience: Patience) -> Tensor:
-        """Wait for the others, after ``tell``; return the sum of all rows, also of the own one."""
+        """Wait for the others, after ``tell``; return the rows of all ranks, in their order."""
         assert self._own is not None
         patience.wait((*self._awaited, *self._sent))
         self._awaited, self._sent = [], []
-        return self._own + self._rows.sum(0)
+        before = 0 if self._group is None else self._group.rank()
+        return torch.cat([self._rows[:before], self._own[None], self._rows[before:]])
 
 
 def exchange_size(length: int, dtype: torch.dtype, num_ranks: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Final, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
@@ -31,6 +32,10 @@ _COMMUNICATION = SENDS | RECEIVES
 OnPeak = Callable[[Mapping[int, int]], None]
 
 
+def _nothing_told() -> Tensor:
+    return torch.empty(0, dtype=torch.float64)
+
+
 class Executor:
     """Performs one rank's part of a schedule, step after step. Collective to make, over the group.
 
@@ -49,6 +54,8 @@ class Executor:
         waits_within: Whether a stage waits for ranks outside of the pipeline, which share it.
         control_group: The same ranks on the CPU, of its own; by default made here, by all ranks of
             the job together.
+        num_told: Asked at the beginning of each run how many numbers a rank tells the others at
+            its end; alike on all ranks.
     """
 
     def __init__(
@@ -64,7 +71,9 @@ class Executor:
         explain: Callable[[BaseException], None] = lambda _: None,
         waits_within: bool = False,
         control_group: ProcessGroup | None = None,
+        num_told: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._num_told = num_told
         self._device = device
         self._timeout, self._explain = timeout, explain
         self._waits_within = waits_within
@@ -102,7 +111,11 @@ class Executor:
         return self._meter.bubble
 
     def run(
-        self, program: Program, stages: Sequence[Stage], batch: BatchDigest = _NO_BATCH
+        self,
+        program: Program,
+        stages: Sequence[Stage],
+        batch: BatchDigest = _NO_BATCH,
+        tell: Callable[[], Tensor] = _nothing_told,
     ) -> Outcome:
         """Work off a list of actions. Collective over the group.
 
@@ -115,13 +128,14 @@ class Executor:
             stages: Its stages, ready for the microbatches of this step; none are needed for
                 backward passes of the batch before.
             batch: What this rank says of the batch that they compute with.
+            tell: Gives what this rank tells the others of the run, once it is over.
 
         Raises:
-            PipelineError: A stage raised, on whichever rank, or stages do not fit together, or
-                ranks have different batches.
+            PipelineError: A stage or ``tell`` raised, on whichever rank, or stages do not fit
+                together, or ranks have different batches.
         """
         with self._alarm.watching():
-            return self._run(program, {stage.index: stage for stage in stages}, batch)
+            return self._run(program, {stage.index: stage for stage in stages}, batch, tell)
 
     @contextlib.contextmanager
     def beside(self, what: str) -> Iterator[None]:
@@ -171,7 +185,19 @@ class Executor:
         """End the thread that looks for failures."""
         self._alarm.close()
 
-    def _run(self, program: Program, stages: dict[int, Stage], batch: BatchDigest) -> Outcome:
+    def _agreement(
+        self, program: Program, specs: tuple[Specs, Specs] | None, batch: BatchDigest
+    ) -> Agreement:
+        patience, num_told = Patience(self._timeout), self._num_told()
+        return Agreement(self.control_group, program, specs, batch, self._meter, patience, num_told)
+
+    def _run(
+        self,
+        program: Program,
+        stages: dict[int, Stage],
+        batch: BatchDigest,
+        tell: Callable[[], Tensor],
+    ) -> Outcome:
         error: BaseException | None = None
         specs: tuple[Specs, Specs] | None = None
         try:
@@ -192,13 +218,7 @@ class Executor:
         self._spans.end_step(self._meter.number)
         if program.has_backward and error is None:
             self._on_peak(step.outcome.peak_live)
-        return self._end(agreement, step.outcome, error)
-
-    def _agreement(
-        self, program: Program, specs: tuple[Specs, Specs] | None, batch: BatchDigest
-    ) -> Agreement:
-        patience = Patience(self._timeout)
-        return Agreement(self.control_group, program, specs, batch, self._meter, patience)
+        return self._end(agreement, step.outcome, error, tell)
 
     def _perform(self, step: Step, program: Program, agreement: Agreement) -> BaseException | None:
         """Do all actions, or in their place what other ranks wait for; return what went wrong."""
@@ -269,15 +289,29 @@ class Executor:
         self._alarm.ring(text)
         return error
 
-    def _end(self, agreement: Agreement, outcome: Outcome, error: BaseException | None) -> Outcome:
+    def _end(
+        self,
+        agreement: Agreement,
+        outcome: Outcome,
+        error: BaseException | None,
+        tell: Callable[[], Tensor] = _nothing_told,
+    ) -> Outcome:
         """Return the outcome if all ranks have one; else raise the first cause on all of them."""
+        mine = None
+        if error is None:
+            try:
+                mine = tell()
+            except Exception as caught:  # noqa: BLE001 - told to all ranks and raised below
+                error = self._ring(caught, None)
         try:
             try:
                 agreement.settle()
             except DisagreementError as caught:
                 error = caught
-            if not agreement.has_failed(error is not None):
+            told = agreement.conclude(mine if error is None else None)
+            if told is not None:
                 self._meter.meet()
+                outcome.told = told
                 return outcome
         except Exception as caught:  # noqa: BLE001 - a rank is gone: told to all and raised below
             error = error or self._ring(caught, None)

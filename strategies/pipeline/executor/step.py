@@ -58,6 +58,8 @@ class Outcome:
     """By microbatch what the last stage gave, without its graph; empty on other ranks."""
     peak_live: dict[int, int] = field(default_factory=dict)
     """By stage how many microbatches were kept at once at most."""
+    told: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float64))
+    """What each rank told at the end, ``(num_ranks, num_told)``."""
 
 
 class Step:

@@ -1,8 +1,8 @@
 """Carries values and gradients between stages on different ranks.
 
 Messages are posted in the order of the schedule and matched in that order between any two ranks,
-by NCCL and by gloo alike. Every tensor travels as flat bytes, so that any dtype can: NCCL knows
-no complex numbers and no 16-bit integers. What has no elements is not sent.
+by NCCL and by gloo alike. Over NCCL every tensor travels as flat bytes, so that any dtype can: it
+knows no complex numbers and no 16-bit integers. What has no elements is not sent.
 
 A buffer stays referenced until its message is known to be through. On a GPU waiting is done by
 the current stream; buffers that another stream allocated are marked for it.
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
 from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.executor.messages import HostMessages
 from boltmesh.strategies.pipeline.executor.patience import Patience
 from boltmesh.strategies.pipeline.executor.program import Action
 from boltmesh.strategies.pipeline.values import ValueSpec
@@ -51,6 +52,8 @@ class Transport:
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._device = device
+        self._is_on_host = device.type == "cpu"
+        self._messages = HostMessages(group) if group is not None and self._is_on_host else None
         self._sent: dict[Action, _Sent] = {}
         self._awaited: dict[Action, _Awaited] = {}
 
@@ -59,7 +62,7 @@ class Transport:
         values = tuple(
             torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs
         )
-        wires = [_as_bytes(value) for value in values if value.numel()]
+        wires = [self._wire(value) for value in values if value.numel()]
         self._awaited[action] = _Awaited(self._post(dist.irecv, wires, peer, action), values)
 
     def awaits(self, action: Action) -> bool:
@@ -85,10 +88,12 @@ class Transport:
         for value, origin in zip(values, origins, strict=True):
             if not value.numel():
                 continue
-            whole = value.detach().resolve_conj().resolve_neg().contiguous()
-            wires.append(_as_bytes(whole))
-            if whole.data_ptr() == value.data_ptr() and not value.is_inference():
-                borrowed.append((value.detach(), times_written(value), origin))
+            whole = value
+            if not value.is_contiguous() or value.is_conj() or value.is_neg():
+                whole = value.resolve_conj().resolve_neg().contiguous()
+            wires.append(self._wire(whole))
+            if whole is value and not value.is_inference():
+                borrowed.append((value, times_written(value), origin))
         works = self._post(dist.isend, wires, peer, action)
         self._sent[action] = _Sent(works, wires, borrowed)
 
@@ -143,15 +148,14 @@ class Transport:
             return []
         border = action.stage + (action.kind in {"SEND_F", "RECV_B"})
         tag = 2 * border + action.kind.endswith("B")
-        if self._device.type == "cpu":  # what torch's call for a batch comes to, without its checks
-            side = {"group_dst" if do is dist.isend else "group_src": peer}
-            works = [do(wire, group=self._group, tag=tag, **side) for wire in wires]
-            return [work for work in works if work is not None]
+        if self._messages is not None:
+            post = self._messages.send if do is dist.isend else self._messages.receive
+            return [post(wire, peer, tag) for wire in wires]
         return dist.batch_isend_irecv(
             [P2POp(do, wire, group=self._group, tag=tag, group_peer=peer) for wire in wires]
         )
 
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the same memory as flat bytes; ``tensor`` is contiguous."""
-    return tensor.reshape(-1).view(torch.uint8)
+    def _wire(self, tensor: Tensor) -> Tensor:
+        """Return what is handed to the backend for a contiguous tensor: its memory."""
+        # gloo asks for no dtype.
+        return tensor if self._is_on_host else tensor.reshape(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
 """Remembers how to run a step, for every signature of a batch that came by."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from boltmesh.strategies.pipeline.replay.borders import plan_stages, plan_tail
 from boltmesh.strategies.pipeline.replay.probe import probe
-from boltmesh.strategies.pipeline.replay.signature import batch_signature
+from boltmesh.strategies.pipeline.replay.signature import batch_signature, step_signature
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.replay.tail import Tail
 from boltmesh.strategies.pipeline.replay.trace import Trace, UnitOutput
@@ -96,8 +96,24 @@ class StagePlans:
         Raises:
             ConfigError: When the step cannot be cut so.
         """
-        known, answers = self._known_of(step, batch, rest, kwargs, seed)
+        known, answers = self._known_of(self._state(step), step, batch, rest, kwargs, seed)
         return known.runs[answers]
+
+    def stages_of_parts(
+        self,
+        step: str,
+        parts: Sequence[Any],
+        rest: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        seeds: Sequence[int],
+    ) -> list[tuple[StageRun, ...]]:
+        """Return the stages of all microbatches of a batch; arguments as of :meth:`stages`."""
+        state = self._state(step)
+        found = []
+        for part, seed in zip(parts, seeds, strict=True):
+            known, answers = self._known_of(state, step, part, rest, kwargs, seed)
+            found.append(known.runs[answers])
+        return found
 
     def tail(
         self,
@@ -114,7 +130,7 @@ class StagePlans:
         Raises:
             ConfigError: When the step cannot be cut so.
         """
-        known, answers = self._known_of(step, batch, rest, kwargs, seed)
+        known, answers = self._known_of(self._state(step), step, batch, rest, kwargs, seed)
         tail = known.tails.get(answers)
         if tail is None:
             trace = known.traces[answers]
@@ -128,8 +144,12 @@ class StagePlans:
             )
         return tail
 
+    def _state(self, step: str) -> Hashable:
+        return step_signature(self.root, self.parameters, step)
+
     def _known_of(
         self,
+        state: Hashable,
         step: str,
         batch: Any,
         rest: tuple[Any, ...],
@@ -137,13 +157,19 @@ class StagePlans:
         seed: int | None,
     ) -> tuple[_Known, tuple[Any, ...]]:
         """Return what is known of batches like this one, and what the step reads out of it."""
-        signature = batch_signature(
-            self.root, self.parameters, step, batch, (rest[1:], dict(kwargs or {}))
+        signature = (
+            state,
+            batch_signature(batch),
+            batch_signature(rest[1:]),
+            batch_signature(dict(kwargs or {})),
         )
-        known = self._known.setdefault(signature, _Known())
-        self._known.move_to_end(signature)
-        if len(self._known) > MOST_SIGNATURES:
-            self._known.popitem(last=False)
+        known = self._known.get(signature)
+        if known is None:
+            known = self._known[signature] = _Known()
+            if len(self._known) > MOST_SIGNATURES:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(signature)
         if () in known.traces:
             return known, ()
         with self._silent():

@@ -18,7 +18,7 @@ from boltmesh.strategies.pipeline.replay.keeping import Keeping
 from boltmesh.strategies.pipeline.replay.randomness import host_random_state
 from boltmesh.strategies.pipeline.replay.remembering import key_of, recall, versions
 from boltmesh.strategies.pipeline.replay.trace import NO_EVENT, MetricTrace, Trace, UnitOutput
-from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
+from boltmesh.strategies.pipeline.replay.wrapping import ReplacedForwards
 from boltmesh.strategies.random_state import seed_random_state
 from boltmesh.strategies.steps.metrics import (
     MetricCall,
@@ -143,7 +143,7 @@ class _Probe:
             stack.enter_context(warnings.catch_warnings())
             # Torch looks at .grad when it describes a tensor that meets one without data.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            stack.enter_context(forwards_replaced(self.units, forwards))
+            stack.enter_context(ReplacedForwards(self.units, forwards))
             self.stack = stack.enter_context(ExitStack())
             metrics = find_metrics(self.root)
             stack.enter_context(metrics_replaced(metrics, self._call_metric))

@@ -13,7 +13,7 @@ STAGE_STRIDE = 0x9E3779B97F4A7C15
 
 
 class RandomStreams:
-    """Seeds one run of the step on one stage.
+    """Seeds one run of the step on one stage, which lies within it.
 
     What all stages compute, such as a random mask of the batch, has to come out the same on all of
     them, however many numbers the units in between draw on the stage that runs them. Units of
@@ -47,19 +47,24 @@ class RandomStreams:
         self.unit_seed = (seed + (stage + 1) * STAGE_STRIDE) % 2**63
         self.device = device
         self.is_mixed = is_mixed
+        self.before: list[torch.Tensor] = []
+        """Where torch's generators stood before the run."""
         self.unit_state: list[torch.Tensor] | None = None
         self.host = _HostStream(self.unit_seed) if is_mixed_on_host else None
 
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
-        """Draw from the stream of code between units, and put the generators back at the end."""
-        before = self._state()
+    def __enter__(self) -> None:
+        """Draw from the stream of code between units until ``__exit__``."""
+        self.before = self._state()
         self._seed(self.seed)
         seed_host(self.seed)
-        try:
-            yield
-        finally:
-            self._set(before)
+
+    def __exit__(self, *_: object) -> None:
+        self._set(self.before)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next unit draws on where the last one ended, with nothing to be switched."""
+        return self.unit_state is not None and not self.is_mixed and self.host is None
 
     @contextmanager
     def around_unit(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """What has to be equal for two batches to be run the same way."""
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -10,38 +10,44 @@ from torch.nn import Module, Parameter
 
 from boltmesh.strategies.steps.structure import is_constant, take_apart
 
+_PLAIN: Final = frozenset({int, float, bool, str, type(None)})
 
-def batch_signature(
-    root: Module,
-    parameters: Iterable[Parameter],
-    step: str,
-    batch: Any,
-    kwargs: Any,
-) -> Hashable:
-    """Return the nesting, shapes and types of a batch, and the state that the step may depend on.
 
-    That is: numbers and strings in the batch, train or eval mode, grad mode, autocast, and which
-    parameters are frozen.
+def step_signature(root: Module, parameters: Iterable[Parameter], step: str) -> Hashable:
+    """Return the state that a step may depend on, for all microbatches of a batch.
+
+    That is: train or eval mode, grad mode, autocast, and which parameters are frozen.
     """
-    leaves = take_apart((batch, kwargs))[0]
     device_type = next((each.device.type for each in parameters), "cpu")
     return (
         step,
         root.training,
         torch.is_grad_enabled(),
         torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
-        tuple(map(_leaf, leaves)),
-        nesting(batch),
         tuple([each.requires_grad for each in parameters]),
     )
 
 
-def nesting(value: Any) -> Hashable:
+def batch_signature(value: Any) -> Hashable:
+    """Return the nesting of a batch, shapes and types in it, and its numbers and strings."""
+    kind = type(value)
+    if kind is Tensor:  # first what nearly all batches are made of: this runs for each microbatch
+        return value.shape, value.dtype, value.device, value.requires_grad
+    if kind is tuple or kind is list:
+        return kind, tuple(map(batch_signature, value))
+    if kind is dict:
+        return kind, tuple(value), tuple(map(batch_signature, value.values()))
+    if kind in _PLAIN:
+        return kind, value
+    return tuple(map(_leaf, take_apart(value)[0])), _nesting(value)
+
+
+def _nesting(value: Any) -> Hashable:
     """Return how a value is nested, down to the names of dictionary keys."""
     if isinstance(value, Mapping):
-        return type(value), tuple((key, nesting(each)) for key, each in value.items())
+        return type(value), tuple((key, _nesting(each)) for key, each in value.items())
     if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(nesting, value))
+        return type(value), tuple(map(_nesting, value))
     return type(value).__qualname__
 
 

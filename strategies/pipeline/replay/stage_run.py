@@ -1,7 +1,7 @@
 """Runs a step as one stage: receives what earlier stages made, stops where the next one begins."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,12 @@ from boltmesh.strategies.pipeline.replay.randomness import RandomStreams
 from boltmesh.strategies.pipeline.replay.replay_mode import GlueReplay, explain
 from boltmesh.strategies.pipeline.replay.stage_plan import Handling, StagePlan
 from boltmesh.strategies.pipeline.replay.trace import Argument, TensorSpec
-from boltmesh.strategies.pipeline.replay.wrapping import forwards_replaced
+from boltmesh.strategies.pipeline.replay.wrapping import ReplacedForwards
 from boltmesh.strategies.steps.structure import is_immutable, take_apart
 
 NOT_READY = object()
 NOTHING = Handling()
+NOT_DRAWING = nullcontext()
 
 
 class _NextStage(BaseException):
@@ -61,6 +62,9 @@ class StageRun:
         self.plan = plan
         self.device = next((each.device for each in root.parameters()), torch.device("cpu"))
         self.calls = [self._prepare(*each) for each in self._events_up_to_next_stage()]
+        self._forwards = ReplacedForwards(
+            units, {name: partial(self._call, name) for name in units}
+        )
 
     def forward(
         self,
@@ -95,23 +99,24 @@ class StageRun:
         self.is_inside = False
         self.watch = None if self.plan.last_watched < 0 else GlueReplay(self.plan, self._handle)
         self.streams = None if seed is None else self._streams(seed)
-        forwards = {
-            name: partial(self._call, name, unit.forward) for name, unit in self.units.items()
-        }
         try:
-            with ExitStack() as stack:
-                stack.enter_context(forwards_replaced(self.units, forwards))
-                if self.streams is not None:
-                    stack.enter_context(self.streams.around_step())
-                if self.watch is not None:
-                    stack.callback(self.watch.stop)
-                    self.watch.start()
-                result = getattr(self.root, self.step)(*args, **(kwargs or {}))
+            with self._forwards, NOT_DRAWING if self.streams is None else self.streams:
+                result = self._run_step(args, kwargs or {})
             return self._finish(result)
         except _NextStage:
             return self._sent()
         finally:
             self._forget()
+
+    def _run_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        step = getattr(self.root, self.step)
+        if self.watch is None:
+            return step(*args, **kwargs)
+        self.watch.start()
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self.watch.stop()
 
     def _events_up_to_next_stage(self) -> list[tuple[int, int]]:
         """Return the unit calls of the stage's run, each with its stage less this one."""
@@ -152,9 +157,9 @@ class StageRun:
             is_mixed_on_host=plan.draws_host_random,
         )
 
-    def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         if self.is_inside:
-            return forward(*args, **kwargs)
+            return self._forwards.own(name)(*args, **kwargs)
         call = next(self.remaining, None)
         if call is None or call.name != name:
             event = len(self.plan.events) if call is None else call.event
@@ -162,27 +167,27 @@ class StageRun:
         if self.watch is None:
             if call.ready is not NOT_READY:
                 return call.ready
-            return self._act(call, forward, args, kwargs)
+            return self._act(call, args, kwargs)
         self.watch.pass_unit(call.event)
         self.watch.stop()
-        result = self._act(call, forward, args, kwargs)
+        result = self._act(call, args, kwargs)
         if call.event < self.plan.last_watched:
             self.watch.start()
         return result
 
-    def _act(
-        self, call: _Call, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _act(self, call: _Call, args: tuple[Any, ...], kwargs: Any) -> Any:
         if call.stage > 0:
             raise _NextStage
         if call.stage < 0:
             return call.ready if call.ready is not NOT_READY else self._skip(call, args, kwargs)
+        forward = self._forwards.own(call.name)
+        streams = self.streams
         self.is_inside = True
         try:
-            if self.streams is None:
+            if streams is None or streams.goes_on:
                 result = forward(*args, **kwargs)
             else:
-                with self.streams.around_unit():
+                with streams.around_unit():
                     result = forward(*args, **kwargs)
         finally:
             self.is_inside = False

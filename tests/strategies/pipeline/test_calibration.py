@@ -148,7 +148,7 @@ def with_scalar(given: Any, b: Batch) -> Tensor:
 def test_a_scalar_of_a_layer_is_worth_its_rows() -> None:
     data = batch()
     step = Proofs(CPU).of_step(lambda: FunctionTrial(with_scalar, data, scalars=1))
-    weights = StepWeights(step.form_of)
+    weights = StepWeights(step.read)
     received = [torch.tensor(each, requires_grad=True) for each in (3.0, 5.0)]
     logits = torch.randn(3, 6, 10, requires_grad=True)
     total = torch.zeros(())

@@ -221,7 +221,7 @@ def weighed(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return a batch's loss and gradients from its microbatches."""
     step = proofs.of_step(lambda: FunctionTrial(loss, data))
-    weights = StepWeights(step.form_of)
+    weights = StepWeights(step.read)
     total = torch.zeros((), dtype=logits.dtype)
     leaves = [logits, WEIGHT, SCALE]
     gradients = [torch.zeros_like(leaf) for leaf in leaves]
@@ -309,7 +309,7 @@ def test_microbatches_without_a_graph_are_worth_nothing() -> None:
 def test_a_loss_in_16_bits_is_weighed_in_32() -> None:
     logits, data = logits_for([7])
     step = Proofs(torch.device("cpu")).of_step(lambda: FunctionTrial(flat, data))
-    weights = StepWeights(step.form_of)
+    weights = StepWeights(step.read)
     for start, size in ((0, 4), (4, 3)):
         loss = flat(logits[start : start + size].bfloat16(), data.part(start, size))
         scaled, weight = weights.weigh(loss, size)

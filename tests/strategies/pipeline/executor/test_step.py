@@ -17,6 +17,7 @@ from boltmesh.strategies.pipeline.executor.program import RECEIVES, SENDS, Progr
 from boltmesh.strategies.pipeline.executor.spans import DeviceSpans
 from boltmesh.strategies.pipeline.executor.traffic import expected_traffic
 from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.torch_compat import host_backend
 from tests.support.programs import NAMES, programs
 from tests.support.ranks import run_ranks
 from tests.support.stages import Piece, PieceStage, border
@@ -124,15 +125,17 @@ def count_traffic(rank: int, world_size: int, name: str) -> tuple[Counter, list[
     axis = dist.new_group(list(range(world_size)))
 
     def counted(way: str, post: Any) -> Any:
-        def count(tensor: torch.Tensor, *, group: Any, **options: Any) -> Any:
-            if group is axis:  # not what ranks agree on
-                moved[way, "bytes"] += tensor.numel() * tensor.itemsize
+        def count(carrier: Any, tensors: list[torch.Tensor], *options: Any) -> Any:
+            if carrier is of_axis:  # not what ranks agree on
+                moved[way, "bytes"] += tensors[0].nbytes
                 moved[way, "calls"] += 1
-            return post(tensor, group=group, **options)
+            return post(carrier, tensors, *options)
 
         return count
 
-    dist.isend, dist.irecv = counted("send", dist.isend), counted("recv", dist.irecv)
+    of_axis = host_backend(axis)
+    kind: Any = type(of_axis).__base__
+    kind.send, kind.recv = counted("send", kind.send), counted("recv", kind.recv)
     executor = Executor(axis, torch.device("cpu"))
     program = programs(name, world_size, len(SIZES))[rank]
     pieces = [Piece(index, len(program.rank_of_stage)) for index in program.stages]
