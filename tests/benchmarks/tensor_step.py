@@ -27,14 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.tensor.analysis.analyse import analyse
@@ -42,6 +36,7 @@ from boltmesh.strategies.tensor.execution.apply import apply_plan
 from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.plan import Backend
 from boltmesh.strategies.tensor.planning import make_plan
+from tests.benchmarks.peers.torch_3d import parallelize
 from tests.benchmarks.peers.transformer import Transformer, cross_entropy
 from tests.benchmarks.peers.transformer import build as build_transformer
 from tests.support.ranks import run_ranks
@@ -77,17 +72,7 @@ def ours(world_size: int, width: int, backend: Backend) -> tuple[nn.Module, Call
 def theirs(world_size: int, width: int) -> tuple[nn.Module, Callable[[], Tensor]]:
     model = build(width)
     mesh = init_device_mesh("cpu", (world_size,))
-    columns = ("attention.q", "attention.k", "attention.v", "up")
-    rows = ("attention.out", "down")
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
-    plan.update((name, RowwiseParallel()) for name in rows)
-    for block in model.blocks:
-        parallelize_module(block, mesh, plan)
-    ends: dict[str, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    }
-    parallelize_module(model, mesh, ends)
+    parallelize(model, mesh)
 
     def run() -> Tensor:
         with loss_parallel():

@@ -293,9 +293,9 @@ def main() -> None:
     results = run_ranks(measure, job.layout.world_size, rounds, job, timeout_s=1800.0)
     sides = {name: [turns[name] for turns, _ in results] for name in results[0][0]}
     compare(sides, results[0][1], job)
-    print(f"{job.layout}, {job.blocks} blocks of width {job.width}, {job.microbatches} microbatches "
-          f"of {job.rows // job.microbatches} x {job.tokens} tokens, {rounds} rounds of {job.steps} "
-          f"steps; losses and norms are one process's")  # fmt: skip
+    print(f"{job.layout}, {job.blocks} blocks of width {job.width}, {job.microbatches} "
+          f"microbatches of {job.rows // job.microbatches} x {job.tokens} tokens, {rounds} rounds "
+          f"of {job.steps} steps; losses and norms are one process's")  # fmt: skip
     print_figures(sides)
 
 

@@ -1,9 +1,9 @@
 """Data, pipeline and tensor axes as a user composes them of torch's own parts, for one model.
 
 ``parallelize_module`` on a plan written for this model, ``fully_shard`` on each block and on the
-stage, and ``Schedule1F1B``: what torchtitan does for its models. Parameters are gathered once a step
-and gradients reduced once, which is ZeRO's stage 1: nothing is resharded after a forward pass, and
-torch's pipeline reduces after the last microbatch. The norm takes one collective over all ranks.
+stage, and ``Schedule1F1B``: what torchtitan does for its models. Parameters are gathered once and
+gradients reduced once a step, which is ZeRO's stage 1: nothing is resharded after a forward pass,
+and torch's pipeline reduces after the last microbatch. The norm is one collective of all ranks.
 
 The same ranks stand at the same places as in ``MeshLayout``: pipeline outermost, tensor innermost.
 """
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
     loss_parallel,
     parallelize_module,
@@ -28,11 +29,6 @@ from torch.distributed.tensor.parallel import (
 
 from boltmesh.strategies.mesh import MeshLayout
 from tests.benchmarks.peers.transformer import Transformer, cross_entropy
-
-BLOCK_PLAN: dict[str, type[ParallelStyle]] = {
-    **dict.fromkeys(("attention.q", "attention.k", "attention.v", "up"), ColwiseParallel),
-    **dict.fromkeys(("attention.out", "down"), RowwiseParallel),
-}
 
 
 class StageModule(nn.Module):
@@ -56,10 +52,20 @@ class StageModule(nn.Module):
         return self.head(self.norm(x))
 
 
-def parallelize(stage: StageModule, mesh: DeviceMesh) -> None:
+def parallelize(stage: "StageModule | Transformer", mesh: DeviceMesh) -> None:
     """Divide layers over the tensor axis; logits stay divided up to the loss."""
     for block in stage.blocks:
-        parallelize_module(block, mesh, {name: style() for name, style in BLOCK_PLAN.items()})
+        plan: dict[str, ParallelStyle] = {
+            # One input of three projections: their gradients of it are reduced together.
+            "attention": PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=Replicate()
+            )
+        }
+        for name in ("attention.q", "attention.k", "attention.v", "up"):
+            plan[name] = ColwiseParallel()
+        for name in ("attention.out", "down"):
+            plan[name] = RowwiseParallel()
+        parallelize_module(block, mesh, plan)
     ends: dict[str, ParallelStyle] = {}
     if stage.embedding is not None:
         ends["embedding"] = RowwiseParallel(input_layouts=Replicate())

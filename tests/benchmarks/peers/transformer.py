@@ -1,4 +1,4 @@
-"""The transformer that benchmarks divide by hand and by plan: projections are layers of their own."""
+"""The transformer that is divided by hand and by plan; its projections are layers of their own."""
 
 import torch
 import torch.nn.functional as F
