@@ -20,7 +20,6 @@ import itertools
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from boltmesh.strategies import MeshLayout, Parallel3DStrategy
+from tests.benchmarks.peers.boltmesh_engine import silence
 from tests.benchmarks.peers.stepping import take_turns
 from tests.benchmarks.peers.torch_3d import HandWritten
 from tests.benchmarks.peers.transformer import Transformer, build, cross_entropy
@@ -44,7 +44,7 @@ SKIPPED = 2
 """First steps of a round, in which caches fill."""
 CHECKED = 3
 """Steps that are compared with one process."""
-LEARNING_RATE, MAX_NORM = 1e-3, 1.0
+LEARNING_RATE, MAX_NORM = 1e-3, 0.5
 
 Numbers = list[tuple[float, float]]
 """The loss of this rank's rows, NaN where it is not known, and the norm of all gradients."""
@@ -206,7 +206,7 @@ Result = tuple[dict[str, list[Turn]], Numbers]
 
 
 def measure(rank: int, world_size: int, rounds: int, job: Job) -> Result:
-    warnings.simplefilter("ignore")
+    silence()
     data_rank = job.layout.coordinates(rank)["data"]
     runs: dict[str, Callable[..., Turn]] = {
         "boltmesh": Ours(job, data_rank, telemetry=True).run,

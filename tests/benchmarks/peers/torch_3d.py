@@ -103,9 +103,7 @@ class HandWritten:
         stage = StageModule(whole, number, layout.pipeline)
         if layout.tensor > 1:
             parallelize(stage, self._mesh["tensor"])
-        self._divided = {
-            name for name, each in stage.named_parameters() if isinstance(each, DTensor)
-        }
+        self._divided = {name for name, each in stage.named_parameters() if _is_divided(each)}
         if layout.data > 1:
             for module in (*stage.blocks, stage):
                 fully_shard(module, mesh=self._mesh["data"], reshard_after_forward=False)
@@ -161,6 +159,10 @@ class HandWritten:
             if each.grad is not None:
                 grad = each.grad
                 yield name, grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _is_divided(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and any(each.is_shard() for each in parameter.placements)
 
 
 def _sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
