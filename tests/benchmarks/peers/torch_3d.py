@@ -8,7 +8,7 @@ and torch's pipeline reduces after the last microbatch. The norm is one collecti
 The same ranks stand at the same places as in ``MeshLayout``: pipeline outermost, tensor innermost.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -119,9 +119,14 @@ class HandWritten:
 
     def restart(self) -> None:
         """Begin with a new optimizer, as each run of a Trainer does."""
-        self._optimizer = torch.optim.AdamW(
-            self.stage.parameters(), lr=self._learning_rate, fused=True
-        )
+        # One group's parameters go through one fused operator, which takes no mixture.
+        parameters = list(self.stage.parameters())
+        kinds = [
+            [each for each in parameters if isinstance(each, DTensor) is kind]
+            for kind in (False, True)
+        ]
+        groups = [{"params": kind} for kind in kinds if kind]
+        self._optimizer = torch.optim.AdamW(groups, lr=self._learning_rate, fused=True)
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
         """Train on a batch of this data rank; return its loss on ranks of the last stage."""
@@ -145,7 +150,8 @@ class HandWritten:
     @torch.no_grad()
     def _clip(self) -> None:
         """What is alike on all ranks of the tensor axis is counted once."""
-        alike, divided = [], []
+        alike: list[Tensor] = []
+        divided: list[Tensor] = []
         for name, grad in self._gradients():
             (divided if name in self._divided else alike).append(grad)
         squares = _sum_of_squares(divided) + _sum_of_squares(alike) / self._layout.tensor
@@ -165,9 +171,10 @@ def _is_divided(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(each.is_shard() for each in parameter.placements)
 
 
-def _sum_of_squares(grads: Iterable[Tensor]) -> Tensor:
-    norms = torch._foreach_norm(list(grads))
-    return torch.stack(norms).square().sum() if norms else torch.zeros(())
+def _sum_of_squares(grads: list[Tensor]) -> Tensor:
+    if not grads:
+        return torch.zeros(())
+    return torch.stack(torch._foreach_norm(grads)).square().sum()
 
 
 def _whole(loss: Tensor) -> Tensor:
