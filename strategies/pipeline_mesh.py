@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.building.deferred import deferred_init
 from boltmesh.strategies.checkpoint.optimizer_state import Take
+from boltmesh.strategies.data.axis import AxisContext
 from boltmesh.strategies.data.buffers import BufferSync
 from boltmesh.strategies.data.late import LateGradients
 from boltmesh.strategies.data.late_replicas import share_state
@@ -283,6 +285,11 @@ class PipelineMeshStrategy(MeshStrategy):
         if axis.delayed is not None:
             held = with_second_version(held, parameters)
         return held + (axis.expected_activations() if is_known else [])
+
+    @override
+    def _axis_context(self, trainer: Trainer) -> AxisContext:
+        # These are places, not objects: a list would keep parameters whole that become shards.
+        return replace(super()._axis_context(trainer), held=self.held_parameters())
 
     @override
     def held_parameters(self) -> Collection[Parameter]:
