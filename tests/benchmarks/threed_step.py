@@ -1,6 +1,6 @@
 """A step on three axes beside torch's own parts put together by hand.
 
-    python tests/benchmarks/threed_step.py [--mesh 2 2 2] [--rounds 5] [--steps 6] [--width 512]
+    python tests/benchmarks/threed_step.py [--mesh 2 2 2] [--rounds 4] [--steps 5] [--width 512]
     python tests/benchmarks/threed_step.py --mesh 2 2 1     # data x pipeline, 4 ranks
     python tests/benchmarks/threed_step.py --mesh 1 2 2     # pipeline x tensor, 4 ranks
 
@@ -277,12 +277,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", type=int, nargs=3, default=(2, 2, 2), metavar=("DATA", "PIPELINE",
                         "TENSOR"))  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=6, help=f"the first {SKIPPED} do not count")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5, help=f"the first {SKIPPED} do not count")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--rows", type=int, default=4, help="of a data rank, in a step")
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--words", type=int, default=256)
     parser.add_argument("--microbatches", type=int, default=4)
     options = vars(parser.parse_args())
