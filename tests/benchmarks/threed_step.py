@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ class Ours:
     """Runs of one Trainer, an epoch each."""
 
     def __init__(self, job: Job, data_rank: int, *, telemetry: bool) -> None:
-        axes = job.layout.sizes
+        axes: dict[str, Any] = dict(job.layout.sizes)
         strategy = Parallel3DStrategy(microbatches=job.microbatches, telemetry=telemetry, **axes)
         self._network, self._loader, self._notes = Network(job), job.loader(data_rank), Notes()
         self._trainer = Trainer(
@@ -247,13 +248,17 @@ def compare(sides: Mapping[str, Sequence[Sequence[Turn]]], wanted: Numbers, job:
             found = torch.tensor(whole_numbers(ranks, job, turn))
             torch.testing.assert_close(
                 found, known, rtol=2e-3, atol=0.0, equal_nan=True,
-                msg=lambda text, name=name, turn=turn: f"{name}, round {turn}: {text}",
+                msg=partial(said_of, f"{name}, round {turn}"),
             )  # fmt: skip
             if turn == 0:
                 torch.testing.assert_close(
                     found[:CHECKED], torch.tensor(wanted), rtol=5e-4, atol=0.0,
-                    msg=lambda text, name=name: f"{name} and one process: {text}",
+                    msg=partial(said_of, f"{name} and one process"),
                 )  # fmt: skip
+
+
+def said_of(what: str, text: str) -> str:
+    return f"{what}: {text}"
 
 
 def print_figures(sides: Mapping[str, Sequence[Sequence[Turn]]]) -> None:
