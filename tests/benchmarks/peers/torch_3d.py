@@ -40,7 +40,8 @@ class StageModule(nn.Module):
         first, end = (each * count // num_stages for each in (number, number + 1))
         self.blocks = whole.blocks[first:end]
         self.embedding = whole.embedding if number == 0 else None
-        self.norm, self.head = (whole.norm, whole.head) if end == count else (None, None)
+        self.norm = whole.norm if end == count else None
+        self.head = whole.head if end == count else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None:
