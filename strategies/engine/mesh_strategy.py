@@ -237,7 +237,6 @@ class MeshStrategy(LoopStrategy):
             zeroes_gradients=partial(compat.zeroes_gradients, trainer),
             recorder=self.recorder,
             recomputed=self.recomputation.blocks,
-            held=self.held_parameters(),
             holds_buffer=self.holds_buffer,
         )
 

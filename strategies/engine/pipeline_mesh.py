@@ -1,5 +1,6 @@
 """The pipeline axis in the engine: where its part is asked, and what changes for the others."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.data.axis import AxisContext
 from boltmesh.strategies.data.buffers import BufferSync
 from boltmesh.strategies.data.late import LateGradients
 from boltmesh.strategies.data.late_replicas import share_state
@@ -235,6 +237,11 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
         if axis.delayed is not None:
             held = with_second_version(held, axis.holdings.parameters)
         return held + (axis.expected_activations() if is_known else [])
+
+    @override
+    def _axis_context(self, trainer: Trainer) -> AxisContext:
+        # These are places, not objects: a list would keep parameters whole that become shards.
+        return replace(super()._axis_context(trainer), held=self.held_parameters())
 
     # Ending.
 

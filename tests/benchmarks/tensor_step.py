@@ -25,17 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.tensor.analysis.analyse import analyse
@@ -43,57 +36,16 @@ from boltmesh.strategies.tensor.execution.apply import apply_plan
 from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.plan import Backend
 from boltmesh.strategies.tensor.planning import make_plan
+from tests.benchmarks.peers.torch_3d import parallelize
+from tests.benchmarks.peers.transformer import Transformer, cross_entropy
+from tests.benchmarks.peers.transformer import build as build_transformer
 from tests.support.ranks import run_ranks
 
 ROWS, TOKENS, WORDS, HEADS, LAYERS = 4, 128, 256, 8, 4
 
 
-class Attention(nn.Module):
-    """Causal attention that takes the number of its heads from what it is given."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.channels = width // HEADS
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            each(x).unflatten(-1, (-1, self.channels)).transpose(1, 2)
-            for each in (self.q, self.k, self.v)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_1(x))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
-
-
-class Transformer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 def build(width: int) -> Transformer:
-    torch.manual_seed(0)
-    return Transformer(width)
+    return build_transformer(width, layers=LAYERS, words=WORDS, heads=HEADS)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -103,7 +55,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def loss_of(model: nn.Module) -> Tensor:
     tokens, targets = batch()
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    return cross_entropy(model(tokens), targets)
 
 
 def ours(world_size: int, width: int, backend: Backend) -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -120,17 +72,7 @@ def ours(world_size: int, width: int, backend: Backend) -> tuple[nn.Module, Call
 def theirs(world_size: int, width: int) -> tuple[nn.Module, Callable[[], Tensor]]:
     model = build(width)
     mesh = init_device_mesh("cpu", (world_size,))
-    columns = ("attention.q", "attention.k", "attention.v", "up")
-    rows = ("attention.out", "down")
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
-    plan.update((name, RowwiseParallel()) for name in rows)
-    for block in model.blocks:
-        parallelize_module(block, mesh, plan)
-    ends: dict[str, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    }
-    parallelize_module(model, mesh, ends)
+    parallelize(model, mesh)
 
     def run() -> Tensor:
         with loss_parallel():

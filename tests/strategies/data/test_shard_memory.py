@@ -1,5 +1,7 @@
 """What a rank holds of each kind of memory."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -105,3 +107,24 @@ def test_stage_1_accumulates_whole_gradients_and_stage_2_shards() -> None:
     whole_gradients, shards, _ = run_ranks(in_turn, 2, accumulate, STAGES)[0]
     assert whole_gradients == [size]
     assert shards == [(size + padding) // 2]
+
+
+def whole_ones_kept(rank: int, world_size: int, stage: int) -> list[str]:
+    """Return which parameters are still there as they were before they were sharded."""
+    model = Even()
+    whole = {name: weakref.ref(each) for name, each in model.named_parameters()}
+    kept: list[str] = []
+
+    class Notes(Callback):
+        reads_gradients = False
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            gc.collect()
+            kept.extend(name for name, each in whole.items() if each() is not None)
+
+    trainer(world_size, stage, max_steps=1, callbacks=[Notes()]).fit(model, token_data(16, 2))
+    return kept
+
+
+def test_nobody_keeps_whole_parameters_beside_shards() -> None:
+    assert run_ranks(in_turn, 1, whole_ones_kept, STAGES)[0] == [[], [], []]
