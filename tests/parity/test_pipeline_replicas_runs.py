@@ -25,7 +25,7 @@ from tests.support.pipelines import MICROBATCHES, ShardedPipeline, pipeline, qui
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.stack import Stack, token_data
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ROWS, BATCH = 22, 8
 STAGES = 2

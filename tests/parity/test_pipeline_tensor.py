@@ -17,7 +17,7 @@ from tests.support.gpts import TinyGPT, text_data
 from tests.support.pipeline_tensor import PipelineTensor
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
 
