@@ -28,6 +28,8 @@ def _own_environment(tmp_path: Path) -> Iterator[None]:
     before = dict(os.environ)
     os.environ["BOLTMESH_RUN_DIR"] = str(tmp_path / "boltmesh-run")
     os.environ["BOLTMESH_SETTINGS_DIR"] = str(tmp_path / "boltmesh-settings")
+    # Of torchrun's --log-dir, which is a folder in /tmp that stays there if nothing is said.
+    os.environ["PET_LOG_DIR"] = str(tmp_path / "torchrun-logs")
     yield
     os.environ.clear()
     os.environ.update(before)

@@ -258,7 +258,9 @@ def test_ranks_end_with_a_supervisor_that_is_killed(workplace):
         "                'sys.exit(rank.execute(work))']\n"
         "made.run()\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code])
+    # Who is killed leaves its folder behind: not in /tmp.
+    environment = {**os.environ, "TMPDIR": str(workplace)}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
     wait_for(Path("pid-0"), Path("pid-1"), Path("ready-0"), Path("ready-1"))
     pids = [int(Path(f"pid-{rank}").read_text()) for rank in range(2)]
     parent.kill()

@@ -13,7 +13,7 @@ from torch import Tensor
 from boltmesh.differences import Trace, find_differences
 from boltmesh.parity import trace_layout, trace_one_process
 from boltmesh.strategies import DDPStrategy, ZeROStrategy, gathered_parameters
-from tests.parity.test_zero import CLIP, Case
+from tests.support.cases import CLIP, Case
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -1,50 +1,26 @@
 """DDP on 2 and 4 ranks computes what one process computes."""
 
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
 from lightning.pytorch import LightningModule
 
-from boltmesh.differences import Trace, find_differences
-from boltmesh.parity import Problem, trace_layout, trace_one_process
+from boltmesh.differences import Trace
+from boltmesh.parity import trace_layout
 from boltmesh.strategies import DDPStrategy
-from tests.support.models import Regression, TwoOptimizers, regression_data
+from tests.support.cases import SGD, differences, reference
+from tests.support.cases import Case as AnyCase
+from tests.support.models import Regression, TwoOptimizers
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
 
 @dataclass(frozen=True)
-class Case:
-    """One combination of what a user may ask for."""
-
-    name: str
-    ranks: int = 2
-    count: int = 48
-    batch_size: int = 4
-    accumulate: Any = 1
-    steps: int = 5
+class Case(AnyCase):
     module: type[LightningModule] = Regression
-    model: dict[str, Any] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
-    strategy: dict[str, Any] = field(default_factory=dict)
-
-    def problem(self) -> Problem:
-        data = partial(regression_data, self.count, self.batch_size)
-        return Problem(
-            module=partial(self.module, **self.model),
-            train=data,
-            validation=partial(regression_data, 21, 4),
-            prediction=partial(regression_data, 19, 4) if self.module is Regression else None,
-            steps=self.steps,
-            accumulate=self.accumulate,
-            trainer={"accelerator": "cpu", **self.trainer},
-        )
 
 
-SGD = {"optimizer": "sgd"}
 UNUSED = {"find_unused_parameters": True}
 CASES = [
     Case("plain"),
@@ -75,10 +51,6 @@ CASES = [
 ]  # fmt: skip
 
 
-def one_process(rank: int, world_size: int, case: Case) -> Trace:
-    return trace_one_process(case.problem(), data_size=case.ranks)
-
-
 def layout(rank: int, world_size: int, case: Case) -> Trace:
     strategy = DDPStrategy(telemetry=False, **case.strategy)
     return trace_layout(case.problem(), strategy, devices=world_size)
@@ -86,10 +58,6 @@ def layout(rank: int, world_size: int, case: Case) -> Trace:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_ddp_equals_one_process(case: Case) -> None:
-    reference = run_ranks(one_process, 1, case)[0]
+    wanted = reference(case)
     traces = run_ranks(layout, case.ranks, case)
-    assert len(reference.losses) == case.steps
-    assert reference.losses[-1] != reference.losses[0]
-    assert reference.validation
-    for trace in traces:
-        assert [str(each) for each in find_differences(reference, trace)] == []
+    assert differences(wanted, range(case.ranks), traces, case.tolerance) == {}

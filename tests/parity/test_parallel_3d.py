@@ -1,8 +1,6 @@
 """Data and tensor axis together, in every ZeRO stage, compute what one process computes."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,11 +8,13 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from boltmesh.differences import Tolerance, Trace, find_differences
-from boltmesh.parity import Problem, trace_layout, trace_one_process
+from boltmesh.differences import Trace
+from boltmesh.parity import trace_layout
 from boltmesh.strategies import Parallel3DStrategy
+from tests.support.cases import BF16, CLIP, ROUGH, SGD, differences, reference
+from tests.support.cases import Case as AnyCase
 from tests.support.causal_lms import build
-from tests.support.gpts import TinyGPT, text_data
+from tests.support.gpts import TinyGPT
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -43,44 +43,18 @@ class Llama(LightningModule):
 
 
 @dataclass(frozen=True)
-class Case:
-    """One combination of what a user may ask for."""
+class Case(AnyCase):
+    """In each of some stages, with batches for every group of ``tensor`` ranks."""
 
-    name: str
-    stages: tuple[int, ...] = (0, 1, 2, 3)
     ranks: int = 4
+    module: type[LightningModule] = TinyGPT
     tensor: int = 2
-    count: int = 48
-    batch_size: int = 4
-    accumulate: Any = 1
-    steps: int = 5
-    module: Callable[..., LightningModule] = TinyGPT
-    model: dict[str, Any] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
-    strategy: dict[str, Any] = field(default_factory=dict)
-    tolerance: Tolerance = field(default_factory=Tolerance)
+    stages: tuple[int, ...] = (0, 1, 2, 3)
 
     @property
     def data_size(self) -> int:
         return self.ranks // self.tensor
 
-    def problem(self) -> Problem:
-        return Problem(
-            module=partial(self.module, **self.model),
-            train=partial(text_data, self.count, self.batch_size),
-            validation=partial(text_data, 21, 4),
-            prediction=partial(text_data, 19, 4),
-            steps=self.steps,
-            accumulate=self.accumulate,
-            trainer={"accelerator": "cpu", **self.trainer},
-        )
-
-
-SGD = {"optimizer": "sgd"}
-CLIP = {"gradient_clip_val": 0.5}
-BF16 = {"precision": "bf16-mixed"}
-ROUGH = Tolerance(relative=2e-2, parameters=2e-2, optimizer=5e-2)
-"""Of products that are added up in bf16, which has 8 bits: the order decides about the last."""
 
 CASES = [
     Case("tied, clipping, accumulation", accumulate=2, model={"ties": True}, trainer=CLIP),
@@ -90,10 +64,6 @@ CASES = [
     Case("bf16, accumulation, frozen layers", stages=(1,), accumulate=2, steps=2,
          model={"freezes": True, **SGD}, trainer={**CLIP, **BF16}, tolerance=ROUGH),
 ]  # fmt: skip
-
-
-def one_process(rank: int, world_size: int, case: Case) -> Trace:
-    return trace_one_process(case.problem(), data_size=case.data_size, is_dealt=case.data_size > 1)
 
 
 def layouts(rank: int, world_size: int, case: Case) -> list[Trace]:
@@ -111,15 +81,6 @@ def layouts(rank: int, world_size: int, case: Case) -> list[Trace]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_stage_equals_one_process(case: Case) -> None:
-    reference = run_ranks(one_process, 1, case)[0]
-    ranks = run_ranks(layouts, case.ranks, case, timeout_s=150)
-    assert len(reference.losses) == case.steps
-    assert reference.losses[-1] != reference.losses[0]
-    assert reference.validation
-    for traces in ranks:
-        for stage, trace in zip(case.stages, traces, strict=True):
-            found = [
-                f"stage {stage}: {each}"
-                for each in find_differences(reference, trace, case.tolerance)
-            ]
-            assert found == []
+    wanted = reference(case)
+    for traces in run_ranks(layouts, case.ranks, case, timeout_s=150):
+        assert differences(wanted, case.stages, traces, case.tolerance) == {}

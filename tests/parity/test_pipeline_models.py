@@ -6,7 +6,7 @@ from tests.parity.pipeline_models import measure
 from tests.support.pipeline_zoo import ZOO
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ON_TWO = [("zbv", "32-true"), ("1f1b", "bf16-mixed")]
 ON_FOUR = [("1f1b", "32-true"), ("interleaved_1f1b", "bf16-mixed")]

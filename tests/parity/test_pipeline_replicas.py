@@ -12,7 +12,7 @@ from tests.support.pipelines import ShardedPipeline, pipeline
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 STAGES = 2
 CLIP = {"gradient_clip_val": 0.5}

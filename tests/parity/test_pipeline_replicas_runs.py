@@ -24,7 +24,7 @@ from tests.support.ranks import RankFailure, run_ranks
 from tests.support.relays import Run, different, merged, run_all
 from tests.support.stack import Stack, token_data
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 STAGES = 2
 

@@ -11,13 +11,14 @@ from torch.amp import GradScaler
 from boltmesh.differences import Trace, find_differences
 from boltmesh.parity import trace_layout
 from boltmesh.telemetry.reading.reader import open_job
-from tests.parity.test_tensor import BF16, CLIP, ROUGH, SGD, Case, one_process
+from tests.parity.test_tensor import Case
+from tests.support.cases import BF16, CLIP, ROUGH, SGD, one_process
 from tests.support.causal_training import CausalTraining
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.pipeline_tensor import PipelineTensor
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
 

@@ -1,39 +1,28 @@
 """Tensor parallelism on 2 and 4 ranks computes what one process computes."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
 from lightning.pytorch import LightningModule
 
-from boltmesh.differences import Tolerance, Trace, find_differences
-from boltmesh.parity import Problem, trace_layout, trace_one_process
+from boltmesh.differences import Trace
+from boltmesh.parity import trace_layout
 from boltmesh.strategies import TensorParallelStrategy
-from tests.support.gpts import TinyGPT, text_data
-from tests.support.models import Regression, TwoOptimizers, regression_data
+from tests.support.cases import BF16, CLIP, ROUGH, SGD, differences, reference
+from tests.support.cases import Case as AnyCase
+from tests.support.gpts import TinyGPT
+from tests.support.models import Regression, TwoOptimizers
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
 
 @dataclass(frozen=True)
-class Case:
-    """One combination of what a user may ask for."""
+class Case(AnyCase):
+    """On ranks that share batches in groups of ``size``."""
 
-    name: str
-    ranks: int = 2
+    module: type[LightningModule] = TinyGPT
     size: int | None = None
-    count: int = 48
-    batch_size: int = 4
-    accumulate: Any = 1
-    steps: int = 5
-    module: Callable[..., LightningModule] = TinyGPT
-    model: dict[str, Any] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
-    strategy: dict[str, Any] = field(default_factory=dict)
-    tolerance: Tolerance = field(default_factory=Tolerance)
     least: float = 0.7
     """How much of the model has to be divided, of its elements."""
 
@@ -41,24 +30,6 @@ class Case:
     def data_size(self) -> int:
         return self.ranks // (self.size or self.ranks)
 
-    def problem(self) -> Problem:
-        data = regression_data if self.module in {Regression, TwoOptimizers} else text_data
-        return Problem(
-            module=partial(self.module, **self.model),
-            train=partial(data, self.count, self.batch_size),
-            validation=partial(data, 21, 4),
-            prediction=partial(data, 19, 4) if self.module in {TinyGPT, Regression} else None,
-            steps=self.steps,
-            accumulate=self.accumulate,
-            trainer={"accelerator": "cpu", **self.trainer},
-        )
-
-
-SGD = {"optimizer": "sgd"}
-CLIP = {"gradient_clip_val": 0.5}
-BF16 = {"precision": "bf16-mixed"}
-ROUGH = Tolerance(relative=2e-2, parameters=2e-2, optimizer=5e-2)
-"""Of products that are added up in bf16, which has 8 bits: the order decides about the last."""
 
 CASES = [
     Case("plain"),
@@ -95,10 +66,6 @@ CASES = [
 ]  # fmt: skip
 
 
-def one_process(rank: int, world_size: int, case: Case) -> Trace:
-    return trace_one_process(case.problem(), data_size=case.data_size, is_dealt=case.data_size > 1)
-
-
 def layout(rank: int, world_size: int, case: Case) -> tuple[Trace, float, tuple[str, ...]]:
     strategy = TensorParallelStrategy(telemetry=False, size=case.size, **case.strategy)
     trace = trace_layout(case.problem(), strategy, devices=world_size)
@@ -113,11 +80,7 @@ def layout(rank: int, world_size: int, case: Case) -> tuple[Trace, float, tuple[
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_equals_one_process(case: Case) -> None:
-    reference = run_ranks(one_process, 1, case)[0]
-    ranks = run_ranks(layout, case.ranks, case)
-    assert len(reference.losses) == case.steps
-    assert reference.losses[-1] != reference.losses[0]
-    assert reference.validation
-    for trace, share, notes in ranks:
+    wanted = reference(case)
+    for trace, share, notes in run_ranks(layout, case.ranks, case):
         assert share >= case.least, notes
-        assert [*map(str, find_differences(reference, trace, case.tolerance))] == []
+        assert differences(wanted, [case.name], [trace], case.tolerance) == {}

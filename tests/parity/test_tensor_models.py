@@ -5,7 +5,7 @@ import pytest
 from tests.parity.tensor_models import Way, measure
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 SHARES = {
     "deepseek_v3": 0.9,  # latent attention, and routed experts behind a layer without any

@@ -1,20 +1,16 @@
 """ZeRO on 2 and 4 ranks computes in every stage what one process computes."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from boltmesh.differences import Tolerance, Trace, find_differences
-from boltmesh.parity import Problem, trace_layout, trace_one_process
+from boltmesh.differences import Trace
+from boltmesh.parity import trace_layout
 from boltmesh.strategies import ZeROStrategy
-from tests.support.models import Regression, TwoOptimizers, regression_data
+from tests.support.cases import BF16, CLIP, ROUGH, SGD, Case, differences, reference
+from tests.support.models import Regression, TwoOptimizers
 from tests.support.ranks import run_ranks
-from tests.support.stack import Stack, token_data
 
 pytestmark = pytest.mark.ranks
 
@@ -38,41 +34,6 @@ class Toggled(TwoOptimizers):
         self.log_dict({"generator": losses[0], "critic": losses[1]}, sync_dist=True)
         return losses[0]
 
-
-@dataclass(frozen=True)
-class Case:
-    """One combination of what a user may ask for, for every stage."""
-
-    name: str
-    ranks: int = 2
-    count: int = 48
-    batch_size: int = 4
-    accumulate: Any = 1
-    steps: int = 5
-    module: Callable[..., LightningModule] = Stack
-    model: dict[str, Any] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
-    strategy: dict[str, Any] = field(default_factory=dict)
-    tolerance: Tolerance = field(default_factory=Tolerance)
-
-    def problem(self) -> Problem:
-        data = token_data if self.module is Stack else regression_data
-        return Problem(
-            module=partial(self.module, **self.model),
-            train=partial(data, self.count, self.batch_size),
-            validation=partial(data, 21, 4),
-            prediction=partial(data, 19, 4) if self.module in {Stack, Regression} else None,
-            steps=self.steps,
-            accumulate=self.accumulate,
-            trainer={"accelerator": "cpu", **self.trainer},
-        )
-
-
-SGD = {"optimizer": "sgd"}
-CLIP = {"gradient_clip_val": 0.5}
-BF16 = {"precision": "bf16-mixed"}
-ROUGH = Tolerance(relative=2e-2, parameters=2e-2, optimizer=5e-2)
-"""Of gradients that are added up in bf16, which has 8 bits: the order decides about the last."""
 
 CASES = [
     Case("plain"),
@@ -99,10 +60,6 @@ CASES = [
 ]  # fmt: skip
 
 
-def one_process(rank: int, world_size: int, case: Case) -> Trace:
-    return trace_one_process(case.problem(), data_size=case.ranks)
-
-
 def layouts(rank: int, world_size: int, case: Case) -> list[Trace]:
     return [
         trace_layout(
@@ -116,15 +73,6 @@ def layouts(rank: int, world_size: int, case: Case) -> list[Trace]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_stage_equals_one_process(case: Case) -> None:
-    reference = run_ranks(one_process, 1, case)[0]
-    ranks = run_ranks(layouts, case.ranks, case)
-    assert len(reference.losses) == case.steps
-    assert reference.losses[-1] != reference.losses[0]
-    assert reference.validation
-    for traces in ranks:
-        for stage, trace in zip(STAGES, traces, strict=True):
-            found = [
-                f"stage {stage}: {each}"
-                for each in find_differences(reference, trace, case.tolerance)
-            ]
-            assert found == []
+    wanted = reference(case)
+    for traces in run_ranks(layouts, case.ranks, case):
+        assert differences(wanted, STAGES, traces, case.tolerance) == {}

@@ -9,7 +9,7 @@ from boltmesh.differences import Trace, find_differences
 from boltmesh.parity import trace_layout
 from boltmesh.strategies import ZeROStrategy
 from boltmesh.strategies.offload import opening
-from tests.parity.test_zero import BF16, CLIP, SGD, Case, one_process
+from tests.support.cases import BF16, CLIP, SGD, Case, one_process
 from tests.support.models import Regression, TwoOptimizers
 from tests.support.ranks import run_ranks
 

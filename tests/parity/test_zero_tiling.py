@@ -15,7 +15,7 @@ from boltmesh.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import DDPStrategy, ZeROStrategy, deferred_init
 from boltmesh.strategies.building.deferred import is_deferred
 from boltmesh.strategies.tiling.functions import EmbeddingFunction, LinearFunction
-from tests.parity.test_zero import CLIP, ROUGH, SGD, Case
+from tests.support.cases import CLIP, ROUGH, SGD, Case
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack
 

@@ -1,9 +1,10 @@
 """Runs a model by a plan beside the same model whole, in the ranks of a test."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,14 +42,34 @@ def built(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Los
 def planned(model: nn.Module, loss: Loss, size: int, backend: str) -> TensorPlan:
     """The plan of a model, all of whose blocks run by one backend."""
     blocks = find_blocks(model)
-    plan = make_plan(analyse(model, loss, blocks=blocks), size)
+    return _run_by(backend, make_plan(analyse(model, loss, blocks=blocks), size), blocks)
+
+
+def _run_by(backend: str, plan: TensorPlan, blocks: Iterable[str]) -> TensorPlan:
     return replace(plan, backends=dict.fromkeys((*blocks, ""), backend))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1)
+def _plan(name: str, dtype: torch.dtype, size: int) -> tuple[TensorPlan, tuple[str, ...]]:
+    """The plan of a model by name, whatever runs it, and its blocks."""
+    model, loss = built(name, dtype)
+    blocks = find_blocks(model)
+    return make_plan(analyse(model, loss, blocks=blocks), size), tuple(blocks)
+
+
+@lru_cache(maxsize=1)
+def _whole(name: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the gradients of a model by name, run whole."""
+    model, loss = built(name, dtype)
+    value = loss(model)
+    value.backward()
+    return value.detach(), gradients(model)
 
 
 def applied(name: str, backend: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A model that runs by its plan: the applied plan, the model, its loss."""
     model, loss = built(name, dtype)
-    plan = replace(planned(model, loss, dist.get_world_size(), backend), **changes)
+    plan = replace(_run_by(backend, *_plan(name, dtype, dist.get_world_size())), **changes)
     return apply_plan(model, plan, world()), model, loss
 
 
@@ -121,10 +142,7 @@ def counted() -> Iterator[Counter[str]]:
 
 def compared(name: str, backend: str, dtype: torch.dtype = torch.float32) -> Difference:
     """Run one step whole and one by the plan."""
-    model, loss = built(name, dtype)
-    value = loss(model)
-    value.backward()
-    whole = value.detach(), gradients(model)
+    whole = _whole(name, dtype)
     plan, model, loss = applied(name, backend, dtype)
     with counted() as forward:
         value = loss(model)
