@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
@@ -165,6 +167,15 @@ class PipelinedParallel3DStrategy(PipelineMeshStrategy, Parallel3DStrategy):
     def __init__(self, **options: Any) -> None:
         asked = {name: options[name] for name in _STAGE_OPTIONS if name in options}
         super().__init__(pipeline_options=PipelineOptions(**asked), **options)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self._is_fitting and isinstance(self.data_axis, LateShards):
+            extra = self.data_axis.describe_traffic().extra()
+            if extra is not None:
+                count = self.pipeline_axis.options.num_microbatches(self.layout.pipeline)
+                rank_zero_info(f"Parallel3DStrategy: {extra.sentence(count)}.")
 
 
 _STAGE_OPTIONS = ("microbatches", "schedule", "stages_per_rank", "split", "max_memory_bytes")

@@ -210,6 +210,11 @@ _HEAD = 6
 """Numbers that every batch has."""
 
 
+def size_of_told(numbers: int) -> tuple[int, int]:
+    """Return the bytes and the calls of a batch that logs so many numbers."""
+    return (_HEAD + numbers) * torch.float64.itemsize, 1 + bool(numbers)
+
+
 class Sharing:
     """Sends what the last stage found out to the other ranks, in one small message a step.
 
@@ -228,7 +233,7 @@ class Sharing:
     def size_per_batch(self) -> tuple[int, int]:
         """Return the bytes and the calls of a batch that logs what the last one has logged."""
         numbers = sum(each[2] is None for each in self._known)
-        return (_HEAD + numbers) * torch.float64.itemsize, 1 + bool(numbers)
+        return size_of_told(numbers)
 
     def send(
         self,
