@@ -1,6 +1,7 @@
 """On 2 x 2 x 2 ranks: whole parameters in callbacks, one overflow for all, bytes of each axis."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from boltmesh.configs.load import load
+from boltmesh.mesh_plan import MeshPlan, plan_mesh
 from boltmesh.strategies import Parallel3DStrategy, gathered_parameters
+from boltmesh.strategies.mesh import AXES
+from boltmesh.strategies.planner.step_time import Machine
 from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.telemetry.snapshot import JobSnapshot
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.ranks import run_ranks
 
@@ -137,6 +149,28 @@ class Silent(TinyGPT):
         return self.loss(batch)
 
 
+class Texts(LightningDataModule):
+    """The share of one replica."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return data(0, SIZE, steps=2)
+
+
+def planned(settings: dict[str, Any], **options: Any) -> MeshPlan:
+    """What ``boltmesh plan`` says of ``train``."""
+    trainer = {"accelerator": "cpu", "devices": RANKS, "gradient_clip_val": None, **settings}
+    arguments = {"depth": 4, "ties": True, "optimizer": "adamw"}
+    given = {"data": SIZE, "pipeline": SIZE, "tensor": SIZE, "microbatches": 2, **options}
+    changes = [
+        f"model.class_path={__name__}.Silent",
+        f"model.init_args={arguments}",
+        f"data.class_path={__name__}.Texts",
+        "data.init_args={}",
+        *(f"trainer.{key}={'null' if each is None else each}" for key, each in trainer.items()),
+    ]
+    return plan_mesh(load("threed", changes), RANKS, given, Machine(), source="config")
+
+
 def train(rank: int, world_size: int, settings: dict[str, Any], **options: Any) -> str:
     """Train with telemetry and return where it is."""
     seed_everything(1, verbose=False)
@@ -154,6 +188,13 @@ def train(rank: int, world_size: int, settings: dict[str, Any], **options: Any) 
     return paths[0]
 
 
+TRAINED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}, {"zero_stage": 1}),
+    ({}, {"zero_stage": 3, "sequence_parallel": True, **INTERLEAVED}),
+)
+"""Settings of the Trainer, and options of the strategy."""
+
+
 # All of it, in ranks that are started once.
 
 
@@ -168,17 +209,13 @@ class Found:
 
 
 def all_of_it(rank: int, world_size: int) -> Found:
-    window = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
     return Found(
         [
             look(rank, world_size, zero_stage=0, **INTERLEAVED),
             look(rank, world_size, zero_stage=3),
         ],
         overflow(rank, world_size),
-        [
-            train(rank, world_size, window, zero_stage=1),
-            train(rank, world_size, {}, zero_stage=3, sequence_parallel=True, **INTERLEAVED),
-        ],
+        [train(rank, world_size, settings, **options) for settings, options in TRAINED],
     )
 
 
@@ -215,30 +252,80 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: list[Found]) -> No
         assert all(map(torch.equal, seen, first))
 
 
+Amounts = dict[tuple[str, str], tuple[float, float]]
+"""Bytes and calls of an optimizer step by axis and operator, in the mean over ranks that move."""
+
+
+def mean(of_ranks: Iterable[Iterable[tuple[str, str, float, float]]]) -> Amounts:
+    moved: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for rank in of_ranks:
+        own: Amounts = {}
+        for axis, operator, num_bytes, calls in rank:  # of several groups along an axis
+            size, count = own.get((axis, operator), (0.0, 0.0))
+            own[axis, operator] = size + num_bytes, count + calls
+        for key, amount in own.items():
+            moved.setdefault(key, []).append(amount)
+    return {
+        key: (
+            sum(size for size, _ in amounts) / len(amounts),
+            sum(calls for _, calls in amounts) / len(amounts),
+        )
+        for key, amounts in moved.items()
+    }
+
+
+def measured(seen: JobSnapshot) -> Amounts:
+    assert seen.communication_note is None
+    return mean(
+        [
+            (each.axis, each.operator, each.bytes_per_step, each.calls_per_step or 0.0)
+            for each in rank.collectives
+            if each.axis in AXES and each.bytes_per_step
+        ]
+        for rank in seen.ranks
+    )
+
+
 def test_each_axis_moves_what_is_expected_of_it(ranks: list[Found]) -> None:
-    axes = {"pipeline", "data", "tensor"}
     for path in ranks[0].paths:
         with open_job(Path(path)) as job:
             seen = job.snapshot()
-        assert seen.communication_note is None
         expected = {
             (each.axis, each.operator): (each.payload_bytes, each.calls)
             for each in seen.expected
-            if each.axis in axes
+            if each.axis in AXES
         }
-        assert {axis for axis, _ in expected} == axes
-        moved: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for rank in seen.ranks:
-            own: dict[tuple[str, str], tuple[float, float]] = {}
-            for each in rank.collectives:  # of several groups along an axis
-                key = each.axis, each.operator
-                if key[0] in axes and each.bytes_per_step:
-                    size, calls = own.get(key, (0.0, 0.0))
-                    own[key] = size + each.bytes_per_step, calls + (each.calls_per_step or 0.0)
-            for key, amount in own.items():
-                moved.setdefault(key, []).append(amount)
+        assert {axis for axis, _ in expected} == set(AXES)
+        moved = measured(seen)
         assert moved.keys() == expected.keys()
-        for key, amounts in moved.items():
-            # In the mean over the ranks that move it at all, as it is stated.
-            mean = tuple(sum(values) / len(amounts) for values in zip(*amounts, strict=True))
-            assert mean == pytest.approx(expected[key]), key
+        for key, amount in moved.items():
+            assert amount == pytest.approx(expected[key]), key
+
+
+def test_a_plan_has_said_before_what_each_axis_moves_and_ranks_hold(ranks: list[Found]) -> None:
+    for path, (settings, options) in zip(ranks[0].paths, TRAINED, strict=True):
+        with open_job(Path(path)) as job:
+            seen = job.snapshot()
+        plan = planned(settings, **options)
+        said = mean(
+            [
+                (each.axis, each.operator, each.payload_bytes, each.calls or 0.0)
+                for each in place.traffic
+                if each.axis in AXES
+            ]
+            for place in plan.places
+        )
+        moved = measured(seen)
+        assert moved.keys() == said.keys()
+        for key, amount in moved.items():
+            assert said[key] == pytest.approx(amount), key
+        for place in plan.places:
+            for rank in place.ranks:
+                held = {each.kind: each for each in seen.ranks[rank].memory_kinds}
+                for kind in ("parameters", "gradients", "optimizer"):
+                    # Of Adam each parameter has a count of its steps, too.
+                    count = 4 * 60 if kind == "optimizer" else 0
+                    bytes_held = held[kind].measured_bytes
+                    assert bytes_held is not None
+                    assert 0 <= bytes_held - place.memory.kept[kind].host <= count, (kind, rank)
+                assert held["activations"].predicted_bytes == place.activation_bytes
