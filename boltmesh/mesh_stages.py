@@ -137,9 +137,17 @@ class _Stages:
     @cached_property
     def shape(self) -> ModelShape:
         """What is gathered together, with all buffers of the module, which every rank has."""
-        blocks = None if self._job.shards is None else self._job.shards.blocks
-        buffers = list(self._module.buffers())
-        return describe_late_units(self._module, self.held, buffers, blocks)
+        return self._shape(list(self._module.buffers()), has_scalars=True)
+
+    def _shape(self, buffers: Sequence[Tensor], *, has_scalars: bool) -> ModelShape:
+        shards = self._job.shards
+        return describe_late_units(
+            self._module,
+            self.held,
+            buffers,
+            None if shards is None else shards.blocks,
+            has_scalars=has_scalars,
+        )
 
     def over_data(self) -> list[ExpectedTraffic]:
         """What the data axis moves in an optimizer step."""
@@ -155,9 +163,8 @@ class _Stages:
 
     def _late_traffic(self) -> LateTraffic:
         job = self._job
-        blocks = None if job.shards is None else job.shards.blocks
         return LateTraffic(
-            describe_late_units(self._module, self.held, self._buffers, blocks),
+            self._shape(self._buffers, has_scalars=False),
             job.sharing,
             job.data_job,
             num_trained=len(self._trained),

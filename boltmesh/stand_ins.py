@@ -40,4 +40,4 @@ def reshape_stand_in(parameter: Parameter, shape: Sequence[int]) -> None:
 
 def _one_number(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     # Of two numbers, for one alone is how a parameter of another rank looks.
-    return torch.zeros(2, dtype=dtype)[:1].expand(tuple(shape))
+    return torch.zeros(2, dtype=dtype)[0].expand(tuple(shape))

@@ -123,10 +123,12 @@ class ExtraTraffic:
                 f"{name} moves what zero_stage=1 does, 0 bytes a microbatch more, for a step is "
                 f"one batch; each further batch of accumulate_grad_batches would move {what} more"
             )
+        further = f"each of the {self.num_batches - 1} batches behind the first of a step"
+        if self.num_batches == 2:
+            further = "the second batch of a step"
         return (
             f"{name} moves {self.step_bytes:,} bytes a step more on each rank than zero_stage=1, "
-            f"{self.per_microbatch(num_microbatches):,.0f} a microbatch: {what} for each of the "
-            f"{self.num_batches - 1} batches behind the first of a step"
+            f"{self.per_microbatch(num_microbatches):,.0f} a microbatch: {what} for {further}"
         )
 
 

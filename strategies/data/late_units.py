@@ -17,17 +17,20 @@ def describe_late_units(
     held: Collection[Parameter],
     buffers: Collection[Tensor],
     patterns: Sequence[str] | None,
+    *,
+    has_scalars: bool,
 ) -> ModelShape:
-    """Return the shapes of what one rank of a pipeline holds, without parameters that have no rows.
+    """Return the shapes of what one rank of a pipeline holds.
 
     Args:
         module: The whole model, of which ``held`` may be in parts already.
         held: The parameters of the rank's stages.
         buffers: That it sends.
         patterns: ``blocks`` of the user.
+        has_scalars: Whether to count parameters without rows, which nobody gathers.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
-    left = {each for each in held if each.dim() > 0}
+    left = {each for each in held if has_scalars or each.dim() > 0}
     shapes: list[UnitShape] = []
 
     def take(name: str, unit: Module) -> None:

@@ -1,7 +1,6 @@
 """On 2 x 2 x 2 ranks: whole parameters in callbacks, one overflow for all, bytes of each axis."""
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from boltmesh.configs.load import load
-from boltmesh.mesh_plan import MeshPlan, plan_mesh
 from boltmesh.strategies import Parallel3DStrategy, gathered_parameters
 from boltmesh.strategies.mesh import AXES
-from boltmesh.strategies.planner.step_time import Machine
 from boltmesh.telemetry.reading.reader import open_job
-from boltmesh.telemetry.snapshot import JobSnapshot
 from tests.support.gpts import TinyGPT, text_data
+from tests.support.planned_meshes import check_memory, measured, planned, said
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -156,21 +152,6 @@ class Texts(LightningDataModule):
         return data(0, SIZE, steps=2)
 
 
-def planned(settings: dict[str, Any], **options: Any) -> MeshPlan:
-    """What ``boltmesh plan`` says of ``train``."""
-    trainer = {"accelerator": "cpu", "devices": RANKS, "gradient_clip_val": None, **settings}
-    arguments = {"depth": 4, "ties": True, "optimizer": "adamw"}
-    given = {"data": SIZE, "pipeline": SIZE, "tensor": SIZE, "microbatches": 2, **options}
-    changes = [
-        f"model.class_path={__name__}.Silent",
-        f"model.init_args={arguments}",
-        f"data.class_path={__name__}.Texts",
-        "data.init_args={}",
-        *(f"trainer.{key}={'null' if each is None else each}" for key, each in trainer.items()),
-    ]
-    return plan_mesh(load("threed", changes), RANKS, given, Machine(), source="config")
-
-
 def train(rank: int, world_size: int, settings: dict[str, Any], **options: Any) -> str:
     """Train with telemetry and return where it is."""
     seed_everything(1, verbose=False)
@@ -252,40 +233,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: list[Found]) -> No
         assert all(map(torch.equal, seen, first))
 
 
-Amounts = dict[tuple[str, str], tuple[float, float]]
-"""Bytes and calls of an optimizer step by axis and operator, in the mean over ranks that move."""
-
-
-def mean(of_ranks: Iterable[Iterable[tuple[str, str, float, float]]]) -> Amounts:
-    moved: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for rank in of_ranks:
-        own: Amounts = {}
-        for axis, operator, num_bytes, calls in rank:  # of several groups along an axis
-            size, count = own.get((axis, operator), (0.0, 0.0))
-            own[axis, operator] = size + num_bytes, count + calls
-        for key, amount in own.items():
-            moved.setdefault(key, []).append(amount)
-    return {
-        key: (
-            sum(size for size, _ in amounts) / len(amounts),
-            sum(calls for _, calls in amounts) / len(amounts),
-        )
-        for key, amounts in moved.items()
-    }
-
-
-def measured(seen: JobSnapshot) -> Amounts:
-    assert seen.communication_note is None
-    return mean(
-        [
-            (each.axis, each.operator, each.bytes_per_step, each.calls_per_step or 0.0)
-            for each in rank.collectives
-            if each.axis in AXES and each.bytes_per_step
-        ]
-        for rank in seen.ranks
-    )
-
-
 def test_each_axis_moves_what_is_expected_of_it(ranks: list[Found]) -> None:
     for path in ranks[0].paths:
         with open_job(Path(path)) as job:
@@ -306,26 +253,10 @@ def test_a_plan_has_said_before_what_each_axis_moves_and_ranks_hold(ranks: list[
     for path, (settings, options) in zip(ranks[0].paths, TRAINED, strict=True):
         with open_job(Path(path)) as job:
             seen = job.snapshot()
-        plan = planned(settings, **options)
-        said = mean(
-            [
-                (each.axis, each.operator, each.payload_bytes, each.calls or 0.0)
-                for each in place.traffic
-                if each.axis in AXES
-            ]
-            for place in plan.places
-        )
-        moved = measured(seen)
-        assert moved.keys() == said.keys()
+        sizes = {"data": SIZE, "pipeline": SIZE, "tensor": SIZE, "microbatches": 2}
+        plan = planned(Silent, Texts, RANKS, {**sizes, **options}, settings, depth=4, ties=True)
+        moved, told = measured(seen), said(plan)
+        assert moved.keys() == told.keys()
         for key, amount in moved.items():
-            assert said[key] == pytest.approx(amount), key
-        for place in plan.places:
-            for rank in place.ranks:
-                held = {each.kind: each for each in seen.ranks[rank].memory_kinds}
-                for kind in ("parameters", "gradients", "optimizer"):
-                    # Of Adam each parameter has a count of its steps, too.
-                    count = 4 * 60 if kind == "optimizer" else 0
-                    bytes_held = held[kind].measured_bytes
-                    assert bytes_held is not None
-                    assert 0 <= bytes_held - place.memory.kept[kind].host <= count, (kind, rank)
-                assert held["activations"].predicted_bytes == place.activation_bytes
+            assert told[key] == pytest.approx(amount), key
+        check_memory(plan, seen, num_parameters=len(list(Silent(depth=4).parameters())))
