@@ -33,7 +33,6 @@ from boltmesh.stage_model import (
 )
 from boltmesh.stand_ins import put_stand_ins, reshape_stand_in
 from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.data.late_traffic import ExtraTraffic
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.microbatches import Cutter
 from boltmesh.strategies.pipeline.placement import Division, divide
@@ -61,8 +60,6 @@ class MeshModel:
     """None where no ranks share layers."""
     ranks: tuple[RankForecast, ...]
     """By place on the pipeline; those beside each other have as much, or less."""
-    extra: ExtraTraffic | None
-    """Of the rank on which it is most; None for what is not ZeRO-2 or 3 beside a pipeline."""
     state_copies: int
     notes: tuple[str, ...]
 
@@ -126,14 +123,12 @@ def describe_mesh(config: DictConfig, job: MeshJob, *, source: str) -> MeshModel
                 notes.append("activations are not known, and no part of a peak")
             if job.stages.split == "measured":
                 notes.append("split=measured: a run times the layers; here they are counted")
-    extras = [each.extra for each in ranks if each.extra is not None]
     return MeshModel(
         name=type(module).__name__,
         numel=numel,
         pipeline=pipeline,
         tensor=tensor,
         ranks=tuple(ranks),
-        extra=max(extras, key=lambda each: each.batch_bytes, default=None),
         state_copies=copies,
         notes=tuple(notes),
     )

@@ -44,6 +44,8 @@ class PlaceRow:
     """Of an optimizer step, on one of them."""
     too_large: tuple[str, ...]
     """Places that have less memory than this needs."""
+    extra: "ExtraTraffic | None"
+    """Of ZeRO-2 and 3 beside a pipeline."""
 
     def as_data(self) -> dict[str, Any]:
         """The same as JSON has it."""
@@ -87,10 +89,14 @@ class MeshPlan:
     places: tuple[PlaceRow, ...]
     pipeline: PipelinePlan | None
     tensor: "TensorSummary | None"
-    extra: "ExtraTraffic | None"
-    """Of ZeRO-2 and 3 beside a pipeline."""
     is_on_host: bool
     notes: tuple[str, ...]
+
+    @property
+    def extra(self) -> "ExtraTraffic | None":
+        """Of ZeRO-2 and 3 beside a pipeline, where it is most."""
+        found = [each.extra for each in self.places if each.extra is not None]
+        return max(found, key=lambda each: each.batch_bytes, default=None)
 
     def as_data(self) -> dict[str, Any]:
         """The same as JSON has it."""
@@ -179,12 +185,12 @@ def plan_mesh(
                     for place, num_bytes in each.memory.peak.items()
                     if (room := machine.size_of(place)) is not None and num_bytes > room
                 ),
+                extra=each.extra,
             )
             for at, each in enumerate(made.ranks)
         ),
         pipeline=pipeline,
         tensor=made.tensor,
-        extra=made.extra,
         is_on_host=job.is_on_host,
         notes=tuple(notes),
     )

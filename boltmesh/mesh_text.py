@@ -35,7 +35,8 @@ def write_mesh(plan: MeshPlan) -> str:
     if plan.pipeline is not None:
         lines.append(bubble_text(plan.pipeline))
     if plan.extra is not None:
-        lines.append(f"{plan.extra.sentence(plan.num_microbatches)}.")
+        where = "the rank that has most"
+        lines.append(f"{plan.extra.sentence(plan.num_microbatches, rank=where)}.")
     lines += _remarks(plan)
     return "\n".join(lines)
 

@@ -175,7 +175,7 @@ class PipelinedParallel3DStrategy(PipelineMeshStrategy, Parallel3DStrategy):
             extra = self.data_axis.describe_traffic().extra()
             if extra is not None:
                 count = self.pipeline_axis.options.num_microbatches(self.layout.pipeline)
-                rank_zero_info(f"Parallel3DStrategy: {extra.sentence(count)}.")
+                rank_zero_info(f"Parallel3DStrategy: {extra.sentence(count, rank='rank 0')}.")
 
 
 _STAGE_OPTIONS = ("microbatches", "schedule", "stages_per_rank", "split", "max_memory_bytes")

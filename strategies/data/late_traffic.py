@@ -108,11 +108,12 @@ class ExtraTraffic:
         """
         return self.step_bytes / (self.num_batches * num_microbatches)
 
-    def sentence(self, num_microbatches: int) -> str:
+    def sentence(self, num_microbatches: int, *, rank: str) -> str:
         """Return it in words, for whoever has chosen the stage.
 
         Args:
             num_microbatches: Of a batch.
+            rank: Whose it is, such as ``rank 0``.
         """
         what = f"{self.gradient_bytes:,} bytes of gradients"
         if self.parameter_bytes:
@@ -121,13 +122,13 @@ class ExtraTraffic:
         if self.num_batches == 1:
             return (
                 f"{name} moves what zero_stage=1 does, 0 bytes a microbatch more, for a step is "
-                f"one batch; each further batch of accumulate_grad_batches would move {what} more"
+                f"one batch; each further batch of accumulate_grad_batches would move {what} more on {rank}"
             )
         further = f"each of the {self.num_batches - 1} batches behind the first of a step"
         if self.num_batches == 2:
             further = "the second batch of a step"
         return (
-            f"{name} moves {self.step_bytes:,} bytes a step more on each rank than zero_stage=1, "
+            f"{name} moves {self.step_bytes:,} bytes a step more on {rank} than zero_stage=1, "
             f"{self.per_microbatch(num_microbatches):,.0f} a microbatch: {what} for {further}"
         )
 

@@ -165,8 +165,9 @@ def test_what_a_plan_says_is_what_ranks_of_a_pipeline_measure(workplace: Path) -
             else:  # of coalesced buffers only the bytes are known
                 assert expected[key][0] == pytest.approx(amount[0]), (key, options)
         check_memory(made, seen, num_parameters=count)
-        extra = None if made.extra is None else made.extra.sentence(4)
-        assert told == ("" if extra is None else f"Parallel3DStrategy: {extra}."), options
+        extra = made.places[0].extra
+        sentence = "" if extra is None else extra.sentence(4, rank="rank 0")
+        assert told == (sentence and f"Parallel3DStrategy: {sentence}."), options
 
 
 def test_what_stages_2_and_3_cost_beside_a_pipeline_is_the_difference_of_plans() -> None:
@@ -189,7 +190,7 @@ def test_what_stages_2_and_3_cost_beside_a_pipeline_is_the_difference_of_plans()
         assert extra.per_microbatch(4) == more / (4 * batches)
         assert (more > 0) == (batches > 1)
         assert bool(extra.parameter_bytes) == (stage == 3)
-        assert f"{more / (4 * batches):,.0f}" in extra.sentence(4)
+        assert f"{more / (4 * batches):,.0f}" in extra.sentence(4, rank="rank 0")
 
 
 # The command.
