@@ -111,8 +111,10 @@ def _traffic_table(plan: MeshPlan) -> list[str]:
     total = {axis: sum(mean[key] for key in order if key[0] == axis) for axis, _ in order}
     lines = align(
         [
-            ("between ranks in a step", [f"  {axis}" for axis, _ in order]),
-            ("operator", [operator.strip("_") for _, operator in order]),
+            (
+                "between ranks in a step",
+                [f"  {axis:<9} {operator.strip('_')}" for axis, operator in order],
+            ),
             ("calls", [_calls(most[key]) for key in order]),
             ("bytes of a rank", [size_text(round(most[key].payload_bytes)) for key in order]),
             ("mean", [size_text(round(mean[key])) for key in order]),

@@ -122,7 +122,8 @@ class ExtraTraffic:
         if self.num_batches == 1:
             return (
                 f"{name} moves what zero_stage=1 does, 0 bytes a microbatch more, for a step is "
-                f"one batch; each further batch of accumulate_grad_batches would move {what} more on {rank}"
+                f"one batch; each further batch of accumulate_grad_batches would move {what} more "
+                f"on {rank}"
             )
         further = f"each of the {self.num_batches - 1} batches behind the first of a step"
         if self.num_batches == 2:

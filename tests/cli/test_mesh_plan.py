@@ -58,6 +58,7 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
         self.scale = nn.Parameter(torch.ones(()))
+        self.shift: Tensor
         self.register_buffer("shift", torch.full((width,), 0.1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ RUNS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"zero_stage": 3}, {"gradient_clip_val": 1.0}),
 )
 """Options of the strategy, and settings of the Trainer."""
-SIZES = {"pipeline": 2, "data": 2, "microbatches": 4}
+SIZES: dict[str, Any] = {"pipeline": 2, "data": 2, "microbatches": 4}
 
 
 def train(rank: int, world_size: int, options: Any, settings: Any) -> tuple[str, str]:
