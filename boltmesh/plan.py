@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 KNOWN_MODEL = (RECIPE_FOLDER.parent / "examples" / "gpt.py").resolve()
 KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
+REPLICATED = "bolt_replicated"
+"""Of one process over several devices, of which none is like another."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ def plan(
     changes = [*([] if size is None else _size_overrides(size)), *overrides]
     wanted = None if strategy is None else strategy.removeprefix(PREFIX)
     loaded = load(config, changes)
+    if wanted == REPLICATED.removeprefix(PREFIX):
+        raise ConfigError(
+            f"{find(config)}: boltmesh plan counts what one rank has, and {REPLICATED} is one "
+            f"process over several devices. Plan --strategy ddp, whose ranks have as much."
+        )
     named = loaded.strategy.get("name") if wanted is None else f"{PREFIX}{wanted}"
     if named == SEVERAL_AXES:
         source = str(find(config))
@@ -151,7 +158,7 @@ def make_plan(
     sharings = {
         name: sharing_of(name, STRATEGIES[name], {})
         for name in STRATEGIES
-        if name not in (PIPELINE, TENSOR, SEVERAL_AXES)
+        if name not in (PIPELINE, TENSOR, SEVERAL_AXES, REPLICATED)
     }
     options = None
     if own in sharings:
