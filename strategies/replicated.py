@@ -19,10 +19,10 @@ class ReplicatedStrategy(MeshStrategy):
     """Data parallelism as ``torch.nn.DataParallel`` has it, to be compared with.
 
     One process cuts each batch along its rows, copies the model to every device for every batch,
-    and runs a thread for each. The numbers are those of one device with the same batch, where the loss
-    is a mean over rows; buffers keep what the first device's rows have made of them. Memory of the
-    first device: the whole model, its gradients and its optimizer state; of the others a copy of
-    the parameters and its gradients. ``DDPStrategy`` is faster and is what to train with.
+    and runs a thread for each. The numbers are those of one device with the same batch, where the
+    loss is a mean over rows; buffers keep what the first device's rows have made of them. Memory
+    of the first device: the whole model, its gradients and its optimizer state; of the others a
+    copy of the parameters and its gradients. ``DDPStrategy`` is faster and is what to train with.
 
     Args:
         devices: Indices of CUDA devices, the first one that of the Trainer; None: all that there
@@ -36,6 +36,9 @@ class ReplicatedStrategy(MeshStrategy):
     """
 
     strategy_name = "bolt_replicated"
+
+    is_distributed = False
+    """Loaders keep the sampler that their author gave them: there is nobody to share data with."""
 
     def __init__(self, *, devices: Sequence[int] | None = None, **kwargs: Any) -> None:
         super().__init__(data_axis=LoneRank(), **kwargs)
