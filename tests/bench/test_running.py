@@ -1,6 +1,7 @@
 """What a strategy's job is started with."""
 
 import os
+import subprocess
 import sys
 from typing import Any
 
@@ -17,7 +18,7 @@ def test_peer_to_peer_is_switched_off_in_the_processes_of_its_row_alone(monkeypa
     def start(arguments: Any, environment: dict[str, str], stderr: int, watch: Any) -> int:
         started.append(environment)
         command = [sys.executable, "-c", f"{script}; sys.exit(1)"]
-        return running.subprocess.run(command, env=environment, stderr=stderr).returncode
+        return subprocess.run(command, env=environment, stderr=stderr).returncode
 
     monkeypatch.setattr(running, "_watched", start)
     plain, without = parse_variants("bolt_ddp,bolt_ddp:no_p2p")

@@ -138,7 +138,7 @@ class Metered(Rows):
 
 
 def test_what_copies_cannot_do_is_refused(monkeypatch) -> None:
-    quiet = {
+    quiet: dict[str, Any] = {
         "accelerator": "cpu", "logger": False, "max_steps": 1, "enable_progress_bar": False,
         "enable_checkpointing": False, "enable_model_summary": False,
     }  # fmt: skip
