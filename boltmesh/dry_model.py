@@ -72,7 +72,9 @@ def describe_model(
     else:
         activations = None
         notes.append(f"activations are not known: {complaint}")
-    units = _units(module, options, multiplied=measured.cast_names, is_autocast=widths.is_autocast)
+    units = shapes_of_units(
+        module, options, multiplied=measured.cast_names, is_autocast=widths.is_autocast
+    )
     return (
         ModelShape(
             type(module).__name__,
@@ -88,7 +90,7 @@ def describe_model(
     )
 
 
-def _units(
+def shapes_of_units(
     module: LightningModule,
     options: ShardOptions | None,
     *,

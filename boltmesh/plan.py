@@ -16,8 +16,10 @@ from omegaconf import OmegaConf
 from boltmesh.configs.advice import name_choices, nearest
 from boltmesh.configs.load import RECIPE_FOLDER, find, load
 from boltmesh.errors import ConfigError
+from boltmesh.mesh_plan import SEVERAL_AXES, plan_mesh
+from boltmesh.mesh_text import write_mesh
 from boltmesh.plan_optimizer import optimizer_copies
-from boltmesh.plan_strategies import PREFIX, own_options, sharing_of
+from boltmesh.plan_strategies import PREFIX, given_to, own_options, sharing_of
 from boltmesh.plan_text import Row, write_row, write_table
 from boltmesh.stage_plan import PIPELINE, PipelinePlan, plan_stages, strategy_section, write_stages
 from boltmesh.strategies.data.shard_options import ShardOptions
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
 
 KNOWN_MODEL = (RECIPE_FOLDER.parent / "examples" / "gpt.py").resolve()
 KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
-SEVERAL_AXES = "bolt_3d"
+REPLICATED = "bolt_replicated"
+"""Of one process over several devices, of which none is like another."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,30 @@ def plan(
     changes = [*([] if size is None else _size_overrides(size)), *overrides]
     wanted = None if strategy is None else strategy.removeprefix(PREFIX)
     loaded = load(config, changes)
-    if wanted == "pipeline" or (wanted is None and loaded.strategy.get("name") == PIPELINE):
-        stages = _plan_pipeline(loaded, devices, str(find(config)))
+    if wanted == REPLICATED.removeprefix(PREFIX):
+        raise ConfigError(
+            f"{find(config)}: boltmesh plan counts what one rank has, and {REPLICATED} is one "
+            f"process over several devices. Plan --strategy ddp, whose ranks have as much."
+        )
+    named = loaded.strategy.get("name") if wanted is None else f"{PREFIX}{wanted}"
+    if named == SEVERAL_AXES:
+        source = str(find(config))
+        check_strategy_name(loaded.strategy.get("name"), source=source)
+        mesh = plan_mesh(
+            loaded,
+            ranks_per_node(loaded, devices, source),
+            given_to(SEVERAL_AXES, loaded, overrides),
+            Machine() if cluster is None else _read_machine(cluster),
+            source=source,
+        )
+        print(json.dumps(mesh.as_data()) if as_json else write_mesh(mesh))
+        return 0
+    if named == PIPELINE:
+        stages = _plan_pipeline(loaded, devices, overrides, str(find(config)))
         print(json.dumps(stages.as_data()) if as_json else write_stages(stages))
         return 0
-    if wanted == "tensor" or (wanted is None and loaded.strategy.get("name") == TENSOR):
-        division = _plan_tensor(loaded, devices, str(find(config)))
+    if named == TENSOR:
+        division = _plan_tensor(loaded, devices, overrides, str(find(config)))
         print(json.dumps(division.as_data()) if as_json else write_tensor(division))
         return 0
     made = make_plan(config, overrides, devices=devices, size=size, cluster=cluster)
@@ -129,29 +150,26 @@ def make_plan(
             f"is {loaded.model.class_path}. Leave --size out, and set model.init_args instead."
         )
     check_strategy_name(loaded.strategy.get("name"), source=source)
-    if loaded.strategy.name == SEVERAL_AXES:
-        raise ConfigError(
-            f"{source}: boltmesh plan looks at one axis at a time, and {SEVERAL_AXES} has several. "
-            f"Plan them with strategy.name=bolt_zero1 and strategy.name=bolt_tensor."
-        )
     widths = widths_of(loaded.trainer.precision)
-    ranks_per_node = _ranks_per_node(loaded, devices, source)
+    per_node = ranks_per_node(loaded, devices, source)
     own = loaded.strategy.name
     given = strategy_section(loaded)
-    # These divide the model otherwise, see ``stage_plan.py`` and ``tensor_plan.py``.
+    # Others divide the model, see ``stage_plan.py``, ``tensor_plan.py`` and ``mesh_plan.py``.
     sharings = {
         name: sharing_of(name, STRATEGIES[name], {})
         for name in STRATEGIES
-        if name not in (PIPELINE, TENSOR, SEVERAL_AXES)
+        if name not in (PIPELINE, TENSOR, SEVERAL_AXES, REPLICATED)
     }
-    options = own_options(STRATEGIES[own], given, source)
-    sharings[own] = sharing_of(own, STRATEGIES[own], given)
+    options = None
+    if own in sharings:
+        options = own_options(STRATEGIES[own], given, source)
+        sharings[own] = sharing_of(own, STRATEGIES[own], given)
     model, copies, notes = _describe(loaded, widths, options, source)
     shard_size = None if options is None else options.shard_size
     job = Job(
-        num_ranks=ranks_per_node * loaded.trainer.num_nodes,
+        num_ranks=per_node * loaded.trainer.num_nodes,
         widths=widths,
-        shard_size=ranks_per_node if shard_size == "node" else shard_size,  # type: ignore[arg-type]
+        shard_size=per_node if shard_size == "node" else shard_size,  # type: ignore[arg-type]
         num_microbatches=loaded.trainer.accumulate_grad_batches,
         state_copies=copies,
         reads_gradients=(
@@ -182,17 +200,21 @@ def make_plan(
     return Plan(model, job, own, sharings, machine, notes)
 
 
-def _plan_pipeline(config: "DictConfig", devices: int | None, source: str) -> PipelinePlan:
+def _plan_pipeline(
+    config: "DictConfig", devices: int | None, overrides: Sequence[str], source: str
+) -> PipelinePlan:
     check_strategy_name(config.strategy.get("name"), source=source)
-    given = strategy_section(config) if config.strategy.name == PIPELINE else {}
-    ranks = _ranks_per_node(config, devices, source) * config.trainer.num_nodes
+    given = given_to(PIPELINE, config, overrides)
+    ranks = ranks_per_node(config, devices, source) * config.trainer.num_nodes
     return plan_stages(config, ranks, given, source=source)
 
 
-def _plan_tensor(config: "DictConfig", devices: int | None, source: str) -> "TensorSummary":
+def _plan_tensor(
+    config: "DictConfig", devices: int | None, overrides: Sequence[str], source: str
+) -> "TensorSummary":
     check_strategy_name(config.strategy.get("name"), source=source)
-    given = strategy_section(config) if config.strategy.name == TENSOR else {}
-    return plan_tensor(config, _ranks_per_node(config, devices, source), given, source=source)
+    given = given_to(TENSOR, config, overrides)
+    return plan_tensor(config, ranks_per_node(config, devices, source), given, source=source)
 
 
 def _describe(
@@ -253,7 +275,8 @@ def _find_strategy(name: str, made: Plan) -> str:
     raise ConfigError(f"There is no strategy '{name}'. {hint}")
 
 
-def _ranks_per_node(config: "DictConfig", devices: int | None, source: str) -> int:
+def ranks_per_node(config: "DictConfig", devices: int | None, source: str) -> int:
+    """Return the ranks of a node that a plan is for: ``--devices``, or what the config says."""
     if devices is not None:
         return devices
     asked = config.trainer.devices

@@ -1,8 +1,10 @@
 """The strategies that a plan compares: by their names, and the config's own by its options."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
 
 from boltmesh.configs.advice import nearest
 from boltmesh.errors import ConfigError
@@ -11,7 +13,34 @@ from boltmesh.strategies.planner.layout import Sharing
 from boltmesh.strategies.registry import Entry
 from boltmesh.strategy_arguments import SHARED
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
 PREFIX = "bolt_"
+
+
+KEPT_KEYS = ("activation_checkpointing", "timeout_s")
+"""Of a config's strategy, what holds for any other one in its place."""
+
+
+def given_to(name: str, config: "DictConfig", overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of a strategy that is planned with a config.
+
+    Args:
+        name: Registered name of the strategy.
+        config: The whole.
+        overrides: ``key=value`` of the command line, which is all that counts of the section where
+            the config's own strategy is another one.
+    """
+    made = OmegaConf.to_container(config.strategy, resolve=True)
+    assert isinstance(made, dict)
+    section = {str(key): value for key, value in made.items() if key != "name"}
+    if config.strategy.get("name") == name:
+        return section
+    keys = [each.partition("=")[0] for each in overrides]
+    own = {each.removeprefix("strategy.").split(".")[0] for each in keys if "strategy." in each}
+    kept = {key for key in KEPT_KEYS if section.get(key) is not None}
+    return {key: value for key, value in section.items() if key in own | kept}
 
 
 def options_of(entry: Entry, given: Mapping[str, Any]) -> ShardOptions | None:
@@ -46,9 +75,19 @@ def sharing_of(name: str, entry: Entry, given: Mapping[str, Any]) -> Sharing:
     options = options_of(entry, given)
     if options is None:
         return Sharing(short, 0, keeps_in_buckets=given.get("gradient_as_bucket_view"))
+    return sharing_by(short, options)
+
+
+def sharing_by(name: str, options: ShardOptions) -> Sharing:
+    """Return what options of ZeRO mean for the planner.
+
+    Args:
+        name: That it goes by.
+        options: Of the strategy.
+    """
     places = {None: "device", "cpu": "host", "nvme": "disk"}
     return Sharing(
-        short,
+        name,
         options.stage,
         state_shares=options.shares,
         parameter_place=places[options.offload_parameters],

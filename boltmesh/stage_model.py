@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from boltmesh.configs.classes import build
 from boltmesh.dry_model import DTYPES, configure, default_dtype, faked, first_batch, own_optimizer
@@ -28,7 +29,7 @@ from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.cutting import Budget
 from boltmesh.strategies.pipeline.microbatches import Cutter
 from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.pipeline.placement import divide
+from boltmesh.strategies.pipeline.placement import Division, divide
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
 from boltmesh.strategies.pipeline.schedules import schedule_table
@@ -116,19 +117,52 @@ def describe_stages(
             division, _ = divide(
                 module,
                 STEP,
-                (_converted(parts[0], stored), *compat.step_arguments(module, STEP)),
+                (converted(parts[0], stored), *compat.step_arguments(module, STEP)),
                 rank_of_stage=table.rank_of_stage,
                 split="auto" if options.split == "measured" else options.split,
                 seed=0,
                 device=torch.device("cpu"),
-                budget=_budget(options, num_ranks, len(parts)),
+                budget=budget_of(options, num_ranks, len(parts)),
                 unmade=UnmadeModel(module),
-                recomputed=_recomputed(config, module),
+                recomputed=recomputed_blocks(config, module),
             )
     if options.split == "measured":
         notes.append("split=measured: a run times the layers; here they are counted, as by auto.")
     if complaint is not None:
         notes.append(f"activations are not known: {complaint}")
+    kept = [sum(measured.saved_by.get(unit.name, 0) for unit in each) for each in division.stages]
+    return pipeline_model(
+        module,
+        division,
+        table,
+        rows,
+        kept_bytes=kept if complaint is None else None,
+        optimizer=made,
+        notes=notes,
+    )
+
+
+def pipeline_model(
+    module: LightningModule,
+    division: Division,
+    table: ScheduleTable,
+    rows: Sequence[int],
+    *,
+    kept_bytes: Sequence[int] | None,
+    optimizer: Optimizer | None,
+    notes: Sequence[str],
+) -> PipelineModel:
+    """Return what is known of a model that was cut.
+
+    Args:
+        module: The whole model, or of each layer the part that a rank of a tensor group has.
+        division: How it is cut.
+        table: What will be run.
+        rows: Of each microbatch.
+        kept_bytes: By stage, what a microbatch keeps for its backward pass; None: not known.
+        optimizer: That the module makes, None where it makes it only beside a Trainer.
+        notes: What was assumed or not found out.
+    """
     return PipelineModel(
         name=type(module).__name__,
         table=table,
@@ -138,11 +172,9 @@ def describe_stages(
                 units=tuple(unit.name for unit in members),
                 parameters=sum(_numel(module, unit.name) for unit in members),
                 cost=sum(unit.seconds for unit in members),
-                activation_bytes=None
-                if complaint is not None
-                else sum(measured.saved_by.get(unit.name, 0) for unit in members),
+                activation_bytes=None if kept_bytes is None else kept_bytes[stage],
             )
-            for members in division.stages
+            for stage, members in enumerate(division.stages)
         ),
         ranks=tuple(
             _rank(
@@ -152,14 +184,19 @@ def describe_stages(
                     if rank in division.ranks_of_parameter[name]
                 ]
             )
-            for rank in range(num_ranks)
+            for rank in range(table.num_ranks)
         ),
-        optimizer=(None, {}) if made is None else (type(made).__name__, made.defaults),
+        optimizer=class_of(optimizer),
         notes=tuple(notes),
     )
 
 
-def _budget(options: PipelineOptions, num_ranks: int, num_microbatches: int) -> Budget:
+def class_of(optimizer: Optimizer | None) -> tuple[str | None, Mapping[str, Any]]:
+    """Return name and arguments of an optimizer's class; None and nothing where there is none."""
+    return (None, {}) if optimizer is None else (type(optimizer).__name__, optimizer.defaults)
+
+
+def budget_of(options: PipelineOptions, num_ranks: int, num_microbatches: int) -> Budget:
     """What ranks have by the config alone: the devices may be elsewhere."""
     limit = options.max_memory_bytes
     return Budget(
@@ -169,7 +206,8 @@ def _budget(options: PipelineOptions, num_ranks: int, num_microbatches: int) -> 
     )
 
 
-def _recomputed(config: DictConfig, module: LightningModule) -> frozenset[Module]:
+def recomputed_blocks(config: DictConfig, module: LightningModule) -> frozenset[Module]:
+    """Let blocks run again in backward passes, as the config says; return those that will."""
     recomputation = Recomputation(OmegaConf.select(config, "strategy.activation_checkpointing"))
     recomputation.put_on(module)  # nobody runs this model again
     return recomputation.blocks
@@ -189,7 +227,7 @@ def _numel(module: LightningModule, unit: str) -> int:
     return sum(each.numel() for each in module.get_submodule(unit).parameters())
 
 
-def _converted(batch: Any, dtype: torch.dtype) -> Any:
+def converted(batch: Any, dtype: torch.dtype) -> Any:
     """Convert floats as a precision plugin does."""
 
     def convert(each: Any) -> Any:

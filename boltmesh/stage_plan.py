@@ -4,7 +4,7 @@
 schedule that will run, with the counted cost of each stage; transfers take no time in it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -108,10 +108,11 @@ def plan_stages(
     if num_ranks > stages:
         count = num_ranks // stages
         notes = (*notes, f"{count} such pipelines, each with batches of its own")
-    return _plan(made, copies, (*made.notes, *notes))
+    return plan_of(made, copies, (*made.notes, *notes))
 
 
-def _plan(made: "PipelineModel", copies: int, notes: tuple[str, ...]) -> PipelinePlan:
+def plan_of(made: "PipelineModel", copies: int, notes: tuple[str, ...]) -> PipelinePlan:
+    """Simulate the schedule of a model that was cut, with what its stages cost."""
     table = made.table
     mean = sum(each.cost for each in made.stages) / len(made.stages)
     even = simulate_ideal(table)
@@ -168,24 +169,11 @@ def write_stages(plan: PipelinePlan) -> str:
         f"{plan.model} in {len(stages)} stages on {len(ranks)} ranks: {plan.schedule}, "
         f"{len(plan.rows)} microbatches of {rows} rows"
     )
-    bubble = (
-        f"expected bubble {100 * plan.bubble:.1f}% of the time, and "
-        f"{100 * plan.even_bubble:.1f}% were all stages equal; transfers take no time in it."
-    )
     return "\n".join(
         [
             title,
             "",
-            *align(
-                [
-                    ("stage", [str(each.stage) for each in stages]),
-                    ("rank", [str(each.rank) for each in stages]),
-                    ("parameters", [f"{each.parameters:,}" for each in stages]),
-                    ("cost", [f"{100 * each.cost_share:.1f}%" for each in stages]),
-                    ("in flight", [str(each.in_flight) for each in stages]),
-                ],
-                ("layers", [_range(each.units) for each in stages]),
-            ),
+            *stage_table(stages),
             "",
             *align(
                 [
@@ -196,11 +184,33 @@ def write_stages(plan: PipelinePlan) -> str:
                 ]
             ),
             "",
-            bubble,
+            bubble_text(plan),
             "kept: parameters, gradients and optimizer state. in flight: microbatches whose",
             "activations a stage keeps at once at most.",
             *(f"{each}." for each in plan.notes),
         ]
+    )
+
+
+def stage_table(stages: Sequence[StageRow]) -> list[str]:
+    """Return a line for each stage."""
+    return align(
+        [
+            ("stage", [str(each.stage) for each in stages]),
+            ("rank", [str(each.rank) for each in stages]),
+            ("parameters", [f"{each.parameters:,}" for each in stages]),
+            ("cost", [f"{100 * each.cost_share:.1f}%" for each in stages]),
+            ("in flight", [str(each.in_flight) for each in stages]),
+        ],
+        ("layers", [_range(each.units) for each in stages]),
+    )
+
+
+def bubble_text(plan: PipelinePlan) -> str:
+    """Return what is expected of the bubble, in a sentence."""
+    return (
+        f"expected bubble {100 * plan.bubble:.1f}% of the time, and "
+        f"{100 * plan.even_bubble:.1f}% were all stages equal; transfers take no time in it."
     )
 
 

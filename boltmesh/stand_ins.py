@@ -1,5 +1,7 @@
 """Puts real tensors of almost no memory in the place of a model's fake ones."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -28,6 +30,14 @@ def put_stand_ins(module: Module) -> None:
 def _stand_in(fake: Tensor) -> Tensor:
     if not isinstance(fake, Parameter):
         return torch.zeros(fake.shape, dtype=fake.dtype)
+    return Parameter(_one_number(fake.shape, fake.dtype), requires_grad=fake.requires_grad)
+
+
+def reshape_stand_in(parameter: Parameter, shape: Sequence[int]) -> None:
+    """Give a stand-in another shape in place, as that of a rank's part."""
+    parameter.data = _one_number(shape, parameter.dtype)
+
+
+def _one_number(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     # Of two numbers, for one alone is how a parameter of another rank looks.
-    two = torch.zeros(2, dtype=fake.dtype)
-    return Parameter(two[:1].expand(fake.shape), requires_grad=fake.requires_grad)
+    return torch.zeros(2, dtype=dtype)[0].expand(tuple(shape))

@@ -6,7 +6,7 @@ data, as at the start of a run.
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,26 +72,58 @@ def describe_division(
             module: LightningModule = build(config.model, "model", source=source)
             notes = configure(module)
         put_stand_ins(module)
-        wanted = given.get("plan")
-        args = (batch, *compat.step_arguments(module, STEP))
-        rehearsal = Rehearsal(module, STEP, args, torch.device("cpu"))
-        try:
-            analysis = analyse(module, rehearsal.forward, blocks=find_blocks(module))
-            plan = make_plan(
-                analysis,
-                size,
-                loss_parallel=given.get("loss_parallel", "auto"),
-                sequence_parallel=bool(given.get("sequence_parallel", False)),
-                wanted=None if wanted in (None, "auto") else wanted,
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{source}: strategy: {error}") from error
+        plan = find_division(module, batch, size, given, source=source)
+    return summarise(module, plan, stored.itemsize, notes)
+
+
+def find_division(
+    module: "LightningModule", batch: Any, size: int, given: Mapping[str, Any], *, source: str
+) -> TensorPlan:
+    """Return how a model of stand-ins is divided, by a look at its own step.
+
+    Args:
+        module: The whole model.
+        batch: Of its data.
+        size: Ranks that share each layer.
+        given: ``plan``, ``loss_parallel`` and ``sequence_parallel`` of the strategy's section.
+        source: The config's file, for errors.
+
+    Raises:
+        ConfigError: When it cannot be divided as was asked.
+    """
+    wanted = given.get("plan")
+    args = (batch, *compat.step_arguments(module, STEP))
+    rehearsal = Rehearsal(module, STEP, args, torch.device("cpu"))
+    try:
+        analysis = analyse(module, rehearsal.forward, blocks=find_blocks(module))
+        return make_plan(
+            analysis,
+            size,
+            loss_parallel=given.get("loss_parallel", "auto"),
+            sequence_parallel=bool(given.get("sequence_parallel", False)),
+            wanted=None if wanted in (None, "auto") else wanted,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{source}: strategy: {error}") from error
+
+
+def summarise(
+    module: "LightningModule", plan: TensorPlan, element_bytes: int, notes: Sequence[str]
+) -> TensorSummary:
+    """Return what ranks keep by a plan.
+
+    Args:
+        module: The whole model.
+        plan: Of it.
+        element_bytes: Of its parameters.
+        notes: What was assumed or not found out.
+    """
     whole = {name: each.numel() for name, each in module.named_parameters()}
-    divided = {name: math.prod(each.local_shape(size)) for name, each in plan.sharded.items()}
+    divided = {name: math.prod(each.local_shape(plan.size)) for name, each in plan.sharded.items()}
     return TensorSummary(
         model=type(module).__name__,
         plan=plan,
-        whole_bytes=stored.itemsize * sum(whole.values()),
-        rank_bytes=stored.itemsize * sum({**whole, **divided}.values()),
+        whole_bytes=element_bytes * sum(whole.values()),
+        rank_bytes=element_bytes * sum({**whole, **divided}.values()),
         notes=(*disagreements(plan, module), *notes),
     )

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
@@ -178,6 +180,15 @@ class PipelinedParallel3DStrategy(PipelineMeshStrategy, Parallel3DStrategy):
     @override
     def public_name(self) -> str:
         return Parallel3DStrategy.__name__
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self._is_fitting and isinstance(self.data_axis, LateShards):
+            extra = self.data_axis.describe_traffic().extra()
+            if extra is not None:
+                count = self.pipeline_axis.options.num_microbatches(self.layout.pipeline)
+                rank_zero_info(f"Parallel3DStrategy: {extra.sentence(count, rank='rank 0')}.")
 
 
 _STAGE_OPTIONS = ("microbatches", "schedule", "stages_per_rank", "split", "max_memory_bytes")

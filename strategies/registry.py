@@ -46,6 +46,11 @@ STRATEGIES: dict[str, Entry] = {
         "DDPStrategy",
         "Data parallelism: the whole model on every rank, gradients averaged.",
     ),
+    "bolt_replicated": Entry(
+        "boltmesh.strategies.replicated",
+        "ReplicatedStrategy",
+        "One process with a copy of the model on several devices, to compare with.",
+    ),
     "bolt_zero1": _zero("ZeRO stage 1: optimizer state is sharded.", stage=1),
     "bolt_zero2": _zero("ZeRO stage 2: optimizer state and gradients are sharded.", stage=2),
     "bolt_zero3": _zero(

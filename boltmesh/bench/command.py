@@ -96,7 +96,9 @@ def _run(
         if not row.notes:
             row.notes.append(f"not possible here: {obstacle}")
         return
-    line = variant.overrides(loaded, overrides)
+    chosen = placement.devices
+    devices = range(chosen) if isinstance(chosen, int) else chosen
+    line = variant.overrides(loaded, overrides, devices)
     row.add(run_variant(variant, config, line, steps=steps, warmup=warmup))
 
 

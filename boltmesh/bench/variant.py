@@ -12,8 +12,10 @@ from boltmesh.strategies.registry import STRATEGIES
 NO_P2P = "no_p2p"
 ONE_PROCESS = "one_process"
 REPLICATED = "replicated"
-OWN_NAMES = (ONE_PROCESS, REPLICATED)
-"""Rows that are no strategies of their own."""
+OWN_NAMES = {ONE_PROCESS: "bolt_ddp", REPLICATED: "bolt_replicated"}
+"""Rows that go by names of their own, and their strategies."""
+
+REPLICATED_STRATEGY = OWN_NAMES[REPLICATED]
 
 _NAME = re.compile(r"(?P<name>[^:+]+)(:(?P<condition>[^:+]*))?(?P<settings>(\+[^+]+)*)")
 _KEPT_KEYS = ("activation_checkpointing", "timeout_s")
@@ -32,12 +34,15 @@ class Variant:
     without_p2p: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def overrides(self, config: Any, given: Sequence[str]) -> list[str]:
+    def overrides(
+        self, config: Any, given: Sequence[str], devices: Sequence[int] = (0,)
+    ) -> list[str]:
         """What is added to the command line of ``boltmesh fit``.
 
         Args:
             config: As it is loaded with ``given``.
             given: ``key=value`` of the user, for the config's own strategy.
+            devices: Of the ranks that the config asks for.
         """
         if self.strategy == config.strategy.name:
             own = list(given)
@@ -46,15 +51,16 @@ class Variant:
             own.append(f"strategy.name={self.strategy}")
             kept = {key: config.strategy.get(key) for key in _KEPT_KEYS}
             own += [f"strategy.{key}={value}" for key, value in kept.items() if value is not None]
+        if self.strategy == REPLICATED_STRATEGY:
+            copies = ",".join(map(str, devices))
+            own += [f"trainer.devices=[{devices[0]}]", f"strategy.devices=[{copies}]"]
         return [*own, *self.settings, "strategy.telemetry=true"]
 
     def obstacle(self, accelerator: Literal["cpu", "cuda"], num_devices: int) -> str | None:
         """Why this cannot be on these devices, where that is known before anything is started."""
-        if self.strategy == REPLICATED:
-            if accelerator == "cpu" or num_devices < 2:
-                devices = "the CPU" if accelerator == "cpu" else "one CUDA device"
-                return f"one process over several devices needs CUDA devices, and this is {devices}"
-            return "Lightning has no strategy of one process over several devices; see bolt_ddp"
+        if self.strategy == REPLICATED_STRATEGY and (accelerator == "cpu" or num_devices < 2):
+            devices = "the CPU" if accelerator == "cpu" else "one CUDA device"
+            return f"one process over several devices needs CUDA devices, and this is {devices}"
         if self.without_p2p and accelerator == "cpu":
             return "peer-to-peer transfers are between CUDA devices, and the ranks are on the CPU"
         if self.without_p2p and num_devices < 2:
@@ -101,7 +107,7 @@ def _parse(text: str) -> Variant:
         named = ["trainer.devices=1", *named]
     return Variant(
         label=text,
-        strategy="bolt_ddp" if name == ONE_PROCESS else name,
+        strategy=OWN_NAMES.get(name, name),
         settings=tuple(named),
         without_p2p=condition == NO_P2P,
         environment={"NCCL_P2P_DISABLE": "1"} if condition == NO_P2P else {},

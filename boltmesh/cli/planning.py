@@ -29,11 +29,13 @@ def plan(
     cluster: Path | None,
     as_json: bool,
 ) -> int:
-    """Predict the memory and the traffic of every ZeRO stage and offload, or a pipeline's stages.
+    """Predict the memory and the traffic of every ZeRO stage and offload, or of a mesh.
 
     Nothing is built: the devices, and the memory, need not be here. Of a config with a pipeline,
-    or with --strategy pipeline, the stages with their cost and memory, and the expected bubble,
-    or with --strategy tensor, what each rank keeps of which matrix.
+    or with --strategy pipeline, the stages with their cost and memory, and the expected bubble;
+    with --strategy tensor what each rank keeps of which matrix; with --strategy 3d all axes
+    together: the mesh, memory by kind, stages, and bytes of a step by axis. Arguments of that
+    strategy are given as strategy.KEY=VALUE.
     """
     from boltmesh.plan import plan as predict
 

@@ -91,8 +91,11 @@ def _prepare(
 def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> int:
     loaded, placement, source = _prepare(verb, config, overrides, for_show=True)
 
+    from boltmesh.mesh_plan import SEVERAL_AXES, plan_mesh
+    from boltmesh.mesh_text import write_mesh
     from boltmesh.run import RunBuilder, describe
     from boltmesh.stage_plan import PIPELINE, plan_stages, strategy_section, write_stages
+    from boltmesh.strategies.planner.step_time import Machine
     from boltmesh.tensor_plan import TENSOR, plan_tensor, write_tensor
 
     built = RunBuilder(loaded, verb, placement, rank, source=source).build(for_show=True)
@@ -104,6 +107,9 @@ def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> in
         given = strategy_section(loaded)
         made = plan_tensor(loaded, placement.num_local_ranks, given, source=source)
         print(f"\n{write_tensor(made)}")
+    if verb == "fit" and loaded.strategy.name == SEVERAL_AXES:
+        given, per_host = strategy_section(loaded), placement.world_size // loaded.trainer.num_nodes
+        print(f"\n{write_mesh(plan_mesh(loaded, per_host, given, Machine(), source=source))}")
     return 0
 
 

@@ -79,20 +79,29 @@ class LateReplicas(LateGradients):
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
         if self._context is None or self._context.group.size() == 1:
             return []
-        trained = self._trained()
-        flags = agreement_bytes(len(trained))
-        calls = 1 + len(divide_into_buckets(trained, BUCKET_BYTES))
-        why = "gradients of the parameters held here, once per optimizer step; 4 bytes for each"
-        traffic = [ExpectedTraffic("data", "allreduce", _size(trained) + flags, calls, why)]
-        buffers = _size(self._buffers.held() if self._buffers is not None else ())
-        if buffers:
-            why = "buffers of the first data rank, before a synchronised batch"
-            traffic.append(ExpectedTraffic("data", "broadcast", buffers, None, why))
-        return traffic
+        held = self._buffers.held() if self._buffers is not None else ()
+        return replica_traffic(self._trained(), _size(held))
 
     @override
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
         return expected_held_memory(module, optimizers, self._held)
+
+
+def replica_traffic(trained: Sequence[Tensor], buffer_bytes: int) -> list[ExpectedTraffic]:
+    """Return what an optimizer step of several pipelines moves over the data axis on one rank.
+
+    Args:
+        trained: Parameters of its stages that get gradients.
+        buffer_bytes: Of the buffers that it sends.
+    """
+    flags = agreement_bytes(len(trained))
+    calls = 1 + len(divide_into_buckets(trained, BUCKET_BYTES))
+    why = "gradients of the parameters held here, once per optimizer step; 4 bytes for each"
+    traffic = [ExpectedTraffic("data", "allreduce", _size(trained) + flags, calls, why)]
+    if buffer_bytes:
+        why = "buffers of the first data rank, before a synchronised batch"
+        traffic.append(ExpectedTraffic("data", "broadcast", buffer_bytes, None, why))
+    return traffic
 
 
 def share_state(parameters: Iterable[Parameter], buffers: BufferSync, group: ProcessGroup) -> None:

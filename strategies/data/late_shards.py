@@ -25,21 +25,18 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.strategies.data.agreed_gradients import agree_on_gradients, agreement_bytes
+from boltmesh.strategies.data.agreed_gradients import agree_on_gradients
 from boltmesh.strategies.data.axis import AxisContext
 from boltmesh.strategies.data.expectations import Expectations
 from boltmesh.strategies.data.late import LateGradients
 from boltmesh.strategies.data.late_scalars import LateScalars
 from boltmesh.strategies.data.late_sharded_model import shard_late
+from boltmesh.strategies.data.late_traffic import LateTraffic
 from boltmesh.strategies.data.replica_memory import expected_held_memory
-from boltmesh.strategies.data.shard_traffic import expected_shard_traffic
 from boltmesh.strategies.data.zero import Shards
 from boltmesh.strategies.torch_compat import forget_step, gather_units, reduce_gradients
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
-
-OVERFLOW_BYTES = 4
-"""Of what a gradient scaler keeps: whether gradients are finite, in single precision."""
 
 
 class LateShards(LateGradients, Shards):
@@ -149,38 +146,21 @@ class LateShards(LateGradients, Shards):
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
+        return self.describe_traffic().expected()
+
+    def describe_traffic(self) -> LateTraffic:
+        """What the axis moves in an optimizer step, and what it would in another stage."""
         assert self._context is not None
-        context, model, known = self._context, self._model, self._expectations
-        if context.group.size() == 1:
-            return []
-        stage, num_batches = self.options.stage, context.num_microbatches
-        reductions = 1 if stage == 1 else num_batches
-        told = reductions * agreement_bytes(len(self._trained()))
-        why = "which parameters have gradients, 4 bytes for each"
-        more = [ExpectedTraffic("data", "allreduce", told, reductions, why)]
-        more += model.scalars.expected_traffic(num_batches=reductions)
-        if context.scaler is not None:
-            why = "whether fp16 has overflown, asked by torch of shards and once more of all"
-            more.append(ExpectedTraffic("data", "allreduce", 2 * OVERFLOW_BYTES, 2, why))
+        context, model = self._context, self._model
+        known = self._expectations
         buffers = sum(each.numel() * each.element_size() for each in model.buffers.held())
-        expected = expected_shard_traffic(
+        trained = (each for each in model.scalars.parameters if each.requires_grad)
+        return LateTraffic(
             replace(known.shape, buffer_bytes=buffers),
-            replace(known.sharing, stage=min(stage, 2)),
+            known.sharing,
             known.job,
+            num_trained=len(self._trained()),
+            scalar_bytes=tuple(each.element_size() for each in trained),
             num_norms=int(context.has_norm_clipping),
-            more=more,
+            has_scaler=context.scaler is not None,
         )
-        return [_per_batch(each, num_batches) if stage == 3 else each for each in expected]
-
-
-def _per_batch(gathers: ExpectedTraffic, num_batches: int) -> ExpectedTraffic:
-    """Return what parameters move that are gathered for each batch; other traffic as it is."""
-    if gathers.operator != "_allgather_base":
-        return gathers
-    return ExpectedTraffic(
-        gathers.axis,
-        gathers.operator,
-        gathers.payload_bytes * num_batches,
-        None if gathers.calls is None else gathers.calls * num_batches,
-        "each parameter, once per batch",
-    )

@@ -56,6 +56,7 @@ from boltmesh.strategies.lightning_compat.gradients import (
     zeroes_gradients,
 )
 from boltmesh.strategies.lightning_compat.launchers import MultiProcessingLauncher, ScriptLauncher
+from boltmesh.strategies.lightning_compat.replicas import tell_device
 from boltmesh.strategies.lightning_compat.sigterm import SigtermAgreement
 from boltmesh.strategies.lightning_compat.trainer import (
     autocast_dtype,
@@ -105,6 +106,7 @@ __all__ = [
     "seed_workers",
     "step_arguments",
     "sync_module_states",
+    "tell_device",
     "trainer_of",
     "training_loaders",
     "transferred_to_host",

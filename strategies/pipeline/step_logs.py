@@ -213,6 +213,16 @@ _VALUES = 2
 """Numbers beside those that are logged: the loss, and what gradients are divided by."""
 
 
+def length_of_row(num_logged: int, *, is_on_host: bool) -> int:
+    """Return the numbers of a row where a step logs so many, and values are on the host or not."""
+    return _FLAGS + (_VALUES + num_logged) * is_on_host
+
+
+def size_of_told(num_logged: int, *, is_on_host: bool) -> tuple[int, int]:
+    """Return the bytes and the calls of a batch beside its rows."""
+    return (0, 0) if is_on_host else ((_VALUES + num_logged) * torch.float64.itemsize, 1)
+
+
 class Sharing:
     """Brings what the last stage found out to the other ranks.
 
@@ -242,19 +252,17 @@ class Sharing:
         return self._device.type == "cpu"
 
     @property
-    def _num_values(self) -> int:
-        return _VALUES + sum(each[2] is None for each in self._known)
+    def _num_logged(self) -> int:
+        return sum(each[2] is None for each in self._known)
 
     @property
     def length(self) -> int:
         """Numbers of a row, as long as steps log what the last one has logged."""
-        return _FLAGS + (self._num_values if self._is_on_host else 0)
+        return length_of_row(self._num_logged, is_on_host=self._is_on_host)
 
     def size_per_batch(self) -> tuple[int, int]:
         """Return the bytes and the calls beside rows of a batch that logs what the last one has."""
-        if self._is_on_host:
-            return 0, 0
-        return self._num_values * torch.float64.itemsize, 1
+        return size_of_told(self._num_logged, is_on_host=self._is_on_host)
 
     def row(
         self,
@@ -306,7 +314,9 @@ class Sharing:
         if self._is_on_host and not is_news:
             values = row[_FLAGS:]
         else:
-            room = torch.zeros(self._num_values, dtype=torch.float64, device=self._device)
+            room = torch.zeros(
+                (_VALUES + self._num_logged), dtype=torch.float64, device=self._device
+            )
             values = room if found is None else found[1]
             dist.broadcast(values, self._source, group=self._group)
         numbers = iter(values[_VALUES:])

@@ -5,14 +5,15 @@ and from the step together: autocast, recomputation, frozen layers that need no 
 planned step is run once as it will run, with shapes alone, and a group that only counts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from boltmesh.strategies.tensor.batches import BYTES_PER_RANK
 from boltmesh.strategies.tensor.execution.group import TensorGroup
@@ -145,6 +146,33 @@ class CountingGroup(dist.ProcessGroup):
     # What torch.distributed calls the two from torch 2.13 on.
     all_gather_single = _allgather_base  # type: ignore[assignment]
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+
+
+class UnstartedGroup(TensorGroup):
+    """A tensor group of which nobody is there: for who divides a model only to count.
+
+    Layers that run as DTensors cannot be counted with it, for their mesh needs ranks.
+    """
+
+    @classmethod
+    def of(cls, rank: int, size: int) -> Self:
+        """Return one on the CPU.
+
+        Args:
+            rank: That this process stands for.
+            size: Ranks that share each layer.
+        """
+        return cls(CountingGroup(rank, size), torch.device("cpu"))
+
+    @override
+    @contextmanager
+    def counted_by(self, process_group: dist.ProcessGroup) -> Iterator[None]:
+        own = self.process_group
+        object.__setattr__(self, "process_group", process_group)
+        try:
+            yield
+        finally:
+            object.__setattr__(self, "process_group", own)
 
 
 class _Done:

@@ -65,4 +65,11 @@ def test_what_these_devices_cannot_do_is_known_before() -> None:
     assert no_p2p.obstacle("cuda", 2) is None
     assert "this is the CPU" in str(replicated.obstacle("cpu", 2))
     assert "one CUDA device" in str(replicated.obstacle("cuda", 1))
-    assert "see bolt_ddp" in str(replicated.obstacle("cuda", 2))
+    assert replicated.obstacle("cuda", 2) is None
+    assert replicated.overrides(config(), ["max_steps=3"], [2, 3]) == [
+        "max_steps=3",
+        "strategy.name=bolt_replicated",
+        "trainer.devices=[2]",
+        "strategy.devices=[2,3]",
+        "strategy.telemetry=true",
+    ]

@@ -174,13 +174,12 @@ def test_a_measured_machine_says_what_fits_and_the_least_time(workplace, capsys)
 
 @pytest.mark.parametrize("name", recipes())
 def test_every_recipe_can_be_planned(workplace, capsys, name):
-    if name.startswith("threed"):
-        assert cli.run_command(["plan", name]) == 2
-        assert "looks at one axis at a time" in capsys.readouterr().err
-        return
     out = plan(capsys, name)
     if name.startswith("pipeline"):
         assert "expected bubble" in out
+    elif name.startswith("threed"):
+        assert "data=2 x tensor=2, ZeRO-1 over the data axis" in out
+        assert "between ranks in a step" in out
     elif name.startswith("tensor"):
         assert "GPT over 2 ranks: each keeps " in out or "CausalLM over 2 ranks: each keeps " in out
     else:
@@ -305,3 +304,8 @@ def test_what_cannot_be_planned_is_one_line(workplace, capfd, arguments, message
     assert out == ""
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_one_process_over_several_devices_is_no_row_and_refused_by_name(workplace, capsys):
+    assert cli.run_command(["plan", "ddp", "--strategy", "replicated"]) == 2
+    assert "Plan --strategy ddp, whose ranks have as much" in capsys.readouterr().err

@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,6 +21,7 @@ from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.strategies import Parallel3DStrategy, gathered_parameters
 from boltmesh.telemetry.reading.reader import open_job
 from tests.support.gpts import TinyGPT, text_data
+from tests.support.planned_meshes import check_memory, planned, said
 from tests.support.ranks import run_ranks
 from tests.support.turns import in_turn
 
@@ -203,6 +210,13 @@ class Silent(TinyGPT):
         return self.loss(batch)
 
 
+class Texts(LightningDataModule):
+    """The share of one replica."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return data(0, 2, steps=2)
+
+
 def train(rank: int, world_size: int, options: Any, trainer_options: Any) -> str:
     seed_everything(1, verbose=False)
     strategy = Parallel3DStrategy(tensor=2, **options)
@@ -227,7 +241,8 @@ def test_the_bytes_of_both_axes_are_the_bytes_expected() -> None:
         ({"zero_stage": 1}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}),
         ({"zero_stage": 3, "sequence_parallel": True}, {}),
     ]
-    for path in run_ranks(in_turn, 4, train, calls, timeout_s=150)[0]:
+    paths = run_ranks(in_turn, 4, train, calls, timeout_s=150)[0]
+    for path, (options, settings) in zip(paths, calls, strict=True):
         with open_job(Path(path)) as job:
             snapshot = job.snapshot()
         assert snapshot.communication_note is None
@@ -245,3 +260,6 @@ def test_the_bytes_of_both_axes_are_the_bytes_expected() -> None:
                     moved = each.bytes_per_step, each.calls_per_step or 0.0
                     counted[key] = known[0] + moved[0], known[1] + moved[1]
             assert counted == expected
+        plan = planned(Silent, Texts, 4, {"tensor": 2, **options}, settings, ties=True)
+        assert said(plan) == expected
+        check_memory(plan, snapshot, num_parameters=len(list(Silent().parameters())))

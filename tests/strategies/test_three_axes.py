@@ -8,15 +8,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from boltmesh.strategies import Parallel3DStrategy, gathered_parameters
+from boltmesh.strategies.mesh import AXES
 from boltmesh.telemetry.reading.reader import open_job
 from tests.support.gpts import TinyGPT, text_data
+from tests.support.planned_meshes import check_memory, measured, planned, said
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -137,6 +145,13 @@ class Silent(TinyGPT):
         return self.loss(batch)
 
 
+class Texts(LightningDataModule):
+    """The share of one replica."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return data(0, SIZE, steps=2)
+
+
 def train(rank: int, world_size: int, settings: dict[str, Any], **options: Any) -> str:
     """Train with telemetry and return where it is."""
     seed_everything(1, verbose=False)
@@ -154,6 +169,13 @@ def train(rank: int, world_size: int, settings: dict[str, Any], **options: Any) 
     return paths[0]
 
 
+TRAINED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}, {"zero_stage": 1}),
+    ({}, {"zero_stage": 3, "sequence_parallel": True, **INTERLEAVED}),
+)
+"""Settings of the Trainer, and options of the strategy."""
+
+
 # All of it, in ranks that are started once.
 
 
@@ -168,17 +190,13 @@ class Found:
 
 
 def all_of_it(rank: int, world_size: int) -> Found:
-    window = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
     return Found(
         [
             look(rank, world_size, zero_stage=0, **INTERLEAVED),
             look(rank, world_size, zero_stage=3),
         ],
         overflow(rank, world_size),
-        [
-            train(rank, world_size, window, zero_stage=1),
-            train(rank, world_size, {}, zero_stage=3, sequence_parallel=True, **INTERLEAVED),
-        ],
+        [train(rank, world_size, settings, **options) for settings, options in TRAINED],
     )
 
 
@@ -216,29 +234,29 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: list[Found]) -> No
 
 
 def test_each_axis_moves_what_is_expected_of_it(ranks: list[Found]) -> None:
-    axes = {"pipeline", "data", "tensor"}
     for path in ranks[0].paths:
         with open_job(Path(path)) as job:
             seen = job.snapshot()
-        assert seen.communication_note is None
         expected = {
             (each.axis, each.operator): (each.payload_bytes, each.calls)
             for each in seen.expected
-            if each.axis in axes
+            if each.axis in AXES
         }
-        assert {axis for axis, _ in expected} == axes
-        moved: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for rank in seen.ranks:
-            own: dict[tuple[str, str], tuple[float, float]] = {}
-            for each in rank.collectives:  # of several groups along an axis
-                key = each.axis, each.operator
-                if key[0] in axes and each.bytes_per_step:
-                    size, calls = own.get(key, (0.0, 0.0))
-                    own[key] = size + each.bytes_per_step, calls + (each.calls_per_step or 0.0)
-            for key, amount in own.items():
-                moved.setdefault(key, []).append(amount)
+        assert {axis for axis, _ in expected} == set(AXES)
+        moved = measured(seen)
         assert moved.keys() == expected.keys()
-        for key, amounts in moved.items():
-            # In the mean over the ranks that move it at all, as it is stated.
-            mean = tuple(sum(values) / len(amounts) for values in zip(*amounts, strict=True))
-            assert mean == pytest.approx(expected[key]), key
+        for key, amount in moved.items():
+            assert amount == pytest.approx(expected[key]), key
+
+
+def test_a_plan_has_said_before_what_each_axis_moves_and_ranks_hold(ranks: list[Found]) -> None:
+    for path, (settings, options) in zip(ranks[0].paths, TRAINED, strict=True):
+        with open_job(Path(path)) as job:
+            seen = job.snapshot()
+        sizes = {"data": SIZE, "pipeline": SIZE, "tensor": SIZE, "microbatches": 2}
+        plan = planned(Silent, Texts, RANKS, {**sizes, **options}, settings, depth=4, ties=True)
+        moved, told = measured(seen), said(plan)
+        assert moved.keys() == told.keys()
+        for key, amount in moved.items():
+            assert told[key] == pytest.approx(amount), key
+        check_memory(plan, seen, num_parameters=len(list(Silent(depth=4).parameters())))

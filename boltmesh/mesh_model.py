@@ -1,0 +1,190 @@
+"""Puts a config's model on a mesh without its memory, and counts what a rank would hold and move.
+
+The model is built from fake tensors and divided as a run divides it: layers over the tensor axis,
+what is left into stages, what a stage has over the data axis. Traffic is counted by what tells a
+run what to expect, on ranks that were never started.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from omegaconf import DictConfig
+from torchmetrics import Metric
+
+from boltmesh.configs.classes import build
+from boltmesh.dry_model import DTYPES, configure, default_dtype, faked, first_batch, own_optimizer
+from boltmesh.dry_step import DryStep, computing_in
+from boltmesh.errors import ConfigError
+from boltmesh.mesh_rank import STEP, MeshJob, RankForecast, forecast_whole
+from boltmesh.mesh_stages import forecast_stages
+from boltmesh.plan_optimizer import optimizer_copies
+from boltmesh.quiet import quiet_lightning
+from boltmesh.stage_model import (
+    PipelineModel,
+    budget_of,
+    class_of,
+    converted,
+    pipeline_model,
+    recomputed_blocks,
+)
+from boltmesh.stand_ins import put_stand_ins, reshape_stand_in
+from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.pipeline.building import UnmadeModel
+from boltmesh.strategies.pipeline.microbatches import Cutter
+from boltmesh.strategies.pipeline.placement import Division, divide
+from boltmesh.strategies.pipeline.replay.plans import StagePlans
+from boltmesh.strategies.pipeline.replay.units import find_stage_units
+from boltmesh.strategies.pipeline.schedules import schedule_table
+from boltmesh.strategies.pipeline.table import ScheduleTable
+from boltmesh.strategies.planner.precision import widths_of
+from boltmesh.strategies.steps.quiet import log_replaced
+from boltmesh.strategies.tensor.execution.apply import apply_plan
+from boltmesh.strategies.torch_compat import fake_tensors, tree_map
+from boltmesh.tensor_model import TensorSummary, find_division, summarise
+
+
+@dataclass(frozen=True)
+class MeshModel:
+    """A model on a mesh before anything runs."""
+
+    name: str
+    numel: int
+    """Elements of all parameters."""
+    pipeline: PipelineModel | None
+    """None without a pipeline."""
+    tensor: TensorSummary | None
+    """None where no ranks share layers."""
+    ranks: tuple[RankForecast, ...]
+    """By place on the pipeline; those beside each other have as much, or less."""
+    state_copies: int
+    notes: tuple[str, ...]
+
+
+def describe_mesh(config: DictConfig, job: MeshJob, *, source: str) -> MeshModel:
+    """Divide a config's model as its strategy will.
+
+    Raises:
+        ConfigError: When the model cannot be built or divided, or its data give no batch.
+    """
+    quiet_lightning()
+    batch, complaint = first_batch(config, source)
+    if complaint is not None:
+        raise ConfigError(f"{source}: a mesh is planned by running a batch, and {complaint}.")
+    widths = widths_of(config.trainer.precision)
+    dtype = DTYPES[config.trainer.precision.partition("-")[0]]
+    cast = dtype if widths.is_autocast else None
+    stored = torch.float32 if widths.is_autocast else dtype
+    parts, rows = [batch], [0]
+    if job.layout.pipeline > 1:
+        parts, rows = Cutter().cut(batch, job.stages.num_microbatches(job.layout.pipeline))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a module without a Trainer
+        with fake_tensors() as mode:
+            with default_dtype(stored):
+                module: LightningModule = build(config.model, "model", source=source)
+                notes = configure(module)
+                optimizer = own_optimizer(module)
+            num_logged = _count_logged(module, tree_map(faked(mode, stored), parts[0]), cast)
+        put_stand_ins(module)
+        numel = sum(each.numel() for each in module.parameters())
+        copies, assumed = optimizer_copies(config, *class_of(optimizer))
+        notes += assumed
+        job = replace(
+            job,
+            cast=cast,
+            stored=stored,
+            state_copies=copies,
+            num_logged=num_logged,
+            args=(converted(batch, stored), *compat.step_arguments(module, STEP)),
+            parts=tuple(converted(each, stored) for each in parts),
+        )
+        tensor = _divide_layers(module, job, source)
+        pipeline = None
+        if job.layout.pipeline == 1:
+            ranks, told = forecast_whole(module, job)
+            notes += told
+        else:
+            division, plans, table = _cut(config, module, job)
+            pipeline = pipeline_model(
+                module,
+                division,
+                table,
+                rows,
+                kept_bytes=division.kept_bytes,
+                optimizer=optimizer,
+                notes=(),
+            )
+            ranks = forecast_stages(module, job, division, plans, table)
+            if division.kept_bytes is None:
+                notes.append("activations are not known, and no part of a peak")
+            if job.stages.split == "measured":
+                notes.append("split=measured: a run times the layers; here they are counted")
+    return MeshModel(
+        name=type(module).__name__,
+        numel=numel,
+        pipeline=pipeline,
+        tensor=tensor,
+        ranks=tuple(ranks),
+        state_copies=copies,
+        notes=tuple(notes),
+    )
+
+
+def _divide_layers(module: LightningModule, job: MeshJob, source: str) -> TensorSummary | None:
+    """Leave the first rank's part of each layer, and let layers run on it."""
+    size = job.layout.tensor
+    if size == 1:
+        return None
+    plan = find_division(module, job.args[0], size, job.layers, source=source)
+    summary = summarise(module, plan, job.stored.itemsize, ())
+    for each in plan.sharded.values():
+        reshape_stand_in(module.get_parameter(each.name), each.local_shape(size))
+    applied = apply_plan(module, plan, job.group)
+    if job.layout.pipeline > 1:
+        applied.cut_into_stages(find_stage_units(module))
+    return summary
+
+
+def _cut(
+    config: DictConfig, module: LightningModule, job: MeshJob
+) -> tuple[Division, StagePlans, ScheduleTable]:
+    options, size = job.stages, job.layout.pipeline
+    table = schedule_table(
+        options.schedule,
+        num_ranks=size,
+        num_microbatches=len(job.parts),
+        stages_per_rank=options.stages_per_rank,
+    )
+    with computing_in(job.cast):
+        division, plans = divide(
+            module,
+            STEP,
+            (job.parts[0], *job.args[1:]),
+            rank_of_stage=table.rank_of_stage,
+            split="auto" if options.split == "measured" else options.split,
+            seed=0,
+            device=torch.device("cpu"),
+            budget=budget_of(options, size, len(job.parts)),
+            unmade=UnmadeModel(module),
+            recomputed=recomputed_blocks(config, module),
+        )
+    return division, plans, table
+
+
+def _count_logged(module: LightningModule, part: Any, cast: torch.dtype | None) -> int:
+    """Return how many numbers a step logs, which the last stage of a pipeline tells the others."""
+    names: set[tuple[str, str | None]] = set()
+
+    def note(name: str, value: Any, *_: Any, **__: Any) -> None:
+        if isinstance(value, Mapping):
+            names.update((name, str(key)) for key in value)
+        elif not isinstance(value, Metric):
+            names.add((name, None))
+
+    with log_replaced(module, note):
+        DryStep().run(module, part, cast)
+    return len(names)
