@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
-from boltmesh.stopping import StoppedBySignal, StopSwitch
+from boltmesh.starting.stopping import StoppedBySignal, StopSwitch
 from boltmesh.strategies.checkpoint.replacing import remove
 from boltmesh.strategies.engine.checkpointing import CheckpointingStrategy
 from boltmesh.strategies.lightning_compat import is_epoch_over, validation_follows

@@ -1,7 +1,7 @@
 """From a config to model, data, strategy and Trainer, and through one command to its end.
 
 The only module that knows configs and strategies both. It runs inside a rank; who starts ranks
-is in ``launch.py``.
+is in ``starting/launch.py``.
 """
 
 import contextlib
@@ -34,9 +34,7 @@ from boltmesh.configs.classes import build, find_class
 from boltmesh.configs.schema import TrainerSection
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.graceful import GracefulStop
-from boltmesh.placement import Placement
 from boltmesh.quiet import quiet_lightning
-from boltmesh.rank import Rank
 from boltmesh.run_callbacks import (
     ErrorReport,
     PredictionFiles,
@@ -54,6 +52,8 @@ from boltmesh.run_folder import (
     next_run_folder,
     store_config,
 )
+from boltmesh.starting.placement import Placement
+from boltmesh.starting.rank import Rank
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import check_strategy_arguments

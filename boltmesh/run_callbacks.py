@@ -14,8 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
-from boltmesh.rank import Rank
-from boltmesh.stopping import StoppedBySignal
+from boltmesh.starting.rank import Rank
+from boltmesh.starting.stopping import StoppedBySignal
 from boltmesh.telemetry.recording.batches import count
 from boltmesh.telemetry.recording.recorder import NullRecorder
 

@@ -23,7 +23,7 @@ FOLDERS = {
 LIGHT = (
     "boltmesh.cli",
     "boltmesh.configs.load",
-    "boltmesh.schedule",
+    "boltmesh.planning.schedule",
     "boltmesh.strategies.registry",
     "boltmesh.telemetry.reading.reader",
     "boltmesh.tui.app",

@@ -18,7 +18,7 @@ from boltmesh.preflight import check_config
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from boltmesh.placement import Placement
+    from boltmesh.starting.placement import Placement
 
 _FULL_PRECISION = ("32", "64")
 

@@ -37,7 +37,7 @@ def plan(
     together: the mesh, memory by kind, stages, and bytes of a step by axis. Arguments of that
     strategy are given as strategy.KEY=VALUE.
     """
-    from boltmesh.plan import plan as predict
+    from boltmesh.planning.plan import plan as predict
 
     see_working_directory()
     return predict(
@@ -96,7 +96,7 @@ def schedule(
     NAME is gpipe, 1f1b, looped_bfs, interleaved_1f1b, zero_bubble, zbv, dualpipev or pipedream_2bw.
     Stages are taken as equal, and transfers as free.
     """
-    from boltmesh.schedule import schedule as draw
+    from boltmesh.planning.schedule import schedule as draw
 
     return draw(
         name,

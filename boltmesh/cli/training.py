@@ -11,8 +11,8 @@ from boltmesh.cli.config import CONFIG_HELP, TRACEBACK, see_working_directory, t
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from boltmesh.placement import Placement
-    from boltmesh.rank import Rank
+    from boltmesh.starting.placement import Placement
+    from boltmesh.starting.rank import Rank
 
 Verb = Literal["fit", "validate", "test", "predict"]
 
@@ -31,7 +31,7 @@ def command_of(verb: Verb, summary: str) -> click.Command:
         dry_run: bool,
         wants_traceback: bool,
     ) -> int:
-        from boltmesh.rank import Rank
+        from boltmesh.starting.rank import Rank
 
         rank = Rank.enter()
         rank.wants_traceback = wants_traceback
@@ -53,13 +53,13 @@ def check(config: str, overrides: tuple[str, ...], steps: int, wants_traceback: 
 
     Trains both for a few optimizer steps on the same data. Exit code 1 when they differ.
     """
-    from boltmesh.rank import Rank
+    from boltmesh.starting.rank import Rank
 
     rank = Rank.enter()
     rank.wants_traceback = wants_traceback
 
     def work() -> int:
-        from boltmesh.check import check as compare
+        from boltmesh.checking.check import check as compare
 
         return compare(config, overrides, steps=steps, rank=rank)
 
@@ -91,12 +91,12 @@ def _prepare(
 def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> int:
     loaded, placement, source = _prepare(verb, config, overrides, for_show=True)
 
-    from boltmesh.mesh_plan import SEVERAL_AXES, plan_mesh
-    from boltmesh.mesh_text import write_mesh
+    from boltmesh.planning.mesh_plan import SEVERAL_AXES, plan_mesh
+    from boltmesh.planning.mesh_text import write_mesh
+    from boltmesh.planning.stage_plan import PIPELINE, plan_stages, strategy_section, write_stages
+    from boltmesh.planning.tensor_plan import TENSOR, plan_tensor, write_tensor
     from boltmesh.run import RunBuilder, describe
-    from boltmesh.stage_plan import PIPELINE, plan_stages, strategy_section, write_stages
     from boltmesh.strategies.planner.step_time import Machine
-    from boltmesh.tensor_plan import TENSOR, plan_tensor, write_tensor
 
     built = RunBuilder(loaded, verb, placement, rank, source=source).build(for_show=True)
     print(describe(built, loaded, verb, placement))
@@ -116,7 +116,7 @@ def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> in
 def _start(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> int:
     loaded, placement, source = _prepare(verb, config, overrides, for_show=False)
 
-    from boltmesh.launch import Supervisor, resume_command
+    from boltmesh.starting.launch import Supervisor, resume_command
     from boltmesh.telemetry.job import ID_VARIABLE, NAME_VARIABLE, new_job_id
 
     os.environ.setdefault(NAME_VARIABLE, loaded.run.name)

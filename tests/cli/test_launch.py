@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from boltmesh.launch import Supervisor, resume_command
+from boltmesh.starting.launch import Supervisor, resume_command
 
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from boltmesh.rank import Rank
+from boltmesh.starting.rank import Rank
 from boltmesh.errors import ConfigError, OffloadError
 
 rank = Rank.enter()
@@ -191,7 +191,7 @@ STOPPABLE = """
 rank.stop.is_training = True
 while rank.stop.signum is None:
     time.sleep(0.01)
-from boltmesh.stopping import StoppedBySignal
+from boltmesh.starting.stopping import StoppedBySignal
 raise StoppedBySignal(rank.stop.signum, step=41, checkpoint="kept.ckpt")
 """
 
@@ -252,7 +252,7 @@ raise OffloadError("no space left for the checkpoint")
 
 def test_ranks_end_with_a_supervisor_that_is_killed(workplace):
     code = (
-        "import sys; from boltmesh.launch import Supervisor\n"
+        "import sys; from boltmesh.starting.launch import Supervisor\n"
         "made = Supervisor(['fit', 'x'], num_ranks=2, job_id='test')\n"
         f"made.command = [sys.executable, '-c', {RANK + '    time.sleep(60)' + chr(10)!r}\n"
         "                'sys.exit(rank.execute(work))']\n"
@@ -273,7 +273,7 @@ def test_ranks_end_with_a_supervisor_that_is_killed(workplace):
 
 def test_a_rank_that_starts_after_its_supervisor_is_gone_ends_at_once(workplace):
     environment = {**os.environ, "BOLTMESH_SUPERVISOR": f"{os.getppid()}:{workplace}"}
-    code = "from boltmesh.rank import Rank; Rank.enter(); print('went on')"
+    code = "from boltmesh.starting.rank import Rank; Rank.enter(); print('went on')"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )

@@ -9,7 +9,7 @@ import torch
 from boltmesh import cli
 from boltmesh.configs.classes import build
 from boltmesh.configs.load import load
-from boltmesh.stage_model import describe_stages
+from boltmesh.planning.stage_model import describe_stages
 from boltmesh.strategies.pipeline.bubble import closed_form_bubble
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.planner.precision import widths_of

@@ -8,9 +8,9 @@ import pytest
 from boltmesh import cli
 from boltmesh.configs.classes import build
 from boltmesh.configs.load import load
+from boltmesh.planning.tensor_model import TensorSummary
+from boltmesh.planning.tensor_plan import write_tensor
 from boltmesh.strategies.tensor.planning import make_plan
-from boltmesh.tensor_model import TensorSummary
-from boltmesh.tensor_plan import write_tensor
 from tests.support.planned import analysed
 
 TINY = ("model.init_args.n_embd=32", "model.init_args.n_layer=2", "data.init_args.batch_size=4")

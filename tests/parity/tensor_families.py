@@ -20,9 +20,9 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from boltmesh.differences import Trace
+from boltmesh.checking.differences import Trace
+from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
 from boltmesh.errors import BoltMeshError
-from boltmesh.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies.access import whole_value
 from boltmesh.strategies.tensor_parallel import TensorParallelStrategy
 from tests.support.ranks import run_ranks

@@ -22,9 +22,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from boltmesh.differences import Trace
+from boltmesh.checking.differences import Trace
+from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
 from boltmesh.errors import BoltMeshError
-from boltmesh.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies.tensor_parallel import TensorParallelStrategy
 from tests.support.causal_lms import SHIPPED, build
 from tests.support.ranks import RankFailure, run_ranks

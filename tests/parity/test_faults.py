@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
-from boltmesh.differences import Trace, find_differences
-from boltmesh.parity import Problem, trace_layout, trace_one_process
+from boltmesh.checking.differences import Trace, find_differences
+from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import DDPStrategy
 from boltmesh.strategies.data.axis import AxisContext
 from boltmesh.strategies.data.ddp import Replicas

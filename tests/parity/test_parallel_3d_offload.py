@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from boltmesh.differences import Tolerance, Trace, find_differences
-from boltmesh.parity import Problem, trace_layout, trace_one_process
+from boltmesh.checking.differences import Tolerance, Trace, find_differences
+from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import Parallel3DStrategy
 from boltmesh.strategies.offload import opening
 from tests.support.gpts import TinyGPT, text_data

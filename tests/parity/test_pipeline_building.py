@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 
-from boltmesh.differences import Trace, find_differences
-from boltmesh.parity import Problem, trace_layout, trace_one_process
+from boltmesh.checking.differences import Trace, find_differences
+from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies.building.deferred import is_deferred
 from boltmesh.strategies.building.materialize import make_values, materialize
 from boltmesh.strategies.pipeline import building

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 
-from boltmesh.differences import Trace, find_differences
+from boltmesh.checking.differences import Trace, find_differences
+from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
 from boltmesh.errors import BoltMeshError
-from boltmesh.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.masked import MaskedStack, RoutedStack, masked_data
 from tests.support.ranks import run_ranks

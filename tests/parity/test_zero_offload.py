@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from boltmesh.differences import Trace, find_differences
-from boltmesh.parity import trace_layout
+from boltmesh.checking.differences import Trace, find_differences
+from boltmesh.checking.parity import trace_layout
 from boltmesh.strategies import ZeROStrategy
 from boltmesh.strategies.offload import opening
 from tests.support.cases import BF16, CLIP, SGD, Case, one_process

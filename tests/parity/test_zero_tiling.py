@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from boltmesh.differences import Trace, find_differences
-from boltmesh.parity import Problem, trace_layout, trace_one_process
+from boltmesh.checking.differences import Trace, find_differences
+from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import DDPStrategy, ZeROStrategy, deferred_init
 from boltmesh.strategies.building.deferred import is_deferred
 from boltmesh.strategies.tiling.functions import EmbeddingFunction, LinearFunction

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from boltmesh.configs.load import load
-from boltmesh.mesh_plan import MeshPlan, plan_mesh
+from boltmesh.planning.mesh_plan import MeshPlan, plan_mesh
 from boltmesh.strategies.mesh import AXES
 from boltmesh.strategies.planner.step_time import Machine
 from boltmesh.telemetry.snapshot import JobSnapshot

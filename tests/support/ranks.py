@@ -27,7 +27,7 @@ from typing import Any
 PRELOAD = [
     "pytest",
     "torch.distributed.checkpoint.format_utils",
-    "boltmesh.parity",
+    "boltmesh.checking.parity",
     "boltmesh.run",
     "boltmesh.strategies.checkpoint.directory",
     "boltmesh.strategies.ddp",

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
-from boltmesh.plan import Plan, make_plan
+from boltmesh.planning.plan import Plan, make_plan
 from boltmesh.strategies.offload.shard import OffloadedShard
 from boltmesh.strategies.planner.memory import MemoryEstimate, estimate_memory
 from boltmesh.strategies.planner.traffic import estimate_traffic

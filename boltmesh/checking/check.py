@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from boltmesh.configs.load import find, load
 from boltmesh.errors import ConfigError
-from boltmesh.launch import Supervisor
 from boltmesh.preflight import check_config
-from boltmesh.rank import Rank
+from boltmesh.starting.launch import Supervisor
+from boltmesh.starting.rank import Rank
 from boltmesh.telemetry.job import new_job_id
 from boltmesh.telemetry.switch import SWITCH_VARIABLE
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from boltmesh.differences import Trace
-    from boltmesh.parity import Problem
-    from boltmesh.placement import Placement
+    from boltmesh.checking.differences import Trace
+    from boltmesh.checking.parity import Problem
     from boltmesh.run import Built
+    from boltmesh.starting.placement import Placement
 
 PART_VARIABLE = "BOLTMESH_CHECK_PART"
 """``reference`` or ``layout``: what the ranks of a supervisor of this command are to compute."""
@@ -97,7 +97,7 @@ def check(config: str, overrides: Sequence[str], *, steps: int, rank: Rank) -> i
 
 
 def _trace_in_rank(config: str, overrides: Sequence[str], steps: int, rank: Rank) -> int:
-    from boltmesh.parity import trace_layout, trace_one_process
+    from boltmesh.checking.parity import trace_layout, trace_one_process
     from boltmesh.run import RunBuilder
 
     loaded, source = load(config, overrides), str(find(config))
@@ -126,7 +126,7 @@ def _problem(
 ) -> "Problem":
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-    from boltmesh.parity import Problem
+    from boltmesh.checking.parity import Problem
 
     built = build()
     source: Any = built.data if built.data is not None else built.model
@@ -156,7 +156,7 @@ def _problem(
 
 
 def _compare(folder: Path, config: "DictConfig", placement: "Placement") -> int:
-    from boltmesh.differences import find_differences
+    from boltmesh.checking.differences import find_differences
 
     reference: Trace = pickle.loads((folder / "reference").read_bytes())  # noqa: S301 - ours
     layout: Trace = pickle.loads((folder / "layout").read_bytes())  # noqa: S301

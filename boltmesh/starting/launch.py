@@ -21,11 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from boltmesh.cause import Cause, RankEnd, describe_cause, first_cause
 from boltmesh.errors import TelemetryError
-from boltmesh.rank import RENDEZVOUS_VARIABLE, SUPERVISOR_VARIABLE, stop_line, traceback_hint
-from boltmesh.reports import Report, read_reports, store_traceback
-from boltmesh.stopping import HANDLED, STOPPING, describe_stop, say
+from boltmesh.starting.cause import Cause, RankEnd, describe_cause, first_cause
+from boltmesh.starting.rank import (
+    RENDEZVOUS_VARIABLE,
+    SUPERVISOR_VARIABLE,
+    stop_line,
+    traceback_hint,
+)
+from boltmesh.starting.reports import Report, read_reports, store_traceback
+from boltmesh.starting.stopping import HANDLED, STOPPING, describe_stop, say
 from boltmesh.telemetry.job import ID_VARIABLE, job_path, record_end
 
 POLL_S = 0.1

@@ -14,10 +14,10 @@ import torch
 from omegaconf import DictConfig
 
 from boltmesh.configs.classes import build
-from boltmesh.dry_model import DTYPES, configure, default_dtype, first_batch
 from boltmesh.errors import ConfigError
+from boltmesh.planning.dry_model import DTYPES, configure, default_dtype, first_batch
+from boltmesh.planning.stand_ins import put_stand_ins
 from boltmesh.quiet import quiet_lightning
-from boltmesh.stand_ins import put_stand_ins
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.planner.precision import widths_of

@@ -16,14 +16,20 @@ from omegaconf import DictConfig
 from torchmetrics import Metric
 
 from boltmesh.configs.classes import build
-from boltmesh.dry_model import DTYPES, configure, default_dtype, faked, first_batch, own_optimizer
-from boltmesh.dry_step import DryStep, computing_in
 from boltmesh.errors import ConfigError
-from boltmesh.mesh_rank import STEP, MeshJob, RankForecast, forecast_whole
-from boltmesh.mesh_stages import forecast_stages
-from boltmesh.plan_optimizer import optimizer_copies
-from boltmesh.quiet import quiet_lightning
-from boltmesh.stage_model import (
+from boltmesh.planning.dry_model import (
+    DTYPES,
+    configure,
+    default_dtype,
+    faked,
+    first_batch,
+    own_optimizer,
+)
+from boltmesh.planning.dry_step import DryStep, computing_in
+from boltmesh.planning.mesh_rank import STEP, MeshJob, RankForecast, forecast_whole
+from boltmesh.planning.mesh_stages import forecast_stages
+from boltmesh.planning.optimizer_state import optimizer_copies
+from boltmesh.planning.stage_model import (
     PipelineModel,
     budget_of,
     class_of,
@@ -31,7 +37,9 @@ from boltmesh.stage_model import (
     pipeline_model,
     recomputed_blocks,
 )
-from boltmesh.stand_ins import put_stand_ins, reshape_stand_in
+from boltmesh.planning.stand_ins import put_stand_ins, reshape_stand_in
+from boltmesh.planning.tensor_model import TensorSummary, find_division, summarise
+from boltmesh.quiet import quiet_lightning
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.microbatches import Cutter
@@ -44,7 +52,6 @@ from boltmesh.strategies.planner.precision import widths_of
 from boltmesh.strategies.steps.quiet import log_replaced
 from boltmesh.strategies.tensor.execution.apply import apply_plan
 from boltmesh.strategies.torch_compat import fake_tensors, tree_map
-from boltmesh.tensor_model import TensorSummary, find_division, summarise
 
 
 @dataclass(frozen=True)

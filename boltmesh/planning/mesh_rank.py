@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from boltmesh.dry_model import faked, shapes_of_units
-from boltmesh.dry_step import DryStep, computing_in
-from boltmesh.plan_strategies import sharing_by
+from boltmesh.planning.dry_model import faked, shapes_of_units
+from boltmesh.planning.dry_step import DryStep, computing_in
+from boltmesh.planning.strategies import sharing_by
 from boltmesh.strategies.data.late_traffic import ExtraTraffic
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.shard_traffic import expected_shard_traffic

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from boltmesh.errors import BoltMeshError, ConfigError
-from boltmesh.stage_plan import PipelinePlan, plan_of
+from boltmesh.planning.stage_plan import PipelinePlan, plan_of
 from boltmesh.strategies.mesh import AXES, MeshLayout
 from boltmesh.strategies.mesh_fit import fit_layout
 from boltmesh.strategies.planner.memory import MemoryEstimate
@@ -20,10 +20,10 @@ from boltmesh.strategy_arguments import check_strategy_arguments
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from boltmesh.mesh_rank import MeshJob
+    from boltmesh.planning.mesh_rank import MeshJob
+    from boltmesh.planning.tensor_model import TensorSummary
     from boltmesh.strategies.data.late_traffic import ExtraTraffic
     from boltmesh.telemetry.traffic import ExpectedTraffic
-    from boltmesh.tensor_model import TensorSummary
 
 SEVERAL_AXES = "bolt_3d"
 
@@ -148,7 +148,7 @@ def plan_mesh(
         ConfigError: When model or data cannot be divided, or options do not fit.
         LayoutError: When sizes do not fit the ranks, with the nearest that do.
     """
-    from boltmesh.mesh_model import describe_mesh
+    from boltmesh.planning.mesh_model import describe_mesh
 
     job = _job_of(config, ranks_per_host, given, source)
     made = describe_mesh(config, job, source=source)
@@ -205,7 +205,7 @@ def _job_of(
     door = entry.load()
     check_strategy_arguments(door, arguments, source=source)
 
-    from boltmesh.mesh_rank import MeshJob
+    from boltmesh.planning.mesh_rank import MeshJob
     from boltmesh.strategies.data.shard_mesh import choose_shard_size
     from boltmesh.strategies.data.zero import Shards
     from boltmesh.strategies.pipeline.options import PipelineOptions

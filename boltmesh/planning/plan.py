@@ -16,12 +16,19 @@ from omegaconf import OmegaConf
 from boltmesh.configs.advice import name_choices, nearest
 from boltmesh.configs.load import RECIPE_FOLDER, find, load
 from boltmesh.errors import ConfigError
-from boltmesh.mesh_plan import SEVERAL_AXES, plan_mesh
-from boltmesh.mesh_text import write_mesh
-from boltmesh.plan_optimizer import optimizer_copies
-from boltmesh.plan_strategies import PREFIX, given_to, own_options, sharing_of
-from boltmesh.plan_text import Row, write_row, write_table
-from boltmesh.stage_plan import PIPELINE, PipelinePlan, plan_stages, strategy_section, write_stages
+from boltmesh.planning.mesh_plan import SEVERAL_AXES, plan_mesh
+from boltmesh.planning.mesh_text import write_mesh
+from boltmesh.planning.optimizer_state import optimizer_copies
+from boltmesh.planning.stage_plan import (
+    PIPELINE,
+    PipelinePlan,
+    plan_stages,
+    strategy_section,
+    write_stages,
+)
+from boltmesh.planning.strategies import PREFIX, given_to, own_options, sharing_of
+from boltmesh.planning.tensor_plan import TENSOR, plan_tensor, write_tensor
+from boltmesh.planning.text import Row, write_row, write_table
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.planner.gpt import GPTSize, describe_gpt, size_named
 from boltmesh.strategies.planner.layout import Job, Sharing
@@ -33,12 +40,11 @@ from boltmesh.strategies.planner.step_time import Machine, estimate_step_time
 from boltmesh.strategies.planner.traffic import estimate_traffic
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import check_strategy_name
-from boltmesh.tensor_plan import TENSOR, plan_tensor, write_tensor
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from boltmesh.tensor_model import TensorSummary
+    from boltmesh.planning.tensor_model import TensorSummary
 
 KNOWN_MODEL = (RECIPE_FOLDER.parent / "examples" / "gpt.py").resolve()
 KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
@@ -223,7 +229,7 @@ def _describe(
     """The model, how many copies its optimizer keeps, and what was assumed."""
     known = _known_batch(config)
     if known is None or (options is not None and options.blocks is not None):
-        from boltmesh.dry_model import describe_model
+        from boltmesh.planning.dry_model import describe_model
 
         model, made, notes = describe_model(config, widths, options, source=source)
         name = None if made is None else type(made).__name__

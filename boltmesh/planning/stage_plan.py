@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from boltmesh.errors import ConfigError
-from boltmesh.plan_optimizer import optimizer_copies
-from boltmesh.plan_text import align, size_text
+from boltmesh.planning.optimizer_state import optimizer_copies
+from boltmesh.planning.text import align, size_text
 from boltmesh.strategies.pipeline.bubble import NOMINAL, simulate_ideal
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.planner.precision import widths_of
@@ -21,7 +21,7 @@ from boltmesh.telemetry.schedule import Action, peaks_by_stage
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from boltmesh.stage_model import PipelineModel
+    from boltmesh.planning.stage_model import PipelineModel
 
 PIPELINE = "bolt_pipeline"
 
@@ -88,7 +88,7 @@ def plan_stages(
     Raises:
         ConfigError: When model or data cannot be cut, or options do not fit.
     """
-    from boltmesh.stage_model import describe_stages
+    from boltmesh.planning.stage_model import describe_stages
 
     known = {each.name for each in fields(PipelineOptions)}
     try:

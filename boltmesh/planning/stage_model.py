@@ -19,11 +19,18 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from boltmesh.configs.classes import build
-from boltmesh.dry_model import DTYPES, configure, default_dtype, faked, first_batch, own_optimizer
-from boltmesh.dry_step import DryStep, computing_in
 from boltmesh.errors import ConfigError
+from boltmesh.planning.dry_model import (
+    DTYPES,
+    configure,
+    default_dtype,
+    faked,
+    first_batch,
+    own_optimizer,
+)
+from boltmesh.planning.dry_step import DryStep, computing_in
+from boltmesh.planning.stand_ins import put_stand_ins
 from boltmesh.quiet import quiet_lightning
-from boltmesh.stand_ins import put_stand_ins
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.cutting import Budget

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from boltmesh.errors import TelemetryError
 from boltmesh.process import describe_exit
-from boltmesh.reports import Report
+from boltmesh.starting.reports import Report
 
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 """What ends a rank from outside or in native code. Not SIGABRT: who loses a peer may abort."""

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from boltmesh.configs.classes import build
-from boltmesh.dry_step import DryStep, one_line
+from boltmesh.planning.dry_step import DryStep, one_line
 from boltmesh.quiet import quiet_lightning
 from boltmesh.strategies.data.autocast import full_precision_modules
 from boltmesh.strategies.data.shard_options import ShardOptions

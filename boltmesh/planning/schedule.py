@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from boltmesh.errors import ConfigError
-from boltmesh.schedule_text import draw_schedule
+from boltmesh.planning.schedule_text import draw_schedule
 from boltmesh.strategies.pipeline.bubble import (
     Ideal,
     StageTimes,

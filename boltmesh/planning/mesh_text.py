@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from boltmesh.mesh_plan import MeshPlan, PlaceRow
-from boltmesh.plan_text import align, size_text
-from boltmesh.stage_plan import bubble_text, stage_table
+from boltmesh.planning.mesh_plan import MeshPlan, PlaceRow
+from boltmesh.planning.stage_plan import bubble_text, stage_table
+from boltmesh.planning.text import align, size_text
 from boltmesh.strategies.mesh import AXES
 from boltmesh.strategies.planner.amounts import Bytes
 

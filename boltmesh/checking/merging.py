@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boltmesh.differences import Trace
+from boltmesh.checking.differences import Trace
 from boltmesh.strategies.engine import MeshStrategy
 
 

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from boltmesh.errors import ConfigError
-from boltmesh.plan_text import align, size_text
+from boltmesh.planning.text import align, size_text
 from boltmesh.strategies.tensor.plan_table import PlanRow, rows
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from boltmesh.tensor_model import TensorSummary
+    from boltmesh.planning.tensor_model import TensorSummary
 
 TENSOR = "bolt_tensor"
 WHOLE = "whole"
@@ -51,7 +51,7 @@ def plan_tensor(
     Raises:
         ConfigError: When model or data cannot be built, or options do not fit.
     """
-    from boltmesh.tensor_model import describe_division
+    from boltmesh.planning.tensor_model import describe_division
 
     size = given.get("size") or ranks_per_host
     if ranks_per_host % size:

@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import Parameter
 
-from boltmesh.dry_step import computing_in
-from boltmesh.mesh_rank import STEP, MeshJob, RankForecast, over_layers
+from boltmesh.planning.dry_step import computing_in
+from boltmesh.planning.mesh_rank import STEP, MeshJob, RankForecast, over_layers
 from boltmesh.strategies.data.late_replicas import BUCKET_BYTES, replica_traffic
 from boltmesh.strategies.data.late_traffic import ExtraTraffic, LateTraffic
 from boltmesh.strategies.data.late_units import describe_late_units

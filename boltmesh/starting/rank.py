@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from boltmesh.errors import BoltMeshError
-from boltmesh.placement import Launcher, find_launcher
 from boltmesh.process import end_with_parent
-from boltmesh.reports import Kind, Report, report_of_error, store_traceback, write_report
-from boltmesh.stopping import SAME_SIGNAL_S, StoppedBySignal, StopSwitch, say
+from boltmesh.starting.placement import Launcher, find_launcher
+from boltmesh.starting.reports import Kind, Report, report_of_error, store_traceback, write_report
+from boltmesh.starting.stopping import SAME_SIGNAL_S, StoppedBySignal, StopSwitch, say
 
 SUPERVISOR_VARIABLE = "BOLTMESH_SUPERVISOR"
 """``PID:FOLDER`` of the supervisor, for its ranks."""

@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from boltmesh.differences import Trace
-from boltmesh.merging import (
+from boltmesh.checking.differences import Trace
+from boltmesh.checking.merging import (
     interleave,
     mean,
     mean_of_mappings,
@@ -35,7 +35,7 @@ from boltmesh.merging import (
     merge_over_stages,
     ranks_of_data,
 )
-from boltmesh.rank_batches import RankBatches
+from boltmesh.checking.rank_batches import RankBatches
 from boltmesh.strategies.access import whole_value
 from boltmesh.strategies.engine import MeshStrategy
 
