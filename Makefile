@@ -1,8 +1,8 @@
 # One line per target; `make help` lists them. PYTHON=python3.12 chooses another interpreter,
-# WORKERS=4 runs more tests beside each other.
+# WORKERS=2 runs fewer tests beside each other.
 
 PYTHON ?= python3
-WORKERS ?= 2
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed

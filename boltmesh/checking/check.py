@@ -78,7 +78,8 @@ def check(config: str, overrides: Sequence[str], *, steps: int, rank: Rank) -> i
         line = ["check", config, *overrides, "--steps", str(steps)]
         # One process on the first device, with the shares of all data ranks.
         alone = ["trainer.devices=1", "strategy=bolt_ddp"]
-        reference = ["check", config, *overrides, *alone, *line[-2:]]
+        others = [each for each in overrides if not each.startswith(("strategy.", "strategy="))]
+        reference = ["check", config, *others, *alone, *line[-2:]]
         for part, command, ranks in (
             ("layout", line, placement.num_local_ranks),
             ("reference", reference, 1),

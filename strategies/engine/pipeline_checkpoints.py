@@ -62,8 +62,8 @@ class PipelineCheckpoints(SharedBatchStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.refuse_unplaced()
         if not self._obstacle:
+            self.refuse_unplaced()
             self.pipeline_axis.drain()
         return super().lightning_module_state_dict()
 

@@ -38,9 +38,9 @@ class StoredPartsStrategy(AxisHooks):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self.stores_shards:
             return super().lightning_module_state_dict()
-        self.refuse_unplaced()
         if self._obstacle:
             return {}  # it will not be written, and what failed may be what is asked here
+        self.refuse_unplaced()
         assert self.lightning_module is not None
         self.data_axis.synchronize()
         # The parameters themselves: tied ones are known by being one object.
@@ -56,7 +56,7 @@ class StoredPartsStrategy(AxisHooks):
         """
         if not (self.is_placed and dist.is_initialized()):
             raise CheckpointError(
-                f"Trainer.save_checkpoint was called outside of a run: {type(self).__name__} "
+                f"Trainer.save_checkpoint was called outside of a run: {self.public_name} "
                 f"writes what each of its ranks holds, and they meet in Trainer.fit, validate, "
                 f"test or predict. Call it after one of these, or store the module as it is with "
                 f"torch.save({{'state_dict': module.state_dict()}}, path)."

@@ -102,4 +102,6 @@ def test_one_tensor_at_a_time_is_in_memory(
         assert "the limit holds" in done.stdout
     found = torch.load(tmp_path / "large.ckpt", weights_only=True, mmap=True)["state_dict"]
     assert all(torch.equal(found[name], each) for name, each in state.items())
-    assert {each.name for each in (tmp_path / "again-0").iterdir()} >= {"manifest.json", "meta.pt"}
+    if "import" in directions:
+        again = {each.name for each in (tmp_path / "again-0").iterdir()}
+        assert again >= {"manifest.json", "meta.pt"}

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import TensorParallelStrategy
-from boltmesh.strategies.tensor import axis
+from boltmesh.strategies.tensor import placement
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.planning import make_plan
 from boltmesh.strategies.tensor.sections import Section
@@ -73,7 +73,7 @@ def train(rank: int, world_size: int, name: str | None) -> tuple[list[float], li
             made.append(FAULTS[name][0](plan))
             return made[-1]
 
-        vars(axis)["make_plan"] = faulty
+        vars(placement)["make_plan"] = faulty
     module = TinyGPT(optimizer="sgd")
     losses: list[float] = []
     step = TinyGPT.training_step
