@@ -4,7 +4,6 @@ Under pytest-xdist, too: tests share no folder, port or process, and one that me
 machine to itself.
 """
 
-import itertools
 import os
 import signal
 import sys
@@ -64,40 +63,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put slow tests last, and skip by name what needs a device that is not there.
 
-    With several workers each begins with a share of the slow ones: the short ones then even out
-    who ends last.
+    With several workers they come first: one worker begins with all of them, and while its ranks
+    share the cores the others run short tests, which mostly wait.
     """
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    quick = [item for item in items if not item.get_closest_marker("slow")]
-    if hasattr(config, "workerinput"):
-        items[:] = _in_shares(slow, quick, config.workerinput["workercount"])
-    else:
-        items[:] = [*quick, *slow]
+    has_workers = hasattr(config, "workerinput")
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None) is has_workers)
     needs_a_device = [item for item in items if item.get_closest_marker("gpu")]
     if needs_a_device and not _has_cuda():
         for item in needs_a_device:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def _in_shares(
-    slow: list[pytest.Item], quick: list[pytest.Item], num_workers: int
-) -> list[pytest.Item]:
-    """Order tests so that each worker has slow ones first in what it begins with.
-
-    ``--dist worksteal`` gives every worker an equal run of the tests in their order; who is done
-    takes from the end of what another has left. Tests of a file stay together, for its fixtures.
-    """
-    of_worker: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
-    for _, of_file in itertools.groupby(slow, key=lambda item: item.path):
-        min(of_worker, key=len).extend(of_file)
-    ordered: list[pytest.Item] = []
-    rest = iter(quick)
-    left = len(slow) + len(quick)
-    for number, share in enumerate(of_worker):
-        size = left // (num_workers - number)
-        left -= size
-        ordered += [*share, *itertools.islice(rest, max(0, size - len(share)))]
-    return [*ordered, *rest]
 
 
 def _has_cuda() -> bool:

@@ -40,7 +40,7 @@ def test_a_save_before_any_run_is_refused_with_what_to_write(tmp_path: Path, str
     with pytest.raises(CheckpointError) as told:
         attached(strategy).save_checkpoint(tmp_path / "a.ckpt")
     assert "Trainer.save_checkpoint was called outside of a run" in str(told.value)
-    assert f"{type(strategy).__name__} writes what each of its ranks holds" in str(told.value)
+    assert f"{strategy.public_name} writes what each of its ranks holds" in str(told.value)
     assert "torch.save({'state_dict': module.state_dict()}, path)" in str(told.value)
     assert not list(tmp_path.iterdir())
 

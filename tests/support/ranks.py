@@ -19,10 +19,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[2]
 
 PRELOAD = [
     "pytest",
@@ -106,6 +109,7 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    _start_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         # The fork server keeps the environment that it was started with.
         run_dir = os.environ.get("BOLTMESH_RUN_DIR") or str(Path(folder, "telemetry"))
@@ -127,6 +131,19 @@ def run_ranks(
                 each.connection.close()
     _raise_first_cause(ranks)
     return [each.result for each in ranks]
+
+
+def _start_server() -> None:
+    """Start the fork server, unless it runs, where it finds ``tests``, wherever a test stands.
+
+    Python 3.11 has it take no notice of ``sys.path``: it looks in the folder that it starts in.
+    """
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(before)
 
 
 def _wait(ranks: list[_Rank], timeout_s: float, grace_s: float) -> None:
