@@ -1,13 +1,13 @@
 """Describes a config's model without its memory: built from fake tensors, run once for a batch.
 
 Fake tensors have shapes and types and no data, so a model of any size is built in seconds by its
-own code, and its ``training_step`` shows what autograd would keep. The only module of planning
-that needs torch.
+own code, and its ``training_step`` shows what autograd would keep.
 """
 
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from boltmesh.configs.classes import build
 from boltmesh.planning.dry_step import DryStep, one_line
@@ -25,23 +26,50 @@ from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.units import find_units
 from boltmesh.strategies.lightning_compat import module_keeps_gradients, module_reads_gradients
 from boltmesh.strategies.planner.model import Activations, ModelShape, TensorShape, UnitShape
-from boltmesh.strategies.planner.precision import Widths
+from boltmesh.strategies.planner.precision import widths_of
 from boltmesh.strategies.torch_compat import (
     fake_tensors,
     tree_leaves,
     tree_map,
 )
 
-DTYPES = {
+_DTYPES = {
     "16": torch.float16,
     "32": torch.float32,
     "64": torch.float64,
     "bf16": torch.bfloat16,
 }
+"""By what a precision begins with."""
+
+
+@dataclass(frozen=True)
+class NumberTypes:
+    """What a model's numbers are stored and computed in."""
+
+    stored: torch.dtype
+    """Of parameters, and of the floats of a batch."""
+    cast: torch.dtype | None
+    """What autocast computes in; None without autocast."""
+
+    @classmethod
+    def of(cls, precision: str) -> Self:
+        """Return the types of a Trainer's ``precision``.
+
+        Raises:
+            ConfigError: Where they depend on more than its name.
+        """
+        is_autocast = widths_of(precision).is_autocast
+        named = _DTYPES[precision.partition("-")[0]]
+        return cls(torch.float32, named) if is_autocast else cls(named, None)
+
+    @property
+    def is_autocast(self) -> bool:
+        """Whether parameters are computed in another type than they are stored in."""
+        return self.cast is not None
 
 
 def describe_model(
-    config: DictConfig, widths: Widths, options: ShardOptions | None, *, source: str
+    config: DictConfig, options: ShardOptions | None, *, source: str
 ) -> tuple[ModelShape, Optimizer | None, tuple[str, ...]]:
     """Build the model without memory, and describe it.
 
@@ -53,18 +81,14 @@ def describe_model(
         ConfigError: When the model's class or arguments are wrong.
     """
     quiet_lightning()
+    types = NumberTypes.of(config.trainer.precision)
     batch, complaint = first_batch(config, source)
     with fake_tensors() as mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a module without a Trainer
-        dtype = DTYPES[config.trainer.precision.partition("-")[0]]
-        autocast = dtype if widths.is_autocast else None
-        stored = torch.float32 if widths.is_autocast else dtype
-        with default_dtype(stored):  # as Lightning converts a module: fake ones cannot be
-            module = build(config.model, "model", source=source)
-            notes = configure(module)
+        module, notes = build_fake(config, types, source)
         measured = DryStep()
         if complaint is None:
-            complaint = measured.run(module, tree_map(faked(mode, stored), batch), autocast)
+            complaint = measured.run(module, tree_map(faked(mode, types.stored), batch), types.cast)
         optimizer = own_optimizer(module)
     if complaint is None:
         how = "counted by running training_step on one batch of the data, without memory"
@@ -73,7 +97,7 @@ def describe_model(
         activations = None
         notes.append(f"activations are not known: {complaint}")
     units = shapes_of_units(
-        module, options, multiplied=measured.cast_names, is_autocast=widths.is_autocast
+        module, options, multiplied=measured.cast_names, is_autocast=types.is_autocast
     )
     return (
         ModelShape(
@@ -153,6 +177,15 @@ def _shape(
         layers=layers,
         is_multiplied=name in multiplied and parameter.dim() > 1,
     )
+
+
+def build_fake(
+    config: DictConfig, types: NumberTypes, source: str
+) -> tuple[LightningModule, list[str]]:
+    """Build the model, and return what is missing of it. Called among fake tensors."""
+    with default_dtype(types.stored):  # as Lightning converts a module: fake ones cannot be
+        module: LightningModule = build(config.model, "model", source=source)
+        return module, configure(module)
 
 
 def configure(module: LightningModule) -> list[str]:

@@ -20,6 +20,9 @@ from boltmesh.strategies.torch_compat import (
     tree_leaves,
 )
 
+STEP = "training_step"
+"""The method that plans are made of."""
+
 
 class DryStep:
     """What one forward and backward pass of a module without data shows."""

@@ -15,18 +15,10 @@ from lightning.pytorch import LightningModule
 from omegaconf import DictConfig
 from torchmetrics import Metric
 
-from boltmesh.configs.classes import build
 from boltmesh.errors import ConfigError
-from boltmesh.planning.dry_model import (
-    DTYPES,
-    configure,
-    default_dtype,
-    faked,
-    first_batch,
-    own_optimizer,
-)
-from boltmesh.planning.dry_step import DryStep, computing_in
-from boltmesh.planning.mesh_rank import STEP, MeshJob, RankForecast, forecast_whole
+from boltmesh.planning.dry_model import build_fake, faked, first_batch, own_optimizer
+from boltmesh.planning.dry_step import STEP, DryStep, computing_in
+from boltmesh.planning.mesh_rank import MeshJob, RankForecast, forecast_whole
 from boltmesh.planning.mesh_stages import forecast_stages
 from boltmesh.planning.optimizer_state import optimizer_copies
 from boltmesh.planning.stage_model import (
@@ -48,7 +40,6 @@ from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
 from boltmesh.strategies.pipeline.schedules import schedule_table
 from boltmesh.strategies.pipeline.table import ScheduleTable
-from boltmesh.strategies.planner.precision import widths_of
 from boltmesh.strategies.steps.quiet import log_replaced
 from boltmesh.strategies.tensor.execution.apply import apply_plan
 from boltmesh.strategies.torch_compat import fake_tensors, tree_map
@@ -81,33 +72,27 @@ def describe_mesh(config: DictConfig, job: MeshJob, *, source: str) -> MeshModel
     batch, complaint = first_batch(config, source)
     if complaint is not None:
         raise ConfigError(f"{source}: a mesh is planned by running a batch, and {complaint}.")
-    widths = widths_of(config.trainer.precision)
-    dtype = DTYPES[config.trainer.precision.partition("-")[0]]
-    cast = dtype if widths.is_autocast else None
-    stored = torch.float32 if widths.is_autocast else dtype
+    types = job.types
     parts, rows = [batch], [0]
     if job.layout.pipeline > 1:
         parts, rows = Cutter().cut(batch, job.stages.num_microbatches(job.layout.pipeline))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a module without a Trainer
         with fake_tensors() as mode:
-            with default_dtype(stored):
-                module: LightningModule = build(config.model, "model", source=source)
-                notes = configure(module)
-                optimizer = own_optimizer(module)
-            num_logged = _count_logged(module, tree_map(faked(mode, stored), parts[0]), cast)
+            module, notes = build_fake(config, types, source)
+            optimizer = own_optimizer(module)
+            part = tree_map(faked(mode, types.stored), parts[0])
+            num_logged = _count_logged(module, part, types.cast)
         put_stand_ins(module)
         numel = sum(each.numel() for each in module.parameters())
         copies, assumed = optimizer_copies(config, *class_of(optimizer))
         notes += assumed
         job = replace(
             job,
-            cast=cast,
-            stored=stored,
             state_copies=copies,
             num_logged=num_logged,
-            args=(converted(batch, stored), *compat.step_arguments(module, STEP)),
-            parts=tuple(converted(each, stored) for each in parts),
+            args=(converted(batch, types.stored), *compat.step_arguments(module, STEP)),
+            parts=tuple(converted(each, types.stored) for each in parts),
         )
         tensor = _divide_layers(module, job, source)
         pipeline = None
@@ -147,7 +132,7 @@ def _divide_layers(module: LightningModule, job: MeshJob, source: str) -> Tensor
     if size == 1:
         return None
     plan = find_division(module, job.args[0], size, job.layers, source=source)
-    summary = summarise(module, plan, job.stored.itemsize, ())
+    summary = summarise(module, plan, job.types.stored.itemsize, ())
     for each in plan.sharded.values():
         reshape_stand_in(module.get_parameter(each.name), each.local_shape(size))
     applied = apply_plan(module, plan, job.group)
@@ -166,7 +151,7 @@ def _cut(
         num_microbatches=len(job.parts),
         stages_per_rank=options.stages_per_rank,
     )
-    with computing_in(job.cast):
+    with computing_in(job.types.cast):
         division, plans = divide(
             module,
             STEP,

@@ -205,6 +205,7 @@ def _job_of(
     door = entry.load()
     check_strategy_arguments(door, arguments, source=source)
 
+    from boltmesh.planning.dry_model import NumberTypes
     from boltmesh.planning.mesh_rank import MeshJob
     from boltmesh.strategies.data.shard_mesh import choose_shard_size
     from boltmesh.strategies.data.zero import Shards
@@ -250,6 +251,7 @@ def _job_of(
             "loss_parallel": strategy.options.loss_parallel,
         },
         widths=widths_of(trainer.precision),
+        types=NumberTypes.of(trainer.precision),
         num_batches=trainer.accumulate_grad_batches,
         has_norm_clipping=bool(trainer.gradient_clip_val)
         and trainer.gradient_clip_algorithm in {None, "norm"},

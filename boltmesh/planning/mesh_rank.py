@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from boltmesh.planning.dry_model import faked, shapes_of_units
-from boltmesh.planning.dry_step import DryStep, computing_in
+from boltmesh.planning.dry_model import NumberTypes, faked, shapes_of_units
+from boltmesh.planning.dry_step import STEP, DryStep, computing_in
 from boltmesh.planning.strategies import sharing_by
 from boltmesh.strategies.data.late_traffic import ExtraTraffic
 from boltmesh.strategies.data.shard_options import ShardOptions
@@ -39,7 +39,6 @@ from boltmesh.strategies.torch_compat import (
 )
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
-STEP = "training_step"
 _CPU = torch.device("cpu")
 
 
@@ -56,6 +55,7 @@ class MeshJob:
     layers: Mapping[str, Any]
     """``plan``, ``sequence_parallel`` and ``loss_parallel``."""
     widths: Widths
+    types: NumberTypes
     num_batches: int
     """In an optimizer step."""
     has_norm_clipping: bool
@@ -64,9 +64,6 @@ class MeshJob:
     is_on_host: bool
     group: UnstartedGroup
     """The first rank of a tensor group."""
-    cast: torch.dtype | None = None
-    """What autocast computes in."""
-    stored: torch.dtype = torch.float32
     state_copies: int = 2
     num_logged: int = 0
     """Numbers that a step logs."""
@@ -126,11 +123,11 @@ def forecast_whole(module: LightningModule, job: MeshJob) -> tuple[list[RankFore
     for name, each in [*module.named_parameters(), *module.named_buffers()]:
         swapped[name] = make_fake(each, mode)
     with mode, swapped_state(module, swapped):
-        batch = tree_map(faked(mode, job.stored), job.args[0])
-        complaint = measured.run(module, batch, job.cast)
+        batch = tree_map(faked(mode, job.types.stored), job.args[0])
+        complaint = measured.run(module, batch, job.types.cast)
     notes = [] if complaint is None else [f"activations are not known: {complaint}"]
     units = shapes_of_units(
-        module, job.shards, multiplied=measured.cast_names, is_autocast=job.cast is not None
+        module, job.shards, multiplied=measured.cast_names, is_autocast=job.types.is_autocast
     )
     activations = None
     if complaint is None:
@@ -186,7 +183,7 @@ def over_layers(
     """
     if job.layout.tensor == 1:
         return []
-    counted = count_step(module, run, job.group, lambda: computing_in(job.cast), _CPU)
+    counted = count_step(module, run, job.group, lambda: computing_in(job.types.cast), _CPU)
     if counted is None:
         return None
     return expected_traffic(

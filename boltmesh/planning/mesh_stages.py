@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import Parameter
 
-from boltmesh.planning.dry_step import computing_in
-from boltmesh.planning.mesh_rank import STEP, MeshJob, RankForecast, over_layers
+from boltmesh.planning.dry_step import STEP, computing_in
+from boltmesh.planning.mesh_rank import MeshJob, RankForecast, over_layers
 from boltmesh.strategies.data.late_replicas import BUCKET_BYTES, replica_traffic
 from boltmesh.strategies.data.late_traffic import ExtraTraffic, LateTraffic
 from boltmesh.strategies.data.late_units import describe_late_units
@@ -51,7 +51,7 @@ def forecast_stages(
         plans: How steps run on that.
         table: What will be run.
     """
-    with computing_in(job.cast):
+    with computing_in(job.types.cast):
         runs = [plans.stages(STEP, part, *job.args[1:], seed=0) for part in job.parts]
     crossing = [[each.plan.values_in for each in stages] for stages in runs]
     found = []

@@ -231,7 +231,7 @@ def _describe(
     if known is None or (options is not None and options.blocks is not None):
         from boltmesh.planning.dry_model import describe_model
 
-        model, made, notes = describe_model(config, widths, options, source=source)
+        model, made, notes = describe_model(config, options, source=source)
         name = None if made is None else type(made).__name__
         arguments: Mapping[str, Any] = {} if made is None else made.defaults
     else:

@@ -18,17 +18,15 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from boltmesh.configs.classes import build
 from boltmesh.errors import ConfigError
 from boltmesh.planning.dry_model import (
-    DTYPES,
-    configure,
-    default_dtype,
+    NumberTypes,
+    build_fake,
     faked,
     first_batch,
     own_optimizer,
 )
-from boltmesh.planning.dry_step import DryStep, computing_in
+from boltmesh.planning.dry_step import STEP, DryStep, computing_in
 from boltmesh.planning.stand_ins import put_stand_ins
 from boltmesh.quiet import quiet_lightning
 from boltmesh.strategies import lightning_compat as compat
@@ -41,11 +39,8 @@ from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
 from boltmesh.strategies.pipeline.schedules import schedule_table
 from boltmesh.strategies.pipeline.table import ScheduleTable
-from boltmesh.strategies.planner.precision import Widths
 from boltmesh.strategies.recomputation import Recomputation
 from boltmesh.strategies.torch_compat import fake_tensors, tree_map
-
-STEP = "training_step"
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ class PipelineModel:
 
 
 def describe_stages(
-    config: DictConfig, widths: Widths, options: PipelineOptions, num_ranks: int, *, source: str
+    config: DictConfig, options: PipelineOptions, num_ranks: int, *, source: str
 ) -> PipelineModel:
     """Cut a config's model as its pipeline will.
 
@@ -96,6 +91,7 @@ def describe_stages(
         ConfigError: When the model cannot be built or cut, or its data give no batch.
     """
     quiet_lightning()
+    types = NumberTypes.of(config.trainer.precision)
     batch, complaint = first_batch(config, source)
     if complaint is not None:
         raise ConfigError(f"{source}: stages are found by running a batch, and {complaint}.")
@@ -106,25 +102,21 @@ def describe_stages(
         num_microbatches=len(parts),
         stages_per_rank=options.stages_per_rank,
     )
-    dtype = DTYPES[config.trainer.precision.partition("-")[0]]
-    cast = dtype if widths.is_autocast else None
-    stored = torch.float32 if widths.is_autocast else dtype
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a module without a Trainer
         measured = DryStep()
         with fake_tensors() as mode:
-            with default_dtype(stored):
-                module: LightningModule = build(config.model, "model", source=source)
-                notes = configure(module)
-                made = own_optimizer(module)
+            module, notes = build_fake(config, types, source)
+            made = own_optimizer(module)
             with measured.attributing(find_stage_units(module)):
-                complaint = measured.run(module, tree_map(faked(mode, stored), parts[0]), cast)
+                part = tree_map(faked(mode, types.stored), parts[0])
+                complaint = measured.run(module, part, types.cast)
         put_stand_ins(module)
-        with computing_in(cast):
+        with computing_in(types.cast):
             division, _ = divide(
                 module,
                 STEP,
-                (converted(parts[0], stored), *compat.step_arguments(module, STEP)),
+                (converted(parts[0], types.stored), *compat.step_arguments(module, STEP)),
                 rank_of_stage=table.rank_of_stage,
                 split="auto" if options.split == "measured" else options.split,
                 seed=0,

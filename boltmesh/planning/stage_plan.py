@@ -15,7 +15,6 @@ from boltmesh.planning.optimizer_state import optimizer_copies
 from boltmesh.planning.text import align, size_text
 from boltmesh.strategies.pipeline.bubble import NOMINAL, simulate_ideal
 from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.planner.precision import widths_of
 from boltmesh.telemetry.schedule import Action, peaks_by_stage
 
 if TYPE_CHECKING:
@@ -102,8 +101,7 @@ def plan_stages(
             f"{source}: strategy.stages={stages} was asked of a job with {num_ranks} ranks. "
             f"Set strategy.stages=null, or plan for {stages} ranks with --devices {stages}."
         )
-    widths = widths_of(config.trainer.precision)
-    made = describe_stages(config, widths, options, stages, source=source)
+    made = describe_stages(config, options, stages, source=source)
     copies, notes = optimizer_copies(config, *made.optimizer)
     if num_ranks > stages:
         count = num_ranks // stages

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from omegaconf import DictConfig
 
-from boltmesh.configs.classes import build
 from boltmesh.errors import ConfigError
-from boltmesh.planning.dry_model import DTYPES, configure, default_dtype, first_batch
+from boltmesh.planning.dry_model import NumberTypes, build_fake, first_batch
+from boltmesh.planning.dry_step import STEP
 from boltmesh.planning.stand_ins import put_stand_ins
 from boltmesh.quiet import quiet_lightning
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.planner.precision import widths_of
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.hugging_face import disagreements
 from boltmesh.strategies.tensor.plan import TensorPlan
@@ -30,8 +29,6 @@ from boltmesh.strategies.torch_compat import fake_tensors
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
-
-STEP = "training_step"
 
 
 @dataclass(frozen=True)
@@ -63,17 +60,14 @@ def describe_division(
     batch, complaint = first_batch(config, source)
     if complaint is not None:
         raise ConfigError(f"{source}: what can be divided is found by a batch, and {complaint}.")
-    widths = widths_of(config.trainer.precision)
-    dtype = DTYPES[config.trainer.precision.partition("-")[0]]
-    stored = torch.float32 if widths.is_autocast else dtype
+    types = NumberTypes.of(config.trainer.precision)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a module without a Trainer
-        with fake_tensors(), default_dtype(stored):
-            module: LightningModule = build(config.model, "model", source=source)
-            notes = configure(module)
+        with fake_tensors():
+            module, notes = build_fake(config, types, source)
         put_stand_ins(module)
         plan = find_division(module, batch, size, given, source=source)
-    return summarise(module, plan, stored.itemsize, notes)
+    return summarise(module, plan, types.stored.itemsize, notes)
 
 
 def find_division(

@@ -12,7 +12,6 @@ from boltmesh.configs.load import load
 from boltmesh.planning.stage_model import describe_stages
 from boltmesh.strategies.pipeline.bubble import closed_form_bubble
 from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.planner.precision import widths_of
 
 PIPELINE = ("pipeline_1f1b", "data.init_args.batch_size=16")
 TINY = ("model.init_args.n_embd=32", "model.init_args.n_layer=6")
@@ -61,7 +60,7 @@ def test_what_ranks_keep_is_what_the_built_model_has(capsys, workplace) -> None:
 def test_activations_are_those_that_autograd_keeps(workplace) -> None:
     config = load("pipeline_1f1b", [*TINY, *PIPELINE[1:], "model.init_args.n_layer=2"])
     options = PipelineOptions(schedule="gpipe", microbatches=4)
-    made = describe_stages(config, widths_of(config.trainer.precision), options, 2, source="config")
+    made = describe_stages(config, options, 2, source="config")
     module = build(config.model, "model", source="config")
     tokens = torch.zeros(4, config.model.init_args.block_size, dtype=torch.long)
     kept: dict[int, int] = {}
