@@ -17,29 +17,23 @@ from torchmetrics import Metric
 
 from boltmesh.errors import ConfigError
 from boltmesh.planning.dry_model import build_fake, faked, first_batch, own_optimizer
-from boltmesh.planning.dry_step import STEP, DryStep, computing_in
+from boltmesh.planning.dry_step import STEP, DryStep
 from boltmesh.planning.mesh_rank import MeshJob, RankForecast, forecast_whole
 from boltmesh.planning.mesh_stages import forecast_stages
 from boltmesh.planning.optimizer_state import optimizer_copies
 from boltmesh.planning.stage_model import (
     PipelineModel,
-    budget_of,
     class_of,
     converted,
+    cut_model,
     pipeline_model,
-    recomputed_blocks,
 )
 from boltmesh.planning.stand_ins import put_stand_ins, reshape_stand_in
 from boltmesh.planning.tensor_model import TensorSummary, find_division, summarise
 from boltmesh.quiet import quiet_lightning
 from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.microbatches import Cutter
-from boltmesh.strategies.pipeline.placement import Division, divide
-from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
-from boltmesh.strategies.pipeline.schedules import schedule_table
-from boltmesh.strategies.pipeline.table import ScheduleTable
 from boltmesh.strategies.steps.quiet import log_replaced
 from boltmesh.strategies.tensor.execution.apply import apply_plan
 from boltmesh.strategies.torch_compat import fake_tensors, tree_map
@@ -100,18 +94,22 @@ def describe_mesh(config: DictConfig, job: MeshJob, *, source: str) -> MeshModel
             ranks, told = forecast_whole(module, job)
             notes += told
         else:
-            division, plans, table = _cut(config, module, job)
-            pipeline = pipeline_model(
+            args = (job.parts[0], *job.args[1:])
+            cut = cut_model(
+                config,
                 module,
-                division,
-                table,
-                rows,
-                kept_bytes=division.kept_bytes,
-                optimizer=optimizer,
-                notes=(),
+                job.stages,
+                job.layout.pipeline,
+                len(job.parts),
+                args,
+                cast=types.cast,
             )
-            ranks = forecast_stages(module, job, division, plans, table)
-            if division.kept_bytes is None:
+            kept_bytes = cut.division.kept_bytes
+            pipeline = pipeline_model(
+                module, cut, rows, kept_bytes=kept_bytes, optimizer=optimizer, notes=()
+            )
+            ranks = forecast_stages(module, job, cut)
+            if kept_bytes is None:
                 notes.append("activations are not known, and no part of a peak")
             if job.stages.split == "measured":
                 notes.append("split=measured: a run times the layers; here they are counted")
@@ -139,32 +137,6 @@ def _divide_layers(module: LightningModule, job: MeshJob, source: str) -> Tensor
     if job.layout.pipeline > 1:
         applied.cut_into_stages(find_stage_units(module))
     return summary
-
-
-def _cut(
-    config: DictConfig, module: LightningModule, job: MeshJob
-) -> tuple[Division, StagePlans, ScheduleTable]:
-    options, size = job.stages, job.layout.pipeline
-    table = schedule_table(
-        options.schedule,
-        num_ranks=size,
-        num_microbatches=len(job.parts),
-        stages_per_rank=options.stages_per_rank,
-    )
-    with computing_in(job.types.cast):
-        division, plans = divide(
-            module,
-            STEP,
-            (job.parts[0], *job.args[1:]),
-            rank_of_stage=table.rank_of_stage,
-            split="auto" if options.split == "measured" else options.split,
-            seed=0,
-            device=torch.device("cpu"),
-            budget=budget_of(options, size, len(job.parts)),
-            unmade=UnmadeModel(module),
-            recomputed=recomputed_blocks(config, module),
-        )
-    return division, plans, table
 
 
 def _count_logged(module: LightningModule, part: Any, cast: torch.dtype | None) -> int:

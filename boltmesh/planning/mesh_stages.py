@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from boltmesh.planning.dry_step import STEP, computing_in
 from boltmesh.planning.mesh_rank import MeshJob, RankForecast, over_layers
+from boltmesh.planning.stage_model import CutModel
 from boltmesh.strategies.data.late_replicas import BUCKET_BYTES, replica_traffic
 from boltmesh.strategies.data.late_traffic import ExtraTraffic, LateTraffic
 from boltmesh.strategies.data.late_units import describe_late_units
@@ -22,10 +23,8 @@ from boltmesh.strategies.pipeline.forecast import Forecast
 from boltmesh.strategies.pipeline.placement import Division
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.rehearsal import StageRehearsal
-from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.sharing import SharedParameters
 from boltmesh.strategies.pipeline.step_logs import length_of_row, size_of_told
-from boltmesh.strategies.pipeline.table import ScheduleTable
 from boltmesh.strategies.planner.late import estimate_late_memory
 from boltmesh.strategies.planner.model import ModelShape
 from boltmesh.strategies.tensor.traffic import CountingGroup
@@ -35,24 +34,17 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 _CPU = torch.device("cpu")
 
 
-def forecast_stages(
-    module: LightningModule,
-    job: MeshJob,
-    division: Division,
-    plans: StagePlans,
-    table: ScheduleTable,
-) -> list[RankForecast]:
+def forecast_stages(module: LightningModule, job: MeshJob, cut: CutModel) -> list[RankForecast]:
     """Return the forecasts of the ranks of a pipeline.
 
     Args:
         module: Of each layer the part of one rank.
         job: What is asked.
-        division: How it is cut.
-        plans: How steps run on that.
-        table: What will be run.
+        cut: How it is cut, and what runs on its parts.
     """
+    division, table = cut.division, cut.table
     with computing_in(job.types.cast):
-        runs = [plans.stages(STEP, part, *job.args[1:], seed=0) for part in job.parts]
+        runs = [cut.plans.stages(STEP, part, *job.args[1:], seed=0) for part in job.parts]
     crossing = [[each.plan.values_in for each in stages] for stages in runs]
     found = []
     for rank in range(table.num_ranks):

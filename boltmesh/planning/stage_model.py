@@ -36,6 +36,7 @@ from boltmesh.strategies.pipeline.microbatches import Cutter
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Division, divide
 from boltmesh.strategies.pipeline.programs import Programs
+from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
 from boltmesh.strategies.pipeline.schedules import schedule_table
 from boltmesh.strategies.pipeline.table import ScheduleTable
@@ -68,6 +69,15 @@ class RankModel:
 
 
 @dataclass(frozen=True)
+class CutModel:
+    """Where a model is cut, and what runs on its parts."""
+
+    division: Division
+    plans: StagePlans
+    table: ScheduleTable
+
+
+@dataclass(frozen=True)
 class PipelineModel:
     """A model as a pipeline has it."""
 
@@ -96,12 +106,6 @@ def describe_stages(
     if complaint is not None:
         raise ConfigError(f"{source}: stages are found by running a batch, and {complaint}.")
     parts, rows = Cutter().cut(batch, options.num_microbatches(num_ranks))
-    table = schedule_table(
-        options.schedule,
-        num_ranks=num_ranks,
-        num_microbatches=len(parts),
-        stages_per_rank=options.stages_per_rank,
-    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a module without a Trainer
         measured = DryStep()
@@ -112,28 +116,17 @@ def describe_stages(
                 part = tree_map(faked(mode, types.stored), parts[0])
                 complaint = measured.run(module, part, types.cast)
         put_stand_ins(module)
-        with computing_in(types.cast):
-            division, _ = divide(
-                module,
-                STEP,
-                (converted(parts[0], types.stored), *compat.step_arguments(module, STEP)),
-                rank_of_stage=table.rank_of_stage,
-                split="auto" if options.split == "measured" else options.split,
-                seed=0,
-                device=torch.device("cpu"),
-                budget=budget_of(options, num_ranks, len(parts)),
-                unmade=UnmadeModel(module),
-                recomputed=recomputed_blocks(config, module),
-            )
+        args = (converted(parts[0], types.stored), *compat.step_arguments(module, STEP))
+        cut = cut_model(config, module, options, num_ranks, len(parts), args, cast=types.cast)
     if options.split == "measured":
         notes.append("split=measured: a run times the layers; here they are counted, as by auto.")
     if complaint is not None:
         notes.append(f"activations are not known: {complaint}")
-    kept = [sum(measured.saved_by.get(unit.name, 0) for unit in each) for each in division.stages]
+    stages = cut.division.stages
+    kept = [sum(measured.saved_by.get(unit.name, 0) for unit in each) for each in stages]
     return pipeline_model(
         module,
-        division,
-        table,
+        cut,
         rows,
         kept_bytes=kept if complaint is None else None,
         optimizer=made,
@@ -141,10 +134,55 @@ def describe_stages(
     )
 
 
+def cut_model(
+    config: DictConfig,
+    module: LightningModule,
+    options: PipelineOptions,
+    num_ranks: int,
+    num_microbatches: int,
+    args: tuple[Any, ...],
+    *,
+    cast: torch.dtype | None,
+) -> CutModel:
+    """Cut a model of stand-ins as a run cuts it. Its blocks then run again in backward passes.
+
+    Args:
+        config: Which blocks do.
+        module: The whole model, or of each layer the part that a rank of a tensor group has.
+        options: Of the pipeline.
+        num_ranks: Of the pipeline.
+        num_microbatches: Of a batch.
+        args: What a step is called with, a microbatch in the place of its batch.
+        cast: What autocast computes in.
+
+    Raises:
+        ConfigError: When the model cannot be cut so, or there is no such schedule.
+    """
+    table = schedule_table(
+        options.schedule,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        stages_per_rank=options.stages_per_rank,
+    )
+    with computing_in(cast):
+        division, plans = divide(
+            module,
+            STEP,
+            args,
+            rank_of_stage=table.rank_of_stage,
+            split="auto" if options.split == "measured" else options.split,
+            seed=0,
+            device=torch.device("cpu"),
+            budget=_budget_of(options, num_ranks, num_microbatches),
+            unmade=UnmadeModel(module),
+            recomputed=_recomputed_blocks(config, module),
+        )
+    return CutModel(division, plans, table)
+
+
 def pipeline_model(
     module: LightningModule,
-    division: Division,
-    table: ScheduleTable,
+    cut: CutModel,
     rows: Sequence[int],
     *,
     kept_bytes: Sequence[int] | None,
@@ -155,13 +193,13 @@ def pipeline_model(
 
     Args:
         module: The whole model, or of each layer the part that a rank of a tensor group has.
-        division: How it is cut.
-        table: What will be run.
+        cut: How it is cut.
         rows: Of each microbatch.
         kept_bytes: By stage, what a microbatch keeps for its backward pass; None: not known.
         optimizer: That the module makes, None where it makes it only beside a Trainer.
         notes: What was assumed or not found out.
     """
+    division, table = cut.division, cut.table
     return PipelineModel(
         name=type(module).__name__,
         table=table,
@@ -195,7 +233,7 @@ def class_of(optimizer: Optimizer | None) -> tuple[str | None, Mapping[str, Any]
     return (None, {}) if optimizer is None else (type(optimizer).__name__, optimizer.defaults)
 
 
-def budget_of(options: PipelineOptions, num_ranks: int, num_microbatches: int) -> Budget:
+def _budget_of(options: PipelineOptions, num_ranks: int, num_microbatches: int) -> Budget:
     """What ranks have by the config alone: the devices may be elsewhere."""
     limit = options.max_memory_bytes
     return Budget(
@@ -205,7 +243,7 @@ def budget_of(options: PipelineOptions, num_ranks: int, num_microbatches: int) -
     )
 
 
-def recomputed_blocks(config: DictConfig, module: LightningModule) -> frozenset[Module]:
+def _recomputed_blocks(config: DictConfig, module: LightningModule) -> frozenset[Module]:
     """Let blocks run again in backward passes, as the config says; return those that will."""
     recomputation = Recomputation(OmegaConf.select(config, "strategy.activation_checkpointing"))
     recomputation.put_on(module)  # nobody runs this model again
