@@ -204,12 +204,10 @@ class DataAxis(ABC):
     def no_sync(self, module: Module) -> AbstractContextManager[None]:
         """Keep gradients local, for all but the last batch of an accumulation window."""
 
-    @abstractmethod
-    def before_manual_backward(self, module: Module, loss: Tensor) -> None:
+    def before_manual_backward(self, module: Module, loss: Tensor) -> None:  # noqa: B027 - only DDP's reducer has to be armed
         """Called before each ``manual_backward``."""
 
-    @abstractmethod
-    def after_manual_backward(self, module: Module) -> None:
+    def after_manual_backward(self, module: Module) -> None:  # noqa: B027 - likewise
         """Called after each ``manual_backward``."""
 
     @abstractmethod

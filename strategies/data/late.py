@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
@@ -59,13 +58,3 @@ class LateGradients(DataAxis):
     @abstractmethod
     def _finish(self, *, has_loss: bool) -> bool:
         """Average what is due after a batch; return whether ``.grad`` holds averages now."""
-
-    # A pipeline makes gradients itself: there is no ``manual_backward``.
-
-    @override
-    def before_manual_backward(self, module: Module, loss: Tensor) -> None:
-        pass
-
-    @override
-    def after_manual_backward(self, module: Module) -> None:
-        pass

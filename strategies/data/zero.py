@@ -237,14 +237,6 @@ class Shards(DataAxis):
             root.set_is_last_backward(is_last)
 
     @override
-    def before_manual_backward(self, module: Module, loss: Tensor) -> None:
-        pass
-
-    @override
-    def after_manual_backward(self, module: Module) -> None:
-        pass
-
-    @override
     def after_optimizer_step(self, module: Module, optimizer: Optimizer) -> None:
         # Not where the optimizer's own hook has been here: a scaler may leave a step out.
         if not self._has_ended_step:
