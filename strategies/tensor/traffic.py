@@ -5,8 +5,7 @@ and from the step together: autocast, recomputation, frozen layers that need no 
 planned step is run once as it will run, with shapes alone, and a group that only counts.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -165,14 +164,8 @@ class UnstartedGroup(TensorGroup):
         return cls(CountingGroup(rank, size), torch.device("cpu"))
 
     @override
-    @contextmanager
-    def counted_by(self, process_group: dist.ProcessGroup) -> Iterator[None]:
-        own = self.process_group
-        object.__setattr__(self, "process_group", process_group)
-        try:
-            yield
-        finally:
-            object.__setattr__(self, "process_group", own)
+    def _fix_mesh(self) -> None:
+        pass  # a mesh asks its ranks
 
 
 class _Done:

@@ -47,13 +47,17 @@ class TensorGroup:
 
         DTensors between column and row stay on the mesh of this one.
         """
-        _ = self.mesh
+        self._fix_mesh()
         own = self.process_group
         object.__setattr__(self, "process_group", process_group)
         try:
             yield
         finally:
             object.__setattr__(self, "process_group", own)
+
+    def _fix_mesh(self) -> None:
+        """Make the mesh of this group while it stands in its own place."""
+        _ = self.mesh
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return self
