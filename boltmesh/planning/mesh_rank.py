@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule
 
 from boltmesh.planning.dry_model import NumberTypes, faked, shapes_of_units
 from boltmesh.planning.dry_step import STEP, DryStep, computing_in
-from boltmesh.planning.strategies import sharing_by
 from boltmesh.strategies.data.late_traffic import ExtraTraffic
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.shard_traffic import expected_shard_traffic
@@ -75,9 +74,7 @@ class MeshJob:
     @property
     def sharing(self) -> Sharing:
         """How the data axis shares out what its ranks have."""
-        if self.shards is None:
-            return Sharing("replicas", 0)
-        return sharing_by(f"zero{self.shards.stage}", self.shards)
+        return Sharing("replicas", 0) if self.shards is None else self.shards.sharing()
 
     @property
     def data_job(self) -> Job:

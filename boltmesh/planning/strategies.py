@@ -75,21 +75,4 @@ def sharing_of(name: str, entry: Entry, given: Mapping[str, Any]) -> Sharing:
     options = options_of(entry, given)
     if options is None:
         return Sharing(short, 0, keeps_in_buckets=given.get("gradient_as_bucket_view"))
-    return sharing_by(short, options)
-
-
-def sharing_by(name: str, options: ShardOptions) -> Sharing:
-    """Return what options of ZeRO mean for the planner.
-
-    Args:
-        name: That it goes by.
-        options: Of the strategy.
-    """
-    places = {None: "device", "cpu": "host", "nvme": "disk"}
-    return Sharing(
-        name,
-        options.stage,
-        state_shares=options.shares,
-        parameter_place=places[options.offload_parameters],
-        tile_bytes=options.tile_linear_bytes,
-    )
+    return options.sharing(short)

@@ -19,8 +19,6 @@ from boltmesh.strategies.tiling.traffic import expected_tile_traffic
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
-_PLACES = {None: "device", "cpu": "host", "nvme": "disk"}
-
 
 class Expectations:
     """A sharded model and its run as the planner sees them."""
@@ -55,14 +53,7 @@ class Expectations:
     @property
     def sharing(self) -> Sharing:
         """Who keeps what, and where."""
-        options = self._options
-        return Sharing(
-            f"zero{options.stage}",
-            options.stage,
-            state_shares=options.shares,
-            parameter_place=_PLACES[options.offload_parameters],
-            tile_bytes=options.tile_linear_bytes,
-        )
+        return self._options.sharing()
 
     @property
     def job(self) -> Job:

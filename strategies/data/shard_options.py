@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.planner.layout import Sharing
 
 TIERS = ("cpu", "nvme")
 """Where ``offload_optimizer`` and ``offload_parameters`` may put things."""
+
+_PLACES = {None: "device", "cpu": "host", "nvme": "disk"}
+"""What the planner calls these tiers, and the lack of one."""
 
 SHARES = ("host", "disk")
 """Keys of an ``offload_fraction`` that is given by tier."""
@@ -67,6 +71,20 @@ class ShardOptions:
             return {tier: float(share) for tier, share in self.offload_fraction.items()}
         tier = "disk" if self.offload_optimizer == "nvme" else "host"
         return {tier: float(self.offload_fraction)}
+
+    def sharing(self, name: str | None = None) -> Sharing:
+        """Return what these options mean for the planner.
+
+        Args:
+            name: That they go by; by default the stage's.
+        """
+        return Sharing(
+            name or f"zero{self.stage}",
+            self.stage,
+            state_shares=self.shares,
+            parameter_place=_PLACES[self.offload_parameters],
+            tile_bytes=self.tile_linear_bytes,
+        )
 
     def _check_tier(self, name: str, value: str | None) -> None:
         if value is None or value in TIERS:
