@@ -93,22 +93,22 @@ def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> in
 
     from boltmesh.planning.mesh_plan import SEVERAL_AXES, plan_mesh
     from boltmesh.planning.mesh_text import write_mesh
-    from boltmesh.planning.stage_plan import PIPELINE, plan_stages, strategy_section, write_stages
+    from boltmesh.planning.stage_plan import PIPELINE, plan_stages, write_stages
+    from boltmesh.planning.strategies import as_mapping
     from boltmesh.planning.tensor_plan import TENSOR, plan_tensor, write_tensor
     from boltmesh.run import RunBuilder, describe
     from boltmesh.strategies.planner.step_time import Machine
 
     built = RunBuilder(loaded, verb, placement, rank, source=source).build(for_show=True)
     print(describe(built, loaded, verb, placement))
+    given = as_mapping(loaded.strategy)
     if verb == "fit" and loaded.strategy.name == PIPELINE:
-        given = strategy_section(loaded)
         print(f"\n{write_stages(plan_stages(loaded, placement.world_size, given, source=source))}")
     if verb == "fit" and loaded.strategy.name == TENSOR:
-        given = strategy_section(loaded)
         made = plan_tensor(loaded, placement.num_local_ranks, given, source=source)
         print(f"\n{write_tensor(made)}")
     if verb == "fit" and loaded.strategy.name == SEVERAL_AXES:
-        given, per_host = strategy_section(loaded), placement.world_size // loaded.trainer.num_nodes
+        per_host = placement.world_size // loaded.trainer.num_nodes
         print(f"\n{write_mesh(plan_mesh(loaded, per_host, given, Machine(), source=source))}")
     return 0
 

@@ -180,11 +180,7 @@ def plan_mesh(
                 activation_bytes=each.activation_bytes,
                 idle=None if pipeline is None else pipeline.ranks[at].idle,
                 traffic=each.traffic,
-                too_large=tuple(
-                    place
-                    for place, num_bytes in each.memory.peak.items()
-                    if (room := machine.size_of(place)) is not None and num_bytes > room
-                ),
+                too_large=machine.places_too_small_for(each.memory.peak),
                 extra=each.extra,
             )
             for at, each in enumerate(made.ranks)

@@ -23,10 +23,9 @@ from boltmesh.planning.stage_plan import (
     PIPELINE,
     PipelinePlan,
     plan_stages,
-    strategy_section,
     write_stages,
 )
-from boltmesh.planning.strategies import PREFIX, given_to, own_options, sharing_of
+from boltmesh.planning.strategies import PREFIX, as_mapping, given_to, own_options, sharing_of
 from boltmesh.planning.tensor_plan import TENSOR, plan_tensor, write_tensor
 from boltmesh.planning.text import Row, write_row, write_table
 from boltmesh.strategies.data.shard_options import ShardOptions
@@ -74,11 +73,7 @@ class Plan:
             memory=memory,
             traffic=estimate_traffic(self.model, sharing, self.job),
             time=estimate_step_time(self.model, sharing, self.job, self.machine),
-            too_large=tuple(
-                place
-                for place, num_bytes in memory.peak.items()
-                if (room := self.machine.size_of(place)) is not None and num_bytes > room
-            ),
+            too_large=self.machine.places_too_small_for(memory.peak),
         )
 
 
@@ -159,7 +154,7 @@ def make_plan(
     widths = widths_of(loaded.trainer.precision)
     per_node = ranks_per_node(loaded, devices, source)
     own = loaded.strategy.name
-    given = strategy_section(loaded)
+    given = as_mapping(loaded.strategy)
     # Others divide the model, see ``stage_plan.py``, ``tensor_plan.py`` and ``mesh_plan.py``.
     sharings = {
         name: sharing_of(name, STRATEGIES[name], {})
@@ -235,7 +230,7 @@ def _describe(
         name = None if made is None else type(made).__name__
         arguments: Mapping[str, Any] = {} if made is None else made.defaults
     else:
-        size = GPTSize.of(_as_container(config.model.init_args))
+        size = GPTSize.of(as_mapping(config.model.init_args))
         model, notes = describe_gpt(size, batch=known, widths=widths), ()
         name, arguments = "AdamW", {}
     copies, note = optimizer_copies(config, name, arguments)
@@ -312,12 +307,6 @@ def _read_machine(path: Path) -> Machine:
         known = ", ".join(each.name for each in fields(Machine))
         raise ConfigError(f"{path} is no mapping of measured numbers. Its keys are {known}.")
     return Machine.of(content, source=str(path))
-
-
-def _as_container(section: Any) -> dict[str, Any]:
-    made = OmegaConf.to_container(section, resolve=True)
-    assert isinstance(made, dict)
-    return {str(key): value for key, value in made.items()}
 
 
 def _as_data(made: Plan, rows: Sequence[Row]) -> dict[str, Any]:

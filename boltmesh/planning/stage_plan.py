@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
 from boltmesh.errors import ConfigError
 from boltmesh.planning.optimizer_state import optimizer_copies
 from boltmesh.planning.text import align, size_text
@@ -216,10 +214,3 @@ def _range(units: tuple[str, ...]) -> str:
     if len(units) <= 3:
         return ", ".join(units)
     return f"{units[0]} ... {units[-1]} ({len(units)})"
-
-
-def strategy_section(config: "DictConfig") -> dict[str, Any]:
-    """Return the strategy's section as a plain mapping."""
-    made = OmegaConf.to_container(config.strategy, resolve=True)
-    assert isinstance(made, dict)
-    return {str(key): value for key, value in made.items()}

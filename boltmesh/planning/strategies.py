@@ -23,6 +23,13 @@ KEPT_KEYS = ("activation_checkpointing", "timeout_s")
 """Of a config's strategy, what holds for any other one in its place."""
 
 
+def as_mapping(section: Any) -> dict[str, Any]:
+    """Return a section of a config as a plain mapping."""
+    made = OmegaConf.to_container(section, resolve=True)
+    assert isinstance(made, dict)
+    return {str(key): value for key, value in made.items()}
+
+
 def given_to(name: str, config: "DictConfig", overrides: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of a strategy that is planned with a config.
 
@@ -32,9 +39,8 @@ def given_to(name: str, config: "DictConfig", overrides: Sequence[str]) -> dict[
         overrides: ``key=value`` of the command line, which is all that counts of the section where
             the config's own strategy is another one.
     """
-    made = OmegaConf.to_container(config.strategy, resolve=True)
-    assert isinstance(made, dict)
-    section = {str(key): value for key, value in made.items() if key != "name"}
+    section = as_mapping(config.strategy)
+    section.pop("name", None)
     if config.strategy.get("name") == name:
         return section
     keys = [each.partition("=")[0] for each in overrides]

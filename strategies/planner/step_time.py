@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.planner.amounts import Bytes
 from boltmesh.strategies.planner.layout import Job, Sharing
 from boltmesh.strategies.planner.model import ModelShape
 from boltmesh.strategies.planner.offload import FP32, offloaded_state, parameter_copies
@@ -64,6 +65,14 @@ class Machine:
         """Bytes that a place has."""
         gib: float | None = getattr(self, f"{place}_gib")
         return None if gib is None else gib * 2**30
+
+    def places_too_small_for(self, needed: Bytes) -> tuple[str, ...]:
+        """Return the places that are known to have less than this."""
+        return tuple(
+            place
+            for place, num_bytes in needed.items()
+            if (room := self.size_of(place)) is not None and num_bytes > room
+        )
 
 
 @dataclass(frozen=True)
