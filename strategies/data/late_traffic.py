@@ -9,10 +9,8 @@ from boltmesh.strategies.data.agreed_gradients import agreement_bytes
 from boltmesh.strategies.data.shard_traffic import expected_shard_traffic
 from boltmesh.strategies.planner.layout import Job, Sharing
 from boltmesh.strategies.planner.model import ModelShape
+from boltmesh.strategies.planner.traffic import OVERFLOW_BYTES
 from boltmesh.telemetry.traffic import ExpectedTraffic
-
-OVERFLOW_BYTES = 4
-"""Of what a gradient scaler keeps: whether gradients are finite, in single precision."""
 
 GATHERS = "_allgather_base"
 

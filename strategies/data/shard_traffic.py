@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from boltmesh.strategies.planner.layout import Job, Sharing
 from boltmesh.strategies.planner.model import ModelShape
-from boltmesh.strategies.planner.traffic import estimate_traffic
+from boltmesh.strategies.planner.traffic import NORM_BYTES, estimate_traffic
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 _OPERATORS = {
@@ -13,9 +13,6 @@ _OPERATORS = {
     "all-reduce": "allreduce",
 }
 """The planner's names, and torch's for what ``fully_shard`` calls."""
-
-NORM_BYTES = 8
-"""The square of the gradients' norm travels in fp64."""
 
 _GATHERS = {
     1: "each parameter, once per optimizer step",

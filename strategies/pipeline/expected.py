@@ -6,14 +6,9 @@ import msgspec
 from torch.nn import Parameter
 
 from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.planner.traffic import NORM_BYTES, OVERFLOW_BYTES
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
-
-NORM_BYTES = 8
-"""Of a norm over all stages, which is a single number in double precision."""
-
-OVERFLOW_BYTES = 4
-"""Of what a gradient scaler keeps: whether gradients are finite, in single precision."""
 
 
 def expected_collectives(

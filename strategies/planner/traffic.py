@@ -10,6 +10,12 @@ from boltmesh.strategies.planner.in_flight import Flight
 from boltmesh.strategies.planner.layout import Job, Sharing
 from boltmesh.strategies.planner.model import ModelShape
 
+NORM_BYTES = 8
+"""Of a norm of gradients over several ranks: its square travels as one number in fp64."""
+
+OVERFLOW_BYTES = 4
+"""Of what a gradient scaler keeps: whether gradients are finite, in single precision."""
+
 
 @dataclass(frozen=True)
 class Moved:

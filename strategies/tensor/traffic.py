@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from typing_extensions import Self, override
 
+from boltmesh.strategies.planner.traffic import NORM_BYTES, OVERFLOW_BYTES
 from boltmesh.strategies.tensor.batches import BYTES_PER_RANK
 from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.rehearsal import Around
@@ -22,12 +23,6 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 
 FakeRun = Callable[[FakeTensorMode], object]
 """Runs something with a model whose parameters are tensors of that mode, without data."""
-
-NORM_BYTES = 8
-"""Of a norm over the ranks, which is a single number in double precision."""
-
-OVERFLOW_BYTES = 4
-"""Of what a gradient scaler keeps: whether gradients are finite, in single precision."""
 
 
 class Amount(NamedTuple):
