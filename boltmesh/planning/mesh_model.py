@@ -6,13 +6,14 @@ run what to expect, on ranks that were never started.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from boltmesh.errors import ConfigError
@@ -92,27 +93,9 @@ def describe_mesh(config: DictConfig, job: MeshJob, *, source: str) -> MeshModel
         pipeline = None
         if job.layout.pipeline == 1:
             ranks, told = forecast_whole(module, job)
-            notes += told
         else:
-            args = (job.parts[0], *job.args[1:])
-            cut = cut_model(
-                config,
-                module,
-                job.stages,
-                job.layout.pipeline,
-                len(job.parts),
-                args,
-                cast=types.cast,
-            )
-            kept_bytes = cut.division.kept_bytes
-            pipeline = pipeline_model(
-                module, cut, rows, kept_bytes=kept_bytes, optimizer=optimizer, notes=()
-            )
-            ranks = forecast_stages(module, job, cut)
-            if kept_bytes is None:
-                notes.append("activations are not known, and no part of a peak")
-            if job.stages.split == "measured":
-                notes.append("split=measured: a run times the layers; here they are counted")
+            pipeline, ranks, told = _cut_into_stages(config, module, job, rows, optimizer)
+        notes += told
     return MeshModel(
         name=type(module).__name__,
         numel=numel,
@@ -137,6 +120,29 @@ def _divide_layers(module: LightningModule, job: MeshJob, source: str) -> Tensor
     if job.layout.pipeline > 1:
         applied.cut_into_stages(find_stage_units(module))
     return summary
+
+
+def _cut_into_stages(
+    config: DictConfig,
+    module: LightningModule,
+    job: MeshJob,
+    rows: Sequence[int],
+    optimizer: Optimizer | None,
+) -> tuple[PipelineModel, list[RankForecast], list[str]]:
+    """Return the stages of what is left of a model, their ranks, and what was not found out."""
+    args = (job.parts[0], *job.args[1:])
+    num_ranks, num_parts, cast = job.layout.pipeline, len(job.parts), job.types.cast
+    cut = cut_model(config, module, job.stages, num_ranks, num_parts, args, cast=cast)
+    kept_bytes = cut.division.kept_bytes
+    pipeline = pipeline_model(
+        module, cut, rows, kept_bytes=kept_bytes, optimizer=optimizer, notes=()
+    )
+    notes = []
+    if kept_bytes is None:
+        notes.append("activations are not known, and no part of a peak")
+    if job.stages.split == "measured":
+        notes.append("split=measured: a run times the layers; here they are counted")
+    return pipeline, forecast_stages(module, job, cut), notes
 
 
 def _count_logged(module: LightningModule, part: Any, cast: torch.dtype | None) -> int:

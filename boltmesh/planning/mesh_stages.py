@@ -23,6 +23,7 @@ from boltmesh.strategies.pipeline.forecast import Forecast
 from boltmesh.strategies.pipeline.placement import Division
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.rehearsal import StageRehearsal
+from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.sharing import SharedParameters
 from boltmesh.strategies.pipeline.step_logs import length_of_row, size_of_told
 from boltmesh.strategies.planner.late import estimate_late_memory
@@ -42,58 +43,53 @@ def forecast_stages(module: LightningModule, job: MeshJob, cut: CutModel) -> lis
         job: What is asked.
         cut: How it is cut, and what runs on its parts.
     """
-    division, table = cut.division, cut.table
     with computing_in(job.types.cast):
         runs = [cut.plans.stages(STEP, part, *job.args[1:], seed=0) for part in job.parts]
-    crossing = [[each.plan.values_in for each in stages] for stages in runs]
-    found = []
-    for rank in range(table.num_ranks):
-        group = CountingGroup(rank, table.num_ranks)
-        programs = Programs(job.stages, table.num_ranks, rank)
-        forecast = Forecast(programs, len(job.parts), group)
-        forecast.crossing = crossing
-        known = _Stages(module, job, division, rank)
-        own = [each for each, owner in enumerate(table.rank_of_stage) if owner == rank]
-        rehearsal = StageRehearsal(
-            module,
-            _CPU,
-            [
-                ((part, *job.args[1:]), [stages[each] for each in own])
-                for part, stages in zip(job.parts, runs, strict=True)
-            ],
-        )
-        counted = over_layers(module, job, rehearsal)
-        over_stages = forecast.traffic(
-            accumulated=job.num_batches,
-            num_norms=job.num_norms,
-            shared=known.shared(group),
-            told=size_of_told(job.num_logged, is_on_host=job.is_on_host),
-            num_told=NUM_SIGNALS + length_of_row(job.num_logged, is_on_host=job.is_on_host),
-            evened=known.evened() if job.layout.data > 2 else (0, 0),
-            agrees_on_overflow=job.has_scaler,
-        )
-        live = None
-        if division.kept_bytes is not None:
-            live = peak_live_bytes(table.order[rank], division.kept_bytes)
-        over_data = known.over_data()
-        found.append(
-            RankForecast(
-                parameters=sum(each.numel() for each in known.held),
-                memory=estimate_late_memory(
-                    known.shape,
-                    job.sharing,
-                    job.data_job,
-                    activation_bytes=live or 0,
-                    bucket_bytes=2 * BUCKET_BYTES,
-                    num_versions=2 if programs.is_asynchronous else 1,
-                ),
-                activation_bytes=live,
-                traffic=(*over_data, *over_stages, *(counted or ())),
-                has_unknown_traffic=counted is None,
-                extra=known.extra(),
-            )
-        )
-    return found
+    return [_forecast_rank(module, job, cut, runs, rank) for rank in range(cut.table.num_ranks)]
+
+
+def _forecast_rank(
+    module: LightningModule,
+    job: MeshJob,
+    cut: CutModel,
+    runs: Sequence[Sequence[StageRun]],
+    rank: int,
+) -> RankForecast:
+    """Return the forecast of one rank; ``runs`` are all stages, by microbatch."""
+    known = _Stages(module, job, cut.division, rank)
+    programs = Programs(job.stages, cut.table.num_ranks, rank)
+    own = cut.table.stages_of(rank)
+    rehearsal = StageRehearsal(
+        module,
+        _CPU,
+        [
+            ((part, *job.args[1:]), [stages[each] for each in own])
+            for part, stages in zip(job.parts, runs, strict=True)
+        ],
+    )
+    over_tensors = over_layers(module, job, rehearsal)
+    live = None
+    if cut.division.kept_bytes is not None:
+        live = peak_live_bytes(cut.table.order[rank], cut.division.kept_bytes)
+    return RankForecast(
+        parameters=sum(each.numel() for each in known.held),
+        memory=estimate_late_memory(
+            known.shape,
+            job.sharing,
+            job.data_job,
+            activation_bytes=live or 0,
+            bucket_bytes=2 * BUCKET_BYTES,
+            num_versions=2 if programs.is_asynchronous else 1,
+        ),
+        activation_bytes=live,
+        traffic=(
+            *known.over_data(),
+            *known.over_stages(programs, runs),
+            *(over_tensors or ()),
+        ),
+        has_unknown_traffic=over_tensors is None,
+        extra=known.extra(),
+    )
 
 
 class _Stages:
@@ -143,6 +139,29 @@ class _Stages:
             has_scalars=has_scalars,
         )
 
+    def over_stages(
+        self, programs: Programs, runs: Sequence[Sequence[StageRun]]
+    ) -> list[ExpectedTraffic]:
+        """What the pipeline moves in an optimizer step.
+
+        Args:
+            programs: The actions of the rank.
+            runs: All stages, by microbatch.
+        """
+        job = self._job
+        group = CountingGroup(self._rank, job.layout.pipeline)
+        forecast = Forecast(programs, len(job.parts), group)
+        forecast.crossing = [[each.plan.values_in for each in stages] for stages in runs]
+        return forecast.traffic(
+            accumulated=job.num_batches,
+            num_norms=job.num_norms,
+            shared=self._shared_by(group),
+            told=size_of_told(job.num_logged, is_on_host=job.is_on_host),
+            num_told=NUM_SIGNALS + length_of_row(job.num_logged, is_on_host=job.is_on_host),
+            evened=self._evened() if job.layout.data > 2 else (0, 0),
+            agrees_on_overflow=job.has_scaler,
+        )
+
     def over_data(self) -> list[ExpectedTraffic]:
         """What the data axis moves in an optimizer step."""
         if self._job.layout.data == 1:
@@ -172,7 +191,7 @@ class _Stages:
         holders = self._division.ranks_of_parameter
         return {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
 
-    def shared(self, group: CountingGroup) -> tuple[int, int]:
+    def _shared_by(self, group: CountingGroup) -> tuple[int, int]:
         """Return bytes and calls of a batch for parameters that other stages hold as well."""
         own = [name for name, ranks in self._shared.items() if self._rank in ranks]
         return SharedParameters(
@@ -182,7 +201,7 @@ class _Stages:
             lambda members: group if self._rank in members else None,
         ).size_per_batch()
 
-    def evened(self) -> tuple[int, int]:
+    def _evened(self) -> tuple[int, int]:
         """Return bytes and calls of a step for their gradients, averaged over pipelines."""
         own = [name for name, ranks in self._shared.items() if self._rank in ranks]
         sizes = [
