@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from boltmesh.errors import BoltMeshError, ConfigError
+from boltmesh.errors import BoltMeshError
 from boltmesh.planning.stage_plan import PipelinePlan, plan_of
+from boltmesh.planning.strategies import AUTO_NOTE, offload_error, trainer_reads_gradients
 from boltmesh.strategies.mesh import AXES, MeshLayout
 from boltmesh.strategies.mesh_fit import fit_layout
 from boltmesh.strategies.planner.memory import MemoryEstimate
@@ -157,7 +158,7 @@ def plan_mesh(
         pipeline = plan_of(made.pipeline, made.state_copies, ())
     notes = [*made.notes]
     if config.trainer.accelerator == "auto":
-        notes.append("accelerator=auto is planned as for GPUs; accelerator=cpu plans for the CPU")
+        notes.append(AUTO_NOTE)
     if any(each.has_unknown_traffic for each in made.ranks):
         notes.append(
             "what the tensor axis moves is not known: its layers cannot be run without ranks"
@@ -230,12 +231,8 @@ def _job_of(
             )
     except BoltMeshError as error:
         raise type(error)(f"{source}: strategy: {error}") from error
-    is_scaled = trainer.precision == "16-mixed"
     if shards is not None and shards.has_offload and not _keeps_fp32(trainer.precision):
-        raise ConfigError(
-            f"{source}: trainer.precision={trainer.precision} keeps weights in another type than "
-            f"fp32, and offloaded state is fp32. Set trainer.precision=bf16-mixed."
-        )
+        raise offload_error(trainer.precision, source)
     return MeshJob(
         layout=layout,
         shard_size=shard_size,
@@ -251,8 +248,8 @@ def _job_of(
         num_batches=trainer.accumulate_grad_batches,
         has_norm_clipping=bool(trainer.gradient_clip_val)
         and trainer.gradient_clip_algorithm in {None, "norm"},
-        has_scaler=is_scaled,
-        reads_gradients=is_scaled or trainer.gradient_clip_algorithm == "value",
+        has_scaler=trainer.precision == "16-mixed",
+        reads_gradients=trainer_reads_gradients(config),
         is_on_host=trainer.accelerator == "cpu",
         group=UnstartedGroup.of(0, layout.tensor),
     )

@@ -21,11 +21,19 @@ from boltmesh.planning.mesh_text import write_mesh
 from boltmesh.planning.optimizer_state import optimizer_copies
 from boltmesh.planning.stage_plan import (
     PIPELINE,
-    PipelinePlan,
     plan_stages,
     write_stages,
 )
-from boltmesh.planning.strategies import PREFIX, as_mapping, given_to, own_options, sharing_of
+from boltmesh.planning.strategies import (
+    AUTO_NOTE,
+    PREFIX,
+    as_mapping,
+    given_to,
+    offload_error,
+    own_options,
+    sharing_of,
+    trainer_reads_gradients,
+)
 from boltmesh.planning.tensor_plan import TENSOR, plan_tensor, write_tensor
 from boltmesh.planning.text import Row, write_row, write_table
 from boltmesh.strategies.data.shard_options import ShardOptions
@@ -43,10 +51,11 @@ from boltmesh.strategy_arguments import check_strategy_name
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from boltmesh.planning.tensor_model import TensorSummary
-
 KNOWN_MODEL = (RECIPE_FOLDER.parent / "examples" / "gpt.py").resolve()
 KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
+DIVIDING = (PIPELINE, TENSOR, SEVERAL_AXES)
+"""What has plans of its own: ``stage_plan.py``, ``tensor_plan.py`` and ``mesh_plan.py``."""
+
 REPLICATED = "bolt_replicated"
 """Of one process over several devices, of which none is like another."""
 
@@ -101,25 +110,12 @@ def plan(
             f"process over several devices. Plan --strategy ddp, whose ranks have as much."
         )
     named = loaded.strategy.get("name") if wanted is None else f"{PREFIX}{wanted}"
-    if named == SEVERAL_AXES:
+    if named in DIVIDING:
         source = str(find(config))
         check_strategy_name(loaded.strategy.get("name"), source=source)
-        mesh = plan_mesh(
-            loaded,
-            ranks_per_node(loaded, devices, source),
-            given_to(SEVERAL_AXES, loaded, overrides),
-            Machine() if cluster is None else _read_machine(cluster),
-            source=source,
-        )
-        print(json.dumps(mesh.as_data()) if as_json else write_mesh(mesh))
-        return 0
-    if named == PIPELINE:
-        stages = _plan_pipeline(loaded, devices, overrides, str(find(config)))
-        print(json.dumps(stages.as_data()) if as_json else write_stages(stages))
-        return 0
-    if named == TENSOR:
-        division = _plan_tensor(loaded, devices, overrides, str(find(config)))
-        print(json.dumps(division.as_data()) if as_json else write_tensor(division))
+        given = given_to(named, loaded, overrides)
+        per_node = ranks_per_node(loaded, devices, source)
+        print(_plan_divided(named, loaded, per_node, given, cluster, source, as_json=as_json))
         return 0
     made = make_plan(config, overrides, devices=devices, size=size, cluster=cluster)
     chosen = list(made.sharings) if strategy is None else [_find_strategy(strategy, made)]
@@ -155,11 +151,10 @@ def make_plan(
     per_node = ranks_per_node(loaded, devices, source)
     own = loaded.strategy.name
     given = as_mapping(loaded.strategy)
-    # Others divide the model, see ``stage_plan.py``, ``tensor_plan.py`` and ``mesh_plan.py``.
     sharings = {
         name: sharing_of(name, STRATEGIES[name], {})
         for name in STRATEGIES
-        if name not in (PIPELINE, TENSOR, SEVERAL_AXES, REPLICATED)
+        if name not in (*DIVIDING, REPLICATED)
     }
     options = None
     if own in sharings:
@@ -167,55 +162,65 @@ def make_plan(
         sharings[own] = sharing_of(own, STRATEGIES[own], given)
     model, copies, notes = _describe(loaded, widths, options, source)
     shard_size = None if options is None else options.shard_size
+    job = _job_of(loaded, per_node, shard_size, copies, source)
+    if loaded.trainer.accelerator == "auto":
+        notes += (AUTO_NOTE,)
+    if given.get("activation_checkpointing") is not None:
+        notes += ("activations and work are those without activation_checkpointing",)
+    if not _is_kept_in_fp32(model, widths):
+        precision = loaded.trainer.precision
+        if own in sharings and sharings[own].has_engine:
+            raise offload_error(precision, source)
+        sharings = {name: each for name, each in sharings.items() if not each.has_engine}
+        notes += (f"offload keeps state in fp32, so it cannot be had with precision={precision}",)
+    return Plan(model, job, own, sharings, _read_machine(cluster), notes)
+
+
+def _job_of(
+    config: "DictConfig",
+    per_node: int,
+    shard_size: int | str | None,
+    state_copies: int,
+    source: str,
+) -> Job:
+    """Return what the config says of a job, which holds for every strategy."""
+    trainer = config.trainer
     job = Job(
-        num_ranks=per_node * loaded.trainer.num_nodes,
-        widths=widths,
+        num_ranks=per_node * trainer.num_nodes,
+        widths=widths_of(trainer.precision),
         shard_size=per_node if shard_size == "node" else shard_size,  # type: ignore[arg-type]
-        num_microbatches=loaded.trainer.accumulate_grad_batches,
-        state_copies=copies,
-        reads_gradients=(
-            loaded.trainer.precision == "16-mixed"
-            or loaded.trainer.gradient_clip_algorithm == "value"
-        ),
-        is_on_host=loaded.trainer.accelerator == "cpu",
+        num_microbatches=trainer.accumulate_grad_batches,
+        state_copies=state_copies,
+        reads_gradients=trainer_reads_gradients(config),
+        is_on_host=trainer.accelerator == "cpu",
     )
     if job.num_ranks % job.num_shards:
         raise ConfigError(
             f"{source}: strategy.shard_size={job.num_shards} does not divide {job.num_ranks} "
             f"ranks. Set strategy.shard_size={_divisor(job.num_ranks, job.num_shards)}."
         )
-    if loaded.trainer.accelerator == "auto":
-        notes += ("accelerator=auto is planned as for GPUs; accelerator=cpu plans for the CPU",)
-    if given.get("activation_checkpointing") is not None:
-        notes += ("activations and work are those without activation_checkpointing",)
-    machine = Machine() if cluster is None else _read_machine(cluster)
-    if not _is_kept_in_fp32(model, widths):
-        precision = loaded.trainer.precision
-        if own in sharings and sharings[own].has_engine:
-            raise ConfigError(
-                f"{source}: trainer.precision={precision} keeps weights in another type than fp32, "
-                f"and offloaded state is fp32. Set trainer.precision=bf16-mixed."
-            )
-        sharings = {name: each for name, each in sharings.items() if not each.has_engine}
-        notes += (f"offload keeps state in fp32, so it cannot be had with precision={precision}",)
-    return Plan(model, job, own, sharings, machine, notes)
+    return job
 
 
-def _plan_pipeline(
-    config: "DictConfig", devices: int | None, overrides: Sequence[str], source: str
-) -> PipelinePlan:
-    check_strategy_name(config.strategy.get("name"), source=source)
-    given = given_to(PIPELINE, config, overrides)
-    ranks = ranks_per_node(config, devices, source) * config.trainer.num_nodes
-    return plan_stages(config, ranks, given, source=source)
-
-
-def _plan_tensor(
-    config: "DictConfig", devices: int | None, overrides: Sequence[str], source: str
-) -> "TensorSummary":
-    check_strategy_name(config.strategy.get("name"), source=source)
-    given = given_to(TENSOR, config, overrides)
-    return plan_tensor(config, ranks_per_node(config, devices, source), given, source=source)
+def _plan_divided(
+    name: str,
+    config: "DictConfig",
+    per_node: int,
+    given: Mapping[str, Any],
+    cluster: Path | None,
+    source: str,
+    *,
+    as_json: bool,
+) -> str:
+    """Return what is printed of a strategy of ``DIVIDING``."""
+    if name == PIPELINE:
+        stages = plan_stages(config, per_node * config.trainer.num_nodes, given, source=source)
+        return json.dumps(stages.as_data()) if as_json else write_stages(stages)
+    if name == TENSOR:
+        division = plan_tensor(config, per_node, given, source=source)
+        return json.dumps(division.as_data()) if as_json else write_tensor(division)
+    mesh = plan_mesh(config, per_node, given, _read_machine(cluster), source=source)
+    return json.dumps(mesh.as_data()) if as_json else write_mesh(mesh)
 
 
 def _describe(
@@ -298,7 +303,10 @@ def _divisor(number: int, near: int) -> int:
                key=lambda each: abs(each - near))  # fmt: skip
 
 
-def _read_machine(path: Path) -> Machine:
+def _read_machine(path: Path | None) -> Machine:
+    """Return what a file says of a machine; of none nothing is known."""
+    if path is None:
+        return Machine()
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

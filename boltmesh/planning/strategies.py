@@ -1,4 +1,4 @@
-"""The strategies that a plan compares: by their names, and the config's own by its options."""
+"""What plans read of a config: its strategy with its options, and what holds for any strategy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PREFIX = "bolt_"
 
+AUTO_NOTE = "accelerator=auto is planned as for GPUs; accelerator=cpu plans for the CPU"
 
 KEPT_KEYS = ("activation_checkpointing", "timeout_s")
 """Of a config's strategy, what holds for any other one in its place."""
@@ -82,3 +83,17 @@ def sharing_of(name: str, entry: Entry, given: Mapping[str, Any]) -> Sharing:
     if options is None:
         return Sharing(short, 0, keeps_in_buckets=given.get("gradient_as_bucket_view"))
     return options.sharing(short)
+
+
+def offload_error(precision: str, source: str) -> ConfigError:
+    """Return why nothing is offloaded of weights in another type than fp32."""
+    return ConfigError(
+        f"{source}: trainer.precision={precision} keeps weights in another type than fp32, "
+        f"and offloaded state is fp32. Set trainer.precision=bf16-mixed."
+    )
+
+
+def trainer_reads_gradients(config: "DictConfig") -> bool:
+    """Whether the Trainer itself looks at gradients, as a scaler and clipping by value do."""
+    trainer = config.trainer
+    return bool(trainer.precision == "16-mixed" or trainer.gradient_clip_algorithm == "value")
