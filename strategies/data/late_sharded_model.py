@@ -7,7 +7,7 @@ around the blocks, which nobody calls: FSDP2 keeps the shards, and gathers and r
 """
 
 from lightning.pytorch import LightningModule
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn import Module, Parameter
 
 from boltmesh.strategies.access import know_units
@@ -20,7 +20,12 @@ from boltmesh.strategies.data.refusals import refuse_mixed_types, refuse_paramet
 from boltmesh.strategies.data.root import Root
 from boltmesh.strategies.data.shard_mesh import ShardMesh
 from boltmesh.strategies.data.shard_options import ShardOptions
-from boltmesh.strategies.data.sharded_model import ShardedModel, precision_policy
+from boltmesh.strategies.data.sharded_model import (
+    ShardedModel,
+    as_units,
+    build_mesh,
+    precision_policy,
+)
 from boltmesh.strategies.data.units import find_units
 from boltmesh.strategies.torch_compat import StepUnits
 
@@ -44,13 +49,7 @@ def shard_late(
     held = set(module.parameters() if context.held is None else context.held)
     buffers = BufferSync(module, context.group, holds=context.holds_buffer)
     share_state([each for each in module.parameters() if each in held], buffers, context.group)
-    mesh = ShardMesh.build(
-        context.group,
-        context.device,
-        shard_size=options.shard_size,
-        ranks_per_node=context.ranks_per_node,
-        timeout=context.timeout,
-    )
+    mesh = build_mesh(options, context)
     absent = frozenset(each for each in module.parameters() if each not in held)
     # What the holders outside of one are not to shard.
     taken: set[Parameter] = {*absent, *(each for each in held if each.dim() == 0)}
@@ -65,10 +64,7 @@ def shard_late(
     root = Root(module, found.values())
     found[""] = _shard(root, mesh, taken)
     # What the optimizer steps first is gathered first; offload steps in the order of the model.
-    units: dict[str, FSDPModule] = {}
-    for name, each in reversed(found.items()):
-        assert isinstance(each, FSDPModule)
-        units[name] = each
+    units = as_units(reversed(found.items()))
     know_units(units.values())
     return ShardedModel(
         module,

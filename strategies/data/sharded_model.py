@@ -1,5 +1,6 @@
 """Puts ``fully_shard`` on a LightningModule, and keeps what is known of the result."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,13 +69,7 @@ def shard_model(
     Collective over the data axis: every rank gets its share of the first rank's parameters.
     """
     refuse_parameters(module, has_offload=options.has_offload)
-    mesh = ShardMesh.build(
-        context.group,
-        context.device,
-        shard_size=options.shard_size,
-        ranks_per_node=context.ranks_per_node,
-        timeout=context.timeout,
-    )
+    mesh = build_mesh(options, context)
     is_freed = options.stage == 3
     units = find_units(module, options.blocks)
     cast: set[str] = set()
@@ -117,18 +112,9 @@ def shard_model(
         ignored_params={*(each.parameter for each in tiled), *scalars_of(module)},
     )
     park_unit(parking, module, root, in_tiles, context)
-    sharded: dict[str, FSDPModule] = {}
-    for name, each in (*units.items(), ("", root)):
-        assert isinstance(each, FSDPModule)
-        sharded[name] = each
-    gathers: dict[Module, Gather] = {}
-    for name, each in (*units.items(), ("", root)):
-        gathers[each] = _gather_of(sharded[name], is_freed=is_freed and each is not root)
-    for weight in tiled:
-        for layer in weight.layers:
-            dtype = weight.gathered_dtype(layer, context.compute_dtype)
-            gathers[layer] = Gather(lambda: True, partial(weight.attend, dtype))
+    sharded = as_units([*units.items(), ("", root)])
     know_units(sharded.values())
+    gathers = _gathers_of(sharded, tiled, context.compute_dtype, is_freed=is_freed)
     return ShardedModel(
         module,
         root,
@@ -141,6 +127,26 @@ def shard_model(
         Scalars(module, mesh.mesh, context.group),
         StepUnits(sharded.values()),
     )
+
+
+def build_mesh(options: ShardOptions, context: AxisContext) -> ShardMesh:
+    """Cut the data axis into groups that shard. Collective over it."""
+    return ShardMesh.build(
+        context.group,
+        context.device,
+        shard_size=options.shard_size,
+        ranks_per_node=context.ranks_per_node,
+        timeout=context.timeout,
+    )
+
+
+def as_units(modules: Iterable[tuple[str, Module]]) -> dict[str, FSDPModule]:
+    """Return modules of ``fully_shard``, which changes their class, as what they are now."""
+    units: dict[str, FSDPModule] = {}
+    for name, each in modules:
+        assert isinstance(each, FSDPModule)
+        units[name] = each
+    return units
 
 
 def _tile(unit: Module, name: str, options: ShardOptions, mesh: ShardMesh) -> list[TiledWeight]:
@@ -162,6 +168,32 @@ def precision_policy(compute_dtype: torch.dtype | None, *, is_cast: bool) -> Mix
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
+
+
+def _gathers_of(
+    units: Mapping[str, FSDPModule],
+    tiled: Iterable[TiledWeight],
+    compute_dtype: torch.dtype | None,
+    *,
+    is_freed: bool,
+) -> dict[Module, Gather]:
+    """Return what is gathered, by the module in whose forward that happens.
+
+    Args:
+        units: By name; the root, whose name is empty, stays gathered.
+        tiled: What no unit gathers.
+        compute_dtype: What autocast computes in.
+        is_freed: Whether units are freed behind their forward.
+    """
+    gathers: dict[Module, Gather] = {}
+    for name, unit in units.items():
+        assert isinstance(unit, Module)
+        gathers[unit] = _gather_of(unit, is_freed=is_freed and name != "")
+    for weight in tiled:
+        for layer in weight.layers:
+            dtype = weight.gathered_dtype(layer, compute_dtype)
+            gathers[layer] = Gather(lambda: True, partial(weight.attend, dtype))
+    return gathers
 
 
 def _gather_of(unit: FSDPModule, *, is_freed: bool) -> Gather:
