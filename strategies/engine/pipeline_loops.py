@@ -53,9 +53,9 @@ class PipelineLoops(SharedBatchStrategy):
         if self.layout.pipeline < self.world_size:
             return super()._sigterm_agreement()
         # All ranks of the job tell each other at the end of each batch how it went.
-        axis = self.pipeline_axis
-        agreement = compat.SigtermAgreement(self._trainer, axis.take_heard)
-        axis.signals = agreement.told
+        signals = self.pipeline_axis.signals
+        agreement = compat.SigtermAgreement(self._trainer, signals.take_heard)
+        signals.told = agreement.told
         return agreement
 
     @override

@@ -41,6 +41,7 @@ from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.replay.trace import MetricTrace
 from boltmesh.strategies.pipeline.replicas import OtherPipelines
 from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
+from boltmesh.strategies.pipeline.signals import NUM_SIGNALS, SharedSignals
 from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
 from boltmesh.strategies.pipeline.versions import ParameterSlots
 from boltmesh.strategies.steps.digest import BatchDigest
@@ -49,11 +50,6 @@ from boltmesh.strategies.steps.quiet import quiet
 from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace
 from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
-
-NUM_SIGNALS = 2
-"""Numbers that each rank tells of signals, see ``SigtermAgreement``."""
-
-Signals = tuple[float, float]
 
 SEED_STRIDE = 1_000_003
 """Between the seeds of two steps: a prime above any number of microbatches."""
@@ -74,9 +70,8 @@ class PipelineAxis:
         """Of the batch that the next step gets."""
         self.others = OtherPipelines(1, 1, self._fail)
         """The replicas of this pipeline."""
-        self.signals: Callable[[], Signals] = _no_signals
-        """Asked at the end of each run what this rank was told from outside."""
-        self._heard = _no_signals()
+        self.signals = SharedSignals()
+        """What ranks are told from outside, as they tell each other at the end of each run."""
 
     # Placing the model.
 
@@ -394,20 +389,13 @@ class PipelineAxis:
         digest, self.digest = self.digest, BatchDigest()
 
         def tell() -> Tensor:
-            signals = torch.tensor(self.signals(), dtype=torch.float64)
             zeros = torch.zeros(self.sharing.length, dtype=torch.float64)
-            return torch.cat([signals, zeros if found is None else found()])
+            return torch.cat([self.signals.row(), zeros if found is None else found()])
 
         with host_random_kept():
             outcome = self._executor.run(program, stages, digest, tell)
-        told, requeue = outcome.told[:, :NUM_SIGNALS].amax(0).tolist()
-        self._heard = max(self._heard[0], told), max(self._heard[1], requeue)
+        self.signals.hear(outcome.told[:, :NUM_SIGNALS])
         return outcome
-
-    def take_heard(self) -> Signals:
-        """Return the largest of what ranks were told from outside, by runs since the last call."""
-        heard, self._heard = self._heard, _no_signals()
-        return heard
 
     def relay(self, run: Run) -> Any:
         """Run a step on the whole batch, each unit on its rank; return what it returns."""
@@ -516,16 +504,12 @@ class PipelineAxis:
         """End what runs beside the training. Parameters stay as they are."""
         self._forget_scaler()
         self._forget_scaler = _nothing
-        self.signals, self._heard = _no_signals, _no_signals()
+        self.signals.forget()
         self.others.close()
         if self.placement is not None:
             self._executor.close()
             if self.delayed is not None:
                 self.delayed.abandon()
-
-
-def _no_signals() -> Signals:
-    return 0.0, 0.0
 
 
 def _nothing() -> None:
