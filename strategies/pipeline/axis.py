@@ -5,15 +5,12 @@ each, as far as its stages go (``replay/``), in the order of the schedule (``exe
 batch of training is made of is in ``training.py``, one of the other loops in ``evaluation.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.building import UnmadeModel
@@ -21,12 +18,8 @@ from boltmesh.strategies.pipeline.context import PipelineContext
 from boltmesh.strategies.pipeline.cutting import find_budget
 from boltmesh.strategies.pipeline.delayed import DelayedGradients
 from boltmesh.strategies.pipeline.executor.executor import Executor
-from boltmesh.strategies.pipeline.executor.program import Program
-from boltmesh.strategies.pipeline.executor.step import Outcome
 from boltmesh.strategies.pipeline.forecast import Forecast
-from boltmesh.strategies.pipeline.glue_state import GlueState
 from boltmesh.strategies.pipeline.holdings import Holdings
-from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
 from boltmesh.strategies.pipeline.metrics.sharing import MetricSharing
 from boltmesh.strategies.pipeline.microbatches import Cutter
 from boltmesh.strategies.pipeline.normalizing import fewest_rows, vector_norms
@@ -35,18 +28,12 @@ from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.proofs import Proofs
 from boltmesh.strategies.pipeline.rehearsal import StageRehearsal
-from boltmesh.strategies.pipeline.relay import relay_of
-from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
-from boltmesh.strategies.pipeline.replay.stage_run import StageRun
-from boltmesh.strategies.pipeline.replay.trace import MetricTrace
 from boltmesh.strategies.pipeline.replicas import OtherPipelines
-from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
+from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.signals import NUM_SIGNALS, SharedSignals
-from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
-from boltmesh.strategies.pipeline.versions import ParameterSlots
-from boltmesh.strategies.steps.digest import BatchDigest
+from boltmesh.strategies.pipeline.step_logs import Sharing
+from boltmesh.strategies.pipeline.step_runner import StepRunner
 from boltmesh.strategies.steps.metrics import find_metrics
-from boltmesh.strategies.steps.quiet import quiet
 from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace
 from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
@@ -63,11 +50,7 @@ class PipelineAxis:
         self.placement: Placement | None = None
         """None before a model was placed."""
         self._forget_scaler: Callable[[], None] = _nothing
-        self.delayed: DelayedGradients | None = None
-        """Where the schedule applies gradients a step late."""
         self.cutter = Cutter()
-        self.digest = BatchDigest()
-        """Of the batch that the next step gets."""
         self.others = OtherPipelines(1, 1, self._fail)
         """The replicas of this pipeline."""
         self.signals = SharedSignals()
@@ -152,11 +135,19 @@ class PipelineAxis:
             control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
             num_told=lambda: NUM_SIGNALS + self.sharing.length,
         )
-        self._num_microbatches = len(parts)
-        stages = self._programs.of(len(parts)).stages
-        self._glue_state = GlueState(module, stages, self._programs.rank_of_stage, context.group)
         self.holdings = Holdings(module, placement.division, context)
-        self.delayed = self._delayed() if self._programs.is_asynchronous else None
+        self.runner = StepRunner(
+            module,
+            self.metrics,
+            placement,
+            self.holdings,
+            programs=self._programs,
+            num_microbatches=len(parts),
+            executor=self._executor,
+            sharing=self.sharing,
+            signals=self.signals,
+            context=context,
+        )
         unmade.make(set(self.holdings.parameters), context.device)
         placement.plans.check = self.holdings.refuse_unheld
         self._forecast = Forecast(self._programs, len(parts), context.group)
@@ -200,12 +191,10 @@ class PipelineAxis:
                 runs.append(((part, *rest), [stages[each] for each in own]))
         return StageRehearsal(self.module, self.context.device, runs)
 
-    def _delayed(self) -> DelayedGradients:
-        def finish(num_microbatches: int) -> None:
-            self._run(self._programs.asynchronous(num_microbatches, 0), [])
-
-        slots = ParameterSlots(self.module, self.holdings.parameters)
-        return DelayedGradients(slots, self.holdings.shared, finish, self._executor.drop_carried)
+    @property
+    def delayed(self) -> DelayedGradients | None:
+        """What applies gradients a step late, where the schedule does."""
+        return None if self.placement is None else self.runner.delayed
 
     def drain(self) -> None:
         """Do the backward passes that were left to a next batch. Collective over the pipeline.
@@ -225,7 +214,7 @@ class PipelineAxis:
         assert self.placement is not None
         self.holdings.shared.broadcast()
         # Where nobody seeds, ranks have drawn different ones.
-        self._glue_state.broadcast(self.placement.division.loose_buffers)
+        self.runner.glue_state.broadcast(self.placement.division.loose_buffers)
 
     def tell(self, accumulated: int) -> None:
         """Tell the run's recorder what will be run; called for every run.
@@ -278,136 +267,6 @@ class PipelineAxis:
         self.metrics.clear()
         self.metrics.update(find_metrics(self.module))
 
-    def work_off(
-        self, run: Run, finish: Finish, around: Around, found: Callable[[StepLogs], Tensor]
-    ) -> tuple[StepLogs, Tensor]:
-        """Run all chunks of this rank.
-
-        Args:
-            run: The step and its microbatches.
-            finish: Takes what the last stage returned.
-            around: Precision.
-            found: Gives what the last stage's rank tells the others, ``sharing.row``.
-
-        Returns:
-            What the last stage logged, and what each rank told at the end.
-        """
-        stages_of_rank = self._programs.of(len(run.parts)).stages
-        try:
-            with around():
-                runs = self._stage_runs(run)
-                metrics = self._metric_calls(run, [each[0].plan.metrics for each in runs])
-        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
-            self.refuse(error)
-        logs = StepLogs(self.module, metrics)
-        end = self._programs.num_stages - 1
-        stages = [
-            RunStage(
-                [each[index] for each in runs],
-                run,
-                around,
-                self._glue_state.during(
-                    logs.of_microbatch if index == end else self._quiet,
-                    [each[index].plan for each in runs],
-                ),
-                finish if index == end else None,
-                is_last=index == end,
-            )
-            for index in stages_of_rank
-        ]
-        tell = partial(found, logs) if self.holds_last_stage else None
-        if self.delayed is None:
-            outcome = self._run(self._programs.of(len(run.parts)), stages, tell)
-        else:
-            with self.delayed.batch() as before:
-                program = self._programs.asynchronous(before, len(run.parts))
-                outcome = self._run(program, stages, tell)
-        self._glue_state.share(each[0].plan for each in runs)
-        return logs, outcome.told[:, NUM_SIGNALS:]
-
-    def _stage_runs(self, run: Run) -> list[tuple[StageRun, ...]]:
-        """Return how each microbatch runs on each stage."""
-        assert self.placement is not None
-        return self.placement.plans.stages_of_parts(
-            run.step, run.parts, run.rest, run.kwargs, run.seeds
-        )
-
-    def _metric_calls(self, run: Run, called: Sequence[tuple[MetricTrace, ...]]) -> MetricCalls:
-        """Return what keeps the calls of metrics that a step makes."""
-        assert self.placement is not None
-        of_batch: tuple[MetricTrace, ...] = ()
-        if any(called):
-            plans = self.placement.plans.stages(
-                run.step, run.batch, *run.rest, kwargs=run.kwargs, seed=run.seeds[0]
-            )
-            of_batch = plans[0].plan.metrics
-        return MetricCalls(self.metrics, of_batch, len(run.parts))
-
-    def _quiet(self, microbatch: int) -> AbstractContextManager[None]:
-        return quiet(self.module, self.metrics)
-
-    def pass_through(
-        self, run: Run, last: Sequence[StageRun], around: Around
-    ) -> list[tuple[Tensor, ...]]:
-        """Run the units of all stages forward.
-
-        Args:
-            run: The step and its microbatches.
-            last: The last stage, by microbatch; ends behind its last unit.
-            around: Precision.
-
-        Returns:
-            What it gave for each microbatch; nothing on the other stages' ranks.
-        """
-        program = self._programs.of(len(run.parts)).forward_only
-        end = self._programs.num_stages - 1
-        try:
-            with around():
-                planned = self._stage_runs(run)
-        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
-            self.refuse(error)
-        runs = [(*each[:end], last[number]) for number, each in enumerate(planned)]
-        stages = [
-            RunStage(
-                [each[index] for each in runs],
-                run,
-                around,
-                lambda _: nullcontext(),
-                is_last=index == end,
-            )
-            for index in program.stages
-        ]
-        outputs = self._run(program, stages).outputs
-        return [outputs[number] for number in sorted(outputs)]
-
-    def _run(
-        self,
-        program: Program,
-        stages: Sequence[RunStage],
-        found: Callable[[], Tensor] | None = None,
-    ) -> Outcome:
-        digest, self.digest = self.digest, BatchDigest()
-
-        def tell() -> Tensor:
-            zeros = torch.zeros(self.sharing.length, dtype=torch.float64)
-            return torch.cat([self.signals.row(), zeros if found is None else found()])
-
-        with host_random_kept():
-            outcome = self._executor.run(program, stages, digest, tell)
-        self.signals.hear(outcome.told[:, :NUM_SIGNALS])
-        return outcome
-
-    def relay(self, run: Run) -> Any:
-        """Run a step on the whole batch, each unit on its rank; return what it returns."""
-        assert self.placement is not None
-        made = relay_of(self.module, self.placement, self.context.group, self.context.device)
-        with self._executor.beside(run.step):
-            return made.run(run.step, (run.batch, *run.rest), run.kwargs, run.seeds[0])
-
-    def refuse(self, error: Exception) -> NoReturn:
-        """Raise what keeps this rank from a step, on all ranks. In the place of the step."""
-        self._executor.refuse(self._programs.of(self._num_microbatches), error)
-
     def begin_batch(self) -> None:
         """Let the data axis make parameters ready. Collective over all ranks.
 
@@ -417,7 +276,7 @@ class PipelineAxis:
         try:
             self.others.meet(self.context.data.begin_batch)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
-            self.refuse(error)
+            self.runner.refuse(error)
 
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
         """Return a batch's microbatches and how many rows each has.
@@ -427,7 +286,7 @@ class PipelineAxis:
         try:
             return self._cut(batch)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
-            self.refuse(error)
+            self.runner.refuse(error)
 
     def cut_if_possible(self, batch: Any) -> tuple[list[Any], list[int]]:
         """Return the same, and the whole batch where it cannot be cut."""
