@@ -1,8 +1,9 @@
 """The pipeline axis: runs the steps of a LightningModule as the stages of a pipeline.
 
 Every rank cuts the batch that all of them get into microbatches and runs the module's own step on
-each, as far as its stages go (``replay/``), in the order of the schedule (``executor/``). What a
-batch of training is made of is in ``training.py``, one of the other loops in ``evaluation.py``.
+each (``step_runner.py``), as far as its stages go (``replay/``), in the order of the schedule
+(``executor/``). What a batch of training is made of is in ``training.py``, one of the other loops
+in ``evaluation.py``. Here the model is placed, and what that made is kept over the runs it is in.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from boltmesh.strategies.pipeline.context import PipelineContext
 from boltmesh.strategies.pipeline.cutting import find_budget
 from boltmesh.strategies.pipeline.delayed import DelayedGradients
 from boltmesh.strategies.pipeline.executor.executor import Executor
-from boltmesh.strategies.pipeline.forecast import Forecast
+from boltmesh.strategies.pipeline.expectations import Expectations
 from boltmesh.strategies.pipeline.holdings import Holdings
 from boltmesh.strategies.pipeline.metrics.sharing import MetricSharing
 from boltmesh.strategies.pipeline.microbatches import Cutter
@@ -27,7 +28,6 @@ from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.proofs import Proofs
-from boltmesh.strategies.pipeline.rehearsal import StageRehearsal
 from boltmesh.strategies.pipeline.replicas import OtherPipelines
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.signals import NUM_SIGNALS, SharedSignals
@@ -35,8 +35,7 @@ from boltmesh.strategies.pipeline.step_logs import Sharing
 from boltmesh.strategies.pipeline.step_runner import StepRunner
 from boltmesh.strategies.steps.metrics import find_metrics
 from boltmesh.strategies.torch_compat import agree_on_overflow
-from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace
-from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
+from boltmesh.telemetry.traffic import CONTROL
 
 SEED_STRIDE = 1_000_003
 """Between the seeds of two steps: a prime above any number of microbatches."""
@@ -69,6 +68,7 @@ class PipelineAxis:
         self.others = OtherPipelines(count, dist.get_world_size(), self._fail)
         if self.placement is not None:
             self._executor.open()
+            self.expectations.context = context
 
     def place(
         self,
@@ -96,8 +96,7 @@ class PipelineAxis:
         self.module = module
         self._vector_norms = vector_norms(module)
         self.metrics = find_metrics(module)
-        num_ranks = context.group.size()
-        self._programs = Programs(self.options, num_ranks, context.group.rank())
+        programs = Programs(self.options, context.group.size(), context.group.rank())
         parts = self._cut(batch)[0]
         unmade = UnmadeModel(module)
         with around():
@@ -105,24 +104,55 @@ class PipelineAxis:
                 module,
                 step,
                 (parts[0], *rest),
-                rank_of_stage=self._programs.rank_of_stage,
+                rank_of_stage=programs.rank_of_stage,
                 split=self.options.split,
                 context=context,
                 budget=find_budget(
                     self.options.max_memory_bytes,
-                    self._programs.live(len(parts)),
-                    num_versions=2 if self._programs.is_asynchronous else 1,
+                    programs.live(len(parts)),
+                    num_versions=2 if programs.is_asynchronous else 1,
                     group=context.group,
                     device=context.device,
                 ),
                 unmade=unmade,
             )
-        self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])
+        self.last = dist.get_global_rank(context.group, programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
         self.proofs = Proofs(context.device)
         self.sharing = Sharing(context.group, self.last, context.device)
         self.metric_sharing = MetricSharing(self.metrics, context.group, self.last, context.device)
-        self._executor = Executor(
+        self._executor = self._build_executor(context)
+        self.holdings = Holdings(module, placement.division, context)
+        self.runner = StepRunner(
+            module,
+            self.metrics,
+            placement,
+            self.holdings,
+            programs=programs,
+            num_microbatches=len(parts),
+            executor=self._executor,
+            sharing=self.sharing,
+            signals=self.signals,
+            context=context,
+        )
+        unmade.make(set(self.holdings.parameters), context.device)
+        placement.plans.check = self.holdings.refuse_unheld
+        self.expectations = Expectations(
+            module,
+            placement,
+            self.holdings,
+            programs=programs,
+            num_microbatches=len(parts),
+            sharing=self.sharing,
+            cut=self._cut,
+            context=context,
+        )
+        self.placement = placement
+
+    def _build_executor(self, context: PipelineContext) -> Executor:
+        """Return what performs schedules on this model, in all runs. Collective over all ranks."""
+        num_ranks = context.group.size()
+        return Executor(
             context.group,
             context.device,
             on_chunk=self._record_chunk,
@@ -135,74 +165,6 @@ class PipelineAxis:
             control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
             num_told=lambda: NUM_SIGNALS + self.sharing.length,
         )
-        self.holdings = Holdings(module, placement.division, context)
-        self.runner = StepRunner(
-            module,
-            self.metrics,
-            placement,
-            self.holdings,
-            programs=self._programs,
-            num_microbatches=len(parts),
-            executor=self._executor,
-            sharing=self.sharing,
-            signals=self.signals,
-            context=context,
-        )
-        unmade.make(set(self.holdings.parameters), context.device)
-        placement.plans.check = self.holdings.refuse_unheld
-        self._forecast = Forecast(self._programs, len(parts), context.group)
-        self.placement = placement
-
-    def expect(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
-        """Work out what one batch of training moves, where that is not known yet.
-
-        Args:
-            batch: Of training, before its transfer.
-            rest: What ``training_step`` is called with behind it.
-            around: Precision.
-        """
-        assert self.placement is not None
-        if self._forecast.crossing is not None:
-            return
-        parts = self._cut(batch)[0]
-        with around():
-            runs = [
-                self.placement.plans.stages("training_step", part, *rest, seed=self.context.seed)
-                for part in parts
-            ]
-        self._forecast.crossing = [[each.plan.values_in for each in stages] for stages in runs]
-
-    def rehearsed(self, batch: Any, rest: tuple[Any, ...], around: Around) -> StageRehearsal:
-        """Return a run of this rank's stages without the others.
-
-        Args:
-            batch: Of training, on the device.
-            rest: What ``training_step`` is called with behind it.
-            around: Precision.
-        """
-        assert self.placement is not None
-        plans, seed = self.placement.plans, self.context.seed
-        parts = self._cut(batch)[0]
-        own = self._programs.of(len(parts)).stages
-        runs = []
-        with around():
-            for part in parts:
-                stages = plans.stages("training_step", part, *rest, seed=seed)
-                runs.append(((part, *rest), [stages[each] for each in own]))
-        return StageRehearsal(self.module, self.context.device, runs)
-
-    @property
-    def delayed(self) -> DelayedGradients | None:
-        """What applies gradients a step late, where the schedule does."""
-        return None if self.placement is None else self.runner.delayed
-
-    def drain(self) -> None:
-        """Do the backward passes that were left to a next batch. Collective over the pipeline.
-
-        To be called before anything but a batch of training.
-        """
-        if self.delayed is not None:
-            self.delayed.drain()
 
     def move_absent(self, device: torch.device) -> None:
         """Make what other ranks hold seem to be on a device, before the model is moved to it."""
@@ -227,7 +189,7 @@ class PipelineAxis:
             recorder.name_group(group, "pipeline")
         if self._executor.control_group is not None:
             recorder.name_group(self._executor.control_group, CONTROL)
-        recorder.schedule(self._forecast.plan(self.options.schedule, accumulated))
+        recorder.schedule(self.expectations.plan(self.options.schedule, accumulated))
 
     def follow_scaler(self) -> None:
         """Make all stages skip a step when gradients of one have overflown.
@@ -239,28 +201,31 @@ class PipelineAxis:
         if context.scaler is not None and context.group.size() > 1:
             self._forget_scaler = agree_on_overflow(context.scaler, context.group, context.device)
 
+    def close(self) -> None:
+        """End what runs beside the training. Parameters stay as they are."""
+        self._forget_scaler()
+        self._forget_scaler = _nothing
+        self.signals.forget()
+        self.others.close()
+        if self.placement is not None:
+            self._executor.close()
+            if self.delayed is not None:
+                self.delayed.abandon()
+
     # Steps.
 
-    def average(self, over_replicas: Callable[[], bool]) -> None:
-        """Average gradients over the pipelines of the job. Collective over all ranks.
-
-        Args:
-            over_replicas: Averages those of this rank's stages; returns whether it did.
-        """
-
-        def average() -> None:
-            if over_replicas() and self._evens_shared:
-                self.holdings.shared.even()
-
-        self.others.meet(average)
-
     @property
-    def _evens_shared(self) -> bool:
-        """Whether stages may get averages of shared parameters that differ by a rounding.
+    def delayed(self) -> DelayedGradients | None:
+        """What applies gradients a step late, where the schedule does."""
+        return None if self.placement is None else self.runner.delayed
 
-        Sums of three and more depend on their order, and each stage has an order of its own.
+    def drain(self) -> None:
+        """Do the backward passes that were left to a next batch. Collective over the pipeline.
+
+        To be called before anything but a batch of training.
         """
-        return self.context.num_replicas > 2
+        if self.delayed is not None:
+            self.delayed.drain()
 
     def find_metrics(self) -> None:
         """Take note of the module's metrics, which it may make at any time before a loop begins."""
@@ -306,6 +271,26 @@ class PipelineAxis:
         start = self.context.seed + SEED_STRIDE * (ordinal + 1)
         return [(start + number) % 2**63 for number in range(count)]
 
+    def average(self, over_replicas: Callable[[], bool]) -> None:
+        """Average gradients over the pipelines of the job. Collective over all ranks.
+
+        Args:
+            over_replicas: Averages those of this rank's stages; returns whether it did.
+        """
+
+        def average() -> None:
+            if over_replicas() and self.context.evens_shared:
+                self.holdings.shared.even()
+
+        self.others.meet(average)
+
+    @property
+    def bubble(self) -> float | None:
+        """Return the idle share of a batch of training, see ``Executor.bubble``."""
+        return self._executor.bubble
+
+    # What the executor tells.
+
     def _record_chunk(
         self, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int
     ) -> None:
@@ -325,50 +310,6 @@ class PipelineAxis:
 
     def _name_of(self, module: torch.nn.Module) -> str | None:
         return next((name for name, each in self.module.named_modules() if each is module), None)
-
-    # Telling.
-
-    @property
-    def bubble(self) -> float | None:
-        """Return the idle share of a batch of training, see ``Executor.bubble``."""
-        return self._executor.bubble
-
-    def expected_traffic(self, accumulated: int, *, num_norms: int) -> list[ExpectedTraffic]:
-        """What one optimizer step should move on this rank.
-
-        Args:
-            accumulated: Batches in it.
-            num_norms: Norms over all stages in it.
-        """
-        return self._forecast.traffic(
-            accumulated=accumulated,
-            num_norms=num_norms,
-            shared=self.holdings.shared.size_per_batch(),
-            told=self.sharing.size_per_batch(),
-            num_told=NUM_SIGNALS + self.sharing.length,
-            evened=self.holdings.shared.size_of_gradients() if self._evens_shared else (0, 0),
-            agrees_on_overflow=self.context.scaler is not None,
-        )
-
-    def expected_activations(self) -> list[MemoryKind]:
-        """What this rank keeps for its backward passes at most; nothing where that is unknown."""
-        assert self.placement is not None
-        kept = self.placement.kept_bytes
-        if kept is None:
-            return []
-        place: MemoryPlace = "host" if self.context.device.type == "cpu" else "device"
-        return [self._forecast.activations(kept, place)]
-
-    def close(self) -> None:
-        """End what runs beside the training. Parameters stay as they are."""
-        self._forget_scaler()
-        self._forget_scaler = _nothing
-        self.signals.forget()
-        self.others.close()
-        if self.placement is not None:
-            self._executor.close()
-            if self.delayed is not None:
-                self.delayed.abandon()
 
 
 def _nothing() -> None:
