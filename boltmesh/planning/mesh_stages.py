@@ -17,7 +17,6 @@ from boltmesh.planning.stage_model import CutModel
 from boltmesh.strategies.data.late_replicas import BUCKET_BYTES, replica_traffic
 from boltmesh.strategies.data.late_traffic import ExtraTraffic, LateTraffic
 from boltmesh.strategies.data.late_units import describe_late_units
-from boltmesh.strategies.pipeline.axis import NUM_SIGNALS
 from boltmesh.strategies.pipeline.bubble import peak_live_bytes
 from boltmesh.strategies.pipeline.forecast import Forecast
 from boltmesh.strategies.pipeline.placement import Division
@@ -25,6 +24,7 @@ from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.rehearsal import StageRehearsal
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.sharing import SharedParameters
+from boltmesh.strategies.pipeline.signals import NUM_SIGNALS
 from boltmesh.strategies.pipeline.step_logs import length_of_row, size_of_told
 from boltmesh.strategies.planner.late import estimate_late_memory
 from boltmesh.strategies.planner.model import ModelShape

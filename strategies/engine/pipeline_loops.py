@@ -53,9 +53,9 @@ class PipelineLoops(SharedBatchStrategy):
         if self.layout.pipeline < self.world_size:
             return super()._sigterm_agreement()
         # All ranks of the job tell each other at the end of each batch how it went.
-        axis = self.pipeline_axis
-        agreement = compat.SigtermAgreement(self._trainer, axis.take_heard)
-        axis.signals = agreement.told
+        signals = self.pipeline_axis.signals
+        agreement = compat.SigtermAgreement(self._trainer, signals.take_heard)
+        signals.told = agreement.told
         return agreement
 
     @override
@@ -101,7 +101,7 @@ class PipelineLoops(SharedBatchStrategy):
         if axis.delayed is not None:
             refuse_accumulation(self._trainer)
         self._check(args[0])
-        axis.digest = self._digest_of(args[0])
+        axis.runner.digest = self._digest_of(args[0])
         told = axis.sharing.length, axis.sharing.size_per_batch()
         with self.recorder.phase("forward"), total_norm_replaced(TOTAL_NORM):
             output = training_step(
@@ -121,7 +121,7 @@ class PipelineLoops(SharedBatchStrategy):
         try:
             self.check_batch(batch)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
-            self.pipeline_axis.refuse(error)
+            self.pipeline_axis.runner.refuse(error)
 
     def _log_bubble(self) -> None:
         """Log the newest bubble that is known, the same on all ranks; of the first batch none.
@@ -151,7 +151,7 @@ class PipelineLoops(SharedBatchStrategy):
 
     def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check(args[0])
-        self.pipeline_axis.digest = self._digest_of(args[0])
+        self.pipeline_axis.runner.digest = self._digest_of(args[0])
         with self._evaluation_batch():
             return self._evaluation.step(
                 step,

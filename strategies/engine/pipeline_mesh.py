@@ -124,7 +124,7 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
                 axis.place(module, step, sample.batch, rest, around)
                 self._evaluation = Evaluation(axis)
             if self._is_fitting:
-                axis.expect(sample.batch, rest, around)
+                axis.expectations.look_at(sample.batch, rest, around)
                 self._sample = sample.batch, rest
         if is_new and self.data_axis.is_sharded:
             self.model_to_device()  # stages exist already, and are gathered whole for a step
@@ -215,7 +215,7 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
 
     @override
     def expected_traffic(self) -> list[ExpectedTraffic]:
-        return super().expected_traffic() + self.pipeline_axis.expected_traffic(
+        return super().expected_traffic() + self.pipeline_axis.expectations.traffic(
             self._trainer.accumulate_grad_batches,
             num_norms=int(compat.has_norm_clipping(self._trainer)),
         )
@@ -225,7 +225,7 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
         batch, rest = self._sample
         batch = move_data_to_device(batch, self.root_device)
         around = self._around("training_step")
-        return self.pipeline_axis.rehearsed(batch, rest, around), self.root_device
+        return self.pipeline_axis.expectations.rehearsed(batch, rest, around), self.root_device
 
     @override
     def expected_memory(self) -> list[MemoryKind]:
@@ -236,7 +236,7 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
         held = self.data_axis.expected_memory(self.lightning_module, self.optimizers)
         if axis.delayed is not None:
             held = with_second_version(held, axis.holdings.parameters)
-        return held + (axis.expected_activations() if is_known else [])
+        return held + (axis.expectations.activations() if is_known else [])
 
     @override
     def _axis_context(self, trainer: Trainer) -> AxisContext:

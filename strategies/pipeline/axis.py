@@ -1,19 +1,17 @@
 """The pipeline axis: runs the steps of a LightningModule as the stages of a pipeline.
 
 Every rank cuts the batch that all of them get into microbatches and runs the module's own step on
-each, as far as its stages go (``replay/``), in the order of the schedule (``executor/``). What a
-batch of training is made of is in ``training.py``, one of the other loops in ``evaluation.py``.
+each (``step_runner.py``), as far as its stages go (``replay/``), in the order of the schedule
+(``executor/``). What a batch of training is made of is in ``training.py``, one of the other loops
+in ``evaluation.py``. Here the model is placed, and what that made is kept over the runs it is in.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.building import UnmadeModel
@@ -21,12 +19,8 @@ from boltmesh.strategies.pipeline.context import PipelineContext
 from boltmesh.strategies.pipeline.cutting import find_budget
 from boltmesh.strategies.pipeline.delayed import DelayedGradients
 from boltmesh.strategies.pipeline.executor.executor import Executor
-from boltmesh.strategies.pipeline.executor.program import Program
-from boltmesh.strategies.pipeline.executor.step import Outcome
-from boltmesh.strategies.pipeline.forecast import Forecast
-from boltmesh.strategies.pipeline.glue_state import GlueState
+from boltmesh.strategies.pipeline.expectations import Expectations
 from boltmesh.strategies.pipeline.holdings import Holdings
-from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
 from boltmesh.strategies.pipeline.metrics.sharing import MetricSharing
 from boltmesh.strategies.pipeline.microbatches import Cutter
 from boltmesh.strategies.pipeline.normalizing import fewest_rows, vector_norms
@@ -34,26 +28,14 @@ from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.proofs import Proofs
-from boltmesh.strategies.pipeline.rehearsal import StageRehearsal
-from boltmesh.strategies.pipeline.relay import relay_of
-from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
-from boltmesh.strategies.pipeline.replay.stage_run import StageRun
-from boltmesh.strategies.pipeline.replay.trace import MetricTrace
 from boltmesh.strategies.pipeline.replicas import OtherPipelines
-from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
-from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
-from boltmesh.strategies.pipeline.versions import ParameterSlots
-from boltmesh.strategies.steps.digest import BatchDigest
+from boltmesh.strategies.pipeline.runs import Around
+from boltmesh.strategies.pipeline.signals import NUM_SIGNALS, SharedSignals
+from boltmesh.strategies.pipeline.step_logs import Sharing
+from boltmesh.strategies.pipeline.step_runner import StepRunner
 from boltmesh.strategies.steps.metrics import find_metrics
-from boltmesh.strategies.steps.quiet import quiet
 from boltmesh.strategies.torch_compat import agree_on_overflow
-from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace
-from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
-
-NUM_SIGNALS = 2
-"""Numbers that each rank tells of signals, see ``SigtermAgreement``."""
-
-Signals = tuple[float, float]
+from boltmesh.telemetry.traffic import CONTROL
 
 SEED_STRIDE = 1_000_003
 """Between the seeds of two steps: a prime above any number of microbatches."""
@@ -67,16 +49,11 @@ class PipelineAxis:
         self.placement: Placement | None = None
         """None before a model was placed."""
         self._forget_scaler: Callable[[], None] = _nothing
-        self.delayed: DelayedGradients | None = None
-        """Where the schedule applies gradients a step late."""
         self.cutter = Cutter()
-        self.digest = BatchDigest()
-        """Of the batch that the next step gets."""
         self.others = OtherPipelines(1, 1, self._fail)
         """The replicas of this pipeline."""
-        self.signals: Callable[[], Signals] = _no_signals
-        """Asked at the end of each run what this rank was told from outside."""
-        self._heard = _no_signals()
+        self.signals = SharedSignals()
+        """What ranks are told from outside, as they tell each other at the end of each run."""
 
     # Placing the model.
 
@@ -91,6 +68,7 @@ class PipelineAxis:
         self.others = OtherPipelines(count, dist.get_world_size(), self._fail)
         if self.placement is not None:
             self._executor.open()
+            self.expectations.context = context
 
     def place(
         self,
@@ -118,8 +96,7 @@ class PipelineAxis:
         self.module = module
         self._vector_norms = vector_norms(module)
         self.metrics = find_metrics(module)
-        num_ranks = context.group.size()
-        self._programs = Programs(self.options, num_ranks, context.group.rank())
+        programs = Programs(self.options, context.group.size(), context.group.rank())
         parts = self._cut(batch)[0]
         unmade = UnmadeModel(module)
         with around():
@@ -127,24 +104,55 @@ class PipelineAxis:
                 module,
                 step,
                 (parts[0], *rest),
-                rank_of_stage=self._programs.rank_of_stage,
+                rank_of_stage=programs.rank_of_stage,
                 split=self.options.split,
                 context=context,
                 budget=find_budget(
                     self.options.max_memory_bytes,
-                    self._programs.live(len(parts)),
-                    num_versions=2 if self._programs.is_asynchronous else 1,
+                    programs.live(len(parts)),
+                    num_versions=2 if programs.is_asynchronous else 1,
                     group=context.group,
                     device=context.device,
                 ),
                 unmade=unmade,
             )
-        self.last = dist.get_global_rank(context.group, self._programs.rank_of_stage[-1])
+        self.last = dist.get_global_rank(context.group, programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
         self.proofs = Proofs(context.device)
         self.sharing = Sharing(context.group, self.last, context.device)
         self.metric_sharing = MetricSharing(self.metrics, context.group, self.last, context.device)
-        self._executor = Executor(
+        self._executor = self._build_executor(context)
+        self.holdings = Holdings(module, placement.division, context)
+        self.runner = StepRunner(
+            module,
+            self.metrics,
+            placement,
+            self.holdings,
+            programs=programs,
+            num_microbatches=len(parts),
+            executor=self._executor,
+            sharing=self.sharing,
+            signals=self.signals,
+            context=context,
+        )
+        unmade.make(set(self.holdings.parameters), context.device)
+        placement.plans.check = self.holdings.refuse_unheld
+        self.expectations = Expectations(
+            module,
+            placement,
+            self.holdings,
+            programs=programs,
+            num_microbatches=len(parts),
+            sharing=self.sharing,
+            cut=self._cut,
+            context=context,
+        )
+        self.placement = placement
+
+    def _build_executor(self, context: PipelineContext) -> Executor:
+        """Return what performs schedules on this model, in all runs. Collective over all ranks."""
+        num_ranks = context.group.size()
+        return Executor(
             context.group,
             context.device,
             on_chunk=self._record_chunk,
@@ -157,68 +165,6 @@ class PipelineAxis:
             control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
             num_told=lambda: NUM_SIGNALS + self.sharing.length,
         )
-        self._num_microbatches = len(parts)
-        stages = self._programs.of(len(parts)).stages
-        self._glue_state = GlueState(module, stages, self._programs.rank_of_stage, context.group)
-        self.holdings = Holdings(module, placement.division, context)
-        self.delayed = self._delayed() if self._programs.is_asynchronous else None
-        unmade.make(set(self.holdings.parameters), context.device)
-        placement.plans.check = self.holdings.refuse_unheld
-        self._forecast = Forecast(self._programs, len(parts), context.group)
-        self.placement = placement
-
-    def expect(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
-        """Work out what one batch of training moves, where that is not known yet.
-
-        Args:
-            batch: Of training, before its transfer.
-            rest: What ``training_step`` is called with behind it.
-            around: Precision.
-        """
-        assert self.placement is not None
-        if self._forecast.crossing is not None:
-            return
-        parts = self._cut(batch)[0]
-        with around():
-            runs = [
-                self.placement.plans.stages("training_step", part, *rest, seed=self.context.seed)
-                for part in parts
-            ]
-        self._forecast.crossing = [[each.plan.values_in for each in stages] for stages in runs]
-
-    def rehearsed(self, batch: Any, rest: tuple[Any, ...], around: Around) -> StageRehearsal:
-        """Return a run of this rank's stages without the others.
-
-        Args:
-            batch: Of training, on the device.
-            rest: What ``training_step`` is called with behind it.
-            around: Precision.
-        """
-        assert self.placement is not None
-        plans, seed = self.placement.plans, self.context.seed
-        parts = self._cut(batch)[0]
-        own = self._programs.of(len(parts)).stages
-        runs = []
-        with around():
-            for part in parts:
-                stages = plans.stages("training_step", part, *rest, seed=seed)
-                runs.append(((part, *rest), [stages[each] for each in own]))
-        return StageRehearsal(self.module, self.context.device, runs)
-
-    def _delayed(self) -> DelayedGradients:
-        def finish(num_microbatches: int) -> None:
-            self._run(self._programs.asynchronous(num_microbatches, 0), [])
-
-        slots = ParameterSlots(self.module, self.holdings.parameters)
-        return DelayedGradients(slots, self.holdings.shared, finish, self._executor.drop_carried)
-
-    def drain(self) -> None:
-        """Do the backward passes that were left to a next batch. Collective over the pipeline.
-
-        To be called before anything but a batch of training.
-        """
-        if self.delayed is not None:
-            self.delayed.drain()
 
     def move_absent(self, device: torch.device) -> None:
         """Make what other ranks hold seem to be on a device, before the model is moved to it."""
@@ -230,7 +176,7 @@ class PipelineAxis:
         assert self.placement is not None
         self.holdings.shared.broadcast()
         # Where nobody seeds, ranks have drawn different ones.
-        self._glue_state.broadcast(self.placement.division.loose_buffers)
+        self.runner.glue_state.broadcast(self.placement.division.loose_buffers)
 
     def tell(self, accumulated: int) -> None:
         """Tell the run's recorder what will be run; called for every run.
@@ -243,7 +189,7 @@ class PipelineAxis:
             recorder.name_group(group, "pipeline")
         if self._executor.control_group is not None:
             recorder.name_group(self._executor.control_group, CONTROL)
-        recorder.schedule(self._forecast.plan(self.options.schedule, accumulated))
+        recorder.schedule(self.expectations.plan(self.options.schedule, accumulated))
 
     def follow_scaler(self) -> None:
         """Make all stages skip a step when gradients of one have overflown.
@@ -255,170 +201,36 @@ class PipelineAxis:
         if context.scaler is not None and context.group.size() > 1:
             self._forget_scaler = agree_on_overflow(context.scaler, context.group, context.device)
 
+    def close(self) -> None:
+        """End what runs beside the training. Parameters stay as they are."""
+        self._forget_scaler()
+        self._forget_scaler = _nothing
+        self.signals.forget()
+        self.others.close()
+        if self.placement is not None:
+            self._executor.close()
+            if self.delayed is not None:
+                self.delayed.abandon()
+
     # Steps.
 
-    def average(self, over_replicas: Callable[[], bool]) -> None:
-        """Average gradients over the pipelines of the job. Collective over all ranks.
-
-        Args:
-            over_replicas: Averages those of this rank's stages; returns whether it did.
-        """
-
-        def average() -> None:
-            if over_replicas() and self._evens_shared:
-                self.holdings.shared.even()
-
-        self.others.meet(average)
-
     @property
-    def _evens_shared(self) -> bool:
-        """Whether stages may get averages of shared parameters that differ by a rounding.
+    def delayed(self) -> DelayedGradients | None:
+        """What applies gradients a step late, where the schedule does."""
+        return None if self.placement is None else self.runner.delayed
 
-        Sums of three and more depend on their order, and each stage has an order of its own.
+    def drain(self) -> None:
+        """Do the backward passes that were left to a next batch. Collective over the pipeline.
+
+        To be called before anything but a batch of training.
         """
-        return self.context.num_replicas > 2
+        if self.delayed is not None:
+            self.delayed.drain()
 
     def find_metrics(self) -> None:
         """Take note of the module's metrics, which it may make at any time before a loop begins."""
         self.metrics.clear()
         self.metrics.update(find_metrics(self.module))
-
-    def work_off(
-        self, run: Run, finish: Finish, around: Around, found: Callable[[StepLogs], Tensor]
-    ) -> tuple[StepLogs, Tensor]:
-        """Run all chunks of this rank.
-
-        Args:
-            run: The step and its microbatches.
-            finish: Takes what the last stage returned.
-            around: Precision.
-            found: Gives what the last stage's rank tells the others, ``sharing.row``.
-
-        Returns:
-            What the last stage logged, and what each rank told at the end.
-        """
-        stages_of_rank = self._programs.of(len(run.parts)).stages
-        try:
-            with around():
-                runs = self._stage_runs(run)
-                metrics = self._metric_calls(run, [each[0].plan.metrics for each in runs])
-        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
-            self.refuse(error)
-        logs = StepLogs(self.module, metrics)
-        end = self._programs.num_stages - 1
-        stages = [
-            RunStage(
-                [each[index] for each in runs],
-                run,
-                around,
-                self._glue_state.during(
-                    logs.of_microbatch if index == end else self._quiet,
-                    [each[index].plan for each in runs],
-                ),
-                finish if index == end else None,
-                is_last=index == end,
-            )
-            for index in stages_of_rank
-        ]
-        tell = partial(found, logs) if self.holds_last_stage else None
-        if self.delayed is None:
-            outcome = self._run(self._programs.of(len(run.parts)), stages, tell)
-        else:
-            with self.delayed.batch() as before:
-                program = self._programs.asynchronous(before, len(run.parts))
-                outcome = self._run(program, stages, tell)
-        self._glue_state.share(each[0].plan for each in runs)
-        return logs, outcome.told[:, NUM_SIGNALS:]
-
-    def _stage_runs(self, run: Run) -> list[tuple[StageRun, ...]]:
-        """Return how each microbatch runs on each stage."""
-        assert self.placement is not None
-        return self.placement.plans.stages_of_parts(
-            run.step, run.parts, run.rest, run.kwargs, run.seeds
-        )
-
-    def _metric_calls(self, run: Run, called: Sequence[tuple[MetricTrace, ...]]) -> MetricCalls:
-        """Return what keeps the calls of metrics that a step makes."""
-        assert self.placement is not None
-        of_batch: tuple[MetricTrace, ...] = ()
-        if any(called):
-            plans = self.placement.plans.stages(
-                run.step, run.batch, *run.rest, kwargs=run.kwargs, seed=run.seeds[0]
-            )
-            of_batch = plans[0].plan.metrics
-        return MetricCalls(self.metrics, of_batch, len(run.parts))
-
-    def _quiet(self, microbatch: int) -> AbstractContextManager[None]:
-        return quiet(self.module, self.metrics)
-
-    def pass_through(
-        self, run: Run, last: Sequence[StageRun], around: Around
-    ) -> list[tuple[Tensor, ...]]:
-        """Run the units of all stages forward.
-
-        Args:
-            run: The step and its microbatches.
-            last: The last stage, by microbatch; ends behind its last unit.
-            around: Precision.
-
-        Returns:
-            What it gave for each microbatch; nothing on the other stages' ranks.
-        """
-        program = self._programs.of(len(run.parts)).forward_only
-        end = self._programs.num_stages - 1
-        try:
-            with around():
-                planned = self._stage_runs(run)
-        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
-            self.refuse(error)
-        runs = [(*each[:end], last[number]) for number, each in enumerate(planned)]
-        stages = [
-            RunStage(
-                [each[index] for each in runs],
-                run,
-                around,
-                lambda _: nullcontext(),
-                is_last=index == end,
-            )
-            for index in program.stages
-        ]
-        outputs = self._run(program, stages).outputs
-        return [outputs[number] for number in sorted(outputs)]
-
-    def _run(
-        self,
-        program: Program,
-        stages: Sequence[RunStage],
-        found: Callable[[], Tensor] | None = None,
-    ) -> Outcome:
-        digest, self.digest = self.digest, BatchDigest()
-
-        def tell() -> Tensor:
-            signals = torch.tensor(self.signals(), dtype=torch.float64)
-            zeros = torch.zeros(self.sharing.length, dtype=torch.float64)
-            return torch.cat([signals, zeros if found is None else found()])
-
-        with host_random_kept():
-            outcome = self._executor.run(program, stages, digest, tell)
-        told, requeue = outcome.told[:, :NUM_SIGNALS].amax(0).tolist()
-        self._heard = max(self._heard[0], told), max(self._heard[1], requeue)
-        return outcome
-
-    def take_heard(self) -> Signals:
-        """Return the largest of what ranks were told from outside, by runs since the last call."""
-        heard, self._heard = self._heard, _no_signals()
-        return heard
-
-    def relay(self, run: Run) -> Any:
-        """Run a step on the whole batch, each unit on its rank; return what it returns."""
-        assert self.placement is not None
-        made = relay_of(self.module, self.placement, self.context.group, self.context.device)
-        with self._executor.beside(run.step):
-            return made.run(run.step, (run.batch, *run.rest), run.kwargs, run.seeds[0])
-
-    def refuse(self, error: Exception) -> NoReturn:
-        """Raise what keeps this rank from a step, on all ranks. In the place of the step."""
-        self._executor.refuse(self._programs.of(self._num_microbatches), error)
 
     def begin_batch(self) -> None:
         """Let the data axis make parameters ready. Collective over all ranks.
@@ -429,7 +241,7 @@ class PipelineAxis:
         try:
             self.others.meet(self.context.data.begin_batch)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
-            self.refuse(error)
+            self.runner.refuse(error)
 
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
         """Return a batch's microbatches and how many rows each has.
@@ -439,7 +251,7 @@ class PipelineAxis:
         try:
             return self._cut(batch)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
-            self.refuse(error)
+            self.runner.refuse(error)
 
     def cut_if_possible(self, batch: Any) -> tuple[list[Any], list[int]]:
         """Return the same, and the whole batch where it cannot be cut."""
@@ -458,6 +270,26 @@ class PipelineAxis:
         """Return what the random numbers of each microbatch start from."""
         start = self.context.seed + SEED_STRIDE * (ordinal + 1)
         return [(start + number) % 2**63 for number in range(count)]
+
+    def average(self, over_replicas: Callable[[], bool]) -> None:
+        """Average gradients over the pipelines of the job. Collective over all ranks.
+
+        Args:
+            over_replicas: Averages those of this rank's stages; returns whether it did.
+        """
+
+        def average() -> None:
+            if over_replicas() and self.context.evens_shared:
+                self.holdings.shared.even()
+
+        self.others.meet(average)
+
+    @property
+    def bubble(self) -> float | None:
+        """Return the idle share of a batch of training, see ``Executor.bubble``."""
+        return self._executor.bubble
+
+    # What the executor tells.
 
     def _record_chunk(
         self, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int
@@ -478,54 +310,6 @@ class PipelineAxis:
 
     def _name_of(self, module: torch.nn.Module) -> str | None:
         return next((name for name, each in self.module.named_modules() if each is module), None)
-
-    # Telling.
-
-    @property
-    def bubble(self) -> float | None:
-        """Return the idle share of a batch of training, see ``Executor.bubble``."""
-        return self._executor.bubble
-
-    def expected_traffic(self, accumulated: int, *, num_norms: int) -> list[ExpectedTraffic]:
-        """What one optimizer step should move on this rank.
-
-        Args:
-            accumulated: Batches in it.
-            num_norms: Norms over all stages in it.
-        """
-        return self._forecast.traffic(
-            accumulated=accumulated,
-            num_norms=num_norms,
-            shared=self.holdings.shared.size_per_batch(),
-            told=self.sharing.size_per_batch(),
-            num_told=NUM_SIGNALS + self.sharing.length,
-            evened=self.holdings.shared.size_of_gradients() if self._evens_shared else (0, 0),
-            agrees_on_overflow=self.context.scaler is not None,
-        )
-
-    def expected_activations(self) -> list[MemoryKind]:
-        """What this rank keeps for its backward passes at most; nothing where that is unknown."""
-        assert self.placement is not None
-        kept = self.placement.kept_bytes
-        if kept is None:
-            return []
-        place: MemoryPlace = "host" if self.context.device.type == "cpu" else "device"
-        return [self._forecast.activations(kept, place)]
-
-    def close(self) -> None:
-        """End what runs beside the training. Parameters stay as they are."""
-        self._forget_scaler()
-        self._forget_scaler = _nothing
-        self.signals, self._heard = _no_signals, _no_signals()
-        self.others.close()
-        if self.placement is not None:
-            self._executor.close()
-            if self.delayed is not None:
-                self.delayed.abandon()
-
-
-def _no_signals() -> Signals:
-    return 0.0, 0.0
 
 
 def _nothing() -> None:

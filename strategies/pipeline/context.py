@@ -43,3 +43,11 @@ class PipelineContext:
     """Ranks that share each layer, each in a group like this one beside the others."""
     silent: Silent = nullcontext
     """Enters what layers are run in on tensors without data, by one rank alone."""
+
+    @property
+    def evens_shared(self) -> bool:
+        """Whether stages may get averages of shared parameters that differ by a rounding.
+
+        Sums of three and more depend on their order, and each stage has an order of its own.
+        """
+        return self.num_replicas > 2

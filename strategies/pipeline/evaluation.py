@@ -85,7 +85,7 @@ class Evaluation:
                 tail = self._tail(whole, 0)
                 run, tails, joints = self._divided(whole, tail, ordinal)
         except AbsentError as error:
-            axis.refuse(error)
+            axis.runner.refuse(error)
         except ConfigError as error:  # alike on all ranks, which have one batch and one plan
             self._relayed.add(step)
             rank_zero_info(
@@ -94,7 +94,7 @@ class Evaluation:
             )
             return self._relay(whole, around)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
-            axis.refuse(error)
+            axis.runner.refuse(error)
         specs = tail.end.plan.values_in
         values = self._values(run, tails, joints, specs, around)
         values = [self._broadcast(each, spec) for each, spec in zip(values, specs, strict=True)]
@@ -114,7 +114,7 @@ class Evaluation:
             stack.enter_context(around())
             stack.enter_context(host_random_kept())
             stack.enter_context(metrics_replaced(axis.metrics, lambda call: call.do()))
-            return axis.relay(whole)
+            return axis.runner.relay(whole)
 
     def _divided(self, whole: Run, tail: Tail, ordinal: int) -> tuple[Run, list[Tail], Joints]:
         """Return the batch's microbatches, what they give, and how that is joined."""
@@ -155,7 +155,7 @@ class Evaluation:
             # Every stage runs the beginning of the step, and only the end is to leave traces.
             stack.enter_context(modules_unchanged(self._glue))
             stack.enter_context(quiet(axis.module, axis.metrics))
-            parts = axis.pass_through(run, [each.last for each in tails], around)
+            parts = axis.runner.pass_through(run, [each.last for each in tails], around)
         if axis.holds_last_stage:
             return join(parts, joints, specs)
         device = axis.context.device

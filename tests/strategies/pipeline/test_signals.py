@@ -6,10 +6,12 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from boltmesh.strategies.pipeline.signals import NUM_SIGNALS, SharedSignals
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
@@ -61,3 +63,28 @@ def test_a_signal_to_one_rank_ends_all_before_the_same_batch(told: int) -> None:
     # It comes before the optimizer's step of a batch, behind what ranks tell each other at the end
     # of its passes: so the next batch tells it, and none follows that.
     assert run_ranks(train, 2, told) == [(TOLD_AT + 2, 0)] * 2
+
+
+def rows_of(*rows: tuple[float, float]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def test_what_any_rank_heard_in_any_run_is_kept_until_it_is_taken() -> None:
+    signals = SharedSignals()
+    signals.hear(rows_of((0, 0), (1, 0), (0, 0)))
+    signals.hear(rows_of((0, 0), (0, 10), (0, 12)))
+    signals.hear(rows_of((0, 0), (0, 0), (0, 0)))
+    assert signals.take_heard() == (1, 12)
+    assert signals.take_heard() == (0, 0)
+
+
+def test_a_rank_tells_what_it_was_told_until_the_run_is_closed() -> None:
+    signals = SharedSignals()
+    assert signals.row().tolist() == [0, 0]
+    signals.told = lambda: (1, 10)
+    assert signals.row().tolist() == [1, 10]
+    assert len(signals.row()) == NUM_SIGNALS
+    signals.hear(rows_of((1, 10)))
+    signals.forget()
+    assert signals.row().tolist() == [0, 0]
+    assert signals.take_heard() == (0, 0)

@@ -1,0 +1,218 @@
+"""Runs steps over the stages of all ranks: with backward passes, forward alone, or layer by layer.
+
+What is made of a batch of training is in ``training.py``, of one of the other loops in
+``evaluation.py``; the order in which chunks are computed and handed on is the executor's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from boltmesh.strategies.pipeline.context import PipelineContext
+from boltmesh.strategies.pipeline.delayed import DelayedGradients
+from boltmesh.strategies.pipeline.executor.executor import Executor
+from boltmesh.strategies.pipeline.executor.program import Program
+from boltmesh.strategies.pipeline.executor.step import Outcome
+from boltmesh.strategies.pipeline.glue_state import GlueState
+from boltmesh.strategies.pipeline.holdings import Holdings
+from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
+from boltmesh.strategies.pipeline.placement import Placement
+from boltmesh.strategies.pipeline.programs import Programs
+from boltmesh.strategies.pipeline.relay import relay_of
+from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
+from boltmesh.strategies.pipeline.replay.stage_run import StageRun
+from boltmesh.strategies.pipeline.replay.trace import MetricTrace
+from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
+from boltmesh.strategies.pipeline.signals import NUM_SIGNALS, SharedSignals
+from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
+from boltmesh.strategies.pipeline.versions import ParameterSlots
+from boltmesh.strategies.steps.digest import BatchDigest
+from boltmesh.strategies.steps.metrics import MetricKind
+from boltmesh.strategies.steps.quiet import quiet
+
+
+class StepRunner:
+    """Runs steps on a model that is placed. All of it is collective over the pipeline.
+
+    Args:
+        module: The whole model.
+        metrics: Its metrics, by name.
+        placement: How it is divided, and how steps run on that.
+        holdings: What this rank has of it.
+        programs: The actions of this rank.
+        num_microbatches: Of the batch that the model was divided by.
+        executor: Performs them.
+        sharing: Lays what the last stage tells out in a row.
+        signals: Told with that row.
+        context: Where the pipeline finds itself.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        metrics: Mapping[str, MetricKind],
+        placement: Placement,
+        holdings: Holdings,
+        *,
+        programs: Programs,
+        num_microbatches: int,
+        executor: Executor,
+        sharing: Sharing,
+        signals: SharedSignals,
+        context: PipelineContext,
+    ) -> None:
+        self.digest = BatchDigest()
+        """Of the batch that the next step gets."""
+        self._module = module
+        self._metrics = metrics
+        self._placement = placement
+        self._programs = programs
+        self._whole = programs.of(num_microbatches)
+        self._end = programs.num_stages - 1
+        self._executor = executor
+        self._sharing = sharing
+        self._signals = signals
+        self._context = context
+        self.glue_state = GlueState(
+            module, self._whole.stages, programs.rank_of_stage, context.group
+        )
+        self.delayed: DelayedGradients | None = None
+        """Where the schedule applies gradients a step late."""
+        if programs.is_asynchronous:
+            slots = ParameterSlots(module, holdings.parameters)
+            self.delayed = DelayedGradients(
+                slots, holdings.shared, self._finish, executor.drop_carried
+            )
+
+    def work_off(
+        self, run: Run, finish: Finish, around: Around, found: Callable[[StepLogs], Tensor]
+    ) -> tuple[StepLogs, Tensor]:
+        """Run all chunks of this rank.
+
+        Args:
+            run: The step and its microbatches.
+            finish: Takes what the last stage returned.
+            around: Precision.
+            found: Gives what the last stage's rank tells the others, ``sharing.row``.
+
+        Returns:
+            What the last stage logged, and what each rank told at the end.
+        """
+        try:
+            with around():
+                runs = self._stage_runs(run)
+                metrics = self._metric_calls(run, [each[0].plan.metrics for each in runs])
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.refuse(error)
+        logs = StepLogs(self._module, metrics)
+        stages = [
+            RunStage(
+                [each[index] for each in runs],
+                run,
+                around,
+                self.glue_state.during(
+                    logs.of_microbatch if index == self._end else self._quiet,
+                    [each[index].plan for each in runs],
+                ),
+                finish if index == self._end else None,
+                is_last=index == self._end,
+            )
+            for index in self._whole.stages
+        ]
+        tell = partial(found, logs) if self._end in self._whole.stages else None
+        if self.delayed is None:
+            outcome = self._run(self._programs.of(len(run.parts)), stages, tell)
+        else:
+            with self.delayed.batch() as before:
+                program = self._programs.asynchronous(before, len(run.parts))
+                outcome = self._run(program, stages, tell)
+        self.glue_state.share(each[0].plan for each in runs)
+        return logs, outcome.told[:, NUM_SIGNALS:]
+
+    def _stage_runs(self, run: Run) -> list[tuple[StageRun, ...]]:
+        """Return how each microbatch runs on each stage."""
+        return self._placement.plans.stages_of_parts(
+            run.step, run.parts, run.rest, run.kwargs, run.seeds
+        )
+
+    def _metric_calls(self, run: Run, called: Sequence[tuple[MetricTrace, ...]]) -> MetricCalls:
+        """Return what keeps the calls of metrics that a step makes."""
+        of_batch: tuple[MetricTrace, ...] = ()
+        if any(called):
+            plans = self._placement.plans.stages(
+                run.step, run.batch, *run.rest, kwargs=run.kwargs, seed=run.seeds[0]
+            )
+            of_batch = plans[0].plan.metrics
+        return MetricCalls(self._metrics, of_batch, len(run.parts))
+
+    def _quiet(self, microbatch: int) -> AbstractContextManager[None]:
+        return quiet(self._module, self._metrics)
+
+    def pass_through(
+        self, run: Run, last: Sequence[StageRun], around: Around
+    ) -> list[tuple[Tensor, ...]]:
+        """Run the units of all stages forward.
+
+        Args:
+            run: The step and its microbatches.
+            last: The last stage, by microbatch; ends behind its last unit.
+            around: Precision.
+
+        Returns:
+            What it gave for each microbatch; nothing on the other stages' ranks.
+        """
+        program = self._programs.of(len(run.parts)).forward_only
+        try:
+            with around():
+                planned = self._stage_runs(run)
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.refuse(error)
+        runs = [(*each[: self._end], last[number]) for number, each in enumerate(planned)]
+        stages = [
+            RunStage(
+                [each[index] for each in runs],
+                run,
+                around,
+                lambda _: nullcontext(),
+                is_last=index == self._end,
+            )
+            for index in program.stages
+        ]
+        outputs = self._run(program, stages).outputs
+        return [outputs[number] for number in sorted(outputs)]
+
+    def _run(
+        self,
+        program: Program,
+        stages: Sequence[RunStage],
+        found: Callable[[], Tensor] | None = None,
+    ) -> Outcome:
+        digest, self.digest = self.digest, BatchDigest()
+
+        def tell() -> Tensor:
+            zeros = torch.zeros(self._sharing.length, dtype=torch.float64)
+            return torch.cat([self._signals.row(), zeros if found is None else found()])
+
+        with host_random_kept():
+            outcome = self._executor.run(program, stages, digest, tell)
+        self._signals.hear(outcome.told[:, :NUM_SIGNALS])
+        return outcome
+
+    def relay(self, run: Run) -> Any:
+        """Run a step on the whole batch, each unit on its rank; return what it returns."""
+        made = relay_of(self._module, self._placement, self._context.group, self._context.device)
+        with self._executor.beside(run.step):
+            return made.run(run.step, (run.batch, *run.rest), run.kwargs, run.seeds[0])
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise what keeps this rank from a step, on all ranks. In the place of the step."""
+        self._executor.refuse(self._whole, error)
+
+    def _finish(self, num_microbatches: int) -> None:
+        """Do the backward passes that are left of so many microbatches, and nothing else."""
+        self._run(self._programs.asynchronous(num_microbatches, 0), [])
