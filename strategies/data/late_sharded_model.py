@@ -14,6 +14,7 @@ from boltmesh.strategies.access import know_units
 from boltmesh.strategies.data.axis import AxisContext
 from boltmesh.strategies.data.buffers import BufferSync
 from boltmesh.strategies.data.evaluation import Attendance
+from boltmesh.strategies.data.host_collectives import HostCollectives
 from boltmesh.strategies.data.late_replicas import share_state
 from boltmesh.strategies.data.late_scalars import LateScalars
 from boltmesh.strategies.data.refusals import refuse_mixed_types, refuse_parameters
@@ -77,6 +78,7 @@ def shard_late(
         [],
         LateScalars(module, mesh.mesh, context.group, absent=absent),
         StepUnits(units.values()),
+        HostCollectives.where_needed(units.values(), context.device),
         absent,
     )
 

@@ -8,9 +8,12 @@ from torch.optim import Optimizer
 from boltmesh.strategies.data.sharded_model import ShardedModel
 from boltmesh.strategies.observe import tensors_within
 from boltmesh.strategies.torch_compat import unit_parameters, whole_gradients
+from boltmesh.telemetry.recording.memory_walk import StoredBytes
 
 
-def held_tensors(model: ShardedModel, optimizers: Sequence[Optimizer]) -> dict[str, list[Tensor]]:
+def held_tensors(
+    model: ShardedModel, optimizers: Sequence[Optimizer]
+) -> dict[str, list[Tensor | StoredBytes]]:
     """Return the tensors that are there now; gathered copies count as parameters.
 
     Asked of the module itself, parameters would be the shards or the whole, as it happens to be.
@@ -23,16 +26,18 @@ def held_tensors(model: ShardedModel, optimizers: Sequence[Optimizer]) -> dict[s
     gradients = [each.grad for each in shards if each.grad is not None]
     for unit in model.units.values():
         gradients += whole_gradients(unit)
+    free = 0 if model.on_host is None else model.on_host.memory.num_free_bytes
     return {
-        "parameters": shards + wholes,
-        "gradients": gradients,
+        "parameters": [*shards, *wholes],
+        "gradients": [*gradients],
         "optimizer": [
             tensor
             for optimizer in optimizers
             for state in optimizer.state.values()
             for tensor in tensors_within(state)
         ],
-        "buffers": list(model.module.buffers()),
+        "buffers": [*model.module.buffers()],
+        "cache": [StoredBytes("host", free)],
     }
 
 

@@ -15,6 +15,7 @@ from boltmesh.strategies.data.autocast import full_precision_modules, is_any_cas
 from boltmesh.strategies.data.axis import AxisContext
 from boltmesh.strategies.data.buffers import BufferSync
 from boltmesh.strategies.data.evaluation import Attendance, Gather
+from boltmesh.strategies.data.host_collectives import HostCollectives
 from boltmesh.strategies.data.refusals import refuse_mixed_types, refuse_parameters
 from boltmesh.strategies.data.root import Root
 from boltmesh.strategies.data.scalars import Scalars, scalars_of
@@ -47,6 +48,8 @@ class ShardedModel:
     """Parameters that cannot be sharded."""
     step_units: StepUnits
     """All units, for what every step does with them."""
+    on_host: HostCollectives | None
+    """How units are gathered and reduced on the CPU; None on a device."""
     absent: frozenset[Parameter] = frozenset()
     """Parameters of which the ranks of the data axis have no values: other stages hold them."""
 
@@ -59,6 +62,11 @@ class ShardedModel:
         """Free every gathered copy, so that the next use gathers what the shards are now."""
         self.step_units.reshard()
         self.scalars.put_back()
+
+    def give_back_memory(self) -> None:
+        """Return to the system what no gather or reduction uses now."""
+        if self.on_host is not None:
+            self.on_host.memory.give_back()
 
 
 def shard_model(
@@ -126,6 +134,7 @@ def shard_model(
         tiled,
         Scalars(module, mesh.mesh, context.group),
         StepUnits(sharded.values()),
+        HostCollectives.where_needed(sharded.values(), context.device),
     )
 
 

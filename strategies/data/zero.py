@@ -354,6 +354,7 @@ class Shards(DataAxis):
             self.sharded.reshard()
             if self._offload is not None:
                 self._offload.close()
+            self.sharded.give_back_memory()
             forget_toggles(self.sharded.module)
 
     # What is to be expected.

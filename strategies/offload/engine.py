@@ -34,13 +34,12 @@ from boltmesh.strategies.offload.lanes import CopyLane
 from boltmesh.strategies.offload.layout import Held, held_units, refuse_unknown
 from boltmesh.strategies.offload.opening import OffloadPlan
 from boltmesh.strategies.offload.parking import ParkingLot
-from boltmesh.strategies.offload.reduction import HostReduction, ReusedMemory
 from boltmesh.strategies.offload.shard import OffloadedShard
 from boltmesh.strategies.offload.sources import ParameterSource, Settling
 from boltmesh.strategies.offload.stepper import Stepper
 from boltmesh.strategies.offload.taking import take_over
 from boltmesh.strategies.offload.worker import worker_threads
-from boltmesh.strategies.torch_compat import reduce_with, watch_dropped_gathers
+from boltmesh.strategies.torch_compat import watch_dropped_gathers
 from boltmesh.telemetry.recording.memory_walk import StoredBytes
 from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
 
@@ -94,7 +93,6 @@ class OffloadEngine(Settling):
         self._layers: dict[str, list[Module]] = {}
         self._optimizers: list[Optimizer] = []
         self._restores: list[Callable[[], None]] = []
-        self._reduced = ReusedMemory()
         self._lane = CopyLane(device, recorder)
         self._is_step_new = True
 
@@ -116,12 +114,6 @@ class OffloadEngine(Settling):
         for name, unit in units.items():
             self._modules[name] = unit
             watch_dropped_gathers(unit, _abandon)
-            if self.device.type == "cpu":
-                self._restores.append(reduce_with(unit, self._build_reduction))
-
-    def _build_reduction(self, num_ranks: int) -> tuple[HostReduction, Callable[[], None]]:
-        reduction = HostReduction(self._reduced, num_ranks)
-        return reduction, reduction.finish
 
     def adopt(
         self,
@@ -200,7 +192,6 @@ class OffloadEngine(Settling):
             for restore in self._restores:
                 restore()
             self._restores.clear()
-            self._reduced.close()
             self._optimizers.clear()
 
     def _finish(self, stepper: Stepper, arrivals: Arrivals) -> None:
@@ -358,8 +349,6 @@ class OffloadEngine(Settling):
         held: list[Tensor | StoredBytes] = []
         if self._arrivals is not None:
             held.extend(self._arrivals.held())
-        if free := self._reduced.num_free_bytes:
-            held.append(StoredBytes("host", free))
         return {**kinds, "gradients": held}
 
     @property

@@ -5,7 +5,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, ReduceScatterOptions, Store
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -56,10 +56,35 @@ class HostBackend(Protocol):
     def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> dist.Work:
         """Receive one from a rank of the group."""
 
+    def _allgather_base(self, output: Tensor, part: Tensor, /) -> dist.Work:
+        """Gather equal parts into one tensor."""
+
+    def _reduce_scatter_base(
+        self, output: Tensor, whole: Tensor, options: ReduceScatterOptions, /
+    ) -> dist.Work:
+        """Reduce tensors of all ranks; give each rank its part."""
+
 
 def host_backend(group: dist.ProcessGroup) -> HostBackend:
     """Return what carries a group's messages over the CPU, behind torch's dispatcher."""
     return cast("HostBackend", group._get_backend(torch.device("cpu")))
+
+
+def gather_on_host(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """``all_gather_single`` over the CPU, behind torch's dispatcher; returns at once."""
+    return host_backend(group)._allgather_base(output, part)
+
+
+def reduce_scatter_on_host(
+    output: Tensor,
+    whole: Tensor,
+    group: dist.ProcessGroup,
+    operation: dist.ReduceOp | dist.ReduceOp.RedOpType,
+) -> dist.Work:
+    """``reduce_scatter_single`` over the CPU, behind torch's dispatcher; returns at once."""
+    options = ReduceScatterOptions()
+    options.reduceOp = operation  # type: ignore[assignment]
+    return host_backend(group)._reduce_scatter_base(output, whole, options)
 
 
 BROADCAST_BUCKET_BYTES = 250 << 20

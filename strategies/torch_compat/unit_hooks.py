@@ -1,13 +1,13 @@
 """What FSDP2 is made to do at the gathers and reductions of its units."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultReduceScatter as DefaultReduceScatter,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from boltmesh.strategies.torch_compat.tensors import local_tensor
@@ -56,51 +56,35 @@ def _intercept_group(
     group.unshard, group.post_backward = gather, reduce
 
 
-def reduce_with(
-    unit: FSDPModule, build: Callable[[int], tuple[Any, Callable[[], None]]]
-) -> Callable[[], None]:
-    """Reduce a unit's gradients by another ``ReduceScatter`` where FSDP2's default does it.
+def reduce_with(unit: FSDPModule, build: Callable[[int], "EndedReduceScatter"]) -> None:
+    """Reduce a unit's gradients by another ``ReduceScatter``, which is told of the end of each.
 
     Args:
         unit: Of ``fully_shard``.
-        build: Given the number of ranks that share the unit, returns what reduces, and a function
-            that is called after each reduction, also after one that failed.
-
-    Returns:
-        A function that puts the default back.
+        build: Given the number of ranks that share the unit, returns what reduces.
     """
-    restores = [
-        _reduce_group_with(group, build)
-        for group in parameter_groups(unit)
-        if type(getattr(group, "_reduce_scatter_comm", None)) is DefaultReduceScatter
-    ]
-
-    def restore() -> None:
-        for each in restores:
-            each()
-
-    return restore
+    for group in parameter_groups(unit):
+        comm = build(group._reduce_scatter_process_group.size())
+        group._reduce_scatter_comm = comm
+        group.post_backward = _ending(group.post_backward, comm.finish)
 
 
-def _reduce_group_with(
-    group: Any, build: Callable[[int], tuple[Any, Callable[[], None]]]
-) -> Callable[[], None]:
-    default, post_backward = group._reduce_scatter_comm, group.post_backward
-    comm, finish = build(group._reduce_scatter_process_group.size())
+class EndedReduceScatter(ReduceScatter):
+    """One that is told when a reduction has ended."""
 
+    @abstractmethod
+    def finish(self) -> None:
+        """Called after each reduction, also after one that failed."""
+
+
+def _ending(post_backward: Callable[..., Any], finish: Callable[[], None]) -> Callable[..., Any]:
     def reduce(*args: Any) -> Any:
         try:
             return post_backward(*args)
         finally:
             finish()
 
-    def restore() -> None:
-        group._reduce_scatter_comm = default
-        if group.post_backward is reduce:  # else somebody has wrapped it, and it does no harm
-            group.post_backward = post_backward
-
-    group._reduce_scatter_comm, group.post_backward = comm, reduce
-    return restore
+    return reduce
 
 
 def watch_dropped_gathers(unit: FSDPModule, dropped: Callable[[Tensor], None]) -> None:

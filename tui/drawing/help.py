@@ -97,7 +97,7 @@ FIGURES_OF: Mapping[str, Entries] = {
     "devices": _DEVICES,
     "memory": (
         ("predicted", "what the strategy said before training"),
-        ("cache", "held by torch's allocator and unused"),
+        ("cache", "held for the next tensors, and unused"),
         ("other", "the rest of what the process holds"),
         ("offload", "what goes between the device, the host and the disk:"),
         ("", "median of the ranks; busy is the rank where it takes longest"),

@@ -150,6 +150,10 @@ def _is_on_host(args: tuple[Any, ...]) -> bool:
     return False
 
 
+Noted = list[tuple[CollectiveObserver, Ticket]]
+"""Who was told of a call, and what each is to be given with what follows."""
+
+
 class CollectiveHook:
     """The one set of kernels of this process, shared by all who observe.
 
@@ -164,7 +168,7 @@ class CollectiveHook:
         self.done: defaultdict[int, int] = defaultdict(time.monotonic_ns)
         """When each call was done, by its number, until it is settled."""
         self._note_done: Callable[[int], int] = self.done.__getitem__
-        self._awaited: dict[int, list[tuple[CollectiveObserver, Ticket]]] = {}
+        self._awaited: dict[int, Noted] = {}
         self._numbers = itertools.count()
         self._unsourced: deque[_Unsourced] = deque(maxlen=_MAX_UNSOURCED)
 
@@ -193,6 +197,8 @@ class CollectiveHook:
             if not self._observers:
                 self._uninstall()
 
+    # Of operators that go past the dispatcher.
+
     def note_message(
         self, operator: str, group: dist.ProcessGroup, num_bytes: int, peer: int
     ) -> None:
@@ -200,10 +206,34 @@ class CollectiveHook:
 
         To be called before it is posted: what hangs has to have been told.
         """
-        for observer in self._observers:
-            ticket = observer.enqueued(operator, group, num_bytes, False, False, peer)
-            if ticket is not None:
-                observer.returned(ticket)
+        for observer, ticket in self._tell(operator, group, num_bytes, False, False, peer):
+            observer.returned(ticket)
+
+    def post(
+        self,
+        operator: str,
+        group: dist.ProcessGroup,
+        num_bytes: int,
+        post: Callable[[], dist.Work],
+        *,
+        is_synchronous: bool = False,
+    ) -> dist.Work:
+        """Tell the observers of a collective over the CPU that goes past the dispatcher.
+
+        Args:
+            operator: Its name in the dispatcher, without the last underscore.
+            group: Of this rank.
+            num_bytes: Its payload.
+            post: Posts it.
+            is_synchronous: Return when it is done; otherwise the caller waits for what it gets.
+        """
+        if self.done:
+            self.settle()
+        noted = self._tell(operator, group, num_bytes, is_synchronous, True)
+        work = post()
+        if noted:
+            self._time(work, noted, is_synchronous)
+        return work
 
     def settle(self) -> None:
         """Tell the observers which calls are done. See [Note: When a collective is done]."""
@@ -231,7 +261,34 @@ class CollectiveHook:
                 for observer, ticket in each.noted:
                     observer.found_peer(ticket, each.group, peer)
 
-    def _await(self, work: dist.Work, noted: list[tuple[CollectiveObserver, Ticket]]) -> None:
+    def _tell(
+        self,
+        operator: str,
+        group: dist.ProcessGroup,
+        num_bytes: int,
+        is_synchronous: bool,
+        is_timed: bool,
+        peer: int | None = None,
+    ) -> Noted:
+        """Tell the observers of a call before it runs; return who wants to know more of it."""
+        noted = []
+        for observer in self._observers:
+            ticket = observer.enqueued(operator, group, num_bytes, is_synchronous, is_timed, peer)
+            if ticket is not None:
+                noted.append((observer, ticket))
+        return noted
+
+    def _time(self, work: dist.Work, noted: Noted, is_synchronous: bool) -> None:
+        """Have the observers told when a call is done."""
+        if not is_synchronous:
+            self._await(work, noted)
+            return
+        work.wait()  # as the caller does next
+        done_ns = time.monotonic_ns()
+        for observer, ticket in noted:
+            observer.completed(ticket, done_ns)
+
+    def _await(self, work: dist.Work, noted: Noted) -> None:
         number = next(self._numbers)
         self._awaited[number] = noted
         # Called with the future, which ``next`` takes for its default and does not return: the map
@@ -309,11 +366,7 @@ class CollectiveHook:
             group = unbox(args[group_at])
             if self.done:
                 self.settle()
-            noted = []
-            for observer in self._observers:
-                ticket = observer.enqueued(operator, group, size, is_synchronous, is_timed)
-                if ticket is not None:
-                    noted.append((observer, ticket))
+            noted = self._tell(operator, group, size, is_synchronous, is_timed)
             try:
                 result = redispatch(keys & after, *args)
             finally:
@@ -322,13 +375,7 @@ class CollectiveHook:
                         observer.returned(ticket)
             if is_timed and noted:
                 work = unbox_work(result[-1] if isinstance(result, (tuple, list)) else result)
-                if is_synchronous:
-                    work.wait()  # as the caller does next
-                    done_ns = time.monotonic_ns()
-                    for observer, ticket in noted:
-                        observer.completed(ticket, done_ns)
-                else:
-                    self._await(work, noted)
+                self._time(work, noted, is_synchronous)
             return result
 
         return kernel
@@ -360,11 +407,7 @@ class CollectiveHook:
             peer = ANYBODY if peer_at is None else args[peer_at]
             if self.done:
                 self.settle()
-            noted = []
-            for observer in self._observers:
-                ticket = observer.enqueued(operator, group, size, False, False, peer)
-                if ticket is not None:
-                    noted.append((observer, ticket))
+            noted = self._tell(operator, group, size, False, False, peer)
             try:
                 result = redispatch(keys & after, *args)
             finally:
@@ -401,7 +444,7 @@ class _Unsourced(NamedTuple):
 
     work: dist.Work
     group: dist.ProcessGroup
-    noted: list[tuple[CollectiveObserver, Ticket]]
+    noted: Noted
 
 
 class _Probe:

@@ -18,7 +18,7 @@ from boltmesh.strategies.offload.engine import OffloadEngine
 from boltmesh.strategies.offload.opening import OffloadPlan
 from boltmesh.strategies.offload.shard import OffloadedShard
 from boltmesh.strategies.offload.speculation import WARMUP_STEPS
-from boltmesh.strategies.torch_compat import DefaultReduceScatter, local_tensor, reduce_with
+from boltmesh.strategies.torch_compat import local_tensor
 from tests.support import offloaded
 from tests.support.offloaded import Twin, full, sharded_net
 from tests.support.ranks import RankFailure, run_ranks
@@ -440,28 +440,6 @@ def test_a_parameter_that_would_never_be_stepped_is_refused() -> None:
         RankFailure, match=r"Adam updates 1 parameters, of the shapes \(3, 5\), .*head\.weight"
     ):
         on_ranks(_foreign_parameter)
-
-
-def _refused_and_closed() -> None:
-    net, units = sharded_net()
-    engine = OffloadEngine(OffloadPlan({"host": 1.0}), device=torch.device("cpu"))
-    engine.attach(net, units)
-    with pytest.raises(ConfigError):
-        engine.adopt([Adam([torch.nn.Parameter(torch.zeros(3, 5))])], exposes_gradients=False)
-    engine.close()
-    default: list[int] = []
-
-    def build(num_ranks: int) -> tuple[object, Callable[[], None]]:
-        default.append(num_ranks)
-        return DefaultReduceScatter(), lambda: None
-
-    for unit in units.values():
-        reduce_with(unit, build)
-    assert len(default) == len(units)
-
-
-def test_an_engine_that_was_refused_leaves_fsdp2_as_it_was() -> None:
-    on_ranks(_refused_and_closed)
 
 
 def _exposed_and_kept() -> None:

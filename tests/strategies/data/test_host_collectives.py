@@ -1,4 +1,4 @@
-"""Gradients are reduced to memory that is used again, and never to memory that is still used."""
+"""On the host gathers overlap, and no tensor lies in memory that is still used."""
 
 import pytest
 import torch
@@ -8,15 +8,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from boltmesh.errors import OffloadError
-from boltmesh.strategies.offload import reduction
-from boltmesh.strategies.offload.reduction import REUSED_BYTES, HostReduction, ReusedMemory
-from boltmesh.strategies.torch_compat import DefaultReduceScatter, local_tensor, reduce_with
+from boltmesh.strategies.data import reused_memory
+from boltmesh.strategies.data.host_collectives import (
+    HostAllGather,
+    HostCollectives,
+    HostReduceScatter,
+)
+from boltmesh.strategies.data.reused_memory import (
+    ON_HUGE_PAGES_BYTES,
+    REUSED_BYTES,
+    ReusedMemory,
+)
+from boltmesh.strategies.torch_compat import local_tensor, shared_store
+from tests.support.ranks import run_ranks
 
 NUMEL = REUSED_BYTES // 4
 CPU = torch.device("cpu")
 
 
-def allocate(reduction: HostReduction, numel: int = NUMEL) -> Tensor:
+def allocate(reduction: HostReduceScatter, numel: int = NUMEL) -> Tensor:
     return reduction.allocate((numel,), dtype=torch.float32, device=CPU)
 
 
@@ -60,9 +70,9 @@ def test_memory_that_the_system_does_not_give_is_not_counted(
 ) -> None:
     memory = ReusedMemory()
     with monkeypatch.context() as patch:
-        patch.setattr(reduction, "allocate_host", _give_nothing)
+        patch.setattr(reused_memory, "allocate_host", _give_nothing)
         with pytest.raises(OffloadError):
-            memory.take(100 * NUMEL, torch.float32)
+            memory.take(100 * ON_HUGE_PAGES_BYTES, torch.uint8)
     for numel in (NUMEL, 2 * NUMEL):
         taken = memory.take(numel, torch.float32)
         del taken
@@ -73,26 +83,29 @@ def _give_nothing(num_bytes: int, *, device: torch.device) -> Tensor:
     raise OffloadError("no memory")
 
 
-def test_what_is_used_when_it_is_closed_stays_readable_and_is_not_kept() -> None:
+def test_what_is_given_back_is_taken_anew_and_what_is_used_stays_readable() -> None:
     memory = ReusedMemory()
     used, free = memory.take(NUMEL, torch.float32), memory.take(NUMEL, torch.float32)
     used.fill_(3.0)
     del free
-    memory.close()
+    memory.give_back()
     assert memory.num_free_bytes == 0
     assert used.sum(dtype=torch.float64).item() == 3.0 * NUMEL
     del used
-    assert memory.num_free_bytes == 0
+    assert memory.num_free_bytes == REUSED_BYTES
+    others = [memory.take(2 * NUMEL, torch.float32) for _ in range(2)]
+    del others
+    assert memory.num_free_bytes == 4 * REUSED_BYTES
 
 
 def test_one_process_reduces_in_place_and_two_do_not() -> None:
-    alone, shared = HostReduction(ReusedMemory(), 1), HostReduction(ReusedMemory(), 2)
+    alone, shared = HostReduceScatter(ReusedMemory(), 1), HostReduceScatter(ReusedMemory(), 2)
     assert allocate(alone) is allocate(alone)
     assert allocate(shared) is not allocate(shared)
 
 
 def test_after_a_reduction_that_failed_the_next_gets_other_memory() -> None:
-    reducing = HostReduction(ReusedMemory(), 1)
+    reducing = HostReduceScatter(ReusedMemory(), 1)
     failed = allocate(reducing)
     reducing.finish()
     following = allocate(reducing)
@@ -112,23 +125,17 @@ def gradients(*, is_reused: bool) -> tuple[list[Tensor], int]:
     torch.manual_seed(0)
     layer = torch.nn.Linear(1024, NUMEL // 1024)
     mesh = init_device_mesh("cpu", (1,))
-    fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    memory = ReusedMemory()
-
-    def build(num_ranks: int):
-        reduction = HostReduction(memory, num_ranks)
-        return reduction, reduction.finish
-
-    restore = reduce_with(layer, build) if is_reused else lambda: None  # type: ignore[arg-type]
+    unit = fully_shard(
+        layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    )
+    collectives = HostCollectives([unit] if is_reused else [])
     found = []
     for ends_step in (False, True, True):
         layer(torch.randn(2, 1024)).square().mean().backward()
         found += [local_tensor(each.grad).clone() for each in layer.parameters()]  # type: ignore[arg-type]
         if ends_step:
             layer.zero_grad()
-    num_free = memory.num_free_bytes
-    restore()
-    return found, num_free
+    return found, collectives.memory.num_free_bytes
 
 
 def test_gradients_are_those_of_fsdp2_to_the_bit(group) -> None:
@@ -139,10 +146,49 @@ def test_gradients_are_those_of_fsdp2_to_the_bit(group) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_comm_that_somebody_has_set_stays(group) -> None:
-    class Own(DefaultReduceScatter):
-        pass
+def gather_one_by_one(rank: int, world_size: int) -> list[float]:
+    """The second rank takes part only when the first one's call has returned."""
+    world, store = dist.group.WORLD, shared_store("gather_one_by_one")
+    assert world is not None
+    assert store is not None
+    comm = HostAllGather(ReusedMemory())
+    output = comm.allocate((NUMEL * world_size,), dtype=torch.float32, device=CPU)
+    part = output[rank * NUMEL : (rank + 1) * NUMEL].fill_(rank + 1.0)
+    if rank > 0:
+        store.wait(["posted"])
+    work = comm(output, part, world)
+    store.set("posted", "")
+    work.wait()
+    return output.view(world_size, -1).mean(1).tolist()
 
-    layer = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
-    layer.set_custom_reduce_scatter(Own())
-    reduce_with(layer, lambda _: pytest.fail("replaced"))()
+
+@pytest.mark.ranks
+def test_a_gather_is_waited_for_only_where_it_is_used() -> None:
+    assert run_ranks(gather_one_by_one, 2) == [[1.0, 2.0], [1.0, 2.0]]
+
+
+def train(rank: int, world_size: int, is_ours: bool) -> list[Tensor]:
+    """Return losses and last shards of a model that frees its blocks."""
+    torch.manual_seed(0)
+    blocks = [torch.nn.Linear(512, 512) for _ in range(4)]
+    model = torch.nn.Sequential(*blocks)
+    mesh = init_device_mesh("cpu", (world_size,))
+    units = [fully_shard(each, mesh=mesh) for each in (*blocks, model)]
+    collectives = HostCollectives(units if is_ours else [])
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+    for step in range(4):
+        batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(2 * step + rank))
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    assert (collectives.memory.num_free_bytes > 0) is is_ours
+    return [*found, *(local_tensor(each).detach().clone() for each in model.parameters())]
+
+
+@pytest.mark.ranks
+def test_a_model_trains_as_with_torchs_own_collectives_to_the_bit() -> None:
+    for mine, theirs in zip(run_ranks(train, 2, True), run_ranks(train, 2, False), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)

@@ -1,27 +1,24 @@
-"""Where FSDP2 reduces gradients to, when the model is computed on the host.
+"""Host memory that is handed out again once nobody uses it any more.
 
-FSDP2 asks for two new tensors a unit and step, and copies one to the other where there is nothing
-to reduce. On the host most of that time goes into pages: the system clears each of them before its
-first use, and takes it back with the tensor. Here tensors lie on 2 MiB pages that are used again
-by a later tensor of their size, and a group of one process has the second tensor for nothing: it
-is the first.
+The system clears each page before its first use and takes it back with the tensor, and FSDP2 makes
+three tensors a unit and step: on the host, that can take longer than what is done with them.
 """
 
 import ctypes
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from boltmesh.strategies.offload.memory import HUGE_PAGE_BYTES, allocate_host
-from boltmesh.strategies.torch_compat import DefaultReduceScatter
 
-REUSED_BYTES = 8 * HUGE_PAGE_BYTES
-"""From here on memory is kept: below it, what the last page wastes is too much of the whole."""
+REUSED_BYTES = 1 << 18
+"""From here on memory is kept: what is smaller, the C library keeps itself."""
+
+ON_HUGE_PAGES_BYTES = 8 * HUGE_PAGE_BYTES
+"""From here on memory lies on 2 MiB pages: below it, the last page wastes too much of the whole."""
 
 
 class ReusedMemory:
@@ -38,7 +35,6 @@ class ReusedMemory:
         self._free: list[Tensor] = []  # the longest unused one first
         self._used_bytes = 0
         self._peak_bytes = 0
-        self._is_closed = False
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of any values. Its memory comes back with the last tensor that views it."""
@@ -47,7 +43,7 @@ class ReusedMemory:
             return torch.empty(numel, dtype=dtype)
         memory = self._find(num_bytes)
         lease = (ctypes.c_char * num_bytes).from_address(memory.data_ptr())
-        weakref.finalize(lease, self._give_back, memory).atexit = False
+        weakref.finalize(lease, self._returned.append, memory).atexit = False
         return torch.frombuffer(lease, dtype=dtype)
 
     def _find(self, num_bytes: int) -> Tensor:
@@ -62,7 +58,7 @@ class ReusedMemory:
                 free_bytes = sum(each.numel() for each in self._free)
                 while used_bytes + free_bytes > peak_bytes:
                     free_bytes -= self._free.pop(0).numel()
-                memory = allocate_host(num_bytes, device=torch.device("cpu"))
+                memory = _allocate(num_bytes)
             self._used_bytes, self._peak_bytes = used_bytes, peak_bytes
             return memory
 
@@ -72,11 +68,6 @@ class ReusedMemory:
             self._used_bytes -= memory.numel()
             self._free.append(memory)
 
-    def _give_back(self, memory: Tensor) -> None:
-        """On any thread that drops a tensor."""
-        if not self._is_closed:
-            self._returned.append(memory)
-
     @property
     def num_free_bytes(self) -> int:
         """What waits to be taken again."""
@@ -84,41 +75,15 @@ class ReusedMemory:
             self._sort_in()
             return sum(each.numel() for each in self._free)
 
-    def close(self) -> None:
-        """Return what is free to the system; what is still used follows with its tensors."""
-        self._is_closed = True
+    def give_back(self) -> None:
+        """Return what is free to the system, and begin anew to note what is in use at a time."""
         with self._lock:
-            self._returned.clear()
+            self._sort_in()
             self._free.clear()
+            self._peak_bytes = self._used_bytes
 
 
-class HostReduction(DefaultReduceScatter):
-    """FSDP2's reduce-scatter of one unit with tensors of a ``ReusedMemory``.
-
-    Args:
-        memory: Where tensors lie.
-        num_ranks: Of the group that the unit is sharded over.
-    """
-
-    def __init__(self, memory: ReusedMemory, num_ranks: int) -> None:
-        self._memory = memory
-        self._is_alone = num_ranks == 1
-        self._input: Tensor | None = None
-
-    @override
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        numel = int(size[0])
-        if (given := self._input) is not None:
-            self._input = None
-            if given.numel() == numel and given.dtype == dtype:
-                return given  # FSDP2 copies it to itself, which does nothing
-        taken = self._memory.take(numel, dtype)
-        if self._is_alone:
-            self._input = taken
-        return taken
-
-    def finish(self) -> None:
-        """A reduction has ended, perhaps with an error: what is asked for next begins another."""
-        self._input = None
+def _allocate(num_bytes: int) -> Tensor:
+    if num_bytes < ON_HUGE_PAGES_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    return allocate_host(num_bytes, device=torch.device("cpu"))

@@ -1,0 +1,125 @@
+"""How FSDP2 gathers and reduces where the model is computed on the host.
+
+Left to itself, it waits for each gather where it asks for it, so that nothing overlaps, and makes
+new tensors for each. Here a gather is waited for where its parameters are used: what FSDP2 asks for
+ahead, in a backward pass, arrives meanwhile. Tensors lie in memory that is used again, and a group
+of one process has the result of a reduction for nothing: it is the input.
+
+Collectives are posted at the group's backend itself. torch's functions pass its dispatcher, where
+telemetry looks on from a kernel in Python; it is told of them here instead.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
+
+from boltmesh.strategies.data.reused_memory import ReusedMemory
+from boltmesh.strategies.torch_compat import (
+    AllGather,
+    EndedReduceScatter,
+    gather_on_host,
+    reduce_scatter_on_host,
+    reduce_with,
+)
+from boltmesh.telemetry.recording.torch_compat import COLLECTIVES
+
+
+class HostAllGather(AllGather):
+    """FSDP2's all-gather of one unit, into tensors of a ``ReusedMemory``."""
+
+    def __init__(self, memory: ReusedMemory) -> None:
+        self._memory = memory
+
+    @override
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return self._memory.take(int(size[0]), dtype)
+
+    @override
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work:
+        """Return what FSDP2 waits for before it reads the result, whatever ``async_op`` says."""
+        post = partial(gather_on_host, output_tensor, input_tensor, group)
+        return COLLECTIVES.post("_allgather_base", group, output_tensor.nbytes, post)
+
+
+class HostReduceScatter(EndedReduceScatter):
+    """FSDP2's reduce-scatter of one unit, with tensors of a ``ReusedMemory``.
+
+    Args:
+        memory: Where tensors lie.
+        num_ranks: Of the group that the unit is sharded over.
+    """
+
+    def __init__(self, memory: ReusedMemory, num_ranks: int) -> None:
+        self._memory = memory
+        self._is_alone = num_ranks == 1
+        self._input: Tensor | None = None
+
+    @override
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        numel = int(size[0])
+        if (given := self._input) is not None:
+            self._input = None
+            if given.numel() == numel and given.dtype == dtype:
+                return given  # FSDP2 copies it to itself, which does nothing
+        taken = self._memory.take(numel, dtype)
+        if self._is_alone:
+            self._input = taken
+        return taken
+
+    @override
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work:
+        """Return when the result is there: FSDP2 reads it at once, and never asks for less."""
+        post = partial(reduce_scatter_on_host, output_tensor, input_tensor, group, op)
+        work = COLLECTIVES.post(
+            "_reduce_scatter_base", group, input_tensor.nbytes, post, is_synchronous=True
+        )
+        work.wait()
+        return work
+
+    @override
+    def finish(self) -> None:
+        """See base class: what is asked for next begins another reduction."""
+        self._input = None
+
+
+class HostCollectives:
+    """Those of all units of a model.
+
+    Args:
+        units: Of ``fully_shard``, on the CPU.
+    """
+
+    def __init__(self, units: Iterable[FSDPModule]) -> None:
+        self.memory = ReusedMemory()
+        for unit in units:
+            unit.set_custom_all_gather(HostAllGather(self.memory))
+            reduce_with(unit, partial(HostReduceScatter, self.memory))
+
+    @classmethod
+    def where_needed(
+        cls, units: Iterable[FSDPModule], device: torch.device
+    ) -> "HostCollectives | None":
+        """Return those of a model on a device; None where torch's own are the right ones."""
+        return cls(units) if device.type == "cpu" else None
