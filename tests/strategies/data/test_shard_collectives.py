@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from boltmesh.strategies import ZeROStrategy
+from boltmesh.telemetry.recording.torch_compat import COLLECTIVES, CollectiveObserver
 from tests.support.ranks import run_ranks
 from tests.support.shard_runs import QUIET, STAGES, trainer
 from tests.support.stack import Stack, token_data
@@ -19,38 +20,37 @@ from tests.support.turns import in_turn
 pytestmark = pytest.mark.ranks
 
 
-def order_of_collectives(rank: int, world_size: int) -> list[str]:
-    """Return the gathers (G) and reductions (R) of the second step."""
-    seen: list[str] = []
+class Order:
+    """Writes gathers (G) and reductions (R) down; small letters are not a block's."""
+
+    KINDS = {"_allgather_base": "G", "_reduce_scatter_base": "R"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.seen = ""
+
+    def enqueued(
+        self, operator: str, group: dist.ProcessGroup, payload_bytes: int, *_: Any
+    ) -> None:
+        kind = self.KINDS.get(operator, "")
+        self.seen += kind if payload_bytes == 4 * BLOCK_NUMEL else kind.lower()
+
+
+def order_of_collectives(rank: int, world_size: int) -> str:
+    """Return those of the second step."""
+    order = Order()
     module = Stack(depth=4)
     run = trainer(world_size, 3, max_steps=2)
 
     class Listens(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, at: int) -> None:
             if at == 1:
-                for kind, names in FSDP_CALLS.items():
-                    name = next(each for each in names if hasattr(dist, each))
-                    setattr(dist, name, named(kind, getattr(dist, name)))
-
-    def named(kind: str, call: Any) -> Any:
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-            whole = max(each.numel() for each in tensors)
-            seen.append(kind if whole == BLOCK_NUMEL else kind.lower())
-            return call(*args, **kwargs)
-
-        return collective
+                COLLECTIVES.attach(cast("CollectiveObserver", order))
 
     run.callbacks.append(Listens())  # type: ignore[attr-defined]
     run.fit(module, token_data(16, 2))
-    return seen
+    COLLECTIVES.detach(cast("CollectiveObserver", order))
+    return order.seen
 
-
-FSDP_CALLS = {
-    "G": ("all_gather_single", "all_gather_into_tensor"),
-    "R": ("reduce_scatter_single", "reduce_scatter_tensor"),
-}
-"""What FSDP2 calls, in torch 2.13 and before."""
 
 BLOCK_NUMEL = 2 * (4 + 4 + 6 * 7 + 6 + 4 * 11 + 4)
 """Elements of a gathered block of ``Stack`` on two ranks, padding included."""
@@ -60,7 +60,7 @@ def test_a_block_is_gathered_before_the_gradients_of_the_one_behind_it_are_reduc
     # Small letters are the root's. Backward: block 3 and, ahead, block 2 are gathered before block
     # 3 is reduced, and so on down to block 0; so the links are never idle for want of a request.
     expected = "g GGGG GGR GR GR R r".replace(" ", "")
-    assert "".join(run_ranks(order_of_collectives, 2)[0]) == expected
+    assert run_ranks(order_of_collectives, 2)[0] == expected
 
 
 def timeouts_of_groups(rank: int, world_size: int) -> list[float]:
