@@ -3,8 +3,9 @@
     python tests/benchmarks/zero_memory.py [--ranks 1 2 4] [--precision 32 bf16] [--stages 0 1 2 3]
     python tests/benchmarks/zero_memory.py --ranks 2 --width 256 --depth 8    # smoke
 
-DeepSpeed is measured where it is installed, with small buffers and, by ``--default-buffers``, with
-its own. All figures are bytes per parameter of rank 0:
+DeepSpeed is measured where it is installed, with small buffers; by ``--fp32-sums`` also with
+micro-batches added up in fp32, as ours are, and by ``--default-buffers`` with its own buffers. All
+figures are bytes per parameter of rank 0:
   formula   of the ZeRO paper: parameters, gradients and Adam's state, whole or shared
   planned   ``boltmesh plan``: the formula, shards with their padding, and what is gathered and
             reduced at a time; within 5 % of it is the goal
@@ -27,11 +28,14 @@ from tests.benchmarks.peers.resident import OWN_MAPPINGS
 
 os.environ.update(OWN_MAPPINGS)  # for the processes of the ranks, which read it when they start
 
-from tests.benchmarks.peers.deepspeed_engine import is_installed
+from tests.benchmarks.peers.deepspeed_engine import Sharded, is_installed
 from tests.benchmarks.peers.network import count_parameters
 from tests.benchmarks.peers.problem import Problem
 from tests.benchmarks.peers.weighing import Weights, weigh_deepspeed, weigh_ours
 from tests.support.ranks import RankFailure, run_ranks
+
+TIMEOUT_S = 600.0
+PLAIN = "DeepSpeed"
 
 FORMULAS = {
     "32": {
@@ -62,7 +66,7 @@ def main() -> None:
     print(
         f"{'':18}{'formula':>9}{'planned':>9}{'peak':>9}{'of planned':>12}{'of formula':>12}"
         f"{'between':>9}{'tensors':>9}{'DeepSpeed: peak':>17}{'between':>9}"
-        + (f"{'its buffers':>13}" if options.default_buffers else "")
+        + "".join(f"{name:>13}" for name in peers_of(options) if name != PLAIN)
     )
     for precision in options.precision:
         for ranks in options.ranks:
@@ -78,8 +82,19 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=512, help="8 x width^2 parameters a block")
     parser.add_argument("--depth", type=int, default=32, help="blocks")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches")
+    parser.add_argument("--fp32-sums", action="store_true")
     parser.add_argument("--default-buffers", action="store_true")
     return parser.parse_args()
+
+
+def peers_of(options: argparse.Namespace) -> dict[str, Sharded]:
+    """Name the ways to run DeepSpeed that were asked for."""
+    peers = {PLAIN: Sharded()}
+    if options.fp32_sums:
+        peers["sums in fp32"] = Sharded(is_summed_in_fp32=True)
+    if options.default_buffers:
+        peers["its buffers"] = Sharded(has_small_buffers=False)
+    return peers
 
 
 def compare(
@@ -94,7 +109,7 @@ def compare(
     )
     numel = problem.num_parameters
     arguments = (stage, problem, options.accumulate)
-    ours: Weights = run_ranks(weigh_ours, ranks, *arguments, timeout_s=300.0)[0]
+    ours: Weights = run_ranks(weigh_ours, ranks, *arguments, timeout_s=TIMEOUT_S)[0]
     assert ours.planned is not None
     formula = FORMULAS[precision][stage](ranks)
     planned = ours.planned.peak.host / numel
@@ -104,17 +119,34 @@ def compare(
         f"{peak / planned:12.3f}{peak / formula:12.3f}{ours.between / numel:9.2f}"
         f"{sum(ours.kinds.values()) / numel:9.2f}"
     )
-    for is_tuned in (True, False) if options.default_buffers else (True,):
-        if has_deepspeed:
-            try:
-                its = run_ranks(weigh_deepspeed, ranks, *arguments, is_tuned, timeout_s=300.0)[0]
-            except RankFailure as failure:
-                line += f"  failed: {str(failure).strip().splitlines()[-1]}"
-                continue
-            line += f"{its.peak / numel:{17 if is_tuned else 13}.2f}"
-            line += f"{its.between / numel:9.2f}" if is_tuned else ""
-            check_losses(ours, its, problem)
+    if has_deepspeed:
+        for name, setting in peers_of(options).items():
+            line += weigh_peer(name, setting, ranks, *arguments, ours)
     print(line, flush=True)
+
+
+def weigh_peer(
+    name: str,
+    setting: Sharded,
+    ranks: int,
+    stage: int,
+    problem: Problem,
+    accumulate: int,
+    ours: Weights,
+) -> str:
+    """Measure DeepSpeed, and return its part of the line."""
+    if setting.is_summed_in_fp32 and not problem.is_bf16:
+        return f"{'the same':>13}"
+    arguments = (stage, problem, accumulate, setting)
+    try:
+        its = run_ranks(weigh_deepspeed, ranks, *arguments, timeout_s=TIMEOUT_S)[0]
+    except RankFailure as failure:
+        return f"  failed: {str(failure).strip().splitlines()[-1]}"
+    check_losses(ours, its, problem)
+    numel = problem.num_parameters
+    if name == PLAIN:
+        return f"{its.peak / numel:17.2f}{its.between / numel:9.2f}"
+    return f"{its.peak / numel:13.2f}"
 
 
 def check_losses(ours: Weights, its: Weights, problem: Problem) -> None:

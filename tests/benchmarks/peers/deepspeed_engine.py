@@ -105,13 +105,23 @@ def config_of(setting: Setting, problem: Problem) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Sharded:
+    """A way to run DeepSpeed's sharding without offload."""
+
+    has_small_buffers: bool = True
+    """As small as the model's blocks allow; else its own, for larger models."""
+    is_summed_in_fp32: bool = False
+    """Micro-batches are added up in fp32, as ours are; else in what the model computes in."""
+
+
 def memory_config_of(
-    stage: int, problem: Problem, accumulate: int, *, is_tuned: bool
+    stage: int, problem: Problem, accumulate: int, setting: Sharded
 ) -> dict[str, Any]:
-    """Sharding without offload; tuned, with buffers as small as the model's blocks allow."""
+    """Sharding without offload."""
     block = 8 * problem.width * problem.width
     zero: dict[str, Any] = {"stage": stage}
-    if is_tuned:
+    if setting.has_small_buffers:
         zero |= {
             "reduce_bucket_size": block,
             "allgather_bucket_size": block,
@@ -124,12 +134,17 @@ def memory_config_of(
         "train_micro_batch_size_per_gpu": problem.rows,
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": problem.max_norm,
-        "bf16": {"enabled": problem.is_bf16},
+        "bf16": {
+            "enabled": problem.is_bf16,
+            # Its engine for sums in fp32 otherwise keeps gradients of both types until the step.
+            "immediate_grad_update": setting.is_summed_in_fp32,
+        },
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": problem.lr, "weight_decay": problem.weight_decay},
         },
         "zero_optimization": zero,
+        "data_types": {"grad_accum_dtype": "fp32" if setting.is_summed_in_fp32 else None},
     }
 
 

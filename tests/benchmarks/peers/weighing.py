@@ -25,7 +25,7 @@ from boltmesh.strategies.planner.model import ModelShape, TensorShape, UnitShape
 from boltmesh.strategies.zero import ZeROStrategy
 from boltmesh.telemetry.recording.memory_walk import measure
 from tests.benchmarks.peers.boltmesh_engine import Batches, Module, silence
-from tests.benchmarks.peers.deepspeed_engine import memory_config_of
+from tests.benchmarks.peers.deepspeed_engine import Sharded, memory_config_of
 from tests.benchmarks.peers.network import build_batches, build_network, loss_of
 from tests.benchmarks.peers.problem import Problem
 from tests.benchmarks.peers.resident import forget_peak, resident_bytes
@@ -130,18 +130,18 @@ def _train_ours(world_size: int, stage: int, accumulate: int, problem: Problem) 
 
 
 def weigh_deepspeed(
-    rank: int, world_size: int, stage: int, problem: Problem, accumulate: int, is_tuned: bool
+    rank: int, world_size: int, stage: int, problem: Problem, accumulate: int, setting: Sharded
 ) -> Weights:
-    """DeepSpeed's engine, with its defaults or with small buffers."""
-    return _weigh(problem, partial(_train_deepspeed, stage, accumulate, is_tuned))
+    """DeepSpeed's engine."""
+    return _weigh(problem, partial(_train_deepspeed, stage, accumulate, setting))
 
 
-def _train_deepspeed(stage: int, accumulate: int, is_tuned: bool, problem: Problem) -> Weights:
+def _train_deepspeed(stage: int, accumulate: int, setting: Sharded, problem: Problem) -> Weights:
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
     model = build_network(problem.width, problem.depth)
-    config = memory_config_of(stage, problem, accumulate, is_tuned=is_tuned)
+    config = memory_config_of(stage, problem, accumulate, setting)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
