@@ -2,8 +2,8 @@
 
 Left to itself, it waits for each gather where it asks for it, so that nothing overlaps, and makes
 new tensors for each. Here a gather is waited for where its parameters are used: what FSDP2 asks for
-ahead, in a backward pass, arrives meanwhile. Tensors lie in memory that is used again, and a group
-of one process has the result of a reduction for nothing: it is the input.
+ahead, in a backward pass, arrives meanwhile. It lies in memory that is used again. A group of one
+process has the result of a reduction for nothing: it is the input.
 
 Collectives are posted at the group's backend itself. torch's functions pass its dispatcher, where
 telemetry looks on from a kernel in Python; it is told of them here instead.
@@ -55,14 +55,14 @@ class HostAllGather(AllGather):
 
 
 class HostReduceScatter(EndedReduceScatter):
-    """FSDP2's reduce-scatter of one unit, with tensors of a ``ReusedMemory``.
+    """FSDP2's reduce-scatter of one unit.
 
     Args:
-        memory: Where tensors lie.
+        memory: Where tensors lie; None: in new memory for each.
         num_ranks: Of the group that the unit is sharded over.
     """
 
-    def __init__(self, memory: ReusedMemory, num_ranks: int) -> None:
+    def __init__(self, memory: ReusedMemory | None, num_ranks: int) -> None:
         self._memory = memory
         self._is_alone = num_ranks == 1
         self._input: Tensor | None = None
@@ -76,7 +76,10 @@ class HostReduceScatter(EndedReduceScatter):
             self._input = None
             if given.numel() == numel and given.dtype == dtype:
                 return given  # FSDP2 copies it to itself, which does nothing
-        taken = self._memory.take(numel, dtype)
+        if self._memory is None:
+            taken = torch.empty(numel, dtype=dtype)
+        else:
+            taken = self._memory.take(numel, dtype)
         if self._is_alone:
             self._input = taken
         return taken
@@ -109,17 +112,23 @@ class HostCollectives:
 
     Args:
         units: Of ``fully_shard``, on the CPU.
+        takes_gradients_away: They are read, and dropped, as they come. Where they stay until the
+            optimizer steps, what waits for the next ones would come on top of gathered parameters,
+            so only gathers use memory again.
     """
 
-    def __init__(self, units: Iterable[FSDPModule]) -> None:
+    def __init__(self, units: Iterable[FSDPModule], *, takes_gradients_away: bool) -> None:
         self.memory = ReusedMemory()
+        reducing = partial(HostReduceScatter, self.memory if takes_gradients_away else None)
         for unit in units:
             unit.set_custom_all_gather(HostAllGather(self.memory))
-            reduce_with(unit, partial(HostReduceScatter, self.memory))
+            reduce_with(unit, reducing)
 
     @classmethod
     def where_needed(
-        cls, units: Iterable[FSDPModule], device: torch.device
+        cls, units: Iterable[FSDPModule], device: torch.device, *, takes_gradients_away: bool
     ) -> "HostCollectives | None":
         """Return those of a model on a device; None where torch's own are the right ones."""
-        return cls(units) if device.type == "cpu" else None
+        if device.type != "cpu":
+            return None
+        return cls(units, takes_gradients_away=takes_gradients_away)

@@ -78,7 +78,9 @@ def shard_late(
         [],
         LateScalars(module, mesh.mesh, context.group, absent=absent),
         StepUnits(units.values()),
-        HostCollectives.where_needed(units.values(), context.device),
+        HostCollectives.where_needed(
+            units.values(), context.device, takes_gradients_away=options.has_offload
+        ),
         absent,
     )
 

@@ -134,7 +134,9 @@ def shard_model(
         tiled,
         Scalars(module, mesh.mesh, context.group),
         StepUnits(sharded.values()),
-        HostCollectives.where_needed(sharded.values(), context.device),
+        HostCollectives.where_needed(
+            sharded.values(), context.device, takes_gradients_away=options.has_offload
+        ),
     )
 
 

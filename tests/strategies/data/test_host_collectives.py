@@ -99,9 +99,10 @@ def test_what_is_given_back_is_taken_anew_and_what_is_used_stays_readable() -> N
 
 
 def test_one_process_reduces_in_place_and_two_do_not() -> None:
-    alone, shared = HostReduceScatter(ReusedMemory(), 1), HostReduceScatter(ReusedMemory(), 2)
-    assert allocate(alone) is allocate(alone)
-    assert allocate(shared) is not allocate(shared)
+    for memory in (None, ReusedMemory()):
+        alone, shared = (HostReduceScatter(memory, size) for size in (1, 2))
+        assert allocate(alone) is allocate(alone)
+        assert allocate(shared) is not allocate(shared)
 
 
 def test_after_a_reduction_that_failed_the_next_gets_other_memory() -> None:
@@ -128,7 +129,7 @@ def gradients(*, is_reused: bool) -> tuple[list[Tensor], int]:
     unit = fully_shard(
         layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     )
-    collectives = HostCollectives([unit] if is_reused else [])
+    collectives = HostCollectives([unit] if is_reused else [], takes_gradients_away=True)
     found = []
     for ends_step in (False, True, True):
         layer(torch.randn(2, 1024)).square().mean().backward()
@@ -174,7 +175,7 @@ def train(rank: int, world_size: int, is_ours: bool) -> list[Tensor]:
     model = torch.nn.Sequential(*blocks)
     mesh = init_device_mesh("cpu", (world_size,))
     units = [fully_shard(each, mesh=mesh) for each in (*blocks, model)]
-    collectives = HostCollectives(units if is_ours else [])
+    collectives = HostCollectives(units if is_ours else [], takes_gradients_away=False)
     optimizer = torch.optim.AdamW(model.parameters())
     found = []
     for step in range(4):
