@@ -38,13 +38,7 @@ class StaleGradients:
 
     def begin(self) -> None:
         """Say that this forward pass is followed by ``zero_grad``, and free the root's."""
-        self._stale = {
-            each
-            for optimizer in self.optimizers
-            if _zeroes_as_torch_does(optimizer)
-            for group in optimizer.param_groups
-            for each in group["params"]
-        }
+        self._stale = zeroed_by(self.optimizers)
         self._free(self._root_unit)
 
     def end(self) -> None:
@@ -60,6 +54,17 @@ class StaleGradients:
         for shard, _ in unit_parameters(unit):
             if shard in self._stale:
                 shard.grad = None
+
+
+def zeroed_by(optimizers: Sequence[Optimizer]) -> set[Parameter]:
+    """Return the parameters whose gradients are gone once ``zero_grad`` of these was called."""
+    return {
+        each
+        for optimizer in optimizers
+        if _zeroes_as_torch_does(optimizer)
+        for group in optimizer.param_groups
+        for each in group["params"]
+    }
 
 
 def _zeroes_as_torch_does(optimizer: Optimizer) -> bool:

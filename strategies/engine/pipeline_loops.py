@@ -5,6 +5,7 @@ from typing import Any
 from typing_extensions import override
 
 from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.data.stale_gradients import zeroed_by
 from boltmesh.strategies.engine.shared_batch import SharedBatchStrategy
 from boltmesh.strategies.joint_norms import NormShare
 from boltmesh.strategies.pipeline.axis import PipelineAxis
@@ -102,6 +103,7 @@ class PipelineLoops(SharedBatchStrategy):
             refuse_accumulation(self._trainer)
         self._check(args[0])
         axis.runner.digest = self._digest_of(args[0])
+        self._free_stale_gradients()
         told = axis.sharing.length, axis.sharing.size_per_batch()
         with self.recorder.phase("forward"), total_norm_replaced(TOTAL_NORM):
             output = training_step(
@@ -122,6 +124,16 @@ class PipelineLoops(SharedBatchStrategy):
             self.check_batch(batch)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
             self.pipeline_axis.runner.refuse(error)
+
+    def _free_stale_gradients(self) -> None:
+        """Let go of the gradients of the step before where the Trainer is going to zero them.
+
+        It does so when ``training_step`` has returned, in which a pipeline makes the new ones: both
+        would be in memory at once, and the new ones in pages that are new in every step.
+        """
+        if compat.zeroes_gradients(self._trainer):
+            for each in zeroed_by(self.optimizers):
+                each.grad = None
 
     def _log_bubble(self) -> None:
         """Log the newest bubble that is known, the same on all ranks; of the first batch none.

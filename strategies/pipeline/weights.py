@@ -153,6 +153,8 @@ def _behind(term: Term, inner: Term) -> Term:
 def _scaled(loss: Tensor, weight: Tensor | float) -> Tensor:
     """Scale; a mean over nothing is not a number, and worth nothing."""
     if not isinstance(weight, Tensor):
+        if weight == 1.0:
+            return loss  # nearly always; a product takes two operators here and two on the way back
         return loss * weight if weight else torch.zeros_like(loss)
     node = behind_transparent(loss.grad_fn)
     if node is not None and node.name().startswith("NllLoss"):

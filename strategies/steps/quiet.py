@@ -1,7 +1,7 @@
 """Keeps a run of a step that is not the one that counts from leaving traces."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -28,18 +28,23 @@ class log_replaced:  # noqa: N801 - read as a verb, where it is used
             self._attributes["log"] = self._aside
 
 
-@contextmanager
-def quiet(module: LightningModule, metrics: Mapping[str, MetricKind]) -> Iterator[None]:
+def quiet(
+    module: LightningModule, metrics: Mapping[str, MetricKind]
+) -> AbstractContextManager[None]:
     """Within, nothing is logged, and metrics stay as they are."""
+    logs = log_replaced(module, _ignore)
+    # Entered for each microbatch, of models that mostly have no metrics.
+    return _with_metrics_kept(logs, metrics) if metrics else logs
 
+
+@contextmanager
+def _with_metrics_kept(
+    logs: AbstractContextManager[None], metrics: Mapping[str, MetricKind]
+) -> Iterator[None]:
     def act(call: MetricCall) -> Any:
         return answer(call.metric, call.method, call.args, call.kwargs)
 
-    if not metrics:  # for each microbatch, of most models
-        with log_replaced(module, _ignore):
-            yield
-        return
-    with log_replaced(module, _ignore), metrics_replaced(metrics, act):
+    with logs, metrics_replaced(metrics, act):
         yield
 
 

@@ -1,10 +1,10 @@
 """``PipelineParallelStrategy`` as users run it, beside a hand-written pipeline and beside DDP.
 
-    python tests/benchmarks/pipeline_strategy.py [--ranks 2] [--rounds 6] [--sizes small large]
+    python tests/benchmarks/pipeline_strategy.py [--ranks 2] [--rounds 6] [--sizes small ...]
 
-Twice: with small steps of some 40 ms, which show what each chunk costs beside its computation, and
-with forward chunks of about 20 ms, the length that real jobs are cut to. The second takes half the
-rounds. Both together take about three minutes on two cores.
+Three times: with small steps of some 40 ms, which show what each chunk costs beside its
+computation, with large ones of some 300 ms, and with long ones of about a second. The last two take
+half the rounds. All together take about five minutes on two cores.
 
 The same network, rows and optimizer everywhere, in the same processes in turn: a job of Lightning's
 Trainer with ``PipelineParallelStrategy`` (1F1B), telemetry on and off; ``PipelineStage`` and
@@ -13,7 +13,8 @@ whose ranks have the same rows together. Beside them one process under a Trainer
 their difference is what Lightning's own loop takes of a step, and it is part of the first ratio.
 
 A round's figure is the median step of the first rank, behind the first few. The last weights of the
-first rank's stage are compared before anything is printed.
+first rank's stage are compared before anything is printed. Freed memory is kept, for everybody
+alike, see ``keep_freed_memory``.
 """
 
 import argparse
@@ -43,6 +44,7 @@ from tests.benchmarks.peers.stepping import (
     Clocks,
     OnWorld,
     fit,
+    keep_freed_memory,
     median_step,
     print_ratios,
     read_clocks,
@@ -72,6 +74,7 @@ class Size:
 SIZES = {
     "small": Size(width=512, rows=32, steps=24, skipped=6),
     "large": Size(width=1024, rows=128, steps=9, skipped=3, share_of_rounds=0.5),
+    "long": Size(width=1536, rows=192, steps=6, skipped=2, share_of_rounds=0.5),
 }
 
 Run = Callable[[int, Size], tuple[Clocks, list[Tensor]]]
@@ -198,6 +201,7 @@ def measure(
     rank: int, world_size: int, rounds: int, size: Size, names: Sequence[str]
 ) -> dict[str, list[Clocks]]:
     warnings.simplefilter("ignore")
+    keep_freed_memory()
     runs = {**TOGETHER, **ALONE}
     times: dict[str, list[Clocks]] = {name: [] for name in names}
     known: list[Tensor] | None = None
@@ -234,12 +238,17 @@ def report(name: str, ranks: int, rounds: int) -> None:
           f"{size.steps} steps")  # fmt: skip
     print_ratios(together, ["torch pipeline, no Trainer", "boltmesh DDP"])
     print_ratios(alone, ["one process, no Trainer"])
-    trainer, bare = (
-        [cpu for _, cpu in alone[each]]
-        for each in ("one process, Trainer", "one process, no Trainer")
-    )
-    takes = statistics.median(a - b for a, b in zip(trainer, bare, strict=True))
-    print(f"  Lightning's loop takes {1e3 * takes:.2f} ms of CPU time of a step")
+    hand_written, bare = together["torch pipeline, no Trainer"], alone["one process, no Trainer"]
+    for title, mine, peer in (
+        ("boltmesh", together["boltmesh pipeline"], hand_written),
+        ("boltmesh without telemetry", together["the same, telemetry off"], hand_written),
+        ("Lightning's own loop", alone["one process, Trainer"], bare),
+    ):
+        wall, cpu = (
+            1e3 * statistics.median(a[clock] - b[clock] for a, b in zip(mine, peer, strict=True))
+            for clock in range(2)
+        )
+        print(f"  {title} takes {wall:+.2f} ms of a step, {cpu:+.2f} ms of CPU time")
 
 
 def main() -> None:

@@ -233,8 +233,9 @@ class Step:
         self._live[action.stage] -= 1
 
     def _end_span(self, action: Action, start: Any) -> None:
-        number = self._program.number(action)
-        self._spans.end(Action(action.stage, action.kind, number), start)
+        if action.microbatch < 0:  # of the batch before
+            action = action._replace(microbatch=self._program.number(action))
+        self._spans.end(action, start)
 
     def _begin_backward(self, action: Action) -> tuple[Graph, Grads]:
         """Take the graph and the gradients of its outputs, and let go of what has been sent."""

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -66,14 +66,13 @@ class RandomStreams:
         """Whether the next unit draws on where the last one ended, with nothing to be switched."""
         return self.unit_state is not None and not self.is_mixed and self.host is None
 
+    def around_unit(self) -> AbstractContextManager[None]:
+        """Within, draw from the stream of units."""
+        return self._around_unit() if self.host is None else self._around_unit_on_host(self.host)
+
     @contextmanager
-    def around_unit(self) -> Iterator[None]:
-        """Draw from the stream of units."""
-        if self.host is None:
-            with self._around_unit():
-                yield
-            return
-        with self._around_unit(), self.host.inside():
+    def _around_unit_on_host(self, host: "_HostStream") -> Iterator[None]:
+        with self._around_unit(), host.inside():
             yield
 
     @contextmanager

@@ -5,6 +5,7 @@ rounds' ratios. Two gloo groups of the same ranks differ by up to 8 % of a step 
 live, either way and by chance, so everybody who can be is put on that of the world.
 """
 
+import ctypes
 import itertools
 import statistics
 import time
@@ -26,6 +27,24 @@ class OnWorld:
         world = dist.group.WORLD
         assert world is not None
         return {"data": world}
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of ``malloc.h``."""
+_KEPT_BYTES = 1 << 30
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what this process frees, as torch does on a GPU.
+
+    By itself it gives the end of its heap back as soon as some MB of it are free, and every page
+    of that is a fault in the next step. Whether gradients lie at the end is chance, and stays as it
+    is for a whole run.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
 
 
 def read_clocks() -> Clocks:

@@ -3,13 +3,14 @@
 import gc
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, TensorDataset
 
 from boltmesh.strategies import observe
@@ -21,6 +22,7 @@ from boltmesh.telemetry.recording.memory_walk import measure
 from tests.support.ranks import run_ranks
 from tests.support.shard_runs import QUIET
 from tests.support.stack import Stack, token_data
+from tests.support.turns import in_turn
 
 MICROBATCHES = 8
 
@@ -157,6 +159,51 @@ def test_blocks_that_run_again_keep_their_inputs_alone() -> None:
         assert microbatches == before[0]
         assert 0.94 * expected <= num_bytes <= expected
         assert num_bytes < 0.2 * before[1]
+
+
+class Remembers(Chain):
+    """Counts in each batch how many gradients of the batch before are in memory yet."""
+
+    left: ClassVar[list[StorageWeakRef]] = []
+    seen: ClassVar[dict[int, int]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen[batch_idx] = sum(not each.expired() for each in self.left)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        made = [each.grad for each in self.parameters() if each.grad is not None]
+        self.left[:] = [StorageWeakRef(each.untyped_storage()) for each in made]
+
+
+class ReadsGradients(Callback):
+    """Looks at gradients before they are zeroed."""
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        pass
+
+
+def count_left(rank: int, world_size: int, accumulate: int, watched: bool) -> dict[int, int]:
+    seed_everything(1, verbose=False)
+    Remembers.left.clear()
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, max_epochs=1, accumulate_grad_batches=accumulate,
+        strategy=PipelineParallelStrategy(telemetry=False, microbatches=2), **QUIET,
+        callbacks=[ReadsGradients()] if watched else [],
+    )  # fmt: skip
+    trainer.fit(Remembers(), DataLoader(TensorDataset(torch.randn(32, 16)), batch_size=8))
+    return dict(Remembers.seen)
+
+
+@pytest.mark.ranks
+def test_gradients_of_the_step_before_are_gone_when_new_ones_are_made() -> None:
+    held = len(list(Chain().parameters())) // 2
+    for alone, accumulated, watched in run_ranks(
+        in_turn, 2, count_left, [(1, False), (2, False), (1, True)]
+    ):
+        assert alone == dict.fromkeys(range(4), 0)
+        assert accumulated == {0: 0, 1: held, 2: 0, 3: held}
+        assert watched == {0: 0, 1: held, 2: held, 3: held}
 
 
 def hold(rank: int, world_size: int) -> list[dict[str, int]]:
