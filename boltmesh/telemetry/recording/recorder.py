@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import get_ident
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import torch
@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.hanging.looking import idle_s, look_at_self
-from boltmesh.telemetry.hanging.watch import HangWatch
+from boltmesh.telemetry.hanging.starting import start_watch
 from boltmesh.telemetry.job import (
     JobInfo,
     job_path,
@@ -56,6 +55,9 @@ from boltmesh.telemetry.snapshot import (
 from boltmesh.telemetry.switch import is_switched_off
 from boltmesh.telemetry.tensor_plan import TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
+
+if TYPE_CHECKING:
+    from boltmesh.telemetry.hanging.watch import HangWatch
 
 __all__ = ["NullRecorder", "Recorder", "open_recorder"]
 
@@ -251,27 +253,11 @@ class Recorder:
         Args:
             timeout_s: How long one may take before it ends the run, seconds.
         """
-        header = self._file.header
-        if header.world_size == 1:
-            return
-        self._hangs = HangWatch(
-            rank=header.rank,
-            world_size=header.world_size,
+        self._hangs = start_watch(
+            self._file,
+            self._clock,
             timeout_s=timeout_s,
-            folder=self.path,
-            look=functools.partial(
-                look_at_self,
-                self._file,
-                self._clock,
-                rank=header.rank,
-                settle=COLLECTIVES.settle,
-                progress=lambda: (self._global_step, self._global_step > self._start_step),
-            ),
-            idle_s=functools.partial(idle_s, self._file),
-            find_store=functools.partial(
-                default_store, f"boltmesh-hangs-{self.path.name}", may_grow=True
-            ),
-            tell=functools.partial(self._file.event, "warning"),
+            progress=lambda: (self._global_step, self._global_step > self._start_step),
         )
 
     @guarded
