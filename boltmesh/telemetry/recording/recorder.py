@@ -6,8 +6,6 @@ turns it off with one warning: training does not notice.
 """
 
 import contextlib
-import functools
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,28 +20,20 @@ from torch.distributed import ProcessGroup
 
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.hanging.starting import start_watch
-from boltmesh.telemetry.job import (
-    JobInfo,
-    job_path,
-    make_private_folder,
-    rank_file,
-    record_end,
-    run_dir,
-    write_job,
-)
-from boltmesh.telemetry.plan_files import remove_plans, write_plan, write_tensor_plan
+from boltmesh.telemetry.job import JobInfo, record_end
+from boltmesh.telemetry.plan_files import write_plan, write_tensor_plan
 from boltmesh.telemetry.reading.cause import is_consequence
 from boltmesh.telemetry.recording import device as devices
 from boltmesh.telemetry.recording.communication import CommunicationCounter
 from boltmesh.telemetry.recording.guarding import guarded, warn_off
+from boltmesh.telemetry.recording.joining import introduce, open_file, open_host
 from boltmesh.telemetry.recording.memory_sampling import MemorySampler
 from boltmesh.telemetry.recording.memory_walk import TensorsByKind
-from boltmesh.telemetry.recording.nodes import NodeExchange, remove_nodes
 from boltmesh.telemetry.recording.null_recorder import NullRecorder
 from boltmesh.telemetry.recording.offload_counter import OffloadCounter
 from boltmesh.telemetry.recording.phases import DATA, OTHER, VALIDATION, PhaseClock
 from boltmesh.telemetry.recording.step_queue import Step, StepQueue
-from boltmesh.telemetry.recording.torch_compat import COLLECTIVES, default_store
+from boltmesh.telemetry.recording.torch_compat import COLLECTIVES
 from boltmesh.telemetry.recording.writer import RankFile
 from boltmesh.telemetry.snapshot import (
     PHASES,
@@ -58,6 +48,7 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
     from boltmesh.telemetry.hanging.watch import HangWatch
+    from boltmesh.telemetry.recording.nodes import NodeExchange
 
 __all__ = ["NullRecorder", "Recorder", "open_recorder"]
 
@@ -160,55 +151,22 @@ class Recorder:
             TelemetryError: The folder or the file cannot be had.
             OSError: As the system says it.
         """
-        make_private_folder(run_dir())
-        path = job_path(job.id)
-        make_private_folder(path)
-        file = RankFile(rank_file(path, rank), rank=rank, world_size=job.world_size)
+        file = open_file(job, rank)
         recorder = None
         try:
             recorder = cls(file, local_rank=local_rank, device=device)
             if local_rank == 0:
-                if file.is_new:
-                    remove_plans(path)  # of an earlier run under the same id
-                    remove_nodes(path)
-                write_job(job, path)
-                recorder._nodes = NodeExchange(
-                    path,
-                    rank=rank,
-                    world_size=job.world_size,
-                    find_store=functools.partial(default_store, f"boltmesh-{job.id}"),
-                    say=functools.partial(file.event, "warning"),
-                )
+                recorder._nodes = open_host(job, file)
             note = recorder._counter.start()
-            recorder._introduce(rank, job.world_size, coordinates, note)
+            introduce(job, file, device, coordinates, note)
+            recorder._memory.sample()
+            recorder._write_status()
         except BaseException:
             if recorder is not None:
                 recorder._counter.remove()
             file.close()
             raise
         return recorder
-
-    def _introduce(
-        self, rank: int, world_size: int, coordinates: dict[str, int], note: str | None
-    ) -> None:
-        """Write what a reader has to know before the first step."""
-        device = devices.describe(self._device)
-        self._file.write_facts(
-            {
-                "host": socket.gethostname(),
-                "device": device,
-                "device_uuid": devices.uuid(self._device),
-                "coordinates": coordinates,
-                "communication_note": note,
-                "expected": [],
-            }
-        )
-        self._memory.sample()
-        self._write_status()
-        # Without its own number, so that a reader can show the ranks of a job as one line.
-        self._file.event("start", f"on {device}, one of {world_size}")
-        if note is not None:
-            self._file.event("warning", note)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context in which time belongs to ``name``, one of PHASES.
