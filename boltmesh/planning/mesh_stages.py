@@ -25,7 +25,7 @@ from boltmesh.strategies.pipeline.rehearsal import StageRehearsal
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.sharing import SharedParameters
 from boltmesh.strategies.pipeline.signals import NUM_SIGNALS
-from boltmesh.strategies.pipeline.step_logs import length_of_row, size_of_told
+from boltmesh.strategies.pipeline.told_rows import length_of_row, size_of_told
 from boltmesh.strategies.planner.late import estimate_late_memory
 from boltmesh.strategies.planner.model import ModelShape
 from boltmesh.strategies.tensor.traffic import CountingGroup

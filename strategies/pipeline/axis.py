@@ -31,8 +31,8 @@ from boltmesh.strategies.pipeline.proofs import Proofs
 from boltmesh.strategies.pipeline.replicas import OtherPipelines
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.signals import NUM_SIGNALS, SharedSignals
-from boltmesh.strategies.pipeline.step_logs import Sharing
 from boltmesh.strategies.pipeline.step_runner import StepRunner
+from boltmesh.strategies.pipeline.told_rows import Sharing
 from boltmesh.strategies.steps.metrics import find_metrics
 from boltmesh.strategies.torch_compat import agree_on_overflow
 from boltmesh.telemetry.traffic import CONTROL

@@ -17,7 +17,7 @@ from boltmesh.strategies.pipeline.rehearsal import StageRehearsal
 from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.signals import NUM_SIGNALS
-from boltmesh.strategies.pipeline.step_logs import Sharing
+from boltmesh.strategies.pipeline.told_rows import Sharing
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace, PipelinePlan
 from boltmesh.telemetry.traffic import ExpectedTraffic
 

@@ -29,7 +29,8 @@ from boltmesh.strategies.pipeline.replay.stage_run import StageRun
 from boltmesh.strategies.pipeline.replay.trace import MetricTrace
 from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
 from boltmesh.strategies.pipeline.signals import NUM_SIGNALS, SharedSignals
-from boltmesh.strategies.pipeline.step_logs import Sharing, StepLogs
+from boltmesh.strategies.pipeline.step_logs import StepLogs
+from boltmesh.strategies.pipeline.told_rows import Sharing
 from boltmesh.strategies.pipeline.versions import ParameterSlots
 from boltmesh.strategies.steps.digest import BatchDigest
 from boltmesh.strategies.steps.metrics import MetricKind

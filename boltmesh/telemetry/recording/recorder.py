@@ -6,14 +6,12 @@ turns it off with one warning: training does not notice.
 """
 
 import contextlib
-import functools
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import get_ident
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import torch
@@ -21,30 +19,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.hanging.looking import idle_s, look_at_self
-from boltmesh.telemetry.hanging.watch import HangWatch
-from boltmesh.telemetry.job import (
-    JobInfo,
-    job_path,
-    make_private_folder,
-    rank_file,
-    record_end,
-    run_dir,
-    write_job,
-)
-from boltmesh.telemetry.plan_files import remove_plans, write_plan, write_tensor_plan
+from boltmesh.telemetry.hanging.starting import start_watch
+from boltmesh.telemetry.job import JobInfo, record_end
+from boltmesh.telemetry.plan_files import write_plan, write_tensor_plan
 from boltmesh.telemetry.reading.cause import is_consequence
 from boltmesh.telemetry.recording import device as devices
 from boltmesh.telemetry.recording.communication import CommunicationCounter
 from boltmesh.telemetry.recording.guarding import guarded, warn_off
+from boltmesh.telemetry.recording.joining import introduce, open_file, open_host
 from boltmesh.telemetry.recording.memory_sampling import MemorySampler
 from boltmesh.telemetry.recording.memory_walk import TensorsByKind
-from boltmesh.telemetry.recording.nodes import NodeExchange, remove_nodes
 from boltmesh.telemetry.recording.null_recorder import NullRecorder
 from boltmesh.telemetry.recording.offload_counter import OffloadCounter
 from boltmesh.telemetry.recording.phases import DATA, OTHER, VALIDATION, PhaseClock
+from boltmesh.telemetry.recording.status_line import StatusLine
 from boltmesh.telemetry.recording.step_queue import Step, StepQueue
-from boltmesh.telemetry.recording.torch_compat import COLLECTIVES, default_store
+from boltmesh.telemetry.recording.torch_compat import COLLECTIVES
 from boltmesh.telemetry.recording.writer import RankFile
 from boltmesh.telemetry.snapshot import (
     PHASES,
@@ -57,10 +47,13 @@ from boltmesh.telemetry.switch import is_switched_off
 from boltmesh.telemetry.tensor_plan import TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
+if TYPE_CHECKING:
+    from boltmesh.telemetry.hanging.watch import HangWatch
+    from boltmesh.telemetry.recording.nodes import NodeExchange
+
 __all__ = ["NullRecorder", "Recorder", "open_recorder"]
 
 MAX_PATH: Final = 4096
-STATUS_EVERY_NS: Final = 100_000_000
 
 
 def open_recorder(
@@ -128,15 +121,9 @@ class Recorder:
         )
         self._counter.step = file.num_steps + 1
         self._phases = {name: _Phase(self, index) for index, name in enumerate(PHASES)}
-        self._state = "starting"
-        self._has_ended = False
-        self._epoch = 0
-        self._global_step = 0
-        self._index = 0
-        self._start_step = 0
         self._memory = MemorySampler(file, device)
+        self._status = StatusLine(file, self._clock, self._steps, self._memory)
         self._offload = OffloadCounter(file)
-        self._status_ns = 0
         self._failing: tuple[int, int] | None = None
         self._nodes: NodeExchange | None = None
         self._live: dict[int, int] = {}
@@ -158,55 +145,22 @@ class Recorder:
             TelemetryError: The folder or the file cannot be had.
             OSError: As the system says it.
         """
-        make_private_folder(run_dir())
-        path = job_path(job.id)
-        make_private_folder(path)
-        file = RankFile(rank_file(path, rank), rank=rank, world_size=job.world_size)
+        file = open_file(job, rank)
         recorder = None
         try:
             recorder = cls(file, local_rank=local_rank, device=device)
             if local_rank == 0:
-                if file.is_new:
-                    remove_plans(path)  # of an earlier run under the same id
-                    remove_nodes(path)
-                write_job(job, path)
-                recorder._nodes = NodeExchange(
-                    path,
-                    rank=rank,
-                    world_size=job.world_size,
-                    find_store=functools.partial(default_store, f"boltmesh-{job.id}"),
-                    say=functools.partial(file.event, "warning"),
-                )
+                recorder._nodes = open_host(job, file)
             note = recorder._counter.start()
-            recorder._introduce(rank, job.world_size, coordinates, note)
+            introduce(job, file, device, coordinates, note)
+            recorder._memory.sample()
+            recorder._status.write()
         except BaseException:
             if recorder is not None:
                 recorder._counter.remove()
             file.close()
             raise
         return recorder
-
-    def _introduce(
-        self, rank: int, world_size: int, coordinates: dict[str, int], note: str | None
-    ) -> None:
-        """Write what a reader has to know before the first step."""
-        device = devices.describe(self._device)
-        self._file.write_facts(
-            {
-                "host": socket.gethostname(),
-                "device": device,
-                "device_uuid": devices.uuid(self._device),
-                "coordinates": coordinates,
-                "communication_note": note,
-                "expected": [],
-            }
-        )
-        self._memory.sample()
-        self._write_status()
-        # Without its own number, so that a reader can show the ranks of a job as one line.
-        self._file.event("start", f"on {device}, one of {world_size}")
-        if note is not None:
-            self._file.event("warning", note)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context in which time belongs to ``name``, one of PHASES.
@@ -221,7 +175,7 @@ class Recorder:
         if self.is_on and get_ident() == self._clock.thread:
             try:
                 self._clock.enter(index)
-                self._write_phase()
+                self._status.write_phase()
             except Exception as error:  # noqa: BLE001 - telemetry never stops training
                 self.turn_off(error)
 
@@ -232,7 +186,7 @@ class Recorder:
                 if error is not None and (self._failing is None or self._failing[0] != id(error)):
                     self._failing = (id(error), self._clock.phase)
                 self._clock.leave()
-                self._write_phase()
+                self._status.write_phase()
             except Exception as failure:  # noqa: BLE001 - telemetry never stops training
                 self.turn_off(failure)
 
@@ -251,27 +205,8 @@ class Recorder:
         Args:
             timeout_s: How long one may take before it ends the run, seconds.
         """
-        header = self._file.header
-        if header.world_size == 1:
-            return
-        self._hangs = HangWatch(
-            rank=header.rank,
-            world_size=header.world_size,
-            timeout_s=timeout_s,
-            folder=self.path,
-            look=functools.partial(
-                look_at_self,
-                self._file,
-                self._clock,
-                rank=header.rank,
-                settle=COLLECTIVES.settle,
-                progress=lambda: (self._global_step, self._global_step > self._start_step),
-            ),
-            idle_s=functools.partial(idle_s, self._file),
-            find_store=functools.partial(
-                default_store, f"boltmesh-hangs-{self.path.name}", may_grow=True
-            ),
-            tell=functools.partial(self._file.event, "warning"),
+        self._hangs = start_watch(
+            self._file, self._clock, timeout_s=timeout_s, progress=self._status.progress
         )
 
     @guarded
@@ -337,7 +272,7 @@ class Recorder:
             try:
                 number = layout.CHUNK_KINDS.index(kind)
                 self._file.span(
-                    self._global_step + 1, stage, microbatch, number, 0, 0, start_ns, end_ns
+                    self._status.global_step + 1, stage, microbatch, number, 0, 0, start_ns, end_ns
                 )
             except Exception as error:  # noqa: BLE001 - telemetry never stops training
                 self.turn_off(error)
@@ -378,26 +313,25 @@ class Recorder:
         self._clock.restart(DATA)
         if self._timeline is not None:
             self._timeline.recycle(self._timeline.end_step(DATA))
-        self._epoch = epoch
-        self._global_step = self._start_step = global_step
-        self._state = "running"
-        self._write_status()
+        self._status.begin(epoch, global_step)
+        self._status.write()
 
     @guarded
     def end_loop(self) -> None:
         """Say that no batch follows."""
         self._clock.rebase(OTHER)
-        self._write_status()
+        self._status.write()
 
     @guarded
     def begin_batch(self, *, index: int, epoch: int) -> None:
         """Say that the batch is there; what passed since ``end_batch`` was waiting for data."""
-        self._state = "running"
-        self._index = index
-        self._epoch = epoch
+        status = self._status
+        status.state = "running"
+        status.batch_index = index
+        status.epoch = epoch
         self._failing = None
         self._clock.rebase(OTHER)
-        self._write_phase()
+        status.write_phase()
 
     @guarded
     def end_batch(
@@ -417,18 +351,26 @@ class Recorder:
             tokens: Tokens of the batch on this rank.
         """
         self._clock.rebase(DATA)
-        self._global_step = global_step
+        status = self._status
+        status.global_step = global_step
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss = loss.detach()  # a step that waits must not keep its graph
         host_time = self._clock.take()
         step = Step(
-            self._index, global_step, self._epoch, time.time(), host_time, loss, samples, tokens
+            status.batch_index,
+            global_step,
+            status.epoch,
+            time.time(),
+            host_time,
+            loss,
+            samples,
+            tokens,
         )
         self._steps.add(step, self._clock.since_ns, DATA)
         self._counter.step += 1
         self._offload.after_step(global_step)
-        self._memory.after_step(self._clock.since_ns, is_updated=global_step > self._start_step)
-        self._write_phase()
+        self._memory.after_step(self._clock.since_ns, is_updated=global_step > status.start_step)
+        status.write_phase()
         if self._nodes is not None:
             self._nodes.after_step()
 
@@ -471,14 +413,13 @@ class Recorder:
 
     def _end(self, state: str, phase: int, kind: str, message: str) -> None:
         """Write the end of the rank; also when telemetry is off, or it would look dead."""
-        if self._has_ended:
+        if self._status.has_ended:
             return
-        self._has_ended = True
-        self._state = state
+        self._status.end(state)
         try:
             self._file.phase(phase)
-            self._offload.write(self._global_step)
-            self._write_status()
+            self._offload.write(self._status.global_step)
+            self._status.write()
             self._file.event(kind, message)
             self._steps.flush()
         except Exception as failure:  # noqa: BLE001 - telemetry never stops training
@@ -505,26 +446,3 @@ class Recorder:
             with contextlib.suppress(Exception):
                 self._file.event("warning", f"telemetry is off: {type(error).__name__}: {error}")
             warn_off(error)
-
-    def _write_phase(self) -> None:
-        """Write where the rank is; once in a while also when, for who does not end batches."""
-        if not self._has_ended:
-            self._file.phase(self._clock.phase)
-            if self._clock.since_ns - self._status_ns >= STATUS_EVERY_NS:
-                self._write_status()
-
-    def _write_status(self) -> None:
-        self._status_ns = self._clock.since_ns
-        COLLECTIVES.find_sources()
-        self._file.write_counters()
-        self._steps.write_ended()
-        self._file.status(
-            layout.STATES.index(self._state),
-            0,
-            0,
-            self._epoch,
-            self._global_step,
-            self._index,
-            time.time(),
-            *self._memory.totals,
-        )
