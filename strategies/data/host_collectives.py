@@ -55,34 +55,39 @@ class HostAllGather(AllGather):
 
 
 class HostReduceScatter(EndedReduceScatter):
-    """FSDP2's reduce-scatter of one unit.
+    """FSDP2's reduce-scatter of one unit, from and to tensors of a ``ReusedMemory``.
 
     Args:
-        memory: Where tensors lie; None: in new memory for each.
+        memory: Where tensors lie.
         num_ranks: Of the group that the unit is sharded over.
+        keeps_memory: What is reduced has memory of its own. If not, it has what a gather has left,
+            or none that is used again, and the result never has.
     """
 
-    def __init__(self, memory: ReusedMemory | None, num_ranks: int) -> None:
+    def __init__(self, memory: ReusedMemory, num_ranks: int, *, keeps_memory: bool) -> None:
         self._memory = memory
         self._is_alone = num_ranks == 1
+        self._keeps_memory = keeps_memory
         self._input: Tensor | None = None
 
     @override
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        """Called for the input of a reduction, and then for its result."""
         numel = int(size[0])
-        if (given := self._input) is not None:
-            self._input = None
-            if given.numel() == numel and given.dtype == dtype:
-                return given  # FSDP2 copies it to itself, which does nothing
-        if self._memory is None:
-            taken = torch.empty(numel, dtype=dtype)
-        else:
-            taken = self._memory.take(numel, dtype)
-        if self._is_alone:
-            self._input = taken
-        return taken
+        given, self._input = self._input, None
+        if given is None:
+            self._input = self._take(numel, dtype, is_result=self._is_alone)
+            return self._input
+        if self._is_alone and given.numel() == numel and given.dtype == dtype:
+            return given  # FSDP2 copies it to itself, which does nothing
+        return self._take(numel, dtype, is_result=True)
+
+    def _take(self, numel: int, dtype: torch.dtype, *, is_result: bool) -> Tensor:
+        if is_result and not self._keeps_memory:
+            return torch.empty(numel, dtype=dtype)
+        return self._memory.take(numel, dtype, may_grow=self._keeps_memory)
 
     @override
     def __call__(
@@ -113,13 +118,12 @@ class HostCollectives:
     Args:
         units: Of ``fully_shard``, on the CPU.
         takes_gradients_away: They are read, and dropped, as they come. Where they stay until the
-            optimizer steps, what waits for the next ones would come on top of gathered parameters,
-            so only gathers use memory again.
+            optimizer steps, what waits for the next ones would come on top of gathered parameters.
     """
 
     def __init__(self, units: Iterable[FSDPModule], *, takes_gradients_away: bool) -> None:
         self.memory = ReusedMemory()
-        reducing = partial(HostReduceScatter, self.memory if takes_gradients_away else None)
+        reducing = partial(HostReduceScatter, self.memory, keeps_memory=takes_gradients_away)
         for unit in units:
             unit.set_custom_all_gather(HostAllGather(self.memory))
             reduce_with(unit, reducing)

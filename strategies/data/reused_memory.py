@@ -36,17 +36,23 @@ class ReusedMemory:
         self._used_bytes = 0
         self._peak_bytes = 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of any values. Its memory comes back with the last tensor that views it."""
+    def take(self, numel: int, dtype: torch.dtype, *, may_grow: bool = True) -> Tensor:
+        """A flat tensor of any values. Its memory comes back with the last tensor that views it.
+
+        Args:
+            numel: Elements.
+            dtype: Of these.
+            may_grow: Where nothing of this size is free, what is made is kept, too.
+        """
         num_bytes = numel * dtype.itemsize
-        if num_bytes < REUSED_BYTES:
+        memory = None if num_bytes < REUSED_BYTES else self._find(num_bytes, may_grow=may_grow)
+        if memory is None:
             return torch.empty(numel, dtype=dtype)
-        memory = self._find(num_bytes)
         lease = (ctypes.c_char * num_bytes).from_address(memory.data_ptr())
         weakref.finalize(lease, self._returned.append, memory).atexit = False
         return torch.frombuffer(lease, dtype=dtype)
 
-    def _find(self, num_bytes: int) -> Tensor:
+    def _find(self, num_bytes: int, *, may_grow: bool) -> Tensor | None:
         with self._lock:
             self._sort_in()
             places = [n for n, each in enumerate(self._free) if each.numel() == num_bytes]
@@ -54,6 +60,8 @@ class ReusedMemory:
             peak_bytes = max(self._peak_bytes, used_bytes)
             if places:
                 memory = self._free.pop(places[-1])
+            elif not may_grow:
+                return None
             else:
                 free_bytes = sum(each.numel() for each in self._free)
                 while used_bytes + free_bytes > peak_bytes:

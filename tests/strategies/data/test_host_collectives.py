@@ -98,15 +98,34 @@ def test_what_is_given_back_is_taken_anew_and_what_is_used_stays_readable() -> N
     assert memory.num_free_bytes == 4 * REUSED_BYTES
 
 
-def test_one_process_reduces_in_place_and_two_do_not() -> None:
-    for memory in (None, ReusedMemory()):
-        alone, shared = (HostReduceScatter(memory, size) for size in (1, 2))
-        assert allocate(alone) is allocate(alone)
-        assert allocate(shared) is not allocate(shared)
+@pytest.mark.parametrize("keeps_memory", [False, True])
+def test_one_process_reduces_in_place_and_two_do_not(keeps_memory: bool) -> None:
+    alone, shared = (
+        HostReduceScatter(ReusedMemory(), size, keeps_memory=keeps_memory) for size in (1, 2)
+    )
+    assert allocate(alone) is allocate(alone)
+    assert allocate(shared) is not allocate(shared)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_that_stay_have_no_memory_that_a_gather_waits_for(num_ranks: int) -> None:
+    memory = ReusedMemory()
+    gathered = memory.take(NUMEL, torch.float32)
+    address = gathered.data_ptr()
+    del gathered
+    reducing = HostReduceScatter(memory, num_ranks, keeps_memory=False)
+    whole, result = allocate(reducing), allocate(reducing)
+    assert (whole.data_ptr() == address) is (num_ranks > 1)
+    assert result.data_ptr() != address
+    other = allocate(reducing)
+    assert other.data_ptr() != address
+    del whole, result, other
+    reducing.finish()
+    assert memory.num_free_bytes == REUSED_BYTES
 
 
 def test_after_a_reduction_that_failed_the_next_gets_other_memory() -> None:
-    reducing = HostReduceScatter(ReusedMemory(), 1)
+    reducing = HostReduceScatter(ReusedMemory(), 1, keeps_memory=True)
     failed = allocate(reducing)
     reducing.finish()
     following = allocate(reducing)
