@@ -95,7 +95,7 @@ def installed(workplace: Workplace) -> Workplace:
     return workplace
 
 
-@pytest.mark.slow
+@pytest.mark.slow(180)
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_every_command_runs_in_the_order_of_the_page(workplace: Workplace) -> None:
@@ -104,7 +104,7 @@ def test_every_command_runs_in_the_order_of_the_page(workplace: Workplace) -> No
         workplace.run(shortened(command))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(35)
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_every_python_block_runs(installed: Workplace) -> None:
@@ -117,7 +117,7 @@ def test_every_python_block_runs(installed: Workplace) -> None:
         installed.run(f"python {script}")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(35)
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_the_demo_runs_and_so_does_what_it_advises(installed: Workplace) -> None:
