@@ -64,14 +64,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Put slow tests last, and skip by name what needs a device that is not there.
 
     With several workers they come first: one worker begins with all of them, and while its ranks
-    share the cores the others run short tests, which mostly wait.
+    share the cores the others run short tests, which mostly wait. The longest begin, so that what
+    the workers share at the end is short, and none of them computes while the others are done.
     """
-    has_workers = hasattr(config, "workerinput")
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is None) is has_workers)
+    if hasattr(config, "workerinput"):
+        items.sort(key=_slow_seconds, reverse=True)
+    else:
+        items.sort(key=lambda item: _slow_seconds(item) > 0)
     needs_a_device = [item for item in items if item.get_closest_marker("gpu")]
     if needs_a_device and not _has_cuda():
         for item in needs_a_device:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _slow_seconds(item: pytest.Item) -> float:
+    """About how long a test marked ``slow`` takes, and 0 for any other."""
+    marker = item.get_closest_marker("slow")
+    if marker is None:
+        return 0.0
+    return float(marker.args[0]) if marker.args else 10.0
 
 
 def _has_cuda() -> bool:

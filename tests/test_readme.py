@@ -21,6 +21,7 @@ from tests.packaging.environments import ROOT, Environment, copy_checkout, make_
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FEW_BATCHES = "limit_val_batches=1 limit_predict_batches=1"
 FEW_STEPS = f"max_steps=2 {FEW_BATCHES}"
+SMALL = "model.init_args.n_layer=2 model.init_args.n_embd=32 data.init_args.batch_size=4"
 
 SHORTENED: list[tuple[str, Callable[[str], str]]] = [
     # A target of the Makefile would install from the network: make says what it would do. The
@@ -36,7 +37,7 @@ SHORTENED: list[tuple[str, Callable[[str], str]]] = [
     (r"boltmesh jobs", lambda line: line),
     (r"boltmesh plan .*", lambda line: line),
     (r"boltmesh (record|export-metrics)\b.*", lambda line: line),
-    (r"boltmesh check .*", lambda line: f"{line} --steps 2 {FEW_BATCHES}"),
+    (r"boltmesh check .*", lambda line: f"{line} --steps 2 {FEW_BATCHES} {SMALL}"),
     # Two optimizer steps, and one batch of everything else.
     (r"boltmesh (fit|validate|predict) .*", lambda line: f"{line} {FEW_STEPS}"),
     (r"torchrun .* -m boltmesh fit .*", lambda line: f"{line} {FEW_STEPS}"),
@@ -95,7 +96,7 @@ def installed(workplace: Workplace) -> Workplace:
     return workplace
 
 
-@pytest.mark.slow
+@pytest.mark.slow(180)
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_every_command_runs_in_the_order_of_the_page(workplace: Workplace) -> None:
@@ -104,7 +105,7 @@ def test_every_command_runs_in_the_order_of_the_page(workplace: Workplace) -> No
         workplace.run(shortened(command))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(35)
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_every_python_block_runs(installed: Workplace) -> None:
@@ -117,7 +118,7 @@ def test_every_python_block_runs(installed: Workplace) -> None:
         installed.run(f"python {script}")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(35)
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_the_demo_runs_and_so_does_what_it_advises(installed: Workplace) -> None:

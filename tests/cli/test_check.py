@@ -8,7 +8,7 @@ import pytest
 SMALL = ["model.init_args.n_layer=2", "model.init_args.n_embd=32", "data.init_args.batch_size=4"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(40)
 @pytest.mark.parametrize(
     ("recipe", "overrides", "ranks"),
     [

@@ -7,7 +7,7 @@ import pytest
 from tests.parity.resharding import TOLERANCE, Matrix, distance, read
 from tests.support.layouts import PLAIN
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow(30)]
 
 THREE_AXES, DDP, SHARDS = "2 x 2 x 2, ZeRO-1", "DDP, 2", "ZeRO-3 on the CPU, 2"
 

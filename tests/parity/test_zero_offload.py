@@ -68,7 +68,7 @@ def layouts(rank: int, world_size: int, case: Case, folder: str, names: list[str
     return traces
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_layout_equals_one_process(case: Case, tmp_path: Path) -> None:
     check(case, list(LAYOUTS), tmp_path)

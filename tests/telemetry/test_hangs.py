@@ -25,7 +25,7 @@ from tests.support.blocks import Blocks
 from tests.support.models import Regression, regression_data
 from tests.support.ranks import RankFailure, run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow(35), pytest.mark.timeout(300)]
 
 TIMEOUT_S = 9.0
 AT_ONCE = 3

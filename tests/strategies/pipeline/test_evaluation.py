@@ -111,6 +111,7 @@ def reference() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow(25)
 @pytest.mark.parametrize("options", PIPELINES, ids=lambda each: each["schedule"])
 def test_every_rank_finds_what_one_process_finds(
     reference: dict[str, Any], options: dict[str, Any]
