@@ -1,9 +1,9 @@
 """How FSDP2 gathers and reduces where the model is computed on the host.
 
-Left to itself, it waits for each gather where it asks for it, so that nothing overlaps, and makes
-new tensors for each. Here a gather is waited for where its parameters are used: what FSDP2 asks for
-ahead, in a backward pass, arrives meanwhile. It lies in memory that is used again. A group of one
-process has the result of a reduction for nothing: it is the input.
+Left to itself, it waits for each gather where it asks for it, so that nothing overlaps. Here a
+gather is waited for where its parameters are used: what FSDP2 asks for ahead, in a backward pass,
+arrives meanwhile. Where gradients leave at once they are reduced in memory that is used again, and
+a group of one process has the result for nothing: it is the input.
 
 Collectives are posted at the group's backend itself. torch's functions pass its dispatcher, where
 telemetry looks on from a kernel in Python; it is told of them here instead.
@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from boltmesh.strategies.data.reused_memory import ReusedMemory
 from boltmesh.strategies.torch_compat import (
-    AllGather,
+    DefaultAllGather,
     EndedReduceScatter,
     gather_on_host,
     reduce_scatter_on_host,
@@ -29,17 +29,8 @@ from boltmesh.strategies.torch_compat import (
 from boltmesh.telemetry.recording.torch_compat import COLLECTIVES
 
 
-class HostAllGather(AllGather):
-    """FSDP2's all-gather of one unit, into tensors of a ``ReusedMemory``."""
-
-    def __init__(self, memory: ReusedMemory) -> None:
-        self._memory = memory
-
-    @override
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return self._memory.take(int(size[0]), dtype)
+class HostAllGather(DefaultAllGather):
+    """FSDP2's all-gather of one unit."""
 
     @override
     def __call__(
@@ -55,39 +46,34 @@ class HostAllGather(AllGather):
 
 
 class HostReduceScatter(EndedReduceScatter):
-    """FSDP2's reduce-scatter of one unit, from and to tensors of a ``ReusedMemory``.
+    """FSDP2's reduce-scatter of one unit.
 
     Args:
-        memory: Where tensors lie.
+        memory: Where tensors lie; None: in new memory each time.
         num_ranks: Of the group that the unit is sharded over.
-        keeps_memory: What is reduced has memory of its own. If not, it has what a gather has left,
-            or none that is used again, and the result never has.
     """
 
-    def __init__(self, memory: ReusedMemory, num_ranks: int, *, keeps_memory: bool) -> None:
+    def __init__(self, memory: ReusedMemory | None, num_ranks: int) -> None:
         self._memory = memory
         self._is_alone = num_ranks == 1
-        self._keeps_memory = keeps_memory
         self._input: Tensor | None = None
 
     @override
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Called for the input of a reduction, and then for its result."""
         numel = int(size[0])
-        given, self._input = self._input, None
-        if given is None:
-            self._input = self._take(numel, dtype, is_result=self._is_alone)
-            return self._input
-        if self._is_alone and given.numel() == numel and given.dtype == dtype:
-            return given  # FSDP2 copies it to itself, which does nothing
-        return self._take(numel, dtype, is_result=True)
-
-    def _take(self, numel: int, dtype: torch.dtype, *, is_result: bool) -> Tensor:
-        if is_result and not self._keeps_memory:
-            return torch.empty(numel, dtype=dtype)
-        return self._memory.take(numel, dtype, may_grow=self._keeps_memory)
+        if (given := self._input) is not None:
+            self._input = None
+            if given.numel() == numel and given.dtype == dtype:
+                return given  # FSDP2 copies it to itself, which does nothing
+        if self._memory is None:
+            taken = torch.empty(numel, dtype=dtype)
+        else:
+            taken = self._memory.take(numel, dtype)
+        if self._is_alone:
+            self._input = taken
+        return taken
 
     @override
     def __call__(
@@ -117,15 +103,16 @@ class HostCollectives:
 
     Args:
         units: Of ``fully_shard``, on the CPU.
-        takes_gradients_away: They are read, and dropped, as they come. Where they stay until the
-            optimizer steps, what waits for the next ones would come on top of gathered parameters.
+        takes_gradients_away: They are read, and dropped, as they come, so reductions use memory
+            again. Where gradients stay until the optimizer steps, memory that waits for the next
+            ones would come on top of gathered parameters.
     """
 
     def __init__(self, units: Iterable[FSDPModule], *, takes_gradients_away: bool) -> None:
-        self.memory = ReusedMemory()
-        reducing = partial(HostReduceScatter, self.memory, keeps_memory=takes_gradients_away)
+        self._memory = ReusedMemory() if takes_gradients_away else None
+        reducing = partial(HostReduceScatter, self._memory)
         for unit in units:
-            unit.set_custom_all_gather(HostAllGather(self.memory))
+            unit.set_custom_all_gather(HostAllGather())
             reduce_with(unit, reducing)
 
     @classmethod
@@ -136,3 +123,13 @@ class HostCollectives:
         if device.type != "cpu":
             return None
         return cls(units, takes_gradients_away=takes_gradients_away)
+
+    @property
+    def num_free_bytes(self) -> int:
+        """What waits for the next reduction."""
+        return 0 if self._memory is None else self._memory.num_free_bytes
+
+    def give_back(self) -> None:
+        """Return it to the system."""
+        if self._memory is not None:
+            self._memory.give_back()

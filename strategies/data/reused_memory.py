@@ -1,7 +1,7 @@
 """Host memory that is handed out again once nobody uses it any more.
 
 The system clears each page before its first use and takes it back with the tensor, and FSDP2 makes
-three tensors a unit and step: on the host, that can take longer than what is done with them.
+two tensors a unit and step to reduce gradients: on the host, most of that time goes into pages.
 """
 
 import ctypes
@@ -36,23 +36,17 @@ class ReusedMemory:
         self._used_bytes = 0
         self._peak_bytes = 0
 
-    def take(self, numel: int, dtype: torch.dtype, *, may_grow: bool = True) -> Tensor:
-        """A flat tensor of any values. Its memory comes back with the last tensor that views it.
-
-        Args:
-            numel: Elements.
-            dtype: Of these.
-            may_grow: Where nothing of this size is free, what is made is kept, too.
-        """
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of any values. Its memory comes back with the last tensor that views it."""
         num_bytes = numel * dtype.itemsize
-        memory = None if num_bytes < REUSED_BYTES else self._find(num_bytes, may_grow=may_grow)
-        if memory is None:
+        if num_bytes < REUSED_BYTES:
             return torch.empty(numel, dtype=dtype)
+        memory = self._find(num_bytes)
         lease = (ctypes.c_char * num_bytes).from_address(memory.data_ptr())
         weakref.finalize(lease, self._returned.append, memory).atexit = False
         return torch.frombuffer(lease, dtype=dtype)
 
-    def _find(self, num_bytes: int, *, may_grow: bool) -> Tensor | None:
+    def _find(self, num_bytes: int) -> Tensor:
         with self._lock:
             self._sort_in()
             places = [n for n, each in enumerate(self._free) if each.numel() == num_bytes]
@@ -60,8 +54,6 @@ class ReusedMemory:
             peak_bytes = max(self._peak_bytes, used_bytes)
             if places:
                 memory = self._free.pop(places[-1])
-            elif not may_grow:
-                return None
             else:
                 free_bytes = sum(each.numel() for each in self._free)
                 while used_bytes + free_bytes > peak_bytes:

@@ -26,7 +26,7 @@ def held_tensors(
     gradients = [each.grad for each in shards if each.grad is not None]
     for unit in model.units.values():
         gradients += whole_gradients(unit)
-    free = 0 if model.on_host is None else model.on_host.memory.num_free_bytes
+    free = 0 if model.on_host is None else model.on_host.num_free_bytes
     return {
         "parameters": [*shards, *wholes],
         "gradients": [*gradients],

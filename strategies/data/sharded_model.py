@@ -64,9 +64,9 @@ class ShardedModel:
         self.scalars.put_back()
 
     def give_back_memory(self) -> None:
-        """Return to the system what no gather or reduction uses now."""
+        """Return to the system what no reduction uses now."""
         if self.on_host is not None:
-            self.on_host.memory.give_back()
+            self.on_host.give_back()
 
 
 def shard_model(

@@ -75,7 +75,7 @@ from boltmesh.strategies.torch_compat.trees import (
     tree_map_only,
 )
 from boltmesh.strategies.torch_compat.unit_hooks import (
-    AllGather,
+    DefaultAllGather,
     EndedReduceScatter,
     intercept_collectives,
     reduce_with,
@@ -102,7 +102,7 @@ __all__ = [
     "GROUPED_PRODUCT",
     "NEEDS_DATA",
     "TOTAL_NORM",
-    "AllGather",
+    "DefaultAllGather",
     "DispatchMode",
     "EndedReduceScatter",
     "FakeTensorMode",

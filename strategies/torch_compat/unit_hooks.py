@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather as DefaultAllGather,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from boltmesh.strategies.torch_compat.tensors import local_tensor

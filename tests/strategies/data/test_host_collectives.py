@@ -98,34 +98,15 @@ def test_what_is_given_back_is_taken_anew_and_what_is_used_stays_readable() -> N
     assert memory.num_free_bytes == 4 * REUSED_BYTES
 
 
-@pytest.mark.parametrize("keeps_memory", [False, True])
-def test_one_process_reduces_in_place_and_two_do_not(keeps_memory: bool) -> None:
-    alone, shared = (
-        HostReduceScatter(ReusedMemory(), size, keeps_memory=keeps_memory) for size in (1, 2)
-    )
-    assert allocate(alone) is allocate(alone)
-    assert allocate(shared) is not allocate(shared)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_gradients_that_stay_have_no_memory_that_a_gather_waits_for(num_ranks: int) -> None:
-    memory = ReusedMemory()
-    gathered = memory.take(NUMEL, torch.float32)
-    address = gathered.data_ptr()
-    del gathered
-    reducing = HostReduceScatter(memory, num_ranks, keeps_memory=False)
-    whole, result = allocate(reducing), allocate(reducing)
-    assert (whole.data_ptr() == address) is (num_ranks > 1)
-    assert result.data_ptr() != address
-    other = allocate(reducing)
-    assert other.data_ptr() != address
-    del whole, result, other
-    reducing.finish()
-    assert memory.num_free_bytes == REUSED_BYTES
+def test_one_process_reduces_in_place_and_two_do_not() -> None:
+    for memory in (None, ReusedMemory()):
+        alone, shared = (HostReduceScatter(memory, size) for size in (1, 2))
+        assert allocate(alone) is allocate(alone)
+        assert allocate(shared) is not allocate(shared)
 
 
 def test_after_a_reduction_that_failed_the_next_gets_other_memory() -> None:
-    reducing = HostReduceScatter(ReusedMemory(), 1, keeps_memory=True)
+    reducing = HostReduceScatter(ReusedMemory(), 1)
     failed = allocate(reducing)
     reducing.finish()
     following = allocate(reducing)
@@ -155,7 +136,7 @@ def gradients(*, is_reused: bool) -> tuple[list[Tensor], int]:
         found += [local_tensor(each.grad).clone() for each in layer.parameters()]  # type: ignore[arg-type]
         if ends_step:
             layer.zero_grad()
-    return found, collectives.memory.num_free_bytes
+    return found, collectives.num_free_bytes
 
 
 def test_gradients_are_those_of_fsdp2_to_the_bit(group) -> None:
@@ -171,7 +152,7 @@ def gather_one_by_one(rank: int, world_size: int) -> list[float]:
     world, store = dist.group.WORLD, shared_store("gather_one_by_one")
     assert world is not None
     assert store is not None
-    comm = HostAllGather(ReusedMemory())
+    comm = HostAllGather()
     output = comm.allocate((NUMEL * world_size,), dtype=torch.float32, device=CPU)
     part = output[rank * NUMEL : (rank + 1) * NUMEL].fill_(rank + 1.0)
     if rank > 0:
@@ -187,14 +168,14 @@ def test_a_gather_is_waited_for_only_where_it_is_used() -> None:
     assert run_ranks(gather_one_by_one, 2) == [[1.0, 2.0], [1.0, 2.0]]
 
 
-def train(rank: int, world_size: int, is_ours: bool) -> list[Tensor]:
+def train(rank: int, world_size: int, is_ours: bool, leave_at_once: bool) -> list[Tensor]:
     """Return losses and last shards of a model that frees its blocks."""
     torch.manual_seed(0)
     blocks = [torch.nn.Linear(512, 512) for _ in range(4)]
     model = torch.nn.Sequential(*blocks)
     mesh = init_device_mesh("cpu", (world_size,))
     units = [fully_shard(each, mesh=mesh) for each in (*blocks, model)]
-    collectives = HostCollectives(units if is_ours else [], takes_gradients_away=False)
+    collectives = HostCollectives(units if is_ours else [], takes_gradients_away=leave_at_once)
     optimizer = torch.optim.AdamW(model.parameters())
     found = []
     for step in range(4):
@@ -204,11 +185,13 @@ def train(rank: int, world_size: int, is_ours: bool) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.detach())
-    assert (collectives.memory.num_free_bytes > 0) is is_ours
+    assert (collectives.num_free_bytes > 0) is (is_ours and leave_at_once)
     return [*found, *(local_tensor(each).detach().clone() for each in model.parameters())]
 
 
 @pytest.mark.ranks
-def test_a_model_trains_as_with_torchs_own_collectives_to_the_bit() -> None:
-    for mine, theirs in zip(run_ranks(train, 2, True), run_ranks(train, 2, False), strict=True):
+@pytest.mark.parametrize("leave_at_once", [False, True])
+def test_a_model_trains_as_with_torchs_own_collectives_to_the_bit(leave_at_once: bool) -> None:
+    right = run_ranks(train, 2, False, leave_at_once)
+    for mine, theirs in zip(run_ranks(train, 2, True, leave_at_once), right, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
