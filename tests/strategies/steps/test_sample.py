@@ -9,13 +9,13 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.steps import sample
+from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.steps.sample import sample_batch
 
 
 def sampled(monkeypatch: pytest.MonkeyPatch, loader: Any) -> Any:
-    monkeypatch.setattr(sample.compat, "requested_loader", lambda _: loader)
-    monkeypatch.setattr(sample.compat, "transferred_to_host", lambda _, batch: batch)
+    monkeypatch.setattr(compat, "requested_loader", lambda _: loader)
+    monkeypatch.setattr(compat, "transferred_to_host", lambda _, batch: batch)
     return sample_batch(Trainer(accelerator="cpu", logger=False, barebones=True)).batch
 
 
