@@ -71,7 +71,14 @@ def _first_batch(loader: Any) -> Any:
         return type(loader)(_first_batch(each) for each in loader)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         return _collated(loader)
-    for batch in loader:
+    batches = iter(loader)
+    if batches is loader:
+        raise ConfigError(
+            f"The dataloader is an iterator ({type(loader).__name__}), which gives each batch "
+            f"once, and the first one is looked at before the run to find out how the model is "
+            f"divided. Give a DataLoader, a list, or an object whose __iter__ begins anew."
+        )
+    for batch in batches:
         if batch is not None:
             return batch
     raise ConfigError(

@@ -27,6 +27,11 @@ class Some(Dataset[int]):
         return index
 
 
+class Renewed:
+    def __iter__(self) -> Any:
+        return iter([None, torch.ones(1)])
+
+
 def unless_small(rows: list[int]) -> Any:
     """Leave out a batch, as authors do whose files are broken."""
     return None if min(rows) < 2 else default_collate(rows)
@@ -35,7 +40,16 @@ def unless_small(rows: list[int]) -> Any:
 def test_batches_that_the_trainer_skips_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(Some(), batch_size=2, collate_fn=unless_small)
     assert sampled(monkeypatch, loader).tolist() == [2, 3]
-    assert sampled(monkeypatch, iter([None, torch.ones(1)])).tolist() == [1.0]
+    assert sampled(monkeypatch, Renewed()).tolist() == [1.0]
+
+
+def test_an_iterator_is_refused_and_gives_its_first_batch_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loader = iter([torch.zeros(1), torch.ones(1)])
+    with pytest.raises(ConfigError, match=r"is an iterator .* whose __iter__ begins anew"):
+        sampled(monkeypatch, loader)
+    assert next(loader).tolist() == [0.0]
 
 
 def test_a_loader_without_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
