@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, Literal
 
 import torch
@@ -81,6 +82,25 @@ def note(microbatch: int, value: Any, options: Mapping[str, Any]) -> Noted:
     """Keep what is to be known of a logged value; its graph is let go."""
     with functions_unwatched():  # the step is, and this is none of its doing
         return _noted(microbatch, torch.as_tensor(value), options)
+
+
+def check_loggable(name: str, value: Any) -> None:
+    """Refuse what Lightning would, where the author called ``self.log`` with it.
+
+    Raises:
+        ValueError: With what to log instead.
+    """
+    called = f"`self.log({name!r}, ...)` was called with"
+    if not isinstance(value, Number | Tensor):
+        raise ValueError(  # noqa: TRY004 - as Lightning does
+            f"{called} a {type(value).__name__}, which cannot be logged. Log numbers, tensors of "
+            f"one element, metrics, or a dictionary of these."
+        )
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(
+            f"{called} a tensor of {value.numel()} elements, of which one has to be made: such as "
+            f"its mean()."
+        )
 
 
 def _noted(microbatch: int, tensor: Tensor, options: Mapping[str, Any]) -> Noted:

@@ -196,6 +196,10 @@ def divide(
     with silent():
         trace = _probe_costs(module, units, step, args, seed)
     uses = units_in_model_order(units) if trace is None else units_in_call_order(trace, units)
+    if not any(each.is_called for each in uses):
+        _refuse_to_train_nothing(module, step)
+    if step != TRAINING and sum(each.is_called for each in uses) < len(rank_of_stage):
+        uses = units_in_model_order(units)  # a test of an encoder alone: the others stand as well
     seconds = None
     if split == "measured":
         seconds = measure_units(module, units, step, args, seed=seed, device=device, unmade=unmade)
@@ -233,6 +237,16 @@ def divide(
         parameters=tuple(name for name, _ in module.named_parameters()),
     )
     return division, plans
+
+
+def _refuse_to_train_nothing(module: Module, step: str) -> None:
+    """Refuse training that no stage would have a part in; evaluation runs on every rank."""
+    if step == TRAINING:
+        raise ConfigError(
+            f"{type(module).__name__}.{step} calls none of the model's layers with the first "
+            f"batch, so there is nothing to make stages of. Call the layers that it trains in "
+            f"{step}, by themselves or through self(...), or use bolt_ddp."
+        )
 
 
 def _used_parameters(

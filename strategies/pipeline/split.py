@@ -44,11 +44,16 @@ def balanced_split(
     Raises:
         ConfigError: When there are fewer units than stages, or no cut keeps within the memory.
     """
+    if not units:
+        raise ConfigError(
+            "The model has no layers with parameters, so there is nothing to make stages of. Use "
+            "bolt_ddp or one process."
+        )
     if len(units) < num_stages:
         raise ConfigError(
             f"stages={num_stages} was asked, but the model has {len(units)} parts that can stand "
             f"in a stage of their own ({_listed([each.name for each in units])}). "
-            f"Use stages={max(len(units), 1)} or fewer."
+            f"Use stages={len(units)} or fewer."
         )
     seconds = _prefix_sums([each.seconds for each in units])
     live = [0] * num_stages if live is None else live

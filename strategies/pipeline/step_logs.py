@@ -22,6 +22,7 @@ from boltmesh.strategies.pipeline.log_rules import (
     LogRule,
     MicrobatchWeights,
     Noted,
+    check_loggable,
     combine,
     note,
     usual_rule,
@@ -103,6 +104,7 @@ class StepLogs:
         if (given := self.metrics.given(value)) is not None:
             entry.metric = given
             return
+        check_loggable(name, value)
         entry.noted.append(note(self._microbatch, value, options))
 
     def noted(self) -> dict[Key, list[Noted]]:
@@ -201,4 +203,7 @@ def _attribute_of(module: Module, metric: Metric) -> str:
     for name, each in module.named_modules():
         if each is metric:
             return str(name)
-    raise ValueError("A metric that is no attribute of the module cannot be logged.")
+    raise ValueError(
+        f"self.log was called with a {type(metric).__name__} that is no attribute of the module, "
+        f"so it is not found on other ranks. Make it in __init__, as in self.metric = ..."
+    )

@@ -13,16 +13,26 @@ from boltmesh.strategies.torch_compat import times_written
 
 CONTAINERS = (dict, list, set, OrderedDict, defaultdict, Counter, deque)
 
+MOST_MEMBERS = 256
+"""Of a container that is looked into: one list for each of several loaders, not a data set."""
+
+_FRAMEWORKS = ("torch", "lightning")
+"""Whose classes keep nothing of a step."""
+
 
 @contextmanager
 def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
     """Undo what happens within it to attributes and buffers of modules, not of their children.
 
-    Attributes are put back as they were one level deep: the same objects, and lists, sets and
-    dictionaries with the same members. Buffers get their values back where they were written.
+    Attributes are the same objects again, and lists, sets and dictionaries have the same members;
+    so have those within them, such as a list for each of several loaders, and those that a class
+    keeps for all of its modules. Buffers get their values back where they were written.
     """
     modules = list(modules)
-    attributes = [(vars(each), _copy_of(vars(each))) for each in modules]
+    attributes = [(vars(each), dict(vars(each))) for each in modules]
+    containers: dict[int, tuple[Any, Any]] = {}
+    for each in (*(now for now, _ in attributes), *map(vars, _classes_of(modules))):
+        _add_containers(each.values(), containers, depth=2)
     buffers = [
         (buffer, times_written(buffer), buffer.detach().clone())
         for each in modules
@@ -33,7 +43,11 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
         yield
     finally:
         for now, before in attributes:
-            _put_back(now, before)
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
+        for container, members in containers.values():
+            _refill(container, members)
         with torch.no_grad():
             for buffer, written, value in buffers:
                 if times_written(buffer) != written:
@@ -50,22 +64,30 @@ def random_state_unchanged(device: torch.device) -> Iterator[None]:
         restore_random_state(before, device)
 
 
-def _copy_of(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {
-        name: (value, value.copy() if type(value) in CONTAINERS else None)
-        for name, value in attributes.items()
-    }
+def _classes_of(modules: Iterable[Module]) -> set[type]:
+    """Return the classes of modules and what they inherit from, but for those of frameworks."""
+    found = {each for kind in set(map(type, modules)) for each in kind.__mro__}
+    return {each for each in found if each.__module__.partition(".")[0] not in _FRAMEWORKS}
 
 
-def _put_back(attributes: dict[str, Any], kept: dict[str, tuple[Any, Any]]) -> None:
-    for name in attributes.keys() - kept.keys():
-        del attributes[name]
-    for name, (value, members) in kept.items():
-        attributes[name] = value
-        if members is None:
+def _add_containers(
+    values: Iterable[Any], found: dict[int, tuple[Any, Any]], *, depth: int
+) -> None:
+    """Add each container among values to ``found``, by identity, with a copy; and those within."""
+    for value in values:
+        kind = type(value)
+        if kind in CONTAINERS and id(value) not in found:
+            found[id(value)] = value, value.copy()
+        elif kind is not tuple:
             continue
-        value.clear()
-        if isinstance(value, list | deque):
-            value.extend(members)
-        else:
-            value.update(members)
+        if depth > 1 and len(value) <= MOST_MEMBERS:
+            members = value.values() if isinstance(value, dict) else value
+            _add_containers(members, found, depth=depth - 1)
+
+
+def _refill(container: Any, members: Any) -> None:
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(members)
+    else:
+        container.update(members)

@@ -4,6 +4,7 @@ The loaders of the run are not touched: the user's own is asked once more, and t
 random numbers stand afterwards as they stood before.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
@@ -66,12 +67,20 @@ def _first_batch(loader: Any) -> Any:
         loader = loader.iterables
     if isinstance(loader, dict):
         return {key: _first_batch(each) for key, each in loader.items()}
-    if isinstance(loader, list | tuple):
+    if isinstance(loader, list | tuple) and not _is_of_numbers(loader):
         return type(loader)(_first_batch(each) for each in loader)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         return _collated(loader)
-    for batch in loader:
-        return batch
+    batches = iter(loader)
+    if batches is loader:
+        raise ConfigError(
+            f"The dataloader is an iterator ({type(loader).__name__}), which gives each batch "
+            f"once, and the first one is looked at before the run to find out how the model is "
+            f"divided. Give a DataLoader, a list, or an object whose __iter__ begins anew."
+        )
+    for batch in batches:
+        if batch is not None:
+            return batch
     raise ConfigError(
         "The dataloader gives no batch, and one is needed to find out how the model is divided. "
         "Give it data."
@@ -80,15 +89,28 @@ def _first_batch(loader: Any) -> Any:
 
 def _collated(loader: DataLoader[Any]) -> Any:
     """The loader's first batch, without its workers."""
-    dataset: Any = loader.dataset
-    if loader.batch_sampler is None:  # batches come out of the dataset
-        return loader.collate_fn(dataset[next(iter(loader.sampler))])
-    indices = next(iter(loader.batch_sampler), None)
-    if indices is None:
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    batches = map(partial(_collate, loader), sampler)
+    batch = next((each for each in batches if each is not None), None)  # the Trainer skips them too
+    if batch is None:
         raise ConfigError(
             "The dataloader is empty, and a batch is needed to find out how the model is divided. "
             "Give it data, or a smaller batch_size where drop_last=True leaves none."
         )
+    return batch
+
+
+def _collate(loader: DataLoader[Any], indices: Any) -> Any:
+    """Return the batch of these indices, or of the one where the dataset makes batches itself."""
+    dataset: Any = loader.dataset
+    collate: Any = loader.collate_fn
+    if loader.batch_sampler is None:
+        return collate(dataset[indices])
     if hasattr(dataset, "__getitems__"):
-        return loader.collate_fn(dataset.__getitems__(indices))
-    return loader.collate_fn([dataset[index] for index in indices])
+        return collate(dataset.__getitems__(indices))
+    return collate([dataset[index] for index in indices])
+
+
+def _is_of_numbers(loaders: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether it is a loader itself, as Lightning sees it: one that gives numbers or names."""
+    return all(isinstance(each, int | float | str) for each in loaders)

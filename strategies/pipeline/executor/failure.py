@@ -174,8 +174,10 @@ class Alarm:
             self._thread = None
 
     def close(self) -> None:
-        """Watch no longer until ``open``."""
+        """Watch no longer until ``open``. The thread has ended then, unless it waits for a rank."""
         self._is_over.set()
+        if self._thread is not None:
+            self._thread.join(_LOOK_S)
 
     def _watch(self, is_over: threading.Event) -> None:
         seen = -1

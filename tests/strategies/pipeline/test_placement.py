@@ -8,11 +8,12 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from boltmesh.errors import ConfigError
 from boltmesh.strategies.data.lone import LoneRank
 from boltmesh.strategies.pipeline.building import UnmadeModel
 from boltmesh.strategies.pipeline.context import PipelineContext
 from boltmesh.strategies.pipeline.cutting import Budget
-from boltmesh.strategies.pipeline.placement import place
+from boltmesh.strategies.pipeline.placement import divide, place
 from boltmesh.strategies.pipeline.replay.absent import make_absent
 from boltmesh.telemetry.recording.recorder import NullRecorder
 from tests.support.ranks import run_ranks
@@ -68,3 +69,48 @@ def test_the_first_rank_decides_by_its_sample() -> None:
     assert short[0] != long[0]
     mixed = run_ranks(cut, 2, LENGTHS)
     assert mixed == [short[0], short[0]]
+
+
+class FirstAlone(Texts):
+    """Tests look at the embedding alone, or at nothing."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        """Forgets its layers."""
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.embedding(batch).mean()
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch + 1
+
+
+def divided(module: LightningModule, step: str) -> list[list[str]]:
+    division, _ = divide(
+        module,
+        step,
+        (torch.zeros(4, 3, dtype=torch.long), 0),
+        rank_of_stage=(0, 1),
+        split="auto",
+        seed=1,
+        device=torch.device("cpu"),
+        budget=Budget(math.inf, is_asked=False, live=(2, 1)),
+        unmade=UnmadeModel(module),
+        recomputed=set(),
+    )
+    return [[each.name for each in stage] for stage in division.stages]
+
+
+@pytest.mark.parametrize("step", ["test_step", "predict_step"])
+def test_evaluation_that_calls_few_layers_or_none_leaves_all_of_them_to_the_stages(
+    step: str,
+) -> None:
+    module = FirstAlone()
+    stages = divided(module, step)
+    assert all(stages)
+    names = [f"layers.{number}" for number in range(6)]
+    assert [*stages[0], *stages[1]] == ["embedding", *names]
+
+
+def test_training_that_calls_no_layer_is_refused_by_what_it_does() -> None:
+    with pytest.raises(ConfigError, match=r"FirstAlone\.training_step calls none of the model's"):
+        divided(FirstAlone(), "training_step")

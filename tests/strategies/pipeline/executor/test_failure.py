@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from boltmesh.errors import PipelineError
 from boltmesh.strategies.pipeline.executor.executor import Executor
+from boltmesh.strategies.pipeline.executor.failure import Alarm
 from boltmesh.strategies.pipeline.executor.patience import LEAST_S
 from boltmesh.strategies.pipeline.values import ValueSpec
 from tests.support.programs import programs
@@ -279,3 +281,14 @@ def test_a_rank_that_nothing_reaches_is_ended(tmp_path: Path) -> None:
         run_ranks(hang, 2, str(tmp_path), timeout_s=20)
     assert time.monotonic() - start < 20
     assert (tmp_path / "0").read_text() == "The device of rank 1 is broken"
+
+
+def test_a_closed_alarm_leaves_no_thread() -> None:
+    alarm = Alarm(0, "alone")
+    for _ in range(3):
+        alarm.open()
+        before = set(threading.enumerate())
+        with alarm.watching():
+            assert set(threading.enumerate()) > before
+        alarm.close()
+        assert set(threading.enumerate()) == before

@@ -1,0 +1,63 @@
+"""The first look at the data finds a batch in all that the Trainer takes batches from."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.steps.sample import sample_batch
+
+
+def sampled(monkeypatch: pytest.MonkeyPatch, loader: Any) -> Any:
+    monkeypatch.setattr(compat, "requested_loader", lambda _: loader)
+    monkeypatch.setattr(compat, "transferred_to_host", lambda _, batch: batch)
+    return sample_batch(Trainer(accelerator="cpu", logger=False, barebones=True)).batch
+
+
+class Some(Dataset[int]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Renewed:
+    def __iter__(self) -> Any:
+        return iter([None, torch.ones(1)])
+
+
+def unless_small(rows: list[int]) -> Any:
+    """Leave out a batch, as authors do whose files are broken."""
+    return None if min(rows) < 2 else default_collate(rows)
+
+
+def test_batches_that_the_trainer_skips_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(Some(), batch_size=2, collate_fn=unless_small)
+    assert sampled(monkeypatch, loader).tolist() == [2, 3]
+    assert sampled(monkeypatch, Renewed()).tolist() == [1.0]
+
+
+def test_an_iterator_is_refused_and_gives_its_first_batch_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loader = iter([torch.zeros(1), torch.ones(1)])
+    with pytest.raises(ConfigError, match=r"is an iterator .* whose __iter__ begins anew"):
+        sampled(monkeypatch, loader)
+    assert next(loader).tolist() == [0.0]
+
+
+def test_a_loader_without_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="smaller batch_size where drop_last=True"):
+        sampled(monkeypatch, DataLoader(Some(), batch_size=6, drop_last=True))
+
+
+def test_a_list_of_numbers_is_a_loader_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaders = {"a": [0, 1, 2], "b": {3, 4}, "c": [DataLoader(Some()), DataLoader(Some())]}
+    found = sampled(monkeypatch, CombinedLoader(loaders, "max_size_cycle"))
+    assert found == {"a": 0, "b": 3, "c": [torch.tensor([0]), torch.tensor([0])]}
