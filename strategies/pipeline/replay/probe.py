@@ -59,8 +59,7 @@ def probe(
 
     Values that depend on units have shape and type and no data; what is made of the batch and of
     parameters outside of units is computed. Autocast and grad mode are the caller's. Where the step
-    looks at data of a unit, it goes on with a guess, twice, and uses of both runs count; a guess
-    for which it raises is none.
+    looks at data of a unit, it goes on with a guess, twice, and uses of both runs count.
 
     Args:
         root: The whole model; parameters inside of units may have no values.
@@ -79,24 +78,17 @@ def probe(
         ConfigError: When a unit cannot be run on tensors without data, or the step does something
             with what units give that other stages could not do.
     """
-    counts: dict[str, Any] = {"counts_flops": counts_flops, "notes_kept": notes_kept}
-    called = step, args, kwargs or {}
+    counts = {"counts_flops": counts_flops, "notes_kept": notes_kept}
     first = _Probe(root, units, seed=seed, known=known or {}, **counts)
     first.remembered = {} if remembered is None else remembered
     try:
-        try:
-            trace = first.run(*called, answer=False)
-            if first.has_recalled:  # nothing known fits: what units leave behind counts as well now
-                first = _Probe(root, units, seed=seed, known={}, **counts)
-                trace = first.run(*called, answer=False)
-        except Exception as error:
-            if not first.is_misled(error):
-                raise
+        trace = first.run(step, args, kwargs or {}, answer=False)
+        if first.has_recalled:  # nothing known fits: what units leave behind counts as well now
             first = _Probe(root, units, seed=seed, known={}, **counts)
-            trace = first.run(*called, answer=True)
-        else:
-            if trace.readings:
-                _merge_other(trace, _Probe(root, units, seed=seed, known={}), called)
+            trace = first.run(step, args, kwargs or {}, answer=False)
+        if trace.readings:
+            second = _Probe(root, units, seed=seed, known={})
+            _merge(trace, second.run(step, args, kwargs or {}, answer=True))
         if remembered is not None:
             remembered.update(first.learned)
     except _Known as found:
@@ -181,13 +173,6 @@ class _Probe:
         self.glue.finish()
         return self.trace
 
-    def is_misled(self, error: Exception) -> bool:
-        """Whether a step may have raised for a guess, as one does that asserts on a layer's values.
-
-        Then it goes on with the other guess, if with any.
-        """
-        return bool(self.trace.readings) and not isinstance(error, ConfigError)
-
     def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.is_inside:
             return forward(*args, **kwargs)
@@ -259,17 +244,6 @@ class _Probe:
         trace = self.known.get(tuple(self.trace.answers))
         if trace is not None:
             raise _Known(trace)
-
-
-def _merge_other(trace: Trace, second: _Probe, called: Any) -> None:
-    """Add to a trace what the step does when it goes on with the other guess, if it does."""
-    try:
-        other = second.run(*called, answer=True)
-    except Exception as error:
-        if second.is_misled(error):
-            return
-        raise
-    _merge(trace, other)
 
 
 def _merge(trace: Trace, other: Trace) -> None:
