@@ -86,9 +86,7 @@ class HostReduceScatter(EndedReduceScatter):
     ) -> dist.Work:
         """Return when the result is there: FSDP2 reads it at once, and never asks for less."""
         post = partial(reduce_scatter_on_host, output_tensor, input_tensor, group, op)
-        work = COLLECTIVES.post(
-            "_reduce_scatter_base", group, input_tensor.nbytes, post, is_synchronous=True
-        )
+        work = COLLECTIVES.post("_reduce_scatter_base", group, input_tensor.nbytes, post)
         work.wait()
         return work
 

@@ -3,6 +3,7 @@
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
                 del now[name]
             now.update(before)
         for container, members in containers.values():
-            _refill(container, members)
+            if not _holds(container, members):  # somebody else may be reading it
+                _refill(container, members)
         with torch.no_grad():
             for buffer, written, value in buffers:
                 if times_written(buffer) != written:
@@ -76,13 +78,24 @@ def _add_containers(
     """Add each container among values to ``found``, by identity, with a copy; and those within."""
     for value in values:
         kind = type(value)
-        if kind in CONTAINERS and id(value) not in found:
-            found[id(value)] = value, value.copy()
+        if kind in CONTAINERS:
+            if id(value) not in found:
+                found[id(value)] = value, value.copy()
         elif kind is not tuple:
             continue
         if depth > 1 and len(value) <= MOST_MEMBERS:
             members = value.values() if isinstance(value, dict) else value
             _add_containers(members, found, depth=depth - 1)
+
+
+def _holds(container: Any, members: Any) -> bool:
+    """Whether a container has the same objects as the copy that was made of it."""
+    pairs = zip(_contents(container), _contents(members), strict=False)
+    return len(container) == len(members) and all(now is before for now, before in pairs)
+
+
+def _contents(container: Any) -> Iterable[Any]:
+    return chain.from_iterable(container.items()) if isinstance(container, dict) else container
 
 
 def _refill(container: Any, members: Any) -> None:

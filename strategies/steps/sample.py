@@ -4,6 +4,7 @@ The loaders of the run are not touched: the user's own is asked once more, and t
 random numbers stand afterwards as they stood before.
 """
 
+from collections.abc import Generator, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,20 +72,25 @@ def _first_batch(loader: Any) -> Any:
         return type(loader)(_first_batch(each) for each in loader)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         return _collated(loader)
-    batches = iter(loader)
-    if batches is loader:
+    if _gives_once(loader):
         raise ConfigError(
             f"The dataloader is an iterator ({type(loader).__name__}), which gives each batch "
             f"once, and the first one is looked at before the run to find out how the model is "
             f"divided. Give a DataLoader, a list, or an object whose __iter__ begins anew."
         )
-    for batch in batches:
+    for batch in iter(loader):
         if batch is not None:
             return batch
     raise ConfigError(
         "The dataloader gives no batch, and one is needed to find out how the model is divided. "
         "Give it data."
     )
+
+
+def _gives_once(loader: Any) -> bool:
+    """Whether a loader is an iterator that never begins anew: a generator, or one of Python's."""
+    is_pythons = type(loader).__module__ in {"builtins", "itertools"}
+    return isinstance(loader, Generator) or (isinstance(loader, Iterator) and is_pythons)
 
 
 def _collated(loader: DataLoader[Any]) -> Any:

@@ -72,6 +72,8 @@ def host_backend(group: dist.ProcessGroup) -> HostBackend:
 
 def gather_on_host(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """``all_gather_single`` over the CPU, behind torch's dispatcher; returns at once."""
+    if output.is_complex():
+        output, part = torch.view_as_real(output), torch.view_as_real(part)
     return host_backend(group)._allgather_base(output, part)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from boltmesh.strategies.data.host_collectives import HostAllGather
 from boltmesh.telemetry.reading.reader import open_job
 from boltmesh.telemetry.recording import torch_compat
 from boltmesh.telemetry.recording.torch_compat import COLLECTIVES
@@ -226,6 +227,38 @@ def test_completion_is_seen_and_waiting_for_a_late_peer_is_exposed():
     phases = {each.name: each.seconds for each in late.steps[1].phases}
     assert phases["communication"] < 0.08
     assert phases["forward"] == pytest.approx(0.2, abs=0.08)
+
+
+def ahead_worker(rank, world_size):
+    recorder = open_counting(rank, world_size)
+    recorder.begin_loop(epoch=0, global_step=0)
+    comm, world = HostAllGather(), dist.group.WORLD
+    assert world is not None
+    for number in range(3):
+        recorder.begin_batch(index=number, epoch=0)
+        with recorder.phase("backward"):
+            if rank == 1:
+                time.sleep(0.3)
+            output = torch.zeros(2 * world_size)
+            work = comm(output, output[2 * rank : 2 * rank + 2].fill_(rank), world)
+            time.sleep(0.1)  # what is computed meanwhile
+            work.wait()
+            time.sleep(0.1)
+        assert output.tolist() == [0.0, 0.0, 1.0, 1.0]
+        recorder.end_batch(global_step=number + 1, loss=None, samples=1, tokens=None)
+    recorder.close()
+    dist.barrier()
+    return open_job("counting").snapshot().ranks[rank]
+
+
+def test_of_a_gather_ahead_only_the_wait_for_it_is_exposed():
+    punctual, late = run_ranks(ahead_worker, 2)
+    phases = {each.name: each.seconds for each in punctual.steps[1].phases}
+    assert phases["communication"] == pytest.approx(0.3, abs=0.06)  # not 0.4, its time
+    assert phases["backward"] == pytest.approx(0.2, abs=0.06)
+    phases = {each.name: each.seconds for each in late.steps[1].phases}
+    assert phases["communication"] < 0.08
+    assert phases["backward"] == pytest.approx(0.5, abs=0.08)
 
 
 class SlowBackward(torch.autograd.Function):

@@ -104,6 +104,8 @@ class CommunicationCounter:
         is_synchronous: bool,
         is_timed: bool,
         peer: int | None = None,
+        *,
+        is_wait_told: bool = False,
     ) -> Ticket | None:
         """See ``CollectiveObserver``."""
         if not self._is_counting:
@@ -132,7 +134,7 @@ class CommunicationCounter:
                     clock.enter(COMMUNICATION)
                 else:
                     clock.note_enqueue(ticket[-1], is_synchronous=is_synchronous)
-            elif not is_synchronous and threading.get_ident() == clock.thread:
+            elif not is_synchronous and not is_wait_told and threading.get_ident() == clock.thread:
                 # Hooks of DDP that chain collectives enqueue from gloo's threads, when the
                 # backward pass has nothing left to compute.
                 clock.note_enqueue(ticket[-1], is_synchronous=False)
@@ -157,6 +159,15 @@ class CommunicationCounter:
                 self._clock.note_wait(done_ns - ticket[-1])
             else:
                 self._clock.note_done(done_ns)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(error)
+
+    def waited(self, ticket: Ticket, begin_ns: int, done_ns: int) -> None:
+        """See ``CollectiveObserver``."""
+        try:
+            self._file.complete(ticket, done_ns)
+            if threading.get_ident() == self._clock.thread:
+                self._clock.note_wait(done_ns - begin_ns)
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(error)
 

@@ -26,12 +26,14 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
+from typing_extensions import override
 
 from boltmesh.errors import TelemetryError
 
@@ -83,6 +85,8 @@ ANYBODY: Final = -1
 _MAX_UNSOURCED: Final = 64
 """Receives from anybody that may wait to be asked for their source; older ones are given up."""
 
+_NO_TIMEOUT: Final = timedelta(0)
+
 _KEY: Final = "BackendSelect"
 _ON_DONE: Final = torch._C.Future.add_done_callback
 _SELF_TEST_GROUP: Final = "boltmesh-self-test"
@@ -99,12 +103,15 @@ class CollectiveObserver(Protocol):
         is_synchronous: bool,
         is_timed: bool,
         peer: int | None = None,
+        *,
+        is_wait_told: bool = False,
     ) -> Ticket | None:
         """Take note of a call before it runs; return what the other methods are to be given.
 
-        Exactly one of ``returned`` (not timed) and ``completed`` or ``lost`` (timed) follows,
-        unless a timed call fails. ``peer`` is the other side of a point-to-point call, as a rank
-        within the group, or ANYBODY; of such a call ``found_peer`` may follow.
+        With ``is_wait_told`` only ``waited`` follows. Otherwise exactly one of ``returned`` (not
+        timed) and ``completed`` or ``lost`` (timed) does, unless a timed call fails. ``peer`` is
+        the other side of a point-to-point call, as a rank within the group, or ANYBODY; of such a
+        call ``found_peer`` may follow.
         """
 
     def returned(self, ticket: Ticket) -> None:
@@ -112,6 +119,9 @@ class CollectiveObserver(Protocol):
 
     def completed(self, ticket: Ticket, done_ns: int) -> None:
         """Take note of when, on the monotonic clock, a call was done."""
+
+    def waited(self, ticket: Ticket, begin_ns: int, done_ns: int) -> None:
+        """Take note of when the caller began to wait for a call, and when it had its result."""
 
     def lost(self, ticket: Ticket) -> None:
         """Take note that the completion of a call will not be seen after all."""
@@ -210,13 +220,7 @@ class CollectiveHook:
             observer.returned(ticket)
 
     def post(
-        self,
-        operator: str,
-        group: dist.ProcessGroup,
-        num_bytes: int,
-        post: Callable[[], dist.Work],
-        *,
-        is_synchronous: bool = False,
+        self, operator: str, group: dist.ProcessGroup, num_bytes: int, post: Callable[[], dist.Work]
     ) -> dist.Work:
         """Tell the observers of a collective over the CPU that goes past the dispatcher.
 
@@ -225,15 +229,19 @@ class CollectiveHook:
             group: Of this rank.
             num_bytes: Its payload.
             post: Posts it.
-            is_synchronous: Return when it is done; otherwise the caller waits for what it gets.
+
+        Returns:
+            What the caller has to wait for; the wait is told, too.
         """
         if self.done:
             self.settle()
-        noted = self._tell(operator, group, num_bytes, is_synchronous, True)
+        noted = []
+        for observer in self._observers:
+            ticket = observer.enqueued(operator, group, num_bytes, False, True, is_wait_told=True)
+            if ticket is not None:
+                noted.append((observer, ticket))
         work = post()
-        if noted:
-            self._time(work, noted, is_synchronous)
-        return work
+        return _ToldWork(work, noted) if noted else work
 
     def settle(self) -> None:
         """Tell the observers which calls are done. See [Note: When a collective is done]."""
@@ -439,6 +447,29 @@ class CollectiveHook:
             )
 
 
+class _ToldWork(dist.Work):
+    """A call whose observers are told of the wait for it."""
+
+    def __init__(self, work: dist.Work, noted: Noted) -> None:
+        super().__init__()
+        self._work = work
+        self._noted = noted
+
+    @override
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        begin_ns = time.monotonic_ns()
+        result = self._work.wait(timeout)
+        done_ns = time.monotonic_ns()
+        noted, self._noted = self._noted, []
+        for observer, ticket in noted:
+            observer.waited(ticket, begin_ns, done_ns)
+        return result
+
+    @override
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
 class _Unsourced(NamedTuple):
     """A receive from anybody, of whom nobody has asked yet from whom it was."""
 
@@ -462,6 +493,8 @@ class _Probe:
         is_synchronous: bool,
         is_timed: bool,
         peer: int | None = None,
+        *,
+        is_wait_told: bool = False,
     ) -> Ticket | None:
         self.seen.append((operator, group.group_name, payload_bytes))
         return (0,)
@@ -471,6 +504,9 @@ class _Probe:
 
     def completed(self, ticket: Ticket, done_ns: int) -> None:
         self.num_completed += 1
+
+    def waited(self, ticket: Ticket, begin_ns: int, done_ns: int) -> None:
+        pass
 
     def lost(self, ticket: Ticket) -> None:
         pass

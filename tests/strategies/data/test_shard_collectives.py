@@ -29,7 +29,7 @@ class Order:
         self.seen = ""
 
     def enqueued(
-        self, operator: str, group: dist.ProcessGroup, payload_bytes: int, *_: Any
+        self, operator: str, group: dist.ProcessGroup, payload_bytes: int, *_: Any, **__: Any
     ) -> None:
         kind = self.KINDS.get(operator, "")
         self.seen += kind if payload_bytes == 4 * BLOCK_NUMEL else kind.lower()

@@ -4,7 +4,7 @@ import ctypes
 import gc
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from boltmesh.strategies.offload.shard import OffloadedShard
 from boltmesh.strategies.planner.memory import MemoryEstimate, estimate_memory
 from boltmesh.strategies.planner.traffic import estimate_traffic
 from boltmesh.strategies.registry import build_strategy
-from boltmesh.strategies.torch_compat import DispatchMode
 from boltmesh.telemetry.recording.memory_walk import StoredBytes
+from boltmesh.telemetry.recording.torch_compat import COLLECTIVES, CollectiveObserver
 from tests.support.ranks import run_ranks
 
 TINY: dict[str, Any] = {
@@ -97,32 +97,35 @@ class Found(NamedTuple):
     """What the strategy says should be kept."""
 
 
-class Moved(DispatchMode):
-    """Counts collectives, and the bytes of their whole side."""
+class Moved:
+    """Counts collectives, and the bytes of their whole side, on whatever way they go."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.counts: Counter[str] = Counter()
         self.sizes: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = str(func)
-        if "c10d" in name and ("allgather" in name or "reduce_scatter" in name):
-            is_gather = "allgather" in name
-            whole = args[0] if is_gather else args[1]
-            kind = "all-gather" if is_gather else "reduce-scatter"
+    def __enter__(self) -> None:
+        COLLECTIVES.attach(cast("CollectiveObserver", self))
+
+    def __exit__(self, *_: object) -> None:
+        COLLECTIVES.detach(cast("CollectiveObserver", self))
+
+    def enqueued(self, operator: str, group: Any, payload_bytes: int, *_: Any, **__: Any) -> None:
+        if "allgather" in operator or "reduce_scatter" in operator:
+            kind = "all-gather" if "allgather" in operator else "reduce-scatter"
             self.counts[kind] += 1
-            self.sizes[kind] += whole.numel() * whole.element_size()
-        return func(*args, **(kwargs or {}))
+            self.sizes[kind] += payload_bytes
 
     def result(self) -> dict[str, tuple[int, int]]:
         return {kind: (count, self.sizes[kind]) for kind, count in self.counts.items()}
 
 
 def held_bytes(held) -> dict[str, int]:
-    """By kind and place, each storage once; the optimizer's counters of steps are left out."""
+    """By kind and place, each storage once; but for counters of steps, and what waits unused."""
     found: Counter[str] = Counter()
     for kind, things in held.items():
+        if kind == "cache":
+            continue
         storages = {}
         for each in things:
             if isinstance(each, StoredBytes):
