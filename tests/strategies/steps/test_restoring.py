@@ -45,6 +45,24 @@ def test_containers_have_their_members_again_also_within_each_other_and_on_class
     assert not hasattr(module, "late")
 
 
+def test_containers_are_put_back_in_whatever_order_they_are_met() -> None:
+    module: Any = nn.Module()
+    lists: list[list[int]] = [[], []]
+    module.all, module.later = {"lists": lists}, lists
+    with modules_unchanged([module]):
+        lists[0].append(1)
+    assert lists == [[], []]
+
+
+def test_a_container_that_was_not_written_is_not_written() -> None:
+    module: Any = nn.Module()
+    shared = {"a": 1}
+    module.shared = shared
+    with modules_unchanged([module]):
+        readers = iter(shared)
+    assert list(readers) == ["a"]  # of a dict that changed meanwhile Python would say so
+
+
 def test_a_container_of_many_is_put_back_and_not_looked_into() -> None:
     module: Any = nn.Module()
     module.rows = [[] for _ in range(MOST_MEMBERS + 1)]

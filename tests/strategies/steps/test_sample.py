@@ -52,6 +52,24 @@ def test_an_iterator_is_refused_and_gives_its_first_batch_to_nobody(
     assert next(loader).tolist() == [0.0]
 
 
+class Rewound:
+    """An iterator that begins anew, as some loaders of GPUs do."""
+
+    def __iter__(self) -> "Rewound":
+        self.number = 0
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        self.number += 1
+        return torch.full((1,), float(self.number))
+
+
+def test_an_iterator_that_begins_anew_is_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = Rewound()
+    assert sampled(monkeypatch, loader).tolist() == [1.0]
+    assert next(iter(loader)).tolist() == [1.0]
+
+
 def test_a_loader_without_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="smaller batch_size where drop_last=True"):
         sampled(monkeypatch, DataLoader(Some(), batch_size=6, drop_last=True))
