@@ -14,11 +14,8 @@ from torch import Tensor
 
 from boltmesh.strategies.offload.memory import HUGE_PAGE_BYTES, allocate_host
 
-REUSED_BYTES = 1 << 18
-"""From here on memory is kept: what is smaller, the C library keeps itself."""
-
-ON_HUGE_PAGES_BYTES = 8 * HUGE_PAGE_BYTES
-"""From here on memory lies on 2 MiB pages: below it, the last page wastes too much of the whole."""
+REUSED_BYTES = 8 * HUGE_PAGE_BYTES
+"""From here on memory is kept: below it, what the last page wastes is too much of the whole."""
 
 
 class ReusedMemory:
@@ -58,7 +55,7 @@ class ReusedMemory:
                 free_bytes = sum(each.numel() for each in self._free)
                 while used_bytes + free_bytes > peak_bytes:
                     free_bytes -= self._free.pop(0).numel()
-                memory = _allocate(num_bytes)
+                memory = allocate_host(num_bytes, device=torch.device("cpu"))
             self._used_bytes, self._peak_bytes = used_bytes, peak_bytes
             return memory
 
@@ -81,9 +78,3 @@ class ReusedMemory:
             self._sort_in()
             self._free.clear()
             self._peak_bytes = self._used_bytes
-
-
-def _allocate(num_bytes: int) -> Tensor:
-    if num_bytes < ON_HUGE_PAGES_BYTES:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    return allocate_host(num_bytes, device=torch.device("cpu"))

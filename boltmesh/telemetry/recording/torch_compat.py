@@ -235,11 +235,7 @@ class CollectiveHook:
         """
         if self.done:
             self.settle()
-        noted = []
-        for observer in self._observers:
-            ticket = observer.enqueued(operator, group, num_bytes, False, True, is_wait_told=True)
-            if ticket is not None:
-                noted.append((observer, ticket))
+        noted = self._tell(operator, group, num_bytes, False, True, is_wait_told=True)
         work = post()
         return _ToldWork(work, noted) if noted else work
 
@@ -277,11 +273,21 @@ class CollectiveHook:
         is_synchronous: bool,
         is_timed: bool,
         peer: int | None = None,
+        *,
+        is_wait_told: bool = False,
     ) -> Noted:
         """Tell the observers of a call before it runs; return who wants to know more of it."""
         noted = []
         for observer in self._observers:
-            ticket = observer.enqueued(operator, group, num_bytes, is_synchronous, is_timed, peer)
+            ticket = observer.enqueued(
+                operator,
+                group,
+                num_bytes,
+                is_synchronous,
+                is_timed,
+                peer,
+                is_wait_told=is_wait_told,
+            )
             if ticket is not None:
                 noted.append((observer, ticket))
         return noted

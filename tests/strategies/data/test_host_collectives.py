@@ -14,11 +14,7 @@ from boltmesh.strategies.data.host_collectives import (
     HostCollectives,
     HostReduceScatter,
 )
-from boltmesh.strategies.data.reused_memory import (
-    ON_HUGE_PAGES_BYTES,
-    REUSED_BYTES,
-    ReusedMemory,
-)
+from boltmesh.strategies.data.reused_memory import REUSED_BYTES, ReusedMemory
 from boltmesh.strategies.torch_compat import local_tensor, shared_store
 from tests.support.ranks import run_ranks
 
@@ -72,7 +68,7 @@ def test_memory_that_the_system_does_not_give_is_not_counted(
     with monkeypatch.context() as patch:
         patch.setattr(reused_memory, "allocate_host", _give_nothing)
         with pytest.raises(OffloadError):
-            memory.take(100 * ON_HUGE_PAGES_BYTES, torch.uint8)
+            memory.take(100 * NUMEL, torch.float32)
     for numel in (NUMEL, 2 * NUMEL):
         taken = memory.take(numel, torch.float32)
         del taken
@@ -170,6 +166,7 @@ def test_a_gather_is_waited_for_only_where_it_is_used() -> None:
 
 def train(rank: int, world_size: int, is_ours: bool, leave_at_once: bool) -> list[Tensor]:
     """Return losses and last shards of a model that frees its blocks."""
+    reused_memory.REUSED_BYTES = 1 << 20  # of a block here
     torch.manual_seed(0)
     blocks = [torch.nn.Linear(512, 512) for _ in range(4)]
     model = torch.nn.Sequential(*blocks)
