@@ -78,7 +78,7 @@ def _first_batch(loader: Any) -> Any:
             f"once, and the first one is looked at before the run to find out how the model is "
             f"divided. Give a DataLoader, a list, or an object whose __iter__ begins anew."
         )
-    for batch in iter(loader):
+    for batch in loader:
         if batch is not None:
             return batch
     raise ConfigError(
