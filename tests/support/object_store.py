@@ -6,6 +6,7 @@ a listing may be old until the cache is cleared. There is no rename, no link and
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote, unquote
@@ -41,11 +42,11 @@ class ObjectStore(AbstractFileSystem):  # type: ignore[misc]
 
     def _sizes(self) -> dict[str, int]:
         if self._listing is None:
-            self._listing = {
-                unquote(each.name): each.stat().st_size
-                for each in ObjectStore.root.iterdir()
-                if not each.name.startswith(".")
-            }
+            self._listing = {}
+            for each in ObjectStore.root.iterdir():
+                if not each.name.startswith("."):
+                    with suppress(FileNotFoundError):  # another rank deletes it just now
+                        self._listing[unquote(each.name)] = each.stat().st_size
         return self._listing
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
