@@ -24,7 +24,8 @@ class ObjectStore(AbstractFileSystem):  # type: ignore[misc]
     protocol = PROTOCOL
     root: ClassVar[Path]
     before: ClassVar[Callable[[str, str], None] | None] = None
-    """Asked before each ``part``, ``put``, ``get`` and ``delete`` of a key, and may raise."""
+    """Asked before each ``part``, ``put``, ``get`` and ``delete`` of a key and before each ``list``
+    of all, and may raise."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,6 +43,7 @@ class ObjectStore(AbstractFileSystem):  # type: ignore[misc]
 
     def _sizes(self) -> dict[str, int]:
         if self._listing is None:
+            self.ask("list", "")
             self._listing = {}
             for each in ObjectStore.root.iterdir():
                 if not each.name.startswith("."):

@@ -63,13 +63,28 @@ def is_file(place: str | Path) -> bool:
 
     Raises:
         ConfigError: When fsspec cannot open the address.
+        OSError: When it cannot be told.
     """
     if isinstance(place, Path):
         return place.is_file()
-    system, path = open_address(place)
+    return kind_at(*open_address(place)) == "file"
+
+
+def kind_at(system: Any, path: str) -> str | None:
+    """What lies at a path of fsspec's now: ``"file"``, ``"directory"``, or None for nothing.
+
+    fsspec's own ``exists``, ``isfile`` and ``isdir`` take an error of the network for a no.
+
+    Raises:
+        OSError: When it cannot be told.
+    """
     with as_os_errors():
-        system.invalidate_cache()
-        return bool(system.isfile(path))
+        system.invalidate_cache()  # others write here too
+        try:
+            kind: str = system.info(path)["type"]
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    return kind
 
 
 def mended(path: str) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from uuid import uuid4
 
-from boltmesh.strategies.checkpoint.folders.addresses import as_os_errors, open_address
+from boltmesh.strategies.checkpoint.folders.addresses import as_os_errors, kind_at, open_address
 
 
 class Probe:
@@ -34,9 +34,7 @@ class Probe:
         if isinstance(self._place, Path):
             return (self._place / name).exists()
         system, path = open_address(self._place)
-        with as_os_errors():
-            system.invalidate_cache()
-            return bool(system.exists(f"{path}/{name}"))
+        return kind_at(system, f"{path}/{name}") is not None
 
     def remove(self, name: str) -> None:
         """Delete the file."""

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from typing_extensions import override
 
-from boltmesh.strategies.checkpoint.folders.addresses import as_os_errors, open_address
+from boltmesh.strategies.checkpoint.folders.addresses import as_os_errors, kind_at, open_address
 from boltmesh.strategies.checkpoint.folders.folder import LAST, Start
 
 
@@ -38,9 +38,7 @@ class RemoteFolder:
 
     def is_there(self) -> bool:
         """Whether anything lies below the address."""
-        with as_os_errors():
-            self._system.invalidate_cache()
-            return bool(self._system.isdir(self._path))
+        return kind_at(self._system, self._path) == "directory"
 
     def size(self, name: str) -> int:
         """Of a file."""
@@ -64,12 +62,11 @@ class RemoteFolder:
 
     def remove(self) -> None:
         """Delete the last file first: what is left by a kill is no checkpoint any more."""
+        last = f"{self._path}/{LAST}"
         with as_os_errors():
-            self._system.invalidate_cache()
-            last = f"{self._path}/{LAST}"
-            if self._system.exists(last):
+            if kind_at(self._system, last):
                 self._system.rm_file(last)
-            if self._system.exists(self._path):
+            if kind_at(self._system, self._path):
                 self._system.rm(self._path, recursive=True)
 
 
@@ -98,15 +95,15 @@ class RemoteDraft:
         """
         token = uuid4().hex
         with as_os_errors():
-            self._system.invalidate_cache()
-            if self._system.isfile(self._path):
+            kind = kind_at(self._system, self._path)
+            if kind == "file":
                 raise FileExistsError(
                     f"a file has this name, and a folder is to be written; delete {self._address} "
                     f"or choose another name"
                 )
-            if self._system.exists(f"{self._path}/{LAST}"):
+            if kind_at(self._system, f"{self._path}/{LAST}"):
                 self.within = f"{token[:12]}/"
-            elif self._system.exists(self._path):
+            elif kind is not None:
                 # Left behind by a run that was killed.
                 self._system.rm(self._path, recursive=True)
             self._mark = f"{self.within}begun-{token}"
@@ -117,9 +114,7 @@ class RemoteDraft:
     def joins(self, start: Start) -> bool:
         """Look for the mark."""
         self._mark, self.within = start
-        with as_os_errors():
-            self._system.invalidate_cache()
-            return bool(self._system.exists(f"{self._path}/{start.mark}"))
+        return kind_at(self._system, f"{self._path}/{start.mark}") is not None
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:

@@ -79,6 +79,7 @@ def fail_everywhere(rank: int, world_size: int, store: Path) -> None:
         if step is not None:
             save(step, address)
         before = keys(store)
+        torch.distributed.barrier()
         for failing_rank, action, ending in faults:
             if rank == failing_rank:
                 ObjectStore.before = staticmethod(failing(action, ending))
@@ -115,6 +116,47 @@ def cut_for_good(asked: str, key: str) -> None:
 @pytest.mark.ranks
 def test_a_put_that_fails_leaves_the_checkpoint_of_before(tmp_path: Path) -> None:
     run_ranks(fail_everywhere, 2, tmp_path / "store")
+
+
+class OneListingFails:
+    """The Nth listing from now."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, asked: str, key: str) -> None:
+        if asked == "list":
+            self.left -= 1
+            if self.left == 0:
+                raise RuntimeError("the line is cut")
+
+
+def listings_fail(rank: int, world_size: int, store: Path) -> None:
+    install(store)
+    save(1)
+    for number in range(1, 50):
+        ObjectStore.before = failing_once = OneListingFails(number)
+        said = "the line is cut"
+        try:
+            save(1 + number)
+        except CheckpointError as error:
+            said = str(error)
+        ObjectStore.before = None
+        assert "the line is cut" in said
+        assert step_of() in {number, 1 + number}
+        save(1 + number)
+        if failing_once.left > 0:
+            break
+    assert number > 3, "several listings failed"
+    ObjectStore.before = OneListingFails(1)
+    with pytest.raises(OSError, match="the line is cut"):
+        is_directory(ADDRESS)
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:.*files of the checkpoint .* not be deleted")
+def test_a_listing_that_fails_is_not_taken_for_an_empty_store(tmp_path: Path) -> None:
+    run_ranks(listings_fail, 1, tmp_path / "store")
 
 
 def save_apart(rank: int, world_size: int, folder: Path) -> str:

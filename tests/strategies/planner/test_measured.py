@@ -259,8 +259,8 @@ def test_the_peak_is_what_the_system_counts(name, precision, accumulate, tile_by
     more = memory.peak.host - memory.between_steps.host
     # The allocator and kernels take a few MB of their own. What is offloaded is stepped beside the
     # backward pass, which frees gradients the sooner the faster that goes: the plan is what it
-    # takes where nothing is stepped before the backward pass has ended. The memory of a gather fills
-    # while that comes in, beside the computation: of the last one there may be nothing at the peak.
+    # takes where nothing is stepped before the backward pass has ended. A gather fills its memory
+    # while it comes in, beside the computation: of the last one there may be nothing at the peak.
     block_bytes = 4 * 12 * LARGE["n_embd"] ** 2
     coming_in = block_bytes if "zero3" in name and tile_bytes is None else 0
     least = 0.6 if "cpu" in name else 0.95
