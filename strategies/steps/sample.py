@@ -4,7 +4,9 @@ The loaders of the run are not touched: the user's own is asked once more, and t
 random numbers stand afterwards as they stood before.
 """
 
+import warnings
 from collections.abc import Generator, Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,13 +80,31 @@ def _first_batch(loader: Any) -> Any:
             f"once, and the first one is looked at before the run to find out how the model is "
             f"divided. Give a DataLoader, a list, or an object whose __iter__ begins anew."
         )
-    for batch in loader:
+    for batch in _aside(loader):
         if batch is not None:
             return batch
     raise ConfigError(
         "The dataloader gives no batch, and one is needed to find out how the model is divided. "
         "Give it data."
     )
+
+
+def _aside(loader: Any) -> Any:
+    """Return what to take a batch from: a copy where its data count themselves how far they are."""
+    is_in_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
+    data = loader.dataset if isinstance(loader, DataLoader) else loader
+    if is_in_workers or not isinstance(data, Iterator):
+        return loader
+    try:
+        return deepcopy(loader)
+    except Exception as error:  # noqa: BLE001 - of whatever it has: generators, files, locks
+        warnings.warn(
+            f"{type(data).__name__} is its own iterator and cannot be copied ({error}), so the "
+            f"first look at the data asks it for a batch. If its __iter__ does not begin anew, the "
+            f"run goes on with the second one.",
+            stacklevel=2,
+        )
+        return loader
 
 
 def _gives_once(loader: Any) -> bool:

@@ -1,12 +1,13 @@
 """The first look at the data finds a batch in all that the Trainer takes batches from."""
 
+from threading import Lock
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import lightning_compat as compat
@@ -68,6 +69,41 @@ def test_an_iterator_that_begins_anew_is_a_loader(monkeypatch: pytest.MonkeyPatc
     loader = Rewound()
     assert sampled(monkeypatch, loader).tolist() == [1.0]
     assert next(iter(loader)).tolist() == [1.0]
+
+
+class Counted(IterableDataset[int]):
+    """Goes on where it was, whoever asks."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> "Counted":
+        return self
+
+    def __next__(self) -> int:
+        self.number += 1
+        return self.number
+
+
+def test_data_that_never_begin_anew_keep_their_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Counted()
+    loader = DataLoader(data, batch_size=2)
+    assert sampled(monkeypatch, loader).tolist() == [1, 2]
+    assert next(iter(loader)).tolist() == [1, 2]
+    assert sampled(monkeypatch, data) == 3
+    assert next(data) == 3
+
+
+class Uncopied(Counted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = Lock()
+
+
+def test_data_that_cannot_be_copied_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = r"Uncopied is its own iterator and cannot be copied \(.*lock.*\), so the first look"
+    with pytest.warns(UserWarning, match=said):
+        assert sampled(monkeypatch, DataLoader(Uncopied(), batch_size=2)).tolist() == [1, 2]
 
 
 def test_a_loader_without_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
