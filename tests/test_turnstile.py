@@ -1,7 +1,9 @@
 """A test that measures time has the machine to itself; the others of a run share it."""
 
+import fcntl
 import multiprocessing
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -59,12 +61,21 @@ def test_two_share_and_one_alone_waits_for_both(visitor) -> None:
     assert alone.poll(SOON_S)
 
 
-def test_nobody_comes_in_before_one_who_waits_to_be_alone(visitor) -> None:
+def wait_until_taken(lock: Path) -> None:
+    deadline = time.monotonic() + SOON_S
+    with lock.open("w") as file, suppress(BlockingIOError):
+        while time.monotonic() < deadline:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_UN)
+            time.sleep(0.01)
+
+
+def test_nobody_comes_in_before_one_who_waits_to_be_alone(tmp_path: Path, visitor) -> None:
     first = visitor(alone=False)
     assert first.poll(SOON_S)
     assert first.recv() == "in"
     alone = visitor(alone=True)
-    time.sleep(NEVER_S)  # it stands in the turnstile now
+    wait_until_taken(tmp_path / "turnstile")
     late = visitor(alone=False)
     assert not late.poll(NEVER_S)
     leave(first)
