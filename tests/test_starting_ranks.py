@@ -34,4 +34,4 @@ def fail_or_wait(rank, world_size):
 
 def test_a_failure_is_told_with_its_rank_first():
     with pytest.raises(RankFailure, match=r"^rank 1: (?s:.*)ValueError: planted"):
-        run_ranks(fail_or_wait, 2, grace_s=0.5)
+        run_ranks(fail_or_wait, 2)

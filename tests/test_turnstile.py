@@ -1,5 +1,6 @@
 """A test that measures time has the machine to itself; the others of a run share it."""
 
+import fcntl
 import multiprocessing
 import time
 from multiprocessing.connection import Connection
@@ -40,6 +41,15 @@ def visitor(tmp_path: Path):
         each.join()
 
 
+def stands_in_the_turnstile(folder: Path) -> bool:
+    with (folder / "turnstile").open("w") as turnstile:
+        try:
+            fcntl.flock(turnstile, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def leave(visitor: Connection) -> None:
     visitor.send("leave")
     assert visitor.poll(SOON_S)
@@ -59,12 +69,13 @@ def test_two_share_and_one_alone_waits_for_both(visitor) -> None:
     assert alone.poll(SOON_S)
 
 
-def test_nobody_comes_in_before_one_who_waits_to_be_alone(visitor) -> None:
+def test_nobody_comes_in_before_one_who_waits_to_be_alone(visitor, tmp_path: Path) -> None:
     first = visitor(alone=False)
     assert first.poll(SOON_S)
     assert first.recv() == "in"
     alone = visitor(alone=True)
-    time.sleep(NEVER_S)  # it stands in the turnstile now
+    while not stands_in_the_turnstile(tmp_path):
+        time.sleep(0.01)
     late = visitor(alone=False)
     assert not late.poll(NEVER_S)
     leave(first)

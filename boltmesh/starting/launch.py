@@ -101,6 +101,7 @@ class Supervisor:
         self._ranks: list[_Started] = []
         self._signals: list[int] = []
         self._reports: dict[int, Report] = {}
+        self._has_recorded_death = False
 
     def run(self) -> int:
         """Start the ranks, wait for them, and return the exit code of the job."""
@@ -184,14 +185,14 @@ class Supervisor:
             for each in self._ranks:
                 each.poll()
             running = [each for each in self._ranks if each.code is None]
+            self._reports = read_reports(self._folder)
+            self._record_death()
             if not running:
                 return
-            self._reports = read_reports(self._folder)
             forwarded = self._forward_signals(running, forwarded)
             now = time.monotonic()
             if ending_since is None and self._is_ending():
                 ending_since = now
-                self._record_deaths()
             if ending_since is not None:
                 waited = now - ending_since
                 if not self._has_failed():
@@ -217,12 +218,19 @@ class Supervisor:
                 each.kill_group()
         return received
 
-    def _record_deaths(self) -> None:
-        """Let the dashboard know of ranks that could not record their own end."""
-        for each in self._ranks:
-            if each.code and each.rank not in self._reports and not self._signals:
-                with contextlib.suppress(TelemetryError):
-                    record_end(job_path(self.job_id), rank=each.rank, exit_code=each.code)
+    def _record_death(self) -> None:
+        """Let the dashboard know of a rank that went first and could not record its own end.
+
+        Another rank may have told of its lost peer before the death is seen, so that this is asked
+        again at every look, up to the last.
+        """
+        if self._signals or self._has_recorded_death:
+            return
+        cause = self._first_cause()
+        if cause is not None and cause.report is None:
+            self._has_recorded_death = True
+            with contextlib.suppress(TelemetryError):
+                record_end(job_path(self.job_id), rank=cause.rank, exit_code=cause.exit_code)
 
     def _is_ending(self) -> bool:
         return self._has_failed() or any(each.kind == "stopped" for each in self._reports.values())
@@ -254,12 +262,7 @@ class Supervisor:
         if len(self._signals) > 1:
             say(f"boltmesh: killed by a second signal; go on with: {self.resume_command}\n")
             return 128 + self._signals[0]
-        ends = [
-            RankEnd(each.rank, each.process.pid, each.code or 0, each.ended_ns or 0)
-            for each in self._ranks
-            if not each.is_being_ended
-        ]
-        cause = first_cause(ends, self._reports, was_asked_to_stop=bool(self._signals))
+        cause = self._first_cause()
         if cause is not None:
             return self._tell_cause(cause)
         stopped = [each for each in self._reports.values() if each.kind == "stopped"]
@@ -272,6 +275,15 @@ class Supervisor:
         signum = (self._signals or [signal.SIGTERM])[0]
         say(f"boltmesh: {stop_line(describe_stop(signum), None, self.resume_command)}\n")
         return 128 + signum
+
+    def _first_cause(self) -> Cause | None:
+        """The rank that failed first by itself, of those that have ended so far."""
+        ends = [
+            RankEnd(each.rank, each.process.pid, each.code, each.ended_ns or 0)
+            for each in self._ranks
+            if each.code is not None and not each.is_being_ended
+        ]
+        return first_cause(ends, self._reports, was_asked_to_stop=bool(self._signals))
 
     def _tell_cause(self, cause: Cause) -> int:
         stored = {rank: store_traceback(report) for rank, report in self._reports.items()}

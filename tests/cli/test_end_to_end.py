@@ -101,7 +101,7 @@ def test_a_killed_rank_ends_the_job_and_is_named_by_both_the_command_and_the_das
     os.kill(victim, signal.SIGKILL)
     began = time.monotonic()
     _, error = run.communicate(timeout=TIMEOUT_S)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 30
     assert run.returncode == 1
     (line,) = own_lines(error)
     assert line.startswith(

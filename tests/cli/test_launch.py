@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from boltmesh.starting import launch
 from boltmesh.starting.launch import Supervisor, resume_command
+from boltmesh.telemetry.job import JobInfo, job_path, make_private_folder, read_end, write_job
 
 RANK = """
 import os, signal, sys, time
@@ -20,10 +22,16 @@ from boltmesh.errors import ConfigError, OffloadError
 
 rank = Rank.enter()
 Path(f"pid-{rank.rank}").write_text(str(os.getpid()))
-Path(f"ready-{rank.rank}").touch()
+
+def touch(name):
+    Path(f"{name}-{rank.rank}").touch()
 
 def lose_a_peer():
     raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:25009")
+
+def wait_for(*names):
+    while not all(Path(name).exists() for name in names):
+        time.sleep(0.01)
 
 def work():
 """
@@ -43,32 +51,40 @@ def supervisor(body: str, *, num_ranks: int = 2, **options) -> Supervisor:
 
 def alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return state != "Z"
 
 
-def wait_for(*paths: Path, timeout_s: float = 10.0) -> None:
+def wait_for(*paths: Path, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while not all(
-        path.exists() and (path.stat().st_size or "pid" not in path.name) for path in paths
-    ):
+    while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, f"not there within {timeout_s} s: {paths}"
         time.sleep(0.02)
 
 
-def send_when_ready(signum: int, folder: Path, *, times: int = 1) -> threading.Thread:
-    def send() -> None:
-        wait_for(folder / "ready-0", folder / "ready-1")
-        for _ in range(times):
-            os.kill(os.getpid(), signum)
-            time.sleep(0.3)
+class Sender(threading.Thread):
+    """Sends this process a signal once both ranks have touched a file, and again for the next.
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    return thread
+    What a rank touches has to come after what the signal shall meet.
+    """
+
+    def __init__(self, signum: int, folder: Path, *names: str) -> None:
+        super().__init__()
+        self._signum, self._folder, self._names = signum, folder, names
+        self.sent_s = 0.0
+        self.start()
+
+    def run(self) -> None:
+        for name in self._names:
+            wait_for(*(self._folder / f"{name}-{rank}" for rank in range(2)))
+            self.sent_s = time.monotonic()
+            os.kill(os.getpid(), self._signum)
+
+
+SOON_S = 10.0
+"""What takes no time may take this on a loaded machine; a rank here would go on for a minute."""
 
 
 def test_ranks_know_their_place(workplace):
@@ -91,7 +107,7 @@ if rank.rank == 0:
     time.sleep(0.5)
     inherited.accept()[0].sendall(b"here")
 else:
-    peer = socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"])), timeout=10)
+    peer = socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"])), timeout=60)
     assert peer.recv(4) == b"here", "a peer that comes early waits in the queue of the socket"
 """
     assert supervisor(body).run() == 0
@@ -100,14 +116,15 @@ else:
 def test_a_killed_rank_is_named_once_and_the_job_is_over_in_seconds(workplace, capfd):
     body = """
 if rank.rank == 1:
-    time.sleep(0.3)
+    wait_for("working-0", "working-2")
+    Path("dies").write_text(str(time.monotonic()))
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(0.31)
+touch("working")
+wait_for("dies")
 lose_a_peer()
 """
-    began = time.monotonic()
     assert supervisor(body, num_ranks=3).run() == 1
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - float(Path("dies").read_text()) < SOON_S
     pid = Path("pid-1").read_text()
     assert capfd.readouterr().err == (
         f"boltmesh: rank 1 (pid {pid}) was killed by signal 9 (SIGKILL); nothing else failed "
@@ -115,16 +132,44 @@ lose_a_peer()
     )
 
 
+@pytest.mark.parametrize("look_every_s", [launch.POLL_S, 2.0])
+def test_the_dashboard_is_told_of_a_death_whoever_is_seen_first(
+    workplace, monkeypatch, look_every_s
+):
+    """A supervisor that looks often sees the lost peer first, one that seldom looks all at once."""
+    make_private_folder(job_path("test").parent)
+    make_private_folder(job_path("test"))
+    info = JobInfo.create(strategy="DDPStrategy", mesh={"data": 2}, world_size=2, id="test")
+    write_job(info, job_path("test"))
+    monkeypatch.setattr(launch, "POLL_S", look_every_s)
+    body = """
+if rank.rank == 0:
+    wait_for("working-1")
+    lose_a_peer()
+touch("working")
+wait_for(rank.supervisor_folder / "rank-0.json")
+time.sleep(0.5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert supervisor(body).run() == 1
+    end = read_end(job_path("test"))
+    assert end is not None
+    assert (end.rank, end.signal) == (1, signal.SIGKILL)
+
+
 def test_a_rank_that_hangs_after_a_failure_is_ended(workplace, capfd):
     body = """
 if rank.rank == 0:
+    wait_for("deaf-1")
+    Path("fails").write_text(str(time.monotonic()))
     raise ValueError("planted")
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+touch("deaf")
 time.sleep(60)
 """
-    began = time.monotonic()
     assert supervisor(body).run() == 1
-    assert time.monotonic() - began < 8
+    patience_s = launch.FAILED_GRACE_S + launch.TERMINATE_GRACE_S
+    assert patience_s < time.monotonic() - float(Path("fails").read_text()) < patience_s + SOON_S
     assert not alive(int(Path("pid-1").read_text()))
     line = f"boltmesh: rank 0 (pid {Path('pid-0').read_text()}) failed: ValueError: planted"
     assert capfd.readouterr().err == f"{line}; add --traceback to see where\n"
@@ -133,8 +178,10 @@ time.sleep(60)
 def test_a_failure_is_named_before_its_consequences_whoever_ends_first(workplace, capfd):
     body = """
 if rank.rank == 0:
+    wait_for("working-1")
     lose_a_peer()
-time.sleep(0.4)
+touch("working")
+wait_for(rank.supervisor_folder / "rank-0.json")
 raise KeyError("planted")
 """
     assert supervisor(body).run() == 1
@@ -189,6 +236,7 @@ atexit.register(os.kill, os.getpid(), signal.SIGABRT)
 
 STOPPABLE = """
 rank.stop.is_training = True
+touch("training")
 while rank.stop.signum is None:
     time.sleep(0.01)
 from boltmesh.starting.stopping import StoppedBySignal
@@ -202,9 +250,9 @@ raise StoppedBySignal(rank.stop.signum, step=41, checkpoint="kept.ckpt")
 def test_a_signal_is_handed_to_all_ranks_and_the_way_on_is_said(
     workplace, capfd, signum, code, name
 ):
-    thread = send_when_ready(signum, workplace)
+    sender = Sender(signum, workplace, "training")
     assert supervisor(STOPPABLE).run() == code
-    thread.join()
+    sender.join()
     first, _, last = capfd.readouterr().err.strip().partition("\n")
     assert first.startswith("boltmesh: stopping after this step")
     assert last == (
@@ -214,11 +262,10 @@ def test_a_signal_is_handed_to_all_ranks_and_the_way_on_is_said(
 
 
 def test_a_signal_before_training_ends_the_ranks_at_once(workplace, capfd):
-    thread = send_when_ready(signal.SIGINT, workplace)
-    began = time.monotonic()
-    assert supervisor("time.sleep(60)").run() == 130
-    thread.join()
-    assert time.monotonic() - began < 5
+    sender = Sender(signal.SIGINT, workplace, "working")
+    assert supervisor("touch('working')\ntime.sleep(60)").run() == 130
+    sender.join()
+    assert time.monotonic() - sender.sent_s < SOON_S
     last = capfd.readouterr().err.strip().splitlines()[-1]
     assert last == (
         "boltmesh: stopped by Ctrl-C before the first step; no checkpoint was written for it."
@@ -226,11 +273,18 @@ def test_a_signal_before_training_ends_the_ranks_at_once(workplace, capfd):
 
 
 def test_a_second_signal_kills_ranks_that_do_not_stop(workplace, capfd):
-    thread = send_when_ready(signal.SIGINT, workplace, times=2)
-    began = time.monotonic()
-    assert supervisor("rank.stop.is_training = True\nwhile True: time.sleep(1)").run() == 130
-    thread.join()
-    assert time.monotonic() - began < 5
+    body = """
+rank.stop.is_training = True
+touch("training")
+while rank.stop.signum is None:
+    time.sleep(0.01)
+touch("asked")
+time.sleep(60)
+"""
+    sender = Sender(signal.SIGINT, workplace, "training", "asked")
+    assert supervisor(body).run() == 130
+    sender.join()
+    assert time.monotonic() - sender.sent_s < SOON_S
     assert not any(alive(int(Path(f"pid-{rank}").read_text())) for rank in range(2))
     assert capfd.readouterr().err.strip().splitlines()[-1] == (
         "boltmesh: killed by a second signal; go on with: boltmesh fit mine.yaml resume=auto"
@@ -240,32 +294,41 @@ def test_a_second_signal_kills_ranks_that_do_not_stop(workplace, capfd):
 def test_a_failure_while_stopping_is_told_as_a_failure(workplace, capfd):
     body = """
 rank.stop.is_training = True
+touch("training")
 while rank.stop.signum is None:
     time.sleep(0.01)
 raise OffloadError("no space left for the checkpoint")
 """
-    thread = send_when_ready(signal.SIGINT, workplace)
+    sender = Sender(signal.SIGINT, workplace, "training")
     assert supervisor(body).run() == 1
-    thread.join()
+    sender.join()
     assert "no space left for the checkpoint" in capfd.readouterr().err
+
+
+ORPHANED = """
+    touch("working")
+    time.sleep(60)
+"""
 
 
 def test_ranks_end_with_a_supervisor_that_is_killed(workplace):
     code = (
         "import sys; from boltmesh.starting.launch import Supervisor\n"
         "made = Supervisor(['fit', 'x'], num_ranks=2, job_id='test')\n"
-        f"made.command = [sys.executable, '-c', {RANK + '    time.sleep(60)' + chr(10)!r}\n"
+        f"made.command = [sys.executable, '-c', {RANK + ORPHANED!r}\n"
         "                'sys.exit(rank.execute(work))']\n"
         "made.run()\n"
     )
     # Who is killed leaves its folder behind: not in /tmp.
     environment = {**os.environ, "TMPDIR": str(workplace)}
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    wait_for(Path("pid-0"), Path("pid-1"), Path("ready-0"), Path("ready-1"))
+    try:
+        wait_for(Path("working-0"), Path("working-1"))
+    finally:
+        parent.kill()
+        parent.wait()
     pids = [int(Path(f"pid-{rank}").read_text()) for rank in range(2)]
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + SOON_S
     while any(map(alive, pids)):
         assert time.monotonic() < deadline, "a rank outlived its supervisor"
         time.sleep(0.02)

@@ -12,7 +12,7 @@ from tests.support import hosts_job
 from tests.support.hosts import needs_namespaces, training, two_hosts
 from tests.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow(45), pytest.mark.timeout(200), needs_namespaces]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow(45), pytest.mark.timeout(400), needs_namespaces]
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ def test_each_axis_over_two_hosts_trains_as_one_process_does(
     with two_hosts(tmp_path) as hosts:
         script = hosts_job.__file__
         with training(hosts, script, tmp_path, ranks_per_host=2) as processes:
-            ended = [process.wait(150) for process in processes]
+            ended = [process.wait(300) for process in processes]
         assert ended == [0, 0], "".join(host.log.read_text()[-3000:] for host in hosts)
     assert find_fault(tmp_path / hosts_job.SHARED) is None
     found = torch.load(tmp_path / "found.pt")

@@ -87,8 +87,7 @@ class ObjectStore(AbstractFileSystem):  # type: ignore[misc]
     def _rm(self, path: str) -> None:
         key = self._strip_protocol(path)
         self.ask("delete", key)
-        if self.file_of(key).exists():  # folders are deleted like keys
-            self.file_of(key).unlink()
+        self.file_of(key).unlink(missing_ok=True)  # folders are deleted like keys
         self.invalidate_cache()
 
     def mv(self, *args: Any, **kwargs: Any) -> None:

@@ -56,7 +56,10 @@ def wait_until_gone(pid: int, seconds: float) -> bool:
     """Whether a process has ended before so many seconds have passed."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.05)
     return False

@@ -119,13 +119,15 @@ def test_an_error_without_words_is_named_by_its_type(recorder):
     assert snapshot().ranks[0].error == "KeyboardInterrupt"
 
 
-def test_what_was_before_the_loop_is_no_part_of_the_first_step(recorder, monkeypatch):
+def test_what_was_before_the_loop_is_no_part_of_the_first_step(recorder):
     with recorder.phase("forward"):
-        pass
+        time.sleep(0.01)
+    begins = time.monotonic()
     recorder.begin_loop(epoch=0, global_step=0)
     run_step(recorder, 0)
+    ended = time.monotonic()
     step = snapshot().ranks[0].steps[0]
-    assert step.seconds < 0.1
+    assert 0 < step.seconds < ended - begins + 1e-6
 
 
 def test_telemetry_is_off_when_the_environment_says_so(monkeypatch):
@@ -338,14 +340,13 @@ def test_a_signal_handler_may_record_while_its_thread_records(recorder):
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
         recorder.begin_loop(epoch=0, global_step=0)
-        deadline = time.monotonic() + 1.0
+        begun = time.monotonic()
         step = 0
-        while time.monotonic() < deadline:
+        while number <= 100 or time.monotonic() - begun < 1.0:
             step += 1
             recorder._file.enqueue(step, 0, 0, 3, 0, 4)
             recorder._file.event("warning", "own")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
-    assert number > 100
     assert recorder.is_on

@@ -64,7 +64,7 @@ def wait_for_ranks(host: Host, wanted: list[tuple], what: str) -> dict:
     while True:
         seen = host.top()
         found = [(rank["host"], rank["state"], rank["is_summary"]) for rank in seen["ranks"]]
-        if found == wanted:
+        if found == wanted and all(rank["global_step"] > 0 for rank in seen["ranks"]):
             return seen
         log = host.log.read_text()[-2000:]
         assert time.monotonic() < deadline, f"waited for {what}: {found} {seen.get('said')}\n{log}"
@@ -82,7 +82,6 @@ def test_each_host_shows_all_ranks_of_the_job(hosts: list[Host], tmp_path: Path)
             assert seen["state"] == "running"
             assert seen["world_size"] == 2
         before = seen["ranks"][0]["global_step"]
-        assert before > 0
         while hosts[1].top()["ranks"][0]["global_step"] <= before:
             time.sleep(0.2)
         stop.touch()
@@ -109,4 +108,3 @@ def test_a_host_that_loses_its_power_is_not_shown_as_running(
         assert seen["ranks"][1]["error"] == (
             "node-b is not heard of since the ranks here have ended."
         )
-        assert seen["ranks"][1]["global_step"] > 0

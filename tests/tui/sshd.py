@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -16,7 +16,10 @@ import pytest
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 PRIVILEGE_SEPARATION = Path("/run/sshd")
-"""Root's sshd wants this folder; its package makes it when the service starts."""
+"""Root's sshd wants this folder; its package makes it when the service starts.
+
+Who finds none makes it, and nobody removes it, for other workers of pytest-xdist run an sshd, too.
+"""
 
 needs_sshd = pytest.mark.skipif(
     SSHD is None or shutil.which("ssh") is None or shutil.which("ssh-keygen") is None,
@@ -40,13 +43,10 @@ class Sshd:
         for name in ("host", "user", "stranger"):
             _make_key(folder / name)
         (folder / "authorized_keys").write_text((folder / "user.pub").read_text())
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = 0
         self.know((folder / "host.pub").read_text())
         words = " ".join(f'"{name}={value}"' for name, value in environment.items())
         (folder / "sshd_config").write_text(
-            f"Port {self.port}\n"
             "ListenAddress 127.0.0.1\n"
             f"HostKey {folder}/host\n"
             f"AuthorizedKeysFile {folder}/authorized_keys\n"
@@ -59,7 +59,6 @@ class Sshd:
             "LogLevel VERBOSE\n"
             f"SetEnv {words}\n"
         )
-        self.write_config()
         self._process: subprocess.Popen[bytes] | None = None
 
     def know(self, key: str) -> None:
@@ -83,16 +82,27 @@ class Sshd:
         )
 
     def start(self) -> None:
-        """Listen."""
+        """Listen on a port that nobody else has taken meanwhile, and tell the user of it."""
+        while not self._listens():
+            log = self.log.read_text()
+            assert "Address already in use" in log, log
+            self.log.unlink()
+        self.write_config()
+
+    def _listens(self) -> bool:
         assert SSHD is not None
-        self._process = subprocess.Popen(
-            [SSHD, "-D", "-E", self.log, "-f", self.folder / "sshd_config"]
-        )
-        deadline = time.monotonic() + 10
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [SSHD, "-D", "-E", self.log, "-f", self.folder / "sshd_config"]
+        self._process = subprocess.Popen([*command, "-p", str(self.port)])
+        deadline = time.monotonic() + 60
         while "Server listening" not in (self.log.read_text() if self.log.exists() else ""):
-            assert self._process.poll() is None, self.log.read_text()
+            if self._process.poll() is not None:
+                return False
             assert time.monotonic() < deadline, "sshd does not listen"
             time.sleep(0.02)
+        return True
 
     def sessions(self) -> list[psutil.Process]:
         """Return the processes that serve who is logged in."""
@@ -101,9 +111,7 @@ class Sshd:
 
     def cut(self) -> None:
         """End all sessions as a cable that is pulled: nobody says goodbye."""
-        for process in self.sessions():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        kill(self.sessions())
 
     def stop(self) -> None:
         """Listen no more, and end all sessions."""
@@ -111,26 +119,35 @@ class Sshd:
         sessions = self.sessions()
         self._process.kill()
         self._process.wait()
-        for process in sessions:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        kill(sessions)
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """Kill processes, and return when they do nothing any more."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while process.status() != psutil.STATUS_ZOMBIE:  # until somebody asks for its exit code
+                time.sleep(0.01)
 
 
 @contextlib.contextmanager
 def running_sshd(folder: Path, run_dir: Path, **environment: str) -> Iterator[Sshd]:
     """Run an sshd whose sessions find boltmesh in the PATH and jobs in ``run_dir``."""
     venv = Path(sys.executable).parent
-    with contextlib.ExitStack() as stack:
-        if os.geteuid() == 0 and not PRIVILEGE_SEPARATION.exists():
-            PRIVILEGE_SEPARATION.mkdir(mode=0o755)
-            stack.callback(PRIVILEGE_SEPARATION.rmdir)
-        found = {"PATH": f"{venv}:/usr/bin:/bin", "BOLTMESH_RUN_DIR": str(run_dir)}
-        if "PYTHONPATH" in os.environ:  # the boltmesh that is tested
-            found["PYTHONPATH"] = os.environ["PYTHONPATH"]
-        sshd = Sshd(folder, found | environment)
-        sshd.start()
-        stack.callback(sshd.stop)
+    if os.geteuid() == 0:
+        PRIVILEGE_SEPARATION.mkdir(mode=0o755, exist_ok=True)
+    found = {"PATH": f"{venv}:/usr/bin:/bin", "BOLTMESH_RUN_DIR": str(run_dir)}
+    if "PYTHONPATH" in os.environ:  # the boltmesh that is tested
+        found["PYTHONPATH"] = os.environ["PYTHONPATH"]
+    sshd = Sshd(folder, found | environment)
+    sshd.start()
+    try:
         yield sshd
+    finally:
+        sshd.stop()
 
 
 def _make_key(path: Path) -> None:

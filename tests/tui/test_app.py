@@ -13,10 +13,19 @@ from boltmesh.tui.drawing.line import Line
 from boltmesh.tui.pages.book import PAGES
 from boltmesh.tui.screens.help import HelpScreen
 from boltmesh.tui.screens.job import JobScreen
+from boltmesh.tui.screens.watching import FIRST_LOOK_S
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.theme import PALETTES
 from tests.tui.samples import NOW, FakeSource, crashed_demo, demo, job, losses, rank, step
-from tests.tui.screens import job_screen, look_again, open_app, open_source, screen_text, settle
+from tests.tui.screens import (
+    job_screen,
+    look_again,
+    open_app,
+    open_source,
+    run_app,
+    screen_text,
+    settle,
+)
 
 SIZES = [(1, 1), (2, 30), (20, 5), (40, 10), (60, 15), (80, 24), (120, 40), (200, 60), (300, 100)]
 USUAL_SIZES = SIZES[4:]
@@ -216,11 +225,11 @@ async def test_a_slow_first_look_does_not_keep_the_screen_dark() -> None:
     read = source.read
 
     def read_slowly() -> Observation:
-        may_go_on.wait(20)
+        may_go_on.wait(60)
         return read()
 
     source.read = read_slowly
-    async with open_source(source, size=(60, 15)) as pilot:
+    async with open_source(source, size=(60, 15), first_look_s=FIRST_LOOK_S) as pilot:
         assert "waiting for the first look" in screen_text(pilot.app)
         job_screen(pilot).start_look()
         may_go_on.set()
@@ -362,7 +371,7 @@ async def test_a_drawing_that_fails_says_so_in_its_place(monkeypatch: pytest.Mon
         raise ValueError("impossible")
 
     app = DashboardApp(FakeSource(demo()), interval_s=None, palette="night")
-    async with app.run_test(size=(120, 40)) as pilot:
+    async with run_app(app, size=(120, 40)) as pilot:
         monkeypatch.setattr("boltmesh.tui.pages.overview.draw_chart", fail)
         job_screen(pilot).paint()
         await pilot.pause()

@@ -1,7 +1,6 @@
 """The bubble of a step: measured on real pipelines, and split into its causes."""
 
 import math
-import time
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from boltmesh.tui.drawing.bubble import _bar, draw_bubble
 from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
 from boltmesh.tui.drawing.look import Look
 from boltmesh.tui.figures.bubble import Bubble, Parts, bubble
+from tests.support.cpu_time import least_cpu_s
 from tests.tui.recorded import pipeline_job, recorded_pipelines
 from tests.tui.samples import NOW, demo, job, rank, state
 
@@ -249,10 +249,11 @@ def test_a_name_from_the_job_is_cleaned() -> None:
 
 def test_a_thousand_ranks_are_measured_in_little_time() -> None:
     """By CPU time, with room for a slow host: 7 ms where it was measured."""
-    seen = state(demo(mesh={"pipeline": 4, "data": 32, "tensor": 8}).job)
-    start = time.process_time()
-    found = bubble(seen)
-    assert time.process_time() - start < 0.15
+    mesh = {"pipeline": 4, "data": 32, "tensor": 8}
+    seen = [state(demo(mesh=mesh, later_s=60.0 * number).job) for number in range(3)]
+    unseen = iter(seen)  # what was measured once is remembered
+    assert least_cpu_s(lambda: bubble(next(unseen)), times=len(seen)) < 0.15
+    found = bubble(seen[0])
     assert found is not None
     assert found.num_pipelines == 256
     assert found.mean.ideal == pytest.approx(3 / 19)

@@ -1,5 +1,6 @@
 """The command palette, and choices that are remembered from one time to the next."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,16 +15,15 @@ from boltmesh.tui.screens.help import HelpScreen
 from boltmesh.tui.settings import Settings, Sorting, load, save
 from boltmesh.tui.theme import PALETTES
 from tests.tui.samples import FakeSource, demo
-from tests.tui.screens import job_screen, open_app, open_source, screen_text
+from tests.tui.screens import REST_S, job_screen, open_app, open_source, screen_text
 
 
 async def _until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
     """Wait for what the palette does in workers of its own."""
-    for _ in range(200):
-        if condition():
-            return
+    deadline = time.monotonic() + REST_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain:\n{screen_text(pilot.app)}"
         await pilot.pause(0.05)
-    raise AssertionError(f"waited in vain:\n{screen_text(pilot.app)}")
 
 
 async def test_the_palette_of_an_ascii_terminal_is_ascii() -> None:
@@ -40,6 +40,8 @@ async def test_the_palette_finds_a_command_by_its_name(key: str) -> None:
         await pilot.pause()
         assert isinstance(pilot.app.screen, CommandPalette)
         await pilot.press(*"pipeline")
+        # All commands are listed to begin with.
+        await _until(pilot, lambda: "Screen: Overview" not in screen_text(pilot.app))
         await _until(pilot, lambda: "Screen: Pipeline" in screen_text(pilot.app))
         await pilot.press("enter")
         await _until(pilot, lambda: not isinstance(pilot.app.screen, CommandPalette))

@@ -12,7 +12,7 @@ from boltmesh.tui.screens.jobs import JobsScreen
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.view import TableView
 from tests.tui.samples import NOW, FakeSource, demo, summary
-from tests.tui.screens import screen_text
+from tests.tui.screens import run_app, screen_text
 
 
 def _chooser(*, ids: int = 3) -> tuple[DashboardApp, list[str], list[FakeSource]]:
@@ -38,8 +38,7 @@ def _chooser(*, ids: int = 3) -> tuple[DashboardApp, list[str], list[FakeSource]
 
 async def test_a_job_is_chosen_by_cursor_and_the_list_can_be_opened_again() -> None:
     app, opened, sources = _chooser()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with run_app(app) as pilot:
         assert isinstance(app.screen, JobsScreen)
         assert all(f"job{number}" in screen_text(app) for number in (1, 2, 3))
         await pilot.press("escape")
@@ -62,8 +61,7 @@ async def test_a_job_is_chosen_by_cursor_and_the_list_can_be_opened_again() -> N
 
 async def test_a_job_that_went_away_is_reported_and_the_list_stays() -> None:
     app, opened, _ = _chooser()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with run_app(app) as pilot:
         await pilot.press("end", "enter")
         await pilot.pause()
         assert opened == []
@@ -82,8 +80,7 @@ async def test_the_cursor_stays_on_its_job_when_the_list_changes() -> None:
         return FakeSource(demo())
 
     app = DashboardApp(None, list_jobs=lambda: list(jobs), open_source=open_source, interval_s=None)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with run_app(app) as pilot:
         await pilot.press("j")
         jobs.insert(0, summary(7))
         screen = app.screen
@@ -103,8 +100,7 @@ async def test_the_cursor_stays_on_its_job_when_the_list_changes() -> None:
 
 async def test_jobs_are_filtered_and_sorted_by_keys() -> None:
     app, opened, _ = _chooser(ids=30)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with run_app(app) as pilot:
         assert "more" in screen_text(app)
         await pilot.press("slash", *"step>1900", "enter")
         shown = [line.split()[0] for line in screen_text(app).splitlines() if " run " in line]
@@ -118,8 +114,7 @@ async def test_jobs_are_filtered_and_sorted_by_keys() -> None:
 
 async def test_help_of_the_jobs_is_about_jobs() -> None:
     app, _, _ = _chooser()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with run_app(app) as pilot:
         await pilot.press("question_mark")
         assert isinstance(app.screen, HelpScreen)
         assert "attach to the job" in screen_text(app)

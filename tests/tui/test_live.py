@@ -44,7 +44,7 @@ class Terminal:
         fcntl.ioctl(self._file, termios.TIOCSWINSZ, struct.pack("HHHH", 35, 120, 0, 0))
         self.printed = b""
 
-    def read_until(self, text: str, *, timeout_s: float = 20.0) -> None:
+    def read_until(self, text: str, *, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while text.encode() not in self.printed:
             assert time.monotonic() < deadline, f"no {text!r} on the screen: {self.printed!r}"
@@ -104,7 +104,7 @@ def test_watching_leaves_the_job_alone_and_sees_it_die(
     os.kill(document["ranks"][1]["pid"], signal.SIGKILL)
     # Only cells that change are sent, so single words are looked for.
     terminal.read_until("SIGKILL")
-    assert training.wait(15) != 0
+    assert training.wait(60) != 0
     terminal.press("q")
     assert terminal.wait() == 0
     assert b"detached" not in terminal.printed

@@ -12,7 +12,14 @@ from boltmesh.tui.screens.job import JobScreen
 from boltmesh.tui.screens.jobs import JobsScreen
 from boltmesh.tui.sources.live import Observation
 from tests.tui.samples import NOW, FakeSource, demo, job, rank, summary
-from tests.tui.screens import find_text, job_screen, open_app, open_source, screen_text
+from tests.tui.screens import (
+    find_text,
+    job_screen,
+    open_app,
+    open_source,
+    run_app,
+    screen_text,
+)
 
 MANY = Observation(NOW, job(ranks=tuple(rank(number) for number in range(64))))
 
@@ -133,8 +140,7 @@ async def test_jobs_are_sorted_chosen_and_opened_by_clicks() -> None:
         open_source=open_source,
         interval_s=None,
     )
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+    async with run_app(app) as pilot:
         await pilot.click(offset=find_text(app, " age"))
         await pilot.click(offset=find_text(app, " age"))
         lines = [line.split()[0] for line in screen_text(app).splitlines() if " run " in line]

@@ -19,7 +19,7 @@ from boltmesh.tui.sources.ssh.hosts import Hosts
 from boltmesh.tui.sources.ssh.remote import SSH_VARIABLE, Remote
 from boltmesh.tui.sources.ssh.source import SshSource, list_remote_jobs
 from tests.support.written_jobs import WrittenJob
-from tests.tui.sshd import Sshd, needs_sshd, running_sshd
+from tests.tui.sshd import Sshd, kill, needs_sshd, running_sshd
 
 pytestmark = needs_sshd
 
@@ -62,10 +62,16 @@ def refusal(remote: Remote = NODE, job: str | None = None) -> str:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}"
         time.sleep(0.02)
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []  # it has just gone
 
 
 def step_seen(source: SshSource) -> int:
@@ -127,8 +133,7 @@ def test_it_comes_back_to_the_same_job(sshd: Sshd, job: WrittenJob, run_dir: Pat
         source.read()
         with contextlib.closing(WrittenJob(run_dir, "newer")):
             sshd.cut()
-            wait_for(lambda: step_seen(source) == -1, "the cut")
-            job.step()
+            job.step()  # which another connection has to tell
             wait_for(lambda: step_seen(source) == 2, "the job again")
             assert source.read().job.id == "abcd"
 
@@ -140,14 +145,10 @@ def test_a_killed_stream_comes_back_with_the_interpreter_of_the_job(
     marked = Remote("node")
     with contextlib.closing(WrittenJob(run_dir)) as job, attached(marked) as source:
         source.read()
-        for process in sshd.sessions():
-            with contextlib.suppress(psutil.Error):
-                if "stream" in process.cmdline():
-                    process.kill()
-        wait_for(lambda: step_seen(source) == -1, "the end of the stream")
-        job.step()
+        kill([process for process in sshd.sessions() if "stream" in command_of(process)])
+        job.step()  # which another stream has to tell
         wait_for(lambda: step_seen(source) == 2, "the stream again")
-        lines = [process.cmdline() for process in sshd.sessions()]
+        lines = [command_of(process) for process in sshd.sessions()]
         assert [sys.executable, "-m", "boltmesh"] in [line[:3] for line in lines]
 
 
@@ -299,7 +300,7 @@ def test_what_stays_open_is_no_reason_to_wait(sshd: Sshd, job: WrittenJob) -> No
             began = time.monotonic()
             with attached() as source:
                 assert source.read().job.id == "abcd"
-            assert time.monotonic() - began < 8
+            assert time.monotonic() - began < 30  # the master stays for twice that
     finally:
         command = ["ssh", "-F", str(sshd.config), "-O", "exit", "node"]
         subprocess.run(command, stderr=subprocess.DEVNULL, check=False)

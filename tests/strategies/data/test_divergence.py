@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from boltmesh.errors import DivergenceError
+from boltmesh.strategies.data import standstill
 from boltmesh.strategies.data.divergence import DivergenceGuard
 from tests.support.ranks import RankFailure
 from tests.support.ranks import run_ranks as run_ranks_within
@@ -106,6 +107,8 @@ class Job:
 
 
 def parting_worker(rank, world_size, num_steps_before, plans, stage, prefetches):
+    if world_size > 2:  # on a busy machine answers do not come together
+        vars(standstill)["_GATHER_ANSWERS_S"] = 3.0
     job = Job(stage=stage, prefetches=prefetches)
 
     def run():
@@ -150,7 +153,7 @@ def test_in_a_later_step_who_leaves_the_common_route_names_both(case):
 
 
 def leaving_worker(rank, world_size, folder, leaves):
-    """Rank 1 leaves the common route, and then its process or nothing more."""
+    """Rank 1 leaves the common route, and then its process, or stays until it is killed."""
 
     def note(error):
         Path(folder, "stuck").write_text(str(error))
@@ -165,8 +168,8 @@ def leaving_worker(rank, world_size, folder, leaves):
         job.step((0, 1, 2) if rank == 0 else (0, 2))
 
     Path(folder, str(rank)).write_text(job.error_of(run))
-    while rank == 1 and not leaves and not Path(folder, "stuck").exists():
-        time.sleep(0.05)
+    if rank == 1 and not leaves:
+        time.sleep(600)
     time.sleep(0.5)
     os._exit(3)
 
@@ -184,7 +187,7 @@ def test_who_stays_says_the_same_when_its_peer_is_gone(tmp_path):
 def test_a_rank_that_cannot_be_reached_is_ended_with_the_reason(tmp_path):
     # The one that left keeps its connections, so nothing tears the other out of its gather.
     with pytest.raises(RankFailure, match="rank 0: died with exit code 1"):
-        run_ranks(leaving_worker, 2, str(tmp_path), False)
+        run_ranks(leaving_worker, 2, str(tmp_path), False, grace_s=0.5)
     assert PARTED in (tmp_path / "stuck").read_text()
     assert not (tmp_path / "0").exists()
 
@@ -244,7 +247,7 @@ def test_parts_of_one_unit_are_told_apart_though_their_gradients_have_one_size()
 
 def healthy_worker(rank, world_size):
     """Everything that changes on all ranks at once is no divergence, and what repeats is free."""
-    job = Job()
+    job = Job(timeout_s=60)
     asked = []
     agree = job.guard._agree
 
@@ -296,7 +299,7 @@ def healthy_worker(rank, world_size):
 
 
 def restarted_worker(rank, world_size):
-    job = Job()
+    job = Job(timeout_s=60)
     job.step((0, 1, 2))
     job.is_settled = rank == 1  # so that a failed run leaves the ranks at different places
     job.guard.note("begins a training batch")
@@ -363,7 +366,7 @@ def test_other_collectives_can_be_noted_by_name():
 
 
 def ended_worker(rank, world_size):
-    job = Job()
+    job = Job(timeout_s=60)
     for _ in range(2):
         job.step((0, 1, 2))
     if rank == 1:
@@ -387,16 +390,16 @@ def test_a_rank_that_has_ended_its_run_is_named_by_who_waits_for_it():
 
 
 def cost_worker(rank, world_size):
-    job = Job()
+    job = Job(timeout_s=60)
     for _ in range(3):
         job.step((0, 1, 2))
     gc.collect()
-    begin = time.perf_counter()
+    begin = time.thread_time()  # what others do on the same cores is not its cost
     for _ in range(2000):
         for _ in range(10):
             job.guard._pass(job.guard._event("gathers 'layers.0'"))
         job.guard._route.restart()
-    seconds = time.perf_counter() - begin
+    seconds = time.thread_time() - begin
     job.guard.stop()
     return seconds / 20_000
 

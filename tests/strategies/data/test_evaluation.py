@@ -152,6 +152,6 @@ def predict_almost_nothing(rank: int, world_size: int) -> None:
 
 def test_a_rank_without_any_batch_is_named_on_every_rank() -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(predict_almost_nothing, 2)
+        run_ranks(predict_almost_nothing, 2, grace_s=30)
     said = str(failure.value)
     assert said.count("ConfigError: Ranks [1] of the data axis would get no batch") == 2

@@ -4,6 +4,7 @@ First faults that a test puts in the place of the system's calls, then real ones
 """
 
 import errno
+import itertools
 import os
 import re
 import resource
@@ -149,12 +150,10 @@ def test_an_error_while_nobody_waits_reaches_the_next_call(
 def test_a_disk_that_lies_about_a_write_is_found_out_when_it_is_read(
     store: DiskStore, calls: FaultyCalls, fault: Callable[[int, memoryview, int], int]
 ) -> None:
-    said = 0
+    numbers = itertools.count()  # several threads write
 
     def lie_once(fd: int, data: memoryview, offset: int) -> int | None:
-        nonlocal said
-        said += 1
-        return fault(fd, data, offset) if said == 1 else None
+        return fault(fd, data, offset) if next(numbers) == 0 else None
 
     calls.before_write = lie_once
     for tensor in store.acquire(0):
@@ -246,7 +245,10 @@ def test_a_chunk_that_is_damaged_once_read_is_not_handed_out(
 def test_damage_to_what_is_not_read_again_does_no_harm(store: DiskStore, swap: Swap) -> None:
     step(store)
     store.flush()
-    for chunk in (CHUNKS - 1, CHUNKS - 2):  # still in memory, and written over by the next step
+    for chunk in (CHUNKS - 1, CHUNKS - 2):  # in memory, and written over by the next step
+        store.acquire(chunk)
+        store.release(chunk, is_dirty=False)
+    for chunk in (CHUNKS - 1, CHUNKS - 2):
         flip_bit(swap, chunk * CHUNK_BYTES)
     for chunk in (CHUNKS - 1, CHUNKS - 2):
         assert all((tensor == chunk + 1).all() for tensor in store.acquire(chunk))
