@@ -9,7 +9,12 @@ from torch.nn import Module, Parameter
 from typing_extensions import override
 
 from boltmesh.strategies.data.scalars import Scalars
-from boltmesh.strategies.torch_compat import dtensor_like, local_tensor, set_parameter
+from boltmesh.strategies.torch_compat import (
+    dtensor_like,
+    local_tensor,
+    set_parameter,
+    share_gradient_hooks,
+)
 
 
 class LateScalars(Scalars):
@@ -32,7 +37,9 @@ class LateScalars(Scalars):
         for owner, name, parameter in self._places:
             if parameter not in self._whole:
                 value = local_tensor(parameter.detach())
-                self._whole[parameter] = Parameter(value, requires_grad=parameter.requires_grad)
+                whole = Parameter(value, requires_grad=parameter.requires_grad)
+                share_gradient_hooks(parameter, whole)
+                self._whole[parameter] = whole
             set_parameter(owner, name, self._whole[parameter])
 
     def average(self) -> None:

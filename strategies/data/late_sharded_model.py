@@ -27,6 +27,7 @@ from boltmesh.strategies.data.sharded_model import (
     build_mesh,
     precision_policy,
 )
+from boltmesh.strategies.data.successors import Successors
 from boltmesh.strategies.data.units import find_units
 from boltmesh.strategies.torch_compat import StepUnits
 
@@ -55,15 +56,20 @@ def shard_late(
     # What the holders outside of one are not to shard.
     taken: set[Parameter] = {*absent, *(each for each in held if each.dim() == 0)}
     found: dict[str, Module] = {}
+    successors = Successors()
     for name, unit in reversed(find_units(module, options.blocks).items()):  # from the inside out
         if all(each in taken for each in unit.parameters()):
             continue
         refuse_mixed_types(name, unit)
-        found[name] = _shard(_Holder(unit), mesh, taken)
+        with successors.of_parameters(unit):
+            found[name] = _shard(_Holder(unit), mesh, taken)
         taken |= set(unit.parameters())
     refuse_mixed_types("", module)
     root = Root(module, found.values())
-    found[""] = _shard(root, mesh, taken)
+    with successors.of_parameters(module):
+        found[""] = _shard(root, mesh, taken)
+        scalars = LateScalars(module, mesh.mesh, context.group, absent=absent)
+    successors.take_places(module)
     # What the optimizer steps first is gathered first; offload steps in the order of the model.
     units = as_units(reversed(found.items()))
     know_units(units.values())
@@ -76,8 +82,9 @@ def shard_late(
         Attendance({}, context.group, context.device),
         buffers,
         [],
-        LateScalars(module, mesh.mesh, context.group, absent=absent),
+        scalars,
         StepUnits(units.values()),
+        successors,
         HostCollectives.where_needed(
             units.values(), context.device, takes_gradients_away=options.has_offload
         ),

@@ -22,10 +22,11 @@ from boltmesh.strategies.data.scalars import Scalars, scalars_of
 from boltmesh.strategies.data.shard_mesh import ShardMesh
 from boltmesh.strategies.data.shard_options import ShardOptions
 from boltmesh.strategies.data.shard_parking import open_parking, park_unit
+from boltmesh.strategies.data.successors import Successors
 from boltmesh.strategies.data.units import find_units
 from boltmesh.strategies.tiling.apply import apply_tiling
 from boltmesh.strategies.tiling.weight import TiledWeight
-from boltmesh.strategies.torch_compat import StepUnits, is_gathered
+from boltmesh.strategies.torch_compat import StepUnits, is_gathered, share_hooks
 
 
 @dataclass
@@ -48,6 +49,8 @@ class ShardedModel:
     """Parameters that cannot be sharded."""
     step_units: StepUnits
     """All units, for what every step does with them."""
+    successors: Successors
+    """Of the parameters that the module's author made."""
     on_host: HostCollectives | None
     """How units are gathered and reduced on the CPU; None on a device."""
     absent: frozenset[Parameter] = frozenset()
@@ -84,41 +87,46 @@ def shard_model(
     adopted: list[Module] = []
     tiled: list[TiledWeight] = []
     parking = open_parking(options, context)
+    successors = Successors()
     for name, unit in reversed(units.items()):  # from the inside out
         refuse_mixed_types(name, unit)
         prepare_unit(unit, device=context.device, group=context.group, name=name)
-        in_tiles = _tile(unit, name, options, mesh)
-        tiled += in_tiles
         left_out: list[Module] = []
-        if context.compute_dtype is not None and is_any_cast(unit):
-            cast.add(name)
-            left_out = full_precision_modules(unit)
-            adopted += left_out
-        fully_shard(
-            unit,
-            mesh=mesh.mesh,
-            reshard_after_forward=is_freed,
-            mp_policy=precision_policy(context.compute_dtype, is_cast=name in cast),
-            ignored_params={
-                *(p for each in left_out for p in each.parameters(recurse=False)),
-                *(each.parameter for each in tiled),
-                *scalars_of(unit),
-            },
-        )
+        with successors.of_parameters(unit):
+            in_tiles = _tile(unit, name, options, mesh)
+            tiled += in_tiles
+            if context.compute_dtype is not None and is_any_cast(unit):
+                cast.add(name)
+                left_out = full_precision_modules(unit)
+                adopted += left_out
+            fully_shard(
+                unit,
+                mesh=mesh.mesh,
+                reshard_after_forward=is_freed,
+                mp_policy=precision_policy(context.compute_dtype, is_cast=name in cast),
+                ignored_params={
+                    *(p for each in left_out for p in each.parameters(recurse=False)),
+                    *(each.parameter for each in tiled),
+                    *scalars_of(unit),
+                },
+            )
         park_unit(parking, module, unit, in_tiles, context)
     refuse_mixed_types("", module)
     prepare_unit(module, device=context.device, group=context.group)
-    in_tiles = _tile(module, "", options, mesh)
-    tiled += in_tiles
-    root = Root(module, adopted)
-    fully_shard(
-        root,
-        mesh=mesh.mesh,
-        # None: the root stays gathered from its forward on, as it is needed again at once.
-        reshard_after_forward=None if is_freed else False,
-        mp_policy=precision_policy(context.compute_dtype, is_cast=False),
-        ignored_params={*(each.parameter for each in tiled), *scalars_of(module)},
-    )
+    with successors.of_parameters(module):
+        in_tiles = _tile(module, "", options, mesh)
+        tiled += in_tiles
+        root = Root(module, adopted)
+        fully_shard(
+            root,
+            mesh=mesh.mesh,
+            # None: the root stays gathered from its forward on, as it is needed again at once.
+            reshard_after_forward=None if is_freed else False,
+            mp_policy=precision_policy(context.compute_dtype, is_cast=False),
+            ignored_params={*(each.parameter for each in tiled), *scalars_of(module)},
+        )
+        scalars = Scalars(module, mesh.mesh, context.group)
+    successors.take_places(module)
     park_unit(parking, module, root, in_tiles, context)
     sharded = as_units([*units.items(), ("", root)])
     know_units(sharded.values())
@@ -132,8 +140,9 @@ def shard_model(
         Attendance(gathers, context.group, context.device),
         BufferSync(module, context.group),
         tiled,
-        Scalars(module, mesh.mesh, context.group),
+        scalars,
         StepUnits(sharded.values()),
+        successors,
         HostCollectives.where_needed(
             sharded.values(), context.device, takes_gradients_away=options.has_offload
         ),
@@ -156,6 +165,7 @@ def as_units(modules: Iterable[tuple[str, Module]]) -> dict[str, FSDPModule]:
     units: dict[str, FSDPModule] = {}
     for name, each in modules:
         assert isinstance(each, FSDPModule)
+        share_hooks(each)
         units[name] = each
     return units
 

@@ -170,6 +170,7 @@ class Shards(DataAxis):
     def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
         refuse_optimizers(optimizers)
         assert self._context is not None
+        self._model.successors.take_over(optimizers, self._model.module)
         self._forget_steps()
         self._step_hooks = [
             each.register_step_post_hook(self._after_step)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -205,7 +206,7 @@ class LoopStrategy(RankMeshStrategy):
         as in ``on_before_optimizer_step``; None without any gradient. Gradients that live apart
         from ``.grad`` (offload) count too.
         """
-        return self.data_axis.gradient_norm(optimizer)
+        return self.data_axis.gradient_norm(_user_optimizer(optimizer))
 
     @property  # type: ignore[explicit-override]
     @override
@@ -222,5 +223,11 @@ class LoopStrategy(RankMeshStrategy):
         self._precision_plugin = precision_plugin
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        optimizer = _user_optimizer(optimizer)
         parameters = self.precision_plugin.main_params(optimizer)
         self.data_axis.clip_by_norm(optimizer, parameters, clip_val)
+
+
+def _user_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    """What ``configure_optimizers`` returned: manual optimisation has Lightning's wrapper of it."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

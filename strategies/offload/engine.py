@@ -288,11 +288,13 @@ class OffloadEngine(Settling):
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
         """See ``Clipper.gradient_norm``."""
         assert self._clipper is not None
+        self._take_new_groups(optimizer)
         return self._clipper.gradient_norm(optimizer)
 
     def clip(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See ``Clipper.clip``."""
         assert self._clipper is not None
+        self._take_new_groups(optimizer)
         return self._clipper.clip(optimizer, max_norm, norm_type)
 
     # Steps.

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.tiling.functions import EmbeddingFunction, LinearFunction
 from boltmesh.strategies.tiling.weight import TiledWeight
-from boltmesh.strategies.torch_compat import not_compiled
+from boltmesh.strategies.torch_compat import has_gradient_hooks, not_compiled
 
 _READ_BY_PARENTS = (nn.MultiheadAttention,)
 """They use their children's weights and never call the children."""
@@ -107,6 +107,14 @@ def _own_modules(
 
 
 def _check(module: nn.Module, path: str) -> None:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    if has_gradient_hooks(weight):
+        raise ConfigError(
+            f"The weight of {path!r} is larger than tile_linear_bytes and has a hook on its "
+            f"gradient, which no rank ever has whole. Set tile_linear_bytes to {weight.nbytes} or "
+            f"more, or change the shard's gradient in on_after_backward."
+        )
     if not isinstance(module, nn.Embedding):
         return
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):

@@ -16,6 +16,19 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     )
 
 
+def move_gradient_hooks(before: Tensor, after: Tensor) -> None:
+    """Let hooks on the gradient of one leaf, and their handles, be those of another."""
+    if before._backward_hooks:
+        after._backward_hooks = before._backward_hooks
+        before._backward_hooks = None
+
+
+def share_gradient_hooks(of: Tensor, to: Tensor) -> None:
+    """Let hooks on the gradient of one leaf run on that of another, and end with their handles."""
+    if to._backward_hooks is not of._backward_hooks:
+        to._backward_hooks = of._backward_hooks
+
+
 def after_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
     """Call ``hook`` when the gradient of a parameter is complete; torch has no types for it."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """What FSDP2 keeps of the modules that ``fully_shard`` was applied to, called units."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn import Parameter
+
+from boltmesh.strategies.torch_compat.autograd import share_gradient_hooks
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:
@@ -35,6 +37,29 @@ def unit_parameters(unit: FSDPModule) -> list[tuple[Parameter, Parameter | None]
         for group in parameter_groups(unit)
         for each in group.fsdp_params
     ]
+
+
+def share_hooks(unit: FSDPModule) -> None:
+    """Run hooks on the gradients of a unit's parameters, and give the whole ones their attributes.
+
+    What is differentiated are the whole parameters, which nobody can get hold of. As under
+    ``DistributedDataParallel`` a hook is given the whole gradient, of this rank alone.
+    """
+    for group in parameter_groups(unit):
+        for each in group.fsdp_params:
+            each.init_unsharded_param = _sharing_hooks(each, each.init_unsharded_param)
+
+
+def _sharing_hooks(parameter: Any, make_whole: Callable[[], None]) -> Callable[[], None]:
+    def make() -> None:
+        is_new = not hasattr(parameter, "_unsharded_param")
+        make_whole()
+        whole, shard = parameter._unsharded_param, parameter.sharded_param
+        if is_new:
+            vars(whole).update(vars(shard))
+        share_gradient_hooks(shard, whole)
+
+    return make
 
 
 def whole_gradients(unit: FSDPModule) -> list[Tensor]:
