@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -63,6 +64,9 @@ GRACE_S = 3.0
 
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "timed out")
 """A rank that says this lost a peer; the peer is the cause."""
+
+
+_STARTING = threading.Lock()
 
 
 class RankFailure(AssertionError):  # noqa: N818 - what a test reports, not an error of ours
@@ -137,13 +141,15 @@ def _start_server() -> None:
     """Start the fork server, unless it runs, where it finds ``tests``, wherever a test stands.
 
     Python 3.11 has it take no notice of ``sys.path``: it looks in the folder that it starts in.
+    That is the process's: a second thread of a test would take it for where the test stands.
     """
-    before = Path.cwd()
-    os.chdir(ROOT)
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.chdir(before)
+    with _STARTING:
+        before = Path.cwd()
+        os.chdir(ROOT)
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.chdir(before)
 
 
 def _wait(ranks: list[_Rank], timeout_s: float, grace_s: float) -> None:

@@ -132,7 +132,8 @@ async def look_again(pilot: Pilot[None]) -> None:
 
 
 async def settle(pilot: Pilot[None]) -> None:
-    """Wait until what a key has begun in the background is on the screen."""
+    """Wait until what a key or a message has begun in the background is on the screen."""
+    await pilot.pause()
     await pilot.app.workers.wait_for_complete()
     await pilot.pause()
 

@@ -94,7 +94,7 @@ class Sshd:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        command = [SSHD, "-D", "-E", self.log, "-f", self.folder / "sshd_config"]
+        command = [SSHD, "-D", "-E", str(self.log), "-f", f"{self.folder}/sshd_config"]
         self._process = subprocess.Popen([*command, "-p", str(self.port)])
         deadline = time.monotonic() + 60
         while "Server listening" not in (self.log.read_text() if self.log.exists() else ""):
