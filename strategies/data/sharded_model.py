@@ -26,7 +26,12 @@ from boltmesh.strategies.data.successors import Successors
 from boltmesh.strategies.data.units import find_units
 from boltmesh.strategies.tiling.apply import apply_tiling
 from boltmesh.strategies.tiling.weight import TiledWeight
-from boltmesh.strategies.torch_compat import StepUnits, is_gathered, share_hooks
+from boltmesh.strategies.torch_compat import (
+    StepUnits,
+    is_gathered,
+    keep_for_derivatives,
+    share_hooks,
+)
 
 
 @dataclass
@@ -130,6 +135,10 @@ def shard_model(
     park_unit(parking, module, root, in_tiles, context)
     sharded = as_units([*units.items(), ("", root)])
     know_units(sharded.values())
+    keep_for_derivatives(
+        list(reversed(sharded.values())),  # the root, which nearly every loss goes through, first
+        lambda: [*(each.parameter for each in tiled), *scalars.parameters],
+    )
     gathers = _gathers_of(sharded, tiled, context.compute_dtype, is_freed=is_freed)
     return ShardedModel(
         module,
