@@ -88,6 +88,7 @@ from boltmesh.strategies.torch_compat.unit_hooks import (
 from boltmesh.strategies.torch_compat.units import (
     StepUnits,
     UnitShard,
+    Writes,
     forget_step,
     gather_units,
     is_gathered,
@@ -115,6 +116,7 @@ __all__ = [
     "Replica",
     "StepUnits",
     "UnitShard",
+    "Writes",
     "after_gradient",
     "agree_on_overflow",
     "all_gather_single",
