@@ -84,6 +84,7 @@ def shard_late(
         [],
         scalars,
         StepUnits(units.values()),
+        None,
         successors,
         HostCollectives.where_needed(
             units.values(), context.device, takes_gradients_away=options.has_offload

@@ -143,6 +143,22 @@ def refuse_parameters(module: LightningModule, *, has_offload: bool) -> None:
             )
 
 
+def refuse_lost_write(name: str) -> None:
+    """Refuse a write to one of a parameter's shard and gathered copy, and not to the other.
+
+    Args:
+        name: Of the parameter, within the root.
+
+    Raises:
+        ConfigError: Naming the parameter.
+    """
+    raise ConfigError(
+        f"{name.removeprefix('module.')!r} was changed in place while it was gathered, in a step "
+        f"or in a hook: its shard and the gathered copy are not the same any more. Change it inside of "
+        f"boltmesh.strategies.gathered_parameters(module, writes=True)."
+    )
+
+
 def refuse_mixed_types(unit_name: str, unit: Module) -> None:
     """Refuse a unit whose trained parameters are of several types: one collective has one.
 

@@ -16,7 +16,11 @@ from boltmesh.strategies.data.axis import AxisContext
 from boltmesh.strategies.data.buffers import BufferSync
 from boltmesh.strategies.data.evaluation import Attendance, Gather
 from boltmesh.strategies.data.host_collectives import HostCollectives
-from boltmesh.strategies.data.refusals import refuse_mixed_types, refuse_parameters
+from boltmesh.strategies.data.refusals import (
+    refuse_lost_write,
+    refuse_mixed_types,
+    refuse_parameters,
+)
 from boltmesh.strategies.data.root import Root
 from boltmesh.strategies.data.scalars import Scalars, scalars_of
 from boltmesh.strategies.data.shard_mesh import ShardMesh
@@ -26,7 +30,13 @@ from boltmesh.strategies.data.successors import Successors
 from boltmesh.strategies.data.units import find_units
 from boltmesh.strategies.tiling.apply import apply_tiling
 from boltmesh.strategies.tiling.weight import TiledWeight
-from boltmesh.strategies.torch_compat import StepUnits, is_gathered, share_hooks
+from boltmesh.strategies.torch_compat import (
+    StepUnits,
+    Writes,
+    is_gathered,
+    keep_for_derivatives,
+    share_hooks,
+)
 
 
 @dataclass
@@ -49,6 +59,8 @@ class ShardedModel:
     """Parameters that cannot be sharded."""
     step_units: StepUnits
     """All units, for what every step does with them."""
+    writes: Writes | None
+    """To parameters while they are gathered; None where the axis gathers by itself."""
     successors: Successors
     """Of the parameters that the module's author made."""
     on_host: HostCollectives | None
@@ -60,6 +72,21 @@ class ShardedModel:
     def root_unit(self) -> FSDPModule:
         """The root as FSDP2 sees it."""
         return self.units[""]
+
+    def reshard_stale(self) -> None:
+        """Free gathered copies of units whose shards somebody has written to since."""
+        stale = {} if self.writes is None else self.writes.stale()
+        for unit in dict.fromkeys(stale.values()):
+            unit.reshard()
+
+    def refuse_stale(self) -> None:
+        """Refuse a loss of gathered copies whose shards somebody has written to since.
+
+        Raises:
+            ConfigError: Naming a parameter.
+        """
+        for name in {} if self.writes is None else self.writes.stale():
+            refuse_lost_write(name)
 
     def reshard(self) -> None:
         """Free every gathered copy, so that the next use gathers what the shards are now."""
@@ -130,6 +157,10 @@ def shard_model(
     park_unit(parking, module, root, in_tiles, context)
     sharded = as_units([*units.items(), ("", root)])
     know_units(sharded.values())
+    keep_for_derivatives(
+        list(reversed(sharded.values())),  # the root, which nearly every loss goes through, first
+        lambda: [*(each.parameter for each in tiled), *scalars.parameters],
+    )
     gathers = _gathers_of(sharded, tiled, context.compute_dtype, is_freed=is_freed)
     return ShardedModel(
         module,
@@ -142,6 +173,7 @@ def shard_model(
         tiled,
         scalars,
         StepUnits(sharded.values()),
+        Writes(sharded.values(), refuse_lost_write),
         successors,
         HostCollectives.where_needed(
             sharded.values(), context.device, takes_gradients_away=options.has_offload

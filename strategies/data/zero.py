@@ -144,6 +144,7 @@ class Shards(DataAxis):
 
     def _before_forward(self, root: Module, *_: object) -> None:
         self._refuse_lost()
+        self._model.reshard_stale()
         self._follow_shards()
         if self._stale is not None:
             assert self._context is not None
@@ -222,6 +223,10 @@ class Shards(DataAxis):
             self._set_last(is_last=True)
             if not self._model.root.is_running:  # the backward pass of this batch is over
                 self._model.scalars.put_back()
+
+    @override
+    def before_manual_backward(self, module: Module, loss: Tensor) -> None:
+        self._model.refuse_stale()
 
     def _set_last(self, *, is_last: bool) -> None:
         self._is_synchronised = is_last

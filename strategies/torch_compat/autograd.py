@@ -5,6 +5,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -35,10 +36,23 @@ def after_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> R
     return handle
 
 
+def backward_number() -> int | None:
+    """The number of the backward pass that this thread is within, its own; None outside."""
+    task: int = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
 def is_in_backward() -> bool:
     """Whether this thread is within a backward pass, as layers are that are computed again."""
-    task: int = torch._C._current_graph_task_id()
-    return task != -1
+    return backward_number() is not None
+
+
+def is_given_gradient(leaf: Tensor) -> bool:
+    """Whether the backward pass that this thread is within adds to the ``.grad`` of a leaf."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:  # torch.autograd.grad names it, and takes its gradient away
+        return False
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -1,7 +1,7 @@
 """What FSDP2 is made to do at the gathers and reductions of its units."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from boltmesh.strategies.torch_compat.autograd import backward_number, is_given_gradient
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 from boltmesh.strategies.torch_compat.units import parameter_groups
 
@@ -85,6 +86,63 @@ def _ending(post_backward: Callable[..., Any], finish: Callable[[], None]) -> Ca
             return post_backward(*args)
         finally:
             finish()
+
+    return reduce
+
+
+def keep_for_derivatives(
+    units: Sequence[FSDPModule], others: Callable[[], Iterable[Tensor]]
+) -> None:
+    """Leave units gathered in backward passes that make no gradients of parameters.
+
+    A step may differentiate by itself (``torch.autograd.grad``) and go on: with its forward pass,
+    or to derivatives of derivatives, which read the parameters once more. FSDP2 takes every
+    backward pass for the step's own, and frees all units at its end, those that run among them.
+
+    Args:
+        units: Of ``fully_shard``, all of a model. The step's own backward pass frees them.
+        others: Gives the leaves that a step may train beside those of units.
+    """
+    groups = [group for unit in units for group in parameter_groups(unit)]
+    derivatives = _Derivatives(groups, others)
+    for group in groups:
+        group.post_backward = _keeping(group, derivatives, group.post_backward)
+
+
+class _Derivatives:
+    """Tells whether a backward pass is one of those; looked up once for each."""
+
+    def __init__(self, groups: Sequence[Any], others: Callable[[], Iterable[Tensor]]) -> None:
+        self._groups = groups
+        self._others = others
+        self._number: int | None = None
+        self._is_any = False
+
+    def __bool__(self) -> bool:
+        number = backward_number()
+        if number is None:
+            return False
+        if number != self._number:
+            self._number, self._is_any = number, not any(map(is_given_gradient, self._leaves()))
+        return self._is_any
+
+    def _leaves(self) -> Iterator[Tensor]:
+        for group in self._groups:
+            for each in group.fsdp_params:
+                whole = getattr(each, "_unsharded_param", None)
+                if whole is not None and whole.requires_grad:
+                    yield whole
+        yield from (each for each in self._others() if each.requires_grad)
+
+
+def _keeping(
+    group: Any, derivatives: _Derivatives, post_backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    def reduce(*args: Any) -> Any:
+        if not derivatives:
+            return post_backward(*args)
+        group._training_state = TrainingState.POST_BACKWARD
+        return None
 
     return reduce
 

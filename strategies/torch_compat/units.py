@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,54 @@ def _sharing_hooks(parameter: Any, make_whole: Callable[[], None]) -> Callable[[
         share_gradient_hooks(shard, whole)
 
     return make
+
+
+class Writes:
+    """Finds parameters that somebody writes to while they are gathered.
+
+    What is written to the whole one is gone when that is freed, and what is written to the shard
+    is not in the whole one. Writes that autograd does not count (``.data``) are not found.
+
+    Args:
+        units: Of ``fully_shard``.
+        lost: Given the name, within the root, of a whole one that was written to and is freed.
+    """
+
+    def __init__(self, units: Iterable[FSDPModule], lost: Callable[[str], None]) -> None:
+        self._lost = lost
+        self._units = [(unit, group) for unit in units for group in parameter_groups(unit)]
+        self._versions: dict[Any, tuple[int, int]] = {}
+        for _, group in self._units:
+            for each in group.fsdp_params:
+                each.init_unsharded_param = partial(self._gather, each, each.init_unsharded_param)
+                each.to_sharded = partial(self._free, each, each.to_sharded)
+
+    def _gather(self, parameter: Any, make_whole: Callable[[], None]) -> None:
+        make_whole()
+        self._versions[parameter] = _versions(parameter)
+
+    def _free(self, parameter: Any, free: Callable[[], None]) -> None:
+        known = self._versions.pop(parameter, None)
+        is_lost = known is not None and known[1] != _versions(parameter)[1]
+        free()
+        if is_lost:
+            self._lost(parameter._param_fqn)
+
+    def stale(self) -> dict[str, FSDPModule]:
+        """Return units whose shards were written to since they were gathered, by those's names."""
+        return {
+            each._param_fqn: unit
+            for unit, group in self._units
+            if not group.is_sharded
+            for each in group.fsdp_params
+            if each in self._versions and self._versions[each][0] != _versions(each)[0]
+        }
+
+
+def _versions(parameter: Any) -> tuple[int, int]:
+    whole = parameter._unsharded_param
+    # What is made in inference mode counts no writes.
+    return parameter.sharded_param._version, 0 if whole.is_inference() else whole._version
 
 
 def whole_gradients(unit: FSDPModule) -> list[Tensor]:
