@@ -9,6 +9,11 @@ microbatches are, and loss and gradients must be those of all rows. In fp64 wher
 it; the tolerance covers ``+ 1e-6`` beside a count. Of every logged value the first rule that gives
 the whole's value is kept.
 
+Where something is counted that few rows have (positives of a detector), five rows may hold none,
+and ``max(n, 1)`` is a constant for them. A divisor of at most 1 is therefore tried on every row,
+each several times over, and those that change it are tried with the others. Where none does, all of
+the batch has one divisor, so it does not matter whether it counts, and the next batch is tried.
+
 What a layer computes is not run. Scalars of layers that enter the loss are believed to be means
 over their rows where their graph says so, on whatever stage they are made, and refused otherwise.
 """
@@ -34,15 +39,17 @@ from boltmesh.strategies.pipeline.losses import (
     find_form,
     read,
 )
-from boltmesh.strategies.pipeline.operators import plain_name
+from boltmesh.strategies.pipeline.operators import Factor, plain_name
 from boltmesh.strategies.pipeline.trial import Trial
 from boltmesh.strategies.pipeline.tried_rows import (
     ATTEMPTS,
+    REPEATED,
     Attempt,
     Cut,
     Part,
     gradients_of,
     run_cuts,
+    run_whole,
     windows,
 )
 from boltmesh.strategies.pipeline.weights import StepWeights
@@ -77,16 +84,16 @@ def prove(trial: Trial, device: torch.device) -> Proof | None:
     is_run = False
     for attempt in ATTEMPTS:
         tried = windows(trial)
-        for number, (start, count) in enumerate(tried):
+        for number, numbers in enumerate(tried):
             try:
-                cuts = run_cuts(trial, start, count, device, attempt)
+                cuts = run_cuts(trial, numbers, device, attempt)
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001 - the step may refuse such values
                 cause = cause or error
                 break
             is_run = True
-            proof = _proof(cuts) if cuts else None
+            proof = _proof(cuts, trial, device, attempt) if cuts else None
             if proof is not None:
                 others = tried[number + 1 :]
                 return replace(
@@ -104,15 +111,15 @@ def prove(trial: Trial, device: torch.device) -> Proof | None:
 def _more_cuts(
     form: Form,
     trial: Trial,
-    tried: Sequence[tuple[int, int]],
+    tried: Sequence[Sequence[int]],
     device: torch.device,
     attempt: Attempt,
 ) -> list[Cut]:
     """Prove the form on other rows too: what is logged for these may tell a sum from a maximum."""
     found: list[Cut] = []
-    for start, count in tried:
+    for numbers in tried:
         try:
-            cuts = run_cuts(trial, start, count, device, attempt)
+            cuts = run_cuts(trial, numbers, device, attempt)
             compared = [_compare(form, each) for each in cuts]  # which weighs their parts
         except ConfigError:
             raise
@@ -122,31 +129,80 @@ def _more_cuts(
     return found
 
 
+def _telling_cuts(
+    form: Form, trial: Trial, count: int, device: torch.device, attempt: Attempt
+) -> list[Cut]:
+    """Run rows for which a doubtful divisor is another one, among those for which it is not."""
+    telling = quiet = None
+    for number in range(trial.num_rows):
+        try:
+            whole = run_whole(trial, [number] * REPEATED, device, attempt)
+            is_telling = whole is not None and _tells(form, whole)
+        except Exception:  # noqa: BLE001, S112 - this row tells nothing, others may
+            continue
+        if is_telling:
+            telling = number if telling is None else telling
+        else:
+            quiet = number if quiet is None else quiet
+        if telling is not None and quiet is not None:
+            break
+    if telling is None:
+        return []
+    other = telling if quiet is None else quiet
+    return run_cuts(trial, [telling, telling, other, telling, other][:count], device, attempt)
+
+
+def _tells(form: Form, whole: Part) -> bool:
+    try:
+        read(whole.loss, form)
+    except OtherFormError:
+        return True
+    return False
+
+
 # The form.
 
 
-def _proof(cuts: list[Cut]) -> Proof | None:
+def _proof(cuts: list[Cut], trial: Trial, device: torch.device, attempt: Attempt) -> Proof | None:
+    form = _form(cuts)
+    if form is not None and form.doubtful:
+        more = _telling_cuts(form, trial, max(cuts[0].whole.count, 3), device, attempt)
+        cuts = [*cuts, *more]
+        form = _form(cuts) if more else form
+    if form is None:
+        return None
+    compared = [each for each in cuts if _compare(form, each)]
+    return Proof(form, compared) if compared else None
+
+
+def _form(cuts: Sequence[Cut]) -> Form | None:
     whole = cuts[0].whole
     form, _ = find_form(whole.loss, lambda node: _leaves(node, cuts[0], whole))
-    form.constants |= _constants(form, cuts)
+    constants = _constants(form, cuts)
+    form.constants |= constants.keys()
+    form.doubtful = {
+        place: factor.divisor
+        for place, factor in constants.items()
+        if factor.may_be_count and factor.divisor <= 1 + 1e-6
+    }
     for place, kinds in _kinds(form, cuts).items():
         if len(kinds) > 1:
             raise ConfigError(_disproved("is divided by what is a count for some rows only"))
         if not kinds:
             return None
         form.kinds[place] = kinds.pop()
-    return Proof(form, cuts) if all(_compare(form, each) for each in cuts) else None
+    return form
 
 
-def _constants(form: Form, cuts: Sequence[Cut]) -> set[Place]:
-    """Return the places of factors that are the same however many rows there are."""
+def _constants(form: Form, cuts: Sequence[Cut]) -> dict[Place, Factor]:
+    """Return the factors that are the same however many rows there are, by their places."""
     form.factors = {}
     _counts(form, cuts)
     found, form.factors = form.factors, None
     return {
-        place
-        for place, values in found.items()
-        if all(math.isclose(each, values[0], rel_tol=1e-6) for each in values)
+        place: factors[0]
+        for place, factors in found.items()
+        if all(math.isclose(each.divisor, factors[0].divisor, rel_tol=1e-6) for each in factors)
     }
 
 

@@ -112,7 +112,10 @@ class Form:
     constants: set[Place] = field(default_factory=set)
     """Where a factor says nothing about a count: it was the same for all rows tried. It may be
     another one in each microbatch all the same, such as a random number."""
-    factors: dict[Place, list[float]] | None = None
+    doubtful: dict[Place, float] = field(default_factory=dict)
+    """What a loss is divided by at such a place, where that may be a count that nothing was
+    counted in yet: whoever divides by ``max(n, 1)`` says 1 for 0 and for 1."""
+    factors: dict[Place, list[Factor]] | None = None
     """What factors were in the losses that were read, while they are gathered."""
 
 
@@ -296,9 +299,11 @@ def _gather_factor(position: _Position, node: Node, form: Form) -> None:
     if factor is None or not factor.is_scalar:
         raise OtherFormError(node.name())
     if form.factors is not None:
-        value = float(factor.divide(1.0))
-        form.factors.setdefault(position.place, []).append(value)
+        form.factors.setdefault(position.place, []).append(factor)
     if position.place in form.constants:
+        known = form.doubtful.get(position.place)
+        if known is not None and not math.isclose(factor.divisor, known, rel_tol=1e-6):
+            raise OtherFormError(node.name())
         return
     position.count = factor.divide(position.count)
     position.size *= factor.size

@@ -156,6 +156,20 @@ def cut(batch: Any, rows: Rows, sizes: Sequence[int]) -> list[Any]:
     return [_cut(batch, "batch", rows, part) for part in slices]
 
 
+def pick(batch: Any, rows: Rows, numbers: Sequence[int]) -> Any:
+    """Return a batch of some rows, in any order and each as often as it is named.
+
+    Args:
+        batch: As the DataLoader gave it, on its device.
+        rows: Of the batch.
+        numbers: Of the rows. Views are made of those that follow each other, else copies.
+    """
+    start = numbers[0]
+    follow_each_other = list(numbers) == list(range(start, start + len(numbers)))
+    part = slice(start, start + len(numbers)) if follow_each_other else list(numbers)
+    return _cut(batch, "batch", rows, part)
+
+
 def even_sizes(rows: int, num_microbatches: int, fewest_rows: int = 1) -> list[int]:
     """Return sizes that differ by at most one, larger ones first; fewer where rows are too few.
 
@@ -168,11 +182,11 @@ def even_sizes(rows: int, num_microbatches: int, fewest_rows: int = 1) -> list[i
     return [rows // count + (index < rows % count) for index in range(count)]
 
 
-def _cut(value: Any, path: str, rows: Rows, part: slice) -> Any:
+def _cut(value: Any, path: str, rows: Rows, part: slice | list[int]) -> Any:
     if has_rows(value):
         return value[part]
     if path in rows.samples:
-        return like(value, value[part])
+        return like(value, _items(value, part))
     opened = None if is_constant_list(value) else open_container(value, path)
     if opened is None:
         return value
@@ -181,5 +195,9 @@ def _cut(value: Any, path: str, rows: Rows, part: slice) -> Any:
     encodings = getattr(value, "encodings", None)
     if isinstance(encodings, list) and len(encodings) == rows.count:
         # Hugging Face's fast tokenizers keep what word_ids() and the like read, by row.
-        return type(value)(dict(made), encoding=encodings[part])
+        return type(value)(dict(made), encoding=_items(encodings, part))
     return made
+
+
+def _items(members: Sequence[Any], part: slice | list[int]) -> Sequence[Any]:
+    return members[part] if isinstance(part, slice) else [members[each] for each in part]

@@ -71,6 +71,16 @@ class Factor:
         narrow = torch.float16 if self.value.is_floating_point() else torch.int8
         return torch.result_type(torch.zeros((), dtype=narrow), self.value) != self.value.dtype
 
+    @property
+    def divisor(self) -> float:
+        """What it divides by; asks a device where it is on one."""
+        return float(self.divide(1.0))
+
+    @property
+    def may_be_count(self) -> bool:
+        """Whether it divides, or is a tensor: weights that authors give to terms are neither."""
+        return self.is_division or not self.is_number
+
     def divide(self, count: Tensor | float) -> Tensor | float:
         """Return a count with this factor in it."""
         number = _number(self.value)

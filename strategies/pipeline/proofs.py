@@ -28,7 +28,7 @@ from boltmesh.strategies.pipeline.trial import Trial
 from boltmesh.strategies.pipeline.tried_rows import Cut, Part
 
 MOST_TRIES = 8
-"""Batches on which a key is tried that none of them decides."""
+"""Batches on which a key or a divisor is tried that none of them decides."""
 
 
 @dataclass
@@ -48,6 +48,8 @@ class Proofs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._forms: list[Form] = []
+        self._tries = 0
+        """Of the form's doubtful divisors."""
         self._rules: dict[Key, _Rule] = {}
         self._warned: set[Key] = set()
 
@@ -70,6 +72,16 @@ class Proofs:
             self._prove(trial())
             known = self._known(loss)
         return known
+
+    def resolve_doubts(self, trial: Callable[[], Trial]) -> None:
+        """Try a batch where the ones before have left open what a divisor is.
+
+        Raises:
+            ConfigError: When no weights put such a loss together.
+        """
+        if self._tries < MOST_TRIES and any(each.doubtful for each in self._forms):
+            self._tries += 1
+            self._prove(trial())
 
     def rule_of(
         self,
@@ -99,9 +111,19 @@ class Proofs:
         proof = prove(trial, self._device)
         if proof is None:
             return
-        if proof.form not in self._forms:
-            self._forms.append(proof.form)
+        self._learn_form(proof.form)
         self._learn_rules(proof)
+
+    def _learn_form(self, form: Form) -> None:
+        for each in [known for known in self._forms if known.visits == form.visits]:
+            for place, divisor in each.doubtful.items():
+                # For no rows another one, but for another batch: it does not count.
+                if form.doubtful.get(place, divisor) != divisor:
+                    del form.doubtful[place]
+            if each.doubtful or form.doubtful:
+                self._forms.remove(each)
+        if form not in self._forms:
+            self._forms.append(form)
 
     def _learn_rules(self, proof: Proof) -> None:
         keys = [
@@ -144,9 +166,13 @@ class StepProofs:
     def __init__(self, proofs: Proofs, trial: Callable[[], Trial]) -> None:
         self._proofs = proofs
         self._trial = trial
+        self._is_begun = False
 
     def read(self, loss: Tensor) -> tuple[Form, list[Term]] | None:
         """Return the form and the terms of a microbatch's loss, as :meth:`Proofs.read` does."""
+        if not self._is_begun:
+            self._is_begun = True
+            self._proofs.resolve_doubts(self._trial)
         return self._proofs.read(loss, self._trial)
 
     def rules(self, weights: MicrobatchWeights) -> Callable[[Key, list[Noted]], LogRule]:

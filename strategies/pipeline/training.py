@@ -188,12 +188,14 @@ class _Results:
         """Of the batch; None where no microbatch gave any."""
         if self._sum is None:
             return None
-        if isinstance(total, Tensor) or total:
+        if isinstance(total, float) and total:
             return self._sum / total
-        # None of them is trained: what is left is to tell.
+        # Where nothing counts none of them is trained, and what is left is to tell.
         sizes = [self._sizes[number] for number in self._losses]
         pairs = zip(self._losses.values(), sizes, strict=True)
-        return sum((loss * size for loss, size in pairs), torch.zeros_like(self._sum)) / sum(sizes)
+        told = sum((loss * size for loss, size in pairs), torch.zeros_like(self._sum)) / sum(sizes)
+        whole = torch.as_tensor(total, device=told.device)
+        return torch.where(whole == 0, told, self._sum / whole)
 
     def merged(self, proofs: StepProofs) -> dict[str, Any]:
         """Return what else was returned, put together."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.strategies.pipeline.log_rules import Key, Noted, returned_numbers
-from boltmesh.strategies.pipeline.microbatches import Rows, cut
+from boltmesh.strategies.pipeline.microbatches import Rows, pick
 from boltmesh.strategies.pipeline.replay.plans import StagePlans
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.step_logs import StepLogs
@@ -35,8 +35,8 @@ class Trial(Protocol):
     def num_rows(self) -> int:
         """Of the batch."""
 
-    def rows(self, start: int, count: int) -> Any:
-        """Return some rows of the batch."""
+    def rows(self, numbers: Sequence[int]) -> Any:
+        """Return some rows of the batch, in any order and each as often as it is named."""
 
     def values_in(self, part: Any) -> tuple[tuple[ValueSpec, bool], ...]:
         """Return the values that it needs, and whether each is made of the batch's data."""
@@ -84,9 +84,9 @@ class TailTrial:
         self._seed = seed
         self._device = device
 
-    def rows(self, start: int, count: int) -> Any:
-        """Return some rows of the batch: views."""
-        return cut(self._args[0], self._rows, [start, count, self.num_rows - start - count])[1]
+    def rows(self, numbers: Sequence[int]) -> Any:
+        """Return some rows of the batch."""
+        return pick(self._args[0], self._rows, numbers)
 
     def values_in(self, part: Any) -> tuple[tuple[ValueSpec, bool], ...]:
         """Return the values that live behind the last unit, for some rows."""

@@ -15,6 +15,9 @@ from boltmesh.strategies.pipeline.trial import Outcome, Trial
 MOST_ROWS = 5
 """The fewest rows with two cuts into parts of at least two rows, as batch statistics need."""
 
+REPEATED = 3
+"""How often a row is run by itself, beside itself: what counts it says so."""
+
 MOST_BYTES = 2**28
 """Of the values of :data:`MOST_ROWS` rows; three are tried where these take more."""
 
@@ -51,32 +54,32 @@ class Cut:
     """Of the parts' losses, by their number."""
 
 
-def windows(trial: Trial) -> list[tuple[int, int]]:
-    """Return where tried rows start, and how many they are."""
+def windows(trial: Trial) -> list[Sequence[int]]:
+    """Return which rows are tried: the first ones and the last ones."""
     count = min(MOST_ROWS, trial.num_rows)
-    specs = trial.values_in(trial.rows(0, count))
+    specs = trial.values_in(trial.rows(range(count)))
     numels = (math.prod(spec.shape) for spec, _ in specs)
     if sum(8 * each for each in numels) > MOST_BYTES:
         count = min(3, count)
-    return [(start, count) for start in sorted({0, trial.num_rows - count})]
+    return [range(start, start + count) for start in sorted({0, trial.num_rows - count})]
+
+
+def run_whole(
+    trial: Trial, numbers: Sequence[int], device: torch.device, attempt: Attempt
+) -> Part | None:
+    """Run the step on some rows; None where it gives no loss."""
+    whole = _run(trial, _made_up(trial, numbers, device, attempt), numbers, (0, len(numbers)))
+    return whole if _has_loss(whole) else None
 
 
 def run_cuts(
-    trial: Trial, start: int, count: int, device: torch.device, attempt: Attempt
+    trial: Trial, numbers: Sequence[int], device: torch.device, attempt: Attempt
 ) -> list[Cut]:
-    """Run the step on all rows and on parts of them; nothing where it gives no loss."""
-    first = count // 2 + 1 if count > 2 else 1
-    is_double, is_between = attempt
-    live = made_up(
-        trial.values_in(trial.rows(start, count)),
-        trial.values_in(trial.rows(start, first)),
-        (count, first),
-        device=device,
-        is_double=is_double,
-        is_between_0_and_1=is_between,
-    )
-    offsets = (start, count)
-    whole = _run(trial, live, offsets, (0, count), nullcontext())
+    """Run the step on some rows and on parts of them; nothing where it gives no loss."""
+    count, first = len(numbers), _first_part(numbers)
+    is_between = attempt[1]
+    live = _made_up(trial, numbers, device, attempt)
+    whole = _run(trial, live, numbers, (0, count))
     if not _has_loss(whole):
         return []
     gradients = gradients_of(whole.loss, whole.values)
@@ -89,14 +92,33 @@ def run_cuts(
     for size in sorted({first, count - first}, reverse=True):
         draws = SharedDraws()
         parts = [
-            _run(trial, live, offsets, each, draws.of_part())
+            _run(trial, live, numbers, each, draws.of_part())
             for each in ((0, size), (size, count - size))
         ]
-        whole = _run(trial, live, offsets, (0, count), draws.of_whole())
+        whole = _run(trial, live, numbers, (0, count), draws.of_whole())
         if not _has_loss(whole):
             return []
         cuts.append(Cut(live, whole, parts))
     return cuts
+
+
+def _first_part(numbers: Sequence[int]) -> int:
+    return len(numbers) // 2 + 1 if len(numbers) > 2 else 1
+
+
+def _made_up(
+    trial: Trial, numbers: Sequence[int], device: torch.device, attempt: Attempt
+) -> list[LiveValue]:
+    count, first = len(numbers), _first_part(numbers)
+    is_double, is_between = attempt
+    return made_up(
+        trial.values_in(trial.rows(numbers)),
+        trial.values_in(trial.rows(numbers[:first])),
+        (count, first),
+        device=device,
+        is_double=is_double,
+        is_between_0_and_1=is_between,
+    )
 
 
 def _clamped(tensor: Tensor) -> Tensor:
@@ -106,14 +128,14 @@ def _clamped(tensor: Tensor) -> Tensor:
 def _run(
     trial: Trial,
     live: Sequence[LiveValue],
-    window: tuple[int, int],
+    numbers: Sequence[int],
     rows: tuple[int, int],
-    during: AbstractContextManager[None],
+    during: AbstractContextManager[None] | None = None,
 ) -> Part:
     start, count = rows
-    part = trial.rows(window[0] + start, count)
-    values = taken(live, trial.values_in(part), start, count, window[1])
-    return Part(start, count, values, trial.run(part, values, during))
+    part = trial.rows(numbers[start : start + count])
+    values = taken(live, trial.values_in(part), start, count, len(numbers))
+    return Part(start, count, values, trial.run(part, values, during or nullcontext()))
 
 
 def _has_loss(part: Part) -> bool:

@@ -72,6 +72,13 @@ class StepWeights:
         found = _terms(loss, self._read(loss), rows)
         data = [each for each in found if each[1] != "penalty"]
         kinds = {kind for _, kind in data}
+        if self._kind is not None and len(kinds) == 1 and not kinds <= {self._kind}:
+            raise ConfigError(
+                f"training_step's loss is a {next(iter(kinds))} over the rows of one microbatch, "
+                f"and looked like a {self._kind} for another one of the same batch and for those "
+                f"before: what it divides by was the same for all of them. Use microbatches=1, or "
+                f"divide by a number of rows, or of elements that batches have often."
+            )
         if len(kinds) > 1 or (self._kind is not None and not kinds <= {self._kind}):
             raise ConfigError(
                 "training_step adds a mean and a sum over the batch, so its loss depends on how "
@@ -151,16 +158,21 @@ def _behind(term: Term, inner: Term) -> Term:
 
 
 def _scaled(loss: Tensor, weight: Tensor | float) -> Tensor:
-    """Scale; a mean over nothing is not a number, and worth nothing."""
+    """Scale; a mean over nothing is not a number, and worth nothing.
+
+    What is a number and worth nothing keeps its graph: an optimizer steps by gradients of zero, as
+    in one process.
+    """
     if not isinstance(weight, Tensor):
         if weight == 1.0:
             return loss  # nearly always; a product takes two operators here and two on the way back
-        return loss * weight if weight else torch.zeros_like(loss)
+        return loss * weight if weight or bool(loss.isfinite()) else torch.zeros_like(loss)
     node = behind_transparent(loss.grad_fn)
     if node is not None and node.name().startswith("NllLoss"):
         # Its backward pass divides no zero by zero.
         return _Weighed.apply(loss, weight)  # type: ignore[no-any-return, no-untyped-call]
-    return loss * weight if bool(weight != 0) else torch.zeros_like(loss)
+    is_number = (weight != 0) | loss.detach().isfinite()
+    return loss * weight if bool(is_number) else torch.zeros_like(loss)
 
 
 class _Weighed(torch.autograd.Function):

@@ -68,8 +68,8 @@ class FunctionTrial:
     def num_rows(self) -> int:
         return len(self.batch.labels)
 
-    def rows(self, start: int, count: int) -> Batch:
-        return self.batch.part(start, count)
+    def rows(self, numbers: Sequence[int]) -> Batch:
+        return Batch(self.batch.labels[list(numbers)], self.batch.targets[list(numbers)])
 
     def values_in(self, part: Batch) -> tuple[tuple[ValueSpec, bool], ...]:
         shape = (len(part.labels), TOKENS, CLASSES)

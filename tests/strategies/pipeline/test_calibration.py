@@ -72,12 +72,14 @@ WEIGHTS = MicrobatchWeights({0: 5.0, 1: 1.0}, {0: 2.0, 1: 2.0})
 
 
 def rule(proofs: Proofs, name: str, trial: FunctionTrial) -> LogRule:
-    noted = [trial.run(trial.rows(0, 2), values(trial, 2), nullcontext()).logged[name, None]] * 2
+    noted = [
+        trial.run(trial.rows(range(2)), values(trial, 2), nullcontext()).logged[name, None]
+    ] * 2
     return proofs.rule_of((name, None), noted, WEIGHTS, lambda: trial)
 
 
 def values(trial: FunctionTrial, rows: int) -> list[Tensor]:
-    specs = trial.values_in(trial.rows(0, rows))
+    specs = trial.values_in(trial.rows(range(rows)))
     return [torch.randn(spec.shape).requires_grad_() for spec, _ in specs]
 
 

@@ -300,6 +300,23 @@ def test_a_batch_in_which_nothing_counts_has_the_loss_of_one_process() -> None:
     assert gradients[0].isnan().all() or not gradients[0].any()
 
 
+def test_a_batch_in_which_nothing_counts_has_gradients_of_zero_where_one_process_has() -> None:
+    """By which momentum and weight decay go on."""
+    logits, data = logits_for([4])
+    data.labels[:] = -100
+    for name in ("a mask, never zero", "sum over a number of tokens", "a mask by index"):
+        step = Proofs(torch.device("cpu")).of_step(
+            lambda name=name: FunctionTrial(RIGHT[name], batch())
+        )
+        weights = StepWeights(step.read)
+        for start in (0, 2):
+            scaled, _ = weights.weigh(
+                RIGHT[name](logits[start : start + 2], data.part(start, 2)), 2
+            )
+            (gradient,) = torch.autograd.grad(scaled, [logits])
+            assert not gradient.any()
+
+
 def test_microbatches_without_a_graph_are_worth_nothing() -> None:
     weights = StepWeights(lambda _: None)
     scaled, weight = weights.weigh(torch.tensor(3.0, requires_grad=True), 2)
@@ -327,3 +344,67 @@ def test_another_form_of_the_loss_is_proved_when_it_comes() -> None:
         torch.testing.assert_close(value, loss(logits, data).detach())
     with pytest.raises(ConfigError, match="Sqrt is not linear"):
         weighed(REFUSED["root of a mean"][0], logits, data, [4, 3], proofs)
+
+
+def rare(rows: Sequence[int]) -> Batch:
+    """A batch of 16 rows, of whose tokens very few count: some of these rows'."""
+    data = batch(16)
+    counts = torch.zeros_like(data.labels, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        counts[row, : 1 + number] = True
+    data.labels = data.known.masked_fill(~counts, -100)
+    return data
+
+
+RARE: dict[str, Loss] = {
+    "a mask, never zero": RIGHT["a mask, never zero"],
+    "a mask, a little more": RIGHT["a mask, a little more"],
+    "a mask by index": RIGHT["a mask by index"],
+    "sum over a number of tokens": RIGHT["sum over a number of tokens"],
+}
+UNMASKED: Loss = lambda x, b: x.square().sum() / b.mask.sum().clamp(min=1)  # noqa: E731
+
+
+def losses_and_wholes(loss: Loss, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor]]:
+    """Train on batches of 16 rows, one after the other, in four microbatches each."""
+    proofs, found = Proofs(torch.device("cpu")), []
+    for seed, data in enumerate(batches):
+        generator = torch.Generator().manual_seed(seed)
+        made = torch.randn(16, TOKENS, CLASSES, generator=generator, dtype=torch.float64)
+        logits = made.requires_grad_()
+        value, gradients = weighed(loss, logits, data, [4, 4, 4, 4], proofs)
+        whole = loss(logits, data)
+        (wanted,) = torch.autograd.grad(whole, [logits])
+        torch.testing.assert_close(gradients[0], wanted, rtol=1e-6, atol=1e-7)
+        found.append((value.double(), whole.detach().double()))
+    return found
+
+
+@pytest.mark.parametrize("first", [[6, 7, 9], [0, 5, 9], [2, 13], []], ids=str)
+@pytest.mark.parametrize("name", RARE)
+def test_what_is_divided_by_a_count_of_few_rows_is_weighed_by_it(
+    name: str, first: list[int]
+) -> None:
+    """``max(n, 1)`` is a constant for the first five rows and the last."""
+    batches = [rare(first), rare([1, 4, 8]), rare([15]), batch(16)]
+    for value, whole in losses_and_wholes(RARE[name], batches):
+        torch.testing.assert_close(value, whole, rtol=1e-6, atol=1e-7)
+
+
+def test_a_sum_of_all_over_a_count_of_few_rows_is_refused_when_one_comes() -> None:
+    assert losses_and_wholes(UNMASKED, [rare([])])
+    with pytest.raises(ConfigError, match="divided by what is a count for some rows only"):
+        losses_and_wholes(UNMASKED, [rare([]), rare([7])])
+
+
+def test_a_number_that_changes_from_batch_to_batch_is_no_count() -> None:
+    """Such as a weight of the loss that grows from 1 on."""
+    proofs = Proofs(torch.device("cpu"))
+    for share in (1.0, 1.0, 0.5, 0.25):
+
+        def annealed(x: Tensor, b: Batch, share: float = share) -> Tensor:
+            return each(x, b).sum() / torch.tensor(share)
+
+        logits, data = logits_for([4, 4])
+        value, _ = weighed(annealed, logits, data, [4, 4], proofs)
+        torch.testing.assert_close(value, annealed(logits, data).detach(), check_dtype=False)
