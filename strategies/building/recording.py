@@ -213,7 +213,8 @@ def recording_of(tensor: Tensor) -> Recording | None:
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to what the lists, tuples and dictionaries of an operator's call hold."""
     if isinstance(value, (list, tuple)):
-        return type(value)(map_leaves(function, each) for each in value)
+        made = [map_leaves(function, each) for each in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     if isinstance(value, dict):
         return {key: map_leaves(function, each) for key, each in value.items()}
     return function(value)

@@ -25,9 +25,19 @@ def move_gradient_hooks(before: Tensor, after: Tensor) -> None:
 
 
 def share_gradient_hooks(of: Tensor, to: Tensor) -> None:
-    """Let hooks on the gradient of one leaf run on that of another, and end with their handles."""
-    if to._backward_hooks is not of._backward_hooks:
-        to._backward_hooks = of._backward_hooks
+    """Let hooks on the gradient of one leaf run on that of another, and end with their handles.
+
+    Those that the other one was given by itself stay, and are the first one's from then on.
+    """
+    ours, theirs = of._backward_hooks, to._backward_hooks
+    if ours is theirs:
+        return
+    if ours is None:
+        of._backward_hooks = theirs
+        return
+    if theirs:
+        ours.update(theirs)
+    to._backward_hooks = ours
 
 
 def after_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
@@ -52,6 +62,23 @@ def is_given_gradient(leaf: Tensor) -> bool:
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
     except RuntimeError:  # torch.autograd.grad names it, and takes its gradient away
+        return False
+
+
+def goes_to_the_end() -> bool:
+    """Whether the backward pass that this thread is within goes from its node to a graph's end.
+
+    As ``backward`` does, also one of a reentrant checkpoint. ``torch.autograd.grad`` ends where
+    what it names is made.
+    """
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        return False
+    while (after := next((each for each, _ in node.next_functions if each), None)) is not None:
+        node = after
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it is named
         return False
 
 

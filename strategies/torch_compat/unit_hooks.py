@@ -12,7 +12,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from boltmesh.strategies.torch_compat.autograd import backward_number, is_given_gradient
+from boltmesh.strategies.torch_compat.autograd import (
+    backward_number,
+    goes_to_the_end,
+    is_given_gradient,
+)
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 from boltmesh.strategies.torch_compat.units import parameter_groups
 
@@ -106,7 +110,7 @@ def keep_for_derivatives(
     groups = [group for unit in units for group in parameter_groups(unit)]
     derivatives = _Derivatives(groups, others)
     for group in groups:
-        group.post_backward = _keeping(group, derivatives, group.post_backward)
+        group.post_backward = _keeping(group, derivatives, group.post_backward, _Arrivals(group))
 
 
 class _Derivatives:
@@ -123,7 +127,8 @@ class _Derivatives:
         if number is None:
             return False
         if number != self._number:
-            self._number, self._is_any = number, not any(map(is_given_gradient, self._leaves()))
+            is_own = any(map(is_given_gradient, self._leaves())) or goes_to_the_end()
+            self._number, self._is_any = number, not is_own
         return self._is_any
 
     def _leaves(self) -> Iterator[Tensor]:
@@ -135,14 +140,46 @@ class _Derivatives:
         yield from (each for each in self._others() if each.requires_grad)
 
 
+class _Arrivals:
+    """Tells whether whole parameters of a group have been given gradients that nobody took.
+
+    Reentrant checkpoints have backward passes of their own within the step's, which then gives
+    none itself to what they hold.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def __bool__(self) -> bool:
+        return not self._present().items() <= self._known.items()
+
+    def note(self) -> None:
+        """Know those that stay, as all do until the last batch of an accumulation window."""
+        self._known = {} if self._group.reduce_grads else self._present()
+
+    def _present(self) -> dict[int, tuple[int, int]]:
+        wholes = [getattr(each, "_unsharded_param", None) for each in self._group.fsdp_params]
+        return {
+            number: (whole.grad.data_ptr(), whole.grad._version)
+            for number, whole in enumerate(wholes)
+            if whole is not None and whole.grad is not None
+        }
+
+
 def _keeping(
-    group: Any, derivatives: _Derivatives, post_backward: Callable[..., Any]
+    group: Any,
+    derivatives: _Derivatives,
+    post_backward: Callable[..., Any],
+    arrivals: _Arrivals,
 ) -> Callable[..., Any]:
     def reduce(*args: Any) -> Any:
-        if not derivatives:
-            return post_backward(*args)
-        group._training_state = TrainingState.POST_BACKWARD
-        return None
+        if derivatives and not arrivals:
+            group._training_state = TrainingState.POST_BACKWARD
+            return None
+        result = post_backward(*args)
+        arrivals.note()
+        return result
 
     return reduce
 

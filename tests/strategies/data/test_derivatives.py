@@ -6,10 +6,13 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from boltmesh.strategies import ZeROStrategy
+from boltmesh.strategies.torch_compat import is_gathered
 from tests.support.ranks import run_ranks
 from tests.support.shard_runs import QUIET, whole_parameters
 from tests.support.stack import Block, Stack, token_data
@@ -88,6 +91,18 @@ class Forced(Differentiated):
         self.blocks = torch.nn.ModuleList(Force(7, 11) for _ in range(2))
 
 
+class Checkpointed(Differentiated):
+    """All that is trained has a backward pass of its own, within the step's."""
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        start = torch.zeros(1, requires_grad=True)
+        run = super().forward
+        logits = checkpoint(lambda x: run(tokens) + x, start, use_reentrant=True)
+        assert isinstance(logits, Tensor)
+        return logits
+
+
 LAYOUTS: list[dict[str, Any]] = [
     {"stage": 1},
     {"stage": 3},
@@ -107,9 +122,48 @@ def fit(rank: int, world_size: int, kind: type[LightningModule], options: Any) -
     return whole_parameters(module)
 
 
-@pytest.mark.parametrize("kind", [Penalised, Attacked, ByHand, Forced])
+@pytest.mark.parametrize("kind", [Penalised, Attacked, ByHand, Forced, Checkpointed])
 def test_it_trains_as_in_one_process(kind: type[LightningModule]) -> None:
     (wanted,) = run_ranks(fit, 1, kind, None)
     for results in run_ranks(in_turn, 2, fit, [(kind, each) for each in LAYOUTS]):
         for found in results:
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+class Prompted(Differentiated):
+    """Trains what comes before frozen blocks, each of which is in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.embedding.requires_grad_(True)
+        self.gathered: list[int] = []
+        self.embedding.register_full_backward_pre_hook(self.look)
+
+    def look(self, *_: object) -> None:
+        units = [each for each in self.blocks if isinstance(each, FSDPModule)]
+        assert len(units) == len(self.blocks)
+        self.gathered.append(sum(map(is_gathered, units)))
+
+    @override
+    def beyond(self, embedded: Tensor) -> Tensor:
+        for block in self.blocks:
+            embedded = checkpoint(block, embedded, use_reentrant=True)
+        return self.head(self.norm(embedded))
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.beyond(self.embedding(tokens))
+
+
+def gathered_blocks(rank: int, world_size: int) -> list[int]:
+    module = Prompted()
+    strategy = ZeROStrategy(telemetry=False, stage=3)
+    run = Trainer(accelerator="cpu", devices=world_size, strategy=strategy, max_steps=2, **QUIET)
+    run.fit(module, token_data(16, 4))
+    return module.gathered
+
+
+def test_frozen_blocks_with_backward_passes_of_their_own_are_freed_after_them() -> None:
+    for counts in run_ranks(gathered_blocks, 2):
+        assert counts == [0, 0]

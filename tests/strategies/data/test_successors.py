@@ -1,7 +1,7 @@
 """What an author did to parameters before the strategy saw them holds for their shards."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -69,18 +69,35 @@ class Hooked(Plain):
             self.handle.remove()
 
 
+class HookedInStep(Plain):
+    """Hangs hooks on what its first step has: copies that are gathered, or shards."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 0:
+            first: Any = self.blocks[0]
+            for each in (first.up.weight, self.head.weight):
+                each.register_hook(torch.neg)
+        return loss
+
+
+class _Group(NamedTuple):
+    name: str
+    members: list[nn.Parameter]
+
+
 class Listed(Plain):
     """Makes lists of parameters that ``configure_optimizers`` takes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sorted = {
-            "matrices": [each for each in self.parameters() if each.dim() > 1],
-            "vectors": [each for each in self.parameters() if each.dim() < 2],
-        }
+        self.sorted = [
+            _Group("matrices", [each for each in self.parameters() if each.dim() > 1]),
+            _Group("vectors", [each for each in self.parameters() if each.dim() < 2]),
+        ]
 
     def configure_optimizers(self) -> Any:
-        return self.decayed(self.sorted["matrices"], self.sorted["vectors"])
+        return self.decayed(*(each.members for each in self.sorted))
 
 
 class Ready(Plain):
@@ -113,7 +130,7 @@ def fit(rank: int, world_size: int, kind: Callable[[], LightningModule], options
     return whole_parameters(module)
 
 
-@pytest.mark.parametrize("kind", [Marked, Hooked, Listed, Ready])
+@pytest.mark.parametrize("kind", [Marked, Hooked, HookedInStep, Listed, Ready])
 def test_it_trains_as_in_one_process(kind: Any) -> None:
     (wanted,) = run_ranks(fit, 1, kind, None)
     options = [each for each in OPTIONS if kind is not Marked or "offload_optimizer" not in each]
