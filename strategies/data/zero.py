@@ -357,11 +357,17 @@ class Shards(DataAxis):
         if self._guard is not None:
             self._guard.stop()
         if self.sharded is not None:
-            self.sharded.reshard()
-            if self._offload is not None:
-                self._offload.close()
-            self.sharded.give_back_memory()
-            forget_toggles(self.sharded.module)
+            try:
+                self.sharded.reshard()  # which refuses the first write that would be lost
+            finally:
+                self._close(self.sharded)
+
+    def _close(self, sharded: ShardedModel) -> None:
+        sharded.reshard()
+        if self._offload is not None:
+            self._offload.close()
+        sharded.give_back_memory()
+        forget_toggles(sharded.module)
 
     # What is to be expected.
 

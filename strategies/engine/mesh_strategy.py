@@ -294,7 +294,12 @@ class MeshStrategy(LoopStrategy):
             and not self.data_axis.is_sharded  # whose shards know the modules that hold them
         ):
             self.model = self._layer_sync.revert(self.model)
-        self.data_axis.release()
+        try:
+            self.data_axis.release()
+        finally:
+            self._tear_down_rest()
+
+    def _tear_down_rest(self) -> None:
         self.recorder.close()
         self.recorder = NullRecorder()
         if not self.stores_shards:

@@ -92,6 +92,7 @@ class Writes:
         is_lost = known is not None and known[1] != _versions(parameter)[1]
         free()
         if is_lost:
+            self._versions.clear()  # one is told of; the run ends, and has to free the others
             self._lost(parameter._param_fqn)
 
     def stale(self) -> dict[str, FSDPModule]:

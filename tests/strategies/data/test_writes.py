@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import ZeROStrategy, gathered_parameters
@@ -103,14 +104,18 @@ class SharpenedGathered(Sharpened):
 def fit(rank: int, world_size: int, kind: type[LightningModule], stage: int) -> Any:
     seed_everything(1)
     module = kind()
+    train(module, world_size, stage)
+    return whole_parameters(module)
+
+
+def train(module: LightningModule, world_size: int, stage: int) -> None:
     strategy: Any = ZeROStrategy(telemetry=False, stage=stage) if stage else "auto"
-    window = 1 if issubclass(kind, Sharpened) else 2
+    window = 1 if isinstance(module, Sharpened) else 2
     run = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=1,
         use_distributed_sampler=False, accumulate_grad_batches=window, **QUIET,
     )  # fmt: skip
     run.fit(module, token_data(16, 4))
-    return whole_parameters(module)
 
 
 @pytest.mark.parametrize("kind", [Shards, Gathered, SharpenedGathered])
@@ -122,8 +127,10 @@ def test_what_is_written_is_what_is_computed_with(kind: type[LightningModule]) -
 
 
 def refused(rank: int, world_size: int, kind: type[LightningModule], stage: int) -> str:
+    module = kind()
     with pytest.raises(ConfigError) as caught:
-        fit(rank, world_size, kind, stage)
+        train(module, world_size, stage)
+    assert all(isinstance(each, DTensor) for each in module.parameters())  # nothing stays gathered
     return str(caught.value)
 
 
