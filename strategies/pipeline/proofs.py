@@ -115,7 +115,10 @@ class Proofs:
         self._learn_rules(proof)
 
     def _learn_form(self, form: Form) -> None:
-        for each in [known for known in self._forms if known.visits == form.visits]:
+        alike = [known for known in self._forms if known.visits == form.visits]
+        if any(form.doubtful.keys() - known.constants for known in alike):
+            return  # an earlier batch has told that it counts
+        for each in alike:
             for place, divisor in each.doubtful.items():
                 # For no rows another one, but for another batch: it does not count.
                 if form.doubtful.get(place, divisor) != divisor:

@@ -1,6 +1,7 @@
 """Losses of microbatches, weighed, are the loss of the batch; or they are refused by name."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.log_rules import MicrobatchWeights, note
 from boltmesh.strategies.pipeline.proofs import Proofs
 from boltmesh.strategies.pipeline.weights import StepWeights
 from tests.support.loss_table import (
@@ -305,9 +307,7 @@ def test_a_batch_in_which_nothing_counts_has_gradients_of_zero_where_one_process
     logits, data = logits_for([4])
     data.labels[:] = -100
     for name in ("a mask, never zero", "sum over a number of tokens", "a mask by index"):
-        step = Proofs(torch.device("cpu")).of_step(
-            lambda name=name: FunctionTrial(RIGHT[name], batch())
-        )
+        step = Proofs(torch.device("cpu")).of_step(partial(FunctionTrial, RIGHT[name], batch()))
         weights = StepWeights(step.read)
         for start in (0, 2):
             scaled, _ = weights.weigh(
@@ -388,6 +388,33 @@ def test_what_is_divided_by_a_count_of_few_rows_is_weighed_by_it(
     """``max(n, 1)`` is a constant for the first five rows and the last."""
     batches = [rare(first), rare([1, 4, 8]), rare([15]), batch(16)]
     for value, whole in losses_and_wholes(RARE[name], batches):
+        torch.testing.assert_close(value, whole, rtol=1e-6, atol=1e-7)
+
+
+def test_a_batch_that_tells_nothing_makes_no_count_forgotten() -> None:
+    """Such as one on which a value is tried that is logged late."""
+    loss, proofs = RARE["a mask, never zero"], Proofs(torch.device("cpu"))
+    nothing = rare([])
+    of_batches = [(rare([0, 5, 9]), []), (nothing, ["late"]), *[(nothing, [])] * 9]
+    for data, logged in [*of_batches, (rare([4, 9]), [])]:
+        logits = torch.randn(16, TOKENS, CLASSES, dtype=torch.float64).requires_grad_()
+        value, _ = weighed(loss, logits, data, [4, 4, 4, 4], proofs)
+        if data is not nothing:
+            torch.testing.assert_close(value, loss(logits, data).detach(), check_dtype=False)
+        for name in logged:
+            trial = partial(FunctionTrial, loss, data, lambda x, _: {"late": x.mean()})
+            weights = MicrobatchWeights({0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0})
+            noted = [note(number, torch.tensor(1.0), {}) for number in range(2)]
+            assert proofs.rule_of((name, None), noted, weights, trial).fold == "mean"
+
+
+def test_a_step_may_refuse_rows_that_are_alike() -> None:
+    def particular(x: Tensor, b: Batch) -> Tensor:
+        if len(x) == 5 and len(b.targets.unique(dim=0)) < 5:
+            raise ValueError("rows are alike")
+        return RARE["a mask, never zero"](x, b)
+
+    for value, whole in losses_and_wholes(particular, [rare([6]), batch(16)]):
         torch.testing.assert_close(value, whole, rtol=1e-6, atol=1e-7)
 
 
