@@ -76,6 +76,38 @@ def test_every_rank_begins_with_the_first_ranks_model() -> None:
             assert torch.equal(seen[name], value)
 
 
+class Samples(Stack):
+    """Looks at what it gives, without gradients for good, before the first step and within it."""
+
+    @torch.inference_mode()
+    def sample(self, batch: Any) -> None:
+        for block in self.blocks:
+            block(torch.ones(1, 7))
+        self(batch[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.sample(batch)
+        loss = super().training_step(batch, batch_idx)
+        self.sample(batch)
+        return loss
+
+
+def fit_with_samples(rank: int, world_size: int, stage: int) -> list[dict[str, Tensor]]:
+    found = []
+    for kind in (Stack, Samples):
+        seed_everything(1)
+        module = kind(optimizer="sgd")
+        trainer(world_size, stage, max_epochs=1).fit(module, token_data(16, 4))
+        found.append(whole_parameters(module))
+    return found
+
+
+def test_samples_in_inference_mode_change_nothing() -> None:
+    for stages in run_ranks(in_turn, 2, fit_with_samples, STAGES):
+        for plain, sampled in stages:
+            torch.testing.assert_close(sampled, plain, rtol=0, atol=0)
+
+
 def validate_at_every_step(rank: int, world_size: int, stage: int) -> list[float]:
     seed_everything(1)
     losses = []
