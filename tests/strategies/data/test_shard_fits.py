@@ -92,9 +92,10 @@ class Samples(Stack):
         return loss
 
 
-def fit_with_samples(rank: int, world_size: int, stage: int) -> list[dict[str, Tensor]]:
+def fit_both(rank: int, world_size: int, stage: int, other: type[Stack]) -> list[dict[str, Tensor]]:
+    """Return what two classes come to from the same beginning."""
     found = []
-    for kind in (Stack, Samples):
+    for kind in (Stack, other):
         seed_everything(1)
         module = kind(optimizer="sgd")
         trainer(world_size, stage, max_epochs=1).fit(module, token_data(16, 4))
@@ -103,9 +104,26 @@ def fit_with_samples(rank: int, world_size: int, stage: int) -> list[dict[str, T
 
 
 def test_samples_in_inference_mode_change_nothing() -> None:
-    for stages in run_ranks(in_turn, 2, fit_with_samples, STAGES):
+    for stages in run_ranks(in_turn, 2, fit_both, [(*each, Samples) for each in STAGES]):
         for plain, sampled in stages:
             torch.testing.assert_close(sampled, plain, rtol=0, atol=0)
+
+
+class Turned(Stack):
+    """Has weights that do not lie row by row, as after ``to(memory_format=...)``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        blocks: Any = self.blocks
+        for each in (blocks[0].up, self.head):
+            each.weight.data = each.weight.data.t().contiguous().t()
+            assert not each.weight.is_contiguous()
+
+
+def test_weights_may_lie_in_memory_as_they_like() -> None:
+    for stages in run_ranks(in_turn, 2, fit_both, [(*each, Turned) for each in STAGES]):
+        for plain, turned in stages:
+            torch.testing.assert_close(turned, plain, rtol=0, atol=0)
 
 
 def validate_at_every_step(rank: int, world_size: int, stage: int) -> list[float]:
