@@ -154,8 +154,8 @@ def refuse_lost_write(name: str) -> None:
     """
     raise ConfigError(
         f"{name.removeprefix('module.')!r} was changed in place while it was gathered, in a step "
-        f"or in a hook: its shard and the gathered copy are not the same any more. Change it inside of "
-        f"boltmesh.strategies.gathered_parameters(module, writes=True)."
+        f"or in a hook: its shard and the gathered copy are not the same any more. Change it "
+        f"inside of boltmesh.strategies.gathered_parameters(module, writes=True)."
     )
 
 

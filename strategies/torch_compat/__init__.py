@@ -79,6 +79,7 @@ from boltmesh.strategies.torch_compat.trees import (
 from boltmesh.strategies.torch_compat.unit_hooks import (
     DefaultAllGather,
     EndedReduceScatter,
+    gather_for_training,
     intercept_collectives,
     keep_for_derivatives,
     reduce_with,
@@ -130,6 +131,7 @@ __all__ = [
     "forget_step",
     "functions_unwatched",
     "fused_adam",
+    "gather_for_training",
     "gather_on_host",
     "gather_units",
     "has_gradient_hooks",
