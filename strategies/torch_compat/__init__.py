@@ -5,6 +5,7 @@ Others import from here; what is kept where is the business of these files.
 
 from boltmesh.strategies.torch_compat.autograd import (
     after_gradient,
+    has_accumulation_hooks,
     has_gradient_hooks,
     is_in_backward,
     move_gradient_hooks,
@@ -134,6 +135,7 @@ __all__ = [
     "gather_for_training",
     "gather_on_host",
     "gather_units",
+    "has_accumulation_hooks",
     "has_gradient_hooks",
     "host_backend",
     "intercept_collectives",

@@ -12,9 +12,12 @@ from torch.utils.hooks import RemovableHandle
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether somebody waits for the gradient of a leaf."""
-    return bool(tensor._backward_hooks) or bool(
-        getattr(tensor, "_post_accumulate_grad_hooks", None)
-    )
+    return bool(tensor._backward_hooks) or has_accumulation_hooks(tensor)
+
+
+def has_accumulation_hooks(tensor: Tensor) -> bool:
+    """Whether somebody is told when ``.grad`` of a leaf has been added to."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def move_gradient_hooks(before: Tensor, after: Tensor) -> None:
