@@ -8,6 +8,7 @@ from boltmesh.strategies.torch_compat.autograd import (
     has_gradient_hooks,
     is_in_backward,
     not_compiled,
+    numel_of_output,
 )
 from boltmesh.strategies.torch_compat.communication import (
     Replica,
@@ -137,6 +138,7 @@ __all__ = [
     "make_subclass",
     "make_wrapper",
     "not_compiled",
+    "numel_of_output",
     "open_one_level",
     "reduce_gradients",
     "reduce_scatter_on_host",

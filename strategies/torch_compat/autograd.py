@@ -1,10 +1,12 @@
 """Where a backward pass stands, who waits for gradients, and what is kept from the compiler."""
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -20,6 +22,11 @@ def after_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> R
     """Call ``hook`` when the gradient of a parameter is complete; torch has no types for it."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
+
+
+def numel_of_output(node: Node) -> int:
+    """Return how many elements the result has that a node of a graph belongs to."""
+    return math.prod(node._input_metadata[0].shape)  # type: ignore[attr-defined]
 
 
 def is_in_backward() -> bool:
