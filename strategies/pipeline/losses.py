@@ -193,7 +193,9 @@ def terms_of(
             is_full = len(form.visits) >= MOST_NODES
             form.visits[position.place] = _visit(position, leaves_of, is_full=is_full)
         visit = form.visits.get(position.place)
-        if visit is None or (visit.follow and visit.name != node.name()):
+        # Rows may come from anywhere, and a scalar that was tried from the layer that makes it.
+        may_be_any = position.is_reduced or (visit is not None and visit.name == _LEAF)
+        if visit is None or (visit.name != node.name() and (visit.follow or not may_be_any)):
             raise OtherFormError(node.name())
         _gather(position, visit, form)
         if not visit.follow:

@@ -26,7 +26,7 @@ def after_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> R
 
 def numel_of_output(node: Node) -> int:
     """Return how many elements the result has that a node of a graph belongs to."""
-    return math.prod(node._input_metadata[0].shape)  # type: ignore[attr-defined]
+    return math.prod(node._input_metadata[0].shape)
 
 
 def is_in_backward() -> bool:
