@@ -10,6 +10,7 @@ from boltmesh.strategies.torch_compat.autograd import (
     is_in_backward,
     move_gradient_hooks,
     not_compiled,
+    numel_of_output,
     share_gradient_hooks,
 )
 from boltmesh.strategies.torch_compat.communication import (
@@ -149,6 +150,7 @@ __all__ = [
     "make_wrapper",
     "move_gradient_hooks",
     "not_compiled",
+    "numel_of_output",
     "open_one_level",
     "reduce_gradients",
     "reduce_scatter_on_host",

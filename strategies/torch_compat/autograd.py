@@ -1,11 +1,12 @@
 """Where a backward pass stands, who waits for gradients, and what is kept from the compiler."""
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -43,6 +44,11 @@ def backward_number() -> int | None:
     """The number of the backward pass that this thread is within, its own; None outside."""
     task: int = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+def numel_of_output(node: Node) -> int:
+    """Return how many elements the result has that a node of a graph belongs to."""
+    return math.prod(node._input_metadata[0].shape)
 
 
 def is_in_backward() -> bool:
