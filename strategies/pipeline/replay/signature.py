@@ -28,13 +28,14 @@ def step_signature(root: Module, parameters: Iterable[Parameter], step: str) -> 
     where the module's own code names it.
     """
     device_type = next((each.device.type for each in parameters), "cpu")
+    kind: Any = type(root)
     return (
         step,
         root.training,
         torch.is_grad_enabled(),
         torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
         tuple([each.requires_grad for each in parameters]),
-        getattr(root, EPOCH, 0) if _names_epoch(type(root)) else 0,
+        getattr(root, EPOCH, 0) if _names_epoch(kind) else 0,
     )
 
 

@@ -1,6 +1,7 @@
 """Losses of microbatches, weighed, are the loss of the batch; or they are refused by name."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -305,9 +306,8 @@ def test_a_batch_in_which_nothing_counts_has_gradients_of_zero_where_one_process
     logits, data = logits_for([4])
     data.labels[:] = -100
     for name in ("a mask, never zero", "sum over a number of tokens", "a mask by index"):
-        step = Proofs(torch.device("cpu")).of_step(
-            lambda name=name: FunctionTrial(RIGHT[name], batch())
-        )
+        trial = FunctionTrial(RIGHT[name], batch())
+        step = Proofs(torch.device("cpu")).of_step(partial(FunctionTrial, trial.loss, trial.batch))
         weights = StepWeights(step.read)
         for start in (0, 2):
             scaled, _ = weights.weigh(
