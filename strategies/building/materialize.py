@@ -4,7 +4,7 @@ Called for the units of a model bottom-up, each right before it is sharded, so t
 holds more than one unit beside its shards.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ def prepare_unit(
     first rank alone: the others only receive them. Those on plain ``meta`` are set by their
     module's ``reset_parameters``. What is real is moved. Modules below that ``fully_shard`` has
     sharded already are left alone, and so are single parameters that are DTensors. Parameters of
-    ``meta`` become other objects, one and the same wherever the unit uses it.
+    ``meta`` become other objects, one and the same wherever the unit uses it. Rows lie one behind
+    the other afterwards.
 
     Args:
         unit: A module, or several that are sharded as one.
@@ -50,6 +51,15 @@ def prepare_unit(
     """
     modules = own_modules([unit] if isinstance(unit, nn.Module) else unit, name)
     prepare_modules(modules, device=device, group=group)
+    lay_in_rows(modules)
+
+
+def lay_in_rows(modules: Iterable[nn.Module]) -> None:
+    """Lay modules' own parameters out row by row: FSDP2 takes no ``channels_last``, say."""
+    for module in modules:
+        for _, each in own_tensors(module):
+            if isinstance(each, nn.Parameter) and not each.is_contiguous():
+                each.data = each.data.contiguous()
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import Module, Parameter
 
 from boltmesh.strategies.access import know_units
+from boltmesh.strategies.building.materialize import lay_in_rows
 from boltmesh.strategies.data.axis import AxisContext
 from boltmesh.strategies.data.buffers import BufferSync
 from boltmesh.strategies.data.evaluation import Attendance
@@ -48,6 +49,7 @@ def shard_late(
     Collective over the data axis: every rank gets its share of the first rank's parameters.
     """
     refuse_parameters(module, has_offload=options.has_offload)
+    lay_in_rows(module.modules())
     held = set(module.parameters() if context.held is None else context.held)
     buffers = BufferSync(module, context.group, holds=context.holds_buffer)
     share_state([each for each in module.parameters() if each in held], buffers, context.group)

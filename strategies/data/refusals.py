@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.data.whole_matrices import multiplies_matrices
 from boltmesh.strategies.steps.refusals import refuse_undividable
+from boltmesh.strategies.torch_compat import has_accumulation_hooks
 
 _CALLBACKS: dict[type[Callback], tuple[str, str]] = {
     StochasticWeightAveraging: (
@@ -134,7 +136,20 @@ def refuse_parameters(module: LightningModule, *, has_offload: bool) -> None:
         "checkpoint.",
         sparse="which cannot be shared out by rows",
     )
+    for name, each in module.named_modules():
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.max_norm is not None:
+            raise ConfigError(
+                f"{name!r} of {type(module).__name__} has max_norm={each.max_norm}, and would "
+                f"shorten rows of a gathered copy, which its shards know nothing of. Leave "
+                f"max_norm out, or use bolt_ddp."
+            )
     for name, parameter in module.named_parameters():
+        if has_accumulation_hooks(parameter):
+            raise ConfigError(
+                f"{name!r} of {type(module).__name__} has a post-accumulate-grad hook, and its "
+                f"gradient is made in whole parameters and kept in shards. Do it in "
+                f"on_after_backward, or use bolt_ddp."
+            )
         if has_offload and parameter.dim() == 0:
             raise ConfigError(
                 f"{name!r} of {type(module).__name__} is a scalar, and offloaded state is kept by "
@@ -154,8 +169,8 @@ def refuse_lost_write(name: str) -> None:
     """
     raise ConfigError(
         f"{name.removeprefix('module.')!r} was changed in place while it was gathered, in a step "
-        f"or in a hook: its shard and the gathered copy are not the same any more. Change it inside of "
-        f"boltmesh.strategies.gathered_parameters(module, writes=True)."
+        f"or in a hook: its shard and the gathered copy are not the same any more. Change it "
+        f"inside of boltmesh.strategies.gathered_parameters(module, writes=True)."
     )
 
 

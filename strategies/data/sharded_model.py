@@ -33,6 +33,7 @@ from boltmesh.strategies.tiling.weight import TiledWeight
 from boltmesh.strategies.torch_compat import (
     StepUnits,
     Writes,
+    gather_for_training,
     is_gathered,
     keep_for_derivatives,
     share_hooks,
@@ -197,6 +198,7 @@ def as_units(modules: Iterable[tuple[str, Module]]) -> dict[str, FSDPModule]:
     units: dict[str, FSDPModule] = {}
     for name, each in modules:
         assert isinstance(each, FSDPModule)
+        gather_for_training(each)
         share_hooks(each)
         units[name] = each
     return units

@@ -37,6 +37,7 @@ from boltmesh.strategies.pipeline.refusals import (
 from boltmesh.strategies.pipeline.rehearsal import StageRehearsal
 from boltmesh.strategies.pipeline.replay.units import find_stage_units
 from boltmesh.strategies.steps.alike import of_first_rank
+from boltmesh.strategies.steps.awaited import optimizers_awaited
 from boltmesh.strategies.steps.sample import sample_batch
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -121,10 +122,12 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
                 self.cut_into_stages(find_stage_units(module))
                 # What crosses borders is of the type that the model will have.
                 self.model = self.precision_plugin.convert_module(module)
-                axis.place(module, step, sample.batch, rest, around)
+                with optimizers_awaited(self, module):
+                    axis.place(module, step, sample.batch, rest, around)
                 self._evaluation = Evaluation(axis)
             if self._is_fitting:
-                axis.expectations.look_at(sample.batch, rest, around)
+                with optimizers_awaited(self, module):
+                    axis.expectations.look_at(sample.batch, rest, around)
                 self._sample = sample.batch, rest
         if is_new and self.data_axis.is_sharded:
             self.model_to_device()  # stages exist already, and are gathered whole for a step

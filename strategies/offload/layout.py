@@ -132,7 +132,7 @@ def build_buckets(
                 continue
             slots = []
             for each in own:
-                _check_dtype(each)
+                _check_dtype(each, is_trained=owner is not None)
                 slots.append(
                     Slot(
                         first_index,
@@ -209,10 +209,16 @@ def _parameters(optimizer: Optimizer) -> Iterator[Parameter]:
         yield from group["params"]
 
 
-def _check_dtype(held: Held) -> None:
-    if held.parameter.dtype != torch.float32:
-        kind = str(held.parameter.dtype).removeprefix("torch.")
+def _check_dtype(held: Held, *, is_trained: bool) -> None:
+    if held.parameter.dtype == torch.float32:
+        return
+    kind = str(held.parameter.dtype).removeprefix("torch.")
+    if not is_trained:
         raise ConfigError(
-            f"{held.name} is {kind}, and offloaded state is kept in fp32. Set trainer.precision "
-            f"to '32-true', or to 'bf16-mixed', which computes in bf16 and keeps fp32 masters."
+            f"{held.name} is frozen and {kind}, and offloaded parameters are kept in fp32. Leave "
+            f"offload_parameters out, and offload_optimizer alone, or convert it by .float()."
         )
+    raise ConfigError(
+        f"{held.name} is {kind}, and offloaded state is kept in fp32. Set trainer.precision "
+        f"to '32-true', or to 'bf16-mixed', which computes in bf16 and keeps fp32 masters."
+    )

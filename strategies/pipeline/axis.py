@@ -28,6 +28,7 @@ from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.placement import Placement, place
 from boltmesh.strategies.pipeline.programs import Programs
 from boltmesh.strategies.pipeline.proofs import Proofs
+from boltmesh.strategies.pipeline.replay.absent import refuse_calls_outside
 from boltmesh.strategies.pipeline.replicas import OtherPipelines
 from boltmesh.strategies.pipeline.runs import Around
 from boltmesh.strategies.pipeline.signals import NUM_SIGNALS, SharedSignals
@@ -136,6 +137,7 @@ class PipelineAxis:
             context=context,
         )
         unmade.make(set(self.holdings.parameters), context.device)
+        refuse_calls_outside(placement.plans.units)
         placement.plans.check = self.holdings.refuse_unheld
         self.expectations = Expectations(
             module,

@@ -193,7 +193,9 @@ def terms_of(
             is_full = len(form.visits) >= MOST_NODES
             form.visits[position.place] = _visit(position, leaves_of, is_full=is_full)
         visit = form.visits.get(position.place)
-        if visit is None or (visit.follow and visit.name != node.name()):
+        # Rows may come from anywhere, and a scalar that was tried from the layer that makes it.
+        may_be_any = position.is_reduced or (visit is not None and visit.name == _LEAF)
+        if visit is None or (visit.name != node.name() and (visit.follow or not may_be_any)):
             raise OtherFormError(node.name())
         _gather(position, visit, form)
         if not visit.follow:
@@ -244,6 +246,8 @@ def _visit_of_product(
     position: _Position, node: Node, factor: Factor, leaves_of: Callable[[Node], Leaves]
 ) -> Visit:
     name = node.name()
+    # Behind a reduction are rows, and what only one row was multiplied by says nothing of a count.
+    is_scalar = factor.is_scalar and not (position.is_reduced and factor.may_be_of_row)
     branches = operands(node)
     onward = []
     for each in branches:
@@ -253,9 +257,9 @@ def _visit_of_product(
         if found.rows or found.scalars:
             onward.append(each)
     if not onward:  # of parameters alone
-        return Visit(name, branches[:1], factor.is_scalar and len(branches) == 1)
+        return Visit(name, branches[:1], is_scalar and len(branches) == 1)
     if len(onward) == 1 and (onward == [0] or not factor.is_division):
-        return Visit(name, tuple(onward), factor.is_scalar and len(branches) == 1)
+        return Visit(name, tuple(onward), is_scalar and len(branches) == 1)
     if position.is_reduced:
         return Visit(name, ())
     what = "divides by a number that is made of the batch and trained" if factor.is_division else (

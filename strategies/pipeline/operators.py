@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from boltmesh.strategies.torch_compat import numel_of_output
+
 _TRANSPARENT = {
     "AddBackward1", "AliasBackward0", "CloneBackward0", "ExpandBackward0", "NanToNumBackward0",
     "NegBackward0", "PermuteBackward0", "ReshapeAliasBackward0", "RsubBackward1",
@@ -51,6 +53,8 @@ class Factor:
     value: Any
     is_division: bool
     is_scalar: bool
+    may_be_of_row: bool = False
+    """Whether it may be that of the only row: ``(1,)`` beside what has one element as well."""
 
     @property
     def size(self) -> float:
@@ -186,7 +190,8 @@ def factor_of(node: Node) -> Factor | None:
     which = "self" if branches == (1,) else "other"
     value = getattr(node, f"_saved_{which}", None)
     is_scalar = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-    return Factor(value, is_division, is_scalar)
+    has_dims = is_scalar and isinstance(value, Tensor) and value.ndim > 0
+    return Factor(value, is_division, is_scalar, has_dims and numel_of_output(node) == 1)
 
 
 def masks_of(node: Node) -> tuple[Tensor | bool, ...]:

@@ -148,6 +148,10 @@ def place(
                 )
         except ConfigError as error:
             mine = error
+        except Exception as error:
+            # Whoever ends without a word is waited for.
+            of_first_rank(ConfigError(f"The first rank could not look at {step}: {error}"))
+            raise
     answer = of_first_rank(mine)
     assert answer is not None
     if isinstance(answer, ConfigError):

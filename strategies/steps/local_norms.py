@@ -49,13 +49,14 @@ def refuse_local_norms(owner: object, *, sees: str) -> None:
 def _uses(function: Any, name: str, target: object) -> bool:
     """Whether a function's own lines name another one, as a global or as an attribute."""
     code = getattr(function, "__code__", None)
-    if code is None or not any(name in each.co_names for each in _with_inner(code)):
+    if code is None or not any(name in each.co_names for each in with_inner(code)):
         return False
     return function.__globals__.get(name, target) is target
 
 
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
+def with_inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of those that are written within it."""
     yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
-            yield from _with_inner(each)
+            yield from with_inner(each)

@@ -125,9 +125,13 @@ class _Lookup:
         self._plan = plan
         self._shard = indices // plan.shard_rows
         self._row = indices % plan.shard_rows
-        tile = self._row // plan.tile_rows
+        is_row = (indices >= 0) & (indices < plan.rows)
+        tile = torch.where(is_row, self._row // plan.tile_rows, plan.count)
         self._order = tile.argsort(stable=True)
-        counts = tile.bincount(minlength=plan.count).tolist()  # the only wait for the device
+        # The only wait for the device.
+        *counts, num_outside = tile.bincount(minlength=plan.count + 1).tolist()
+        if num_outside:
+            raise IndexError(f"{num_outside} indices are none of the embedding's {plan.rows} rows")
         self._ends = [sum(counts[: i + 1]) for i in range(plan.count)]
         self._starts = [end - count for end, count in zip(self._ends, counts, strict=True)]
 

@@ -5,10 +5,12 @@ Others import from here; what is kept where is the business of these files.
 
 from boltmesh.strategies.torch_compat.autograd import (
     after_gradient,
+    has_accumulation_hooks,
     has_gradient_hooks,
     is_in_backward,
     move_gradient_hooks,
     not_compiled,
+    numel_of_output,
     share_gradient_hooks,
 )
 from boltmesh.strategies.torch_compat.communication import (
@@ -79,6 +81,7 @@ from boltmesh.strategies.torch_compat.trees import (
 from boltmesh.strategies.torch_compat.unit_hooks import (
     DefaultAllGather,
     EndedReduceScatter,
+    gather_for_training,
     intercept_collectives,
     keep_for_derivatives,
     reduce_with,
@@ -130,8 +133,10 @@ __all__ = [
     "forget_step",
     "functions_unwatched",
     "fused_adam",
+    "gather_for_training",
     "gather_on_host",
     "gather_units",
+    "has_accumulation_hooks",
     "has_gradient_hooks",
     "host_backend",
     "intercept_collectives",
@@ -145,6 +150,7 @@ __all__ = [
     "make_wrapper",
     "move_gradient_hooks",
     "not_compiled",
+    "numel_of_output",
     "open_one_level",
     "reduce_gradients",
     "reduce_scatter_on_host",

@@ -1,20 +1,24 @@
 """Where a backward pass stands, who waits for gradients, and what is kept from the compiler."""
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether somebody waits for the gradient of a leaf."""
-    return bool(tensor._backward_hooks) or bool(
-        getattr(tensor, "_post_accumulate_grad_hooks", None)
-    )
+    return bool(tensor._backward_hooks) or has_accumulation_hooks(tensor)
+
+
+def has_accumulation_hooks(tensor: Tensor) -> bool:
+    """Whether somebody is told when ``.grad`` of a leaf has been added to."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def move_gradient_hooks(before: Tensor, after: Tensor) -> None:
@@ -50,6 +54,11 @@ def backward_number() -> int | None:
     """The number of the backward pass that this thread is within, its own; None outside."""
     task: int = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+def numel_of_output(node: Node) -> int:
+    """Return how many elements the result has that a node of a graph belongs to."""
+    return math.prod(node._input_metadata[0].shape)
 
 
 def is_in_backward() -> bool:

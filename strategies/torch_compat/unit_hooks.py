@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -182,6 +183,16 @@ def _keeping(
         return result
 
     return reduce
+
+
+def gather_for_training(unit: FSDPModule) -> None:
+    """Make whole parameters that training can use, wherever they are gathered first.
+
+    What is made within ``torch.inference_mode`` is no good for a backward pass ever after, and
+    FSDP2 makes whole parameters once.
+    """
+    for group in parameter_groups(unit):
+        group.wait_for_unshard = torch.inference_mode(mode=False)(group.wait_for_unshard)
 
 
 def watch_dropped_gathers(unit: FSDPModule, dropped: Callable[[Tensor], None]) -> None:

@@ -5,7 +5,7 @@ import pytest
 from tests.parity.three_axes import Apart, Layout, measure
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.ranks, pytest.mark.slow(75)]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow(75), pytest.mark.timeout(400)]
 
 CASES = {
     "GPT": (Layout(1, offload="cpu"), Layout(3, "interleaved_1f1b", has_sequence=True)),

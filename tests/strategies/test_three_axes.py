@@ -27,7 +27,7 @@ from tests.support.gpts import TinyGPT, text_data
 from tests.support.planned_meshes import check_memory, measured, planned, said
 from tests.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow(100)]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow(100), pytest.mark.timeout(400)]
 
 SIZE = 2
 """Of each axis."""

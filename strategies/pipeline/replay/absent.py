@@ -1,15 +1,42 @@
 """Parameters of other stages: in their places, of their shapes, without their memory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from boltmesh.errors import ConfigError
 
 
 class AbsentError(ConfigError):
     """A step asks for values that another rank holds. Not every rank of the pipeline raises it."""
+
+
+def refuse_calls_outside(units: Mapping[str, Module]) -> None:
+    """Let units whose values another rank has raise where no step calls them.
+
+    Within a step another function stands in the place of their ``forward``.
+
+    Args:
+        units: By name.
+
+    Raises:
+        AbsentError: When one is called, in a hook of the user's say.
+    """
+    for name, unit in units.items():
+        if any(map(is_absent, unit.parameters())):
+            unit.register_forward_pre_hook(partial(_refuse_call, name))
+
+
+def _refuse_call(name: str, module: Module, _: Any) -> None:
+    if "forward" not in vars(module) and any(map(is_absent, module.parameters())):
+        raise AbsentError(
+            f"{name!r} is called outside of the steps that a pipeline runs, and another rank has "
+            f"its parameters: it would give NaN. Call it in validation_step, test_step or "
+            f"predict_step, or on all ranks within gathered_parameters(module)."
+        )
 
 
 def make_absent(parameters: Iterable[Parameter], device: torch.device | None = None) -> None:

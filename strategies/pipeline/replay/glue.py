@@ -9,6 +9,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.replay.absent import AbsentError, is_absent
 from boltmesh.strategies.pipeline.replay.places import line_of_step
 from boltmesh.strategies.pipeline.replay.reads import (
@@ -22,6 +23,7 @@ from boltmesh.strategies.pipeline.replay.reads import (
     is_event,
     name_of,
     resolve_masks,
+    scores_of_ctc,
     select,
 )
 from boltmesh.strategies.pipeline.replay.trace import (
@@ -178,7 +180,19 @@ class GlueWatch(TorchFunctionMode):
     ) -> Any:
         selects = name in SELECTIONS and (name != "__getitem__" or has_mask(args[1]))
         if not selects:
-            return func(*args, **kwargs)
+            try:
+                return func(*args, **kwargs)
+            except NEEDS_DATA as error:
+                if name == "ctc_loss":
+                    return scores_of_ctc(args, kwargs)
+                origin = next(
+                    self._value_of(e).origin for e in tensors_in((args, kwargs)) if is_fake(e)
+                )
+                raise ConfigError(
+                    f"{name} at {line_of_step()} makes something of {origin} whose shape depends "
+                    f"on data, and later stages have to know it beforehand. Do it inside a layer, "
+                    f"together with what uses it."
+                ) from error
         if not has_fakes:
             result = func(*args, **kwargs)
             self.note_answer(tuple(tuple(each.shape) for each in tensors_in(result)))

@@ -101,6 +101,13 @@ def select(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, answer: 
     raise NotImplementedError(name)
 
 
+def scores_of_ctc(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return what ``ctc_loss`` would give, whatever the lengths are; without data."""
+    given = dict(zip(("log_probs", "", "", "", "", "reduction"), args, strict=False)) | dict(kwargs)
+    scores: Tensor = given["log_probs"]
+    return scores.sum((0, -1)) if given.get("reduction") == "none" else scores.sum()
+
+
 def _positions(index: Any, *, answer: bool) -> Any:
     """Replace masks without data in an index by the positions that they might pick."""
     parts = []

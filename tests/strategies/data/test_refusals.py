@@ -147,12 +147,24 @@ class Elementwise(Stack):
         return Signs([{"params": list(self.parameters())}], {})
 
 
+class Shortened(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding.max_norm = 1.0
+
+
+class Told(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
 def fit(rank: int, world_size: int) -> list[str]:
     """Return what each model is refused with, in one process."""
     said = []
     models = [
         Lazy(), Sparse(), Quasi(), Stack(), Factored(), Stack(has_scalar=True), Orthogonal(),
-        Preconditioned(), Elementwise(),
+        Preconditioned(), Elementwise(), Shortened(), Told(),
     ]  # fmt: skip
     for number, model in enumerate(models):
         blocks = ["layers.*"] if number == 3 else None
@@ -183,7 +195,7 @@ def fit(rank: int, world_size: int) -> list[str]:
 @pytest.mark.ranks
 def test_models_and_optimizers_that_cannot_be_sharded_are_refused_by_name() -> None:
     (said,) = run_ranks(fit, 1)
-    assert len(said) == 9
+    assert len(said) == 11
     assert "'head.weight' of Lazy has no shape yet" in said[0]
     assert "'embedding' of Sparse makes sparse gradients" in said[1]
     assert "LBFGS takes products of whole gradients" in said[2]
@@ -194,7 +206,9 @@ def test_models_and_optimizers_that_cannot_be_sharded_are_refused_by_name() -> N
         assert "Muon makes whole matrices orthogonal, and with ZeROStrategy a rank has" in said[6]
     assert "Preconditioner multiplies or factors whole matrices" in said[7]
     assert "Use bolt_ddp, or an optimizer that works on each element by itself" in said[7]
-    assert "'embedding.weight' of Stack is sharded already, by another strategy." in said[8]
+    assert "'embedding' of Shortened has max_norm=1.0, and would shorten" in said[8]
+    assert "'head.weight' of Told has a post-accumulate-grad hook" in said[9]
+    assert "'embedding.weight' of Stack is sharded already, by another strategy." in said[10]
 
 
 class Bypassed(Stack):

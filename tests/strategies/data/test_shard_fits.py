@@ -76,6 +76,56 @@ def test_every_rank_begins_with_the_first_ranks_model() -> None:
             assert torch.equal(seen[name], value)
 
 
+class Samples(Stack):
+    """Looks at what it gives, without gradients for good, before the first step and within it."""
+
+    @torch.inference_mode()
+    def sample(self, batch: Any) -> None:
+        for block in self.blocks:
+            block(torch.ones(1, 7))
+        self(batch[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.sample(batch)
+        loss = super().training_step(batch, batch_idx)
+        self.sample(batch)
+        return loss
+
+
+def fit_both(rank: int, world_size: int, stage: int, other: type[Stack]) -> list[dict[str, Tensor]]:
+    """Return what two classes come to from the same beginning."""
+    found = []
+    for kind in (Stack, other):
+        seed_everything(1)
+        module = kind(optimizer="sgd")
+        trainer(world_size, stage, max_epochs=1).fit(module, token_data(16, 4))
+        found.append(whole_parameters(module))
+    return found
+
+
+def test_samples_in_inference_mode_change_nothing() -> None:
+    for stages in run_ranks(in_turn, 2, fit_both, [(*each, Samples) for each in STAGES]):
+        for plain, sampled in stages:
+            torch.testing.assert_close(sampled, plain, rtol=0, atol=0)
+
+
+class Turned(Stack):
+    """Has weights that do not lie row by row, as after ``to(memory_format=...)``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        blocks: Any = self.blocks
+        for each in (blocks[0].up, self.head):
+            each.weight.data = each.weight.data.t().contiguous().t()
+            assert not each.weight.is_contiguous()
+
+
+def test_weights_may_lie_in_memory_as_they_like() -> None:
+    for stages in run_ranks(in_turn, 2, fit_both, [(*each, Turned) for each in STAGES]):
+        for plain, turned in stages:
+            torch.testing.assert_close(turned, plain, rtol=0, atol=0)
+
+
 def validate_at_every_step(rank: int, world_size: int, stage: int) -> list[float]:
     seed_everything(1)
     losses = []

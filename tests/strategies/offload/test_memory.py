@@ -44,14 +44,18 @@ def test_large_memory_is_on_huge_pages() -> None:
     buffer = allocate_host(8 * HUGE_PAGE_BYTES, device=CPU)
     maps = Path("/proc/self/smaps").read_text()
     ranges = re.findall(
-        r"^([0-9a-f]+)-([0-9a-f]+) .*?AnonHugePages:\s+(\d+) kB", maps, re.MULTILINE | re.DOTALL
+        r"^([0-9a-f]+)-([0-9a-f]+) .*?AnonHugePages:\s+(\d+) kB.*?VmFlags: ([\w ]*)$",
+        maps,
+        re.MULTILINE | re.DOTALL,
     )
     here = [
-        int(huge)
-        for start, end, huge in ranges
+        (int(huge), flags.split())
+        for start, end, huge, flags in ranges
         if int(start, 16) <= buffer.data_ptr() < int(end, 16)
     ]
-    assert here == [8 * HUGE_PAGE_BYTES // 1024]
+    [(huge_kib, flags)] = here
+    assert "hg" in flags, "they are asked for"
+    assert huge_kib > 0, "before the first page is touched: how many there are is up to the kernel"
 
 
 def test_memory_goes_with_its_last_view() -> None:

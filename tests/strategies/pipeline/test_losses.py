@@ -335,6 +335,15 @@ def test_a_loss_in_16_bits_is_weighed_in_32() -> None:
         assert weight.dtype == torch.float32
 
 
+def test_a_term_that_is_added_to_a_loss_of_one_operator_is_seen() -> None:
+    """The old form ends where it begins, and is no form of the new one."""
+    logits, data = logits_for([4, 3])
+    proofs = Proofs(torch.device("cpu"))
+    for loss in (flat, z_loss, flat):
+        value, _ = weighed(loss, logits, data, [4, 3], proofs)
+        torch.testing.assert_close(value, loss(logits, data).detach())
+
+
 def test_another_form_of_the_loss_is_proved_when_it_comes() -> None:
     """Such as a term that is added after a number of steps."""
     logits, data = logits_for([7])
@@ -362,7 +371,10 @@ RARE: dict[str, Loss] = {
     "a mask by index": RIGHT["a mask by index"],
     "sum over a number of tokens": RIGHT["sum over a number of tokens"],
 }
-UNMASKED: Loss = lambda x, b: x.square().sum() / b.mask.sum().clamp(min=1)  # noqa: E731
+
+
+def unmasked(x: Tensor, b: Batch) -> Tensor:
+    return x.square().sum() / b.mask.sum().clamp(min=1)
 
 
 def losses_and_wholes(loss: Loss, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor]]:
@@ -419,9 +431,9 @@ def test_a_step_may_refuse_rows_that_are_alike() -> None:
 
 
 def test_a_sum_of_all_over_a_count_of_few_rows_is_refused_when_one_comes() -> None:
-    assert losses_and_wholes(UNMASKED, [rare([])])
+    assert losses_and_wholes(unmasked, [rare([])])
     with pytest.raises(ConfigError, match="divided by what is a count for some rows only"):
-        losses_and_wholes(UNMASKED, [rare([]), rare([7])])
+        losses_and_wholes(unmasked, [rare([]), rare([7])])
 
 
 def test_a_number_that_changes_from_batch_to_batch_is_no_count() -> None:

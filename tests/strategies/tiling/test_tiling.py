@@ -286,3 +286,20 @@ def hooked(rank: int, world_size: int) -> list[str]:
 @pytest.mark.ranks
 def test_hooks_and_activation_checkpointing_work() -> None:
     assert run_ranks(hooked, 2) == [["up"] * 2] * 2
+
+
+def look_up_strangers(rank: int, world_size: int) -> list[str]:
+    """Indices before the first row, behind the last one, and where a shard has padding."""
+    net = make()
+    apply_tiling(net, TILE, init_device_mesh("cpu", (world_size,)))
+    said = []
+    for index in (-1, -13, 13, 14):
+        with pytest.raises(IndexError) as caught:
+            net.embedding(torch.tensor([[3, index]]))
+        said.append(str(caught.value))
+    return said
+
+
+def test_an_index_of_no_row_is_an_error_as_it_is_of_a_whole_embedding() -> None:
+    for said in run_ranks(look_up_strangers, 2):
+        assert said == ["1 indices are none of the embedding's 13 rows"] * 4
