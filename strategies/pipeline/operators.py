@@ -86,13 +86,18 @@ class Factor:
         return self.is_division or not self.is_number
 
     def divide(self, count: Tensor | float) -> Tensor | float:
-        """Return a count with this factor in it."""
+        """Return a count with this factor in it.
+
+        What is infinite or no number is no count: what overflows is to be seen to.
+        """
         number = _number(self.value)
         if number is not None:
-            if number == 0:  # a term that is switched off is worth as much as before
+            # A term that is switched off is worth as much as before.
+            if number == 0 or not math.isfinite(number):
                 return count
             return count * abs(number) if self.is_division else count / abs(number)
         value: Tensor = self.value.detach().reshape(()).double().abs()
+        value = value.nan_to_num(nan=1.0, posinf=1.0)
         if self.is_division:
             return count * value
         return torch.where(value == 0, torch.zeros_like(value), count / value)

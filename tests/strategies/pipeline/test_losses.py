@@ -1,5 +1,6 @@
 """Losses of microbatches, weighed, are the loss of the batch; or they are refused by name."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -447,3 +448,21 @@ def test_a_number_that_changes_from_batch_to_batch_is_no_count() -> None:
         logits, data = logits_for([4, 4])
         value, _ = weighed(annealed, logits, data, [4, 4], proofs)
         torch.testing.assert_close(value, annealed(logits, data).detach(), check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    "factor", [math.inf, math.nan, torch.tensor(math.inf), torch.tensor(math.nan)]
+)
+def test_what_overflows_stays_so(factor: float | Tensor) -> None:
+    """By which a loss scaler skips the step."""
+    logits, data = logits_for([4])
+
+    def step(logits: Tensor, data: Batch) -> Tensor:
+        return flat(logits, data) * factor
+
+    proofs = Proofs(torch.device("cpu")).of_step(partial(FunctionTrial, step, batch()))
+    weights = StepWeights(proofs.read)
+    for start in (0, 2):
+        scaled, weight = weights.weigh(step(logits[start : start + 2], data.part(start, 2)), 2)
+        assert not scaled.isfinite()
+        assert 0 < float(weight) < math.inf
