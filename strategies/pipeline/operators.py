@@ -60,7 +60,7 @@ class Factor:
     def size(self) -> float:
         """About how much it divides by; 1 where that is not known without asking a device."""
         number = _number(self.value)
-        if not self.is_scalar or number is None or number == 0:
+        if not self.is_scalar or number is None or number == 0 or not math.isfinite(number):
             return 1.0
         return max(abs(number) if self.is_division else 1 / abs(number), 1.0)
 
