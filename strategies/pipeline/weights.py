@@ -79,7 +79,7 @@ class StepWeights:
                 f"before: what it divides by was the same for all of them. Use microbatches=1, or "
                 f"divide by a number of rows, or of elements that batches have often."
             )
-        if len(kinds) > 1 or (self._kind is not None and not kinds <= {self._kind}):
+        if len(kinds) > 1:
             raise ConfigError(
                 "training_step adds a mean and a sum over the batch, so its loss depends on how "
                 "the batch is cut into microbatches. Divide the sum by the number of its rows, or "

@@ -426,15 +426,7 @@ class _Probe:
         self.num_completed = 0
 
     def enqueued(
-        self,
-        operator: str,
-        group: dist.ProcessGroup,
-        payload_bytes: int,
-        is_synchronous: bool,
-        is_timed: bool,
-        peer: int | None = None,
-        *,
-        is_wait_told: bool = False,
+        self, operator: str, group: dist.ProcessGroup, payload_bytes: int, *_: Any, **__: Any
     ) -> Ticket | None:
         self.seen.append((operator, group.group_name, payload_bytes))
         return (0,)
