@@ -101,7 +101,7 @@ class Supervisor:
         self._ranks: list[_Started] = []
         self._signals: list[int] = []
         self._reports: dict[int, Report] = {}
-        self._has_recorded_deaths = False
+        self._has_recorded_death = False
 
     def run(self) -> int:
         """Start the ranks, wait for them, and return the exit code of the job."""
@@ -186,7 +186,7 @@ class Supervisor:
                 each.poll()
             running = [each for each in self._ranks if each.code is None]
             self._reports = read_reports(self._folder)
-            self._record_deaths()
+            self._record_death()
             if not running:
                 return
             forwarded = self._forward_signals(running, forwarded)
@@ -218,22 +218,19 @@ class Supervisor:
                 each.kill_group()
         return received
 
-    def _record_deaths(self) -> None:
-        """Let the dashboard know of ranks that went first and could not record their own end.
+    def _record_death(self) -> None:
+        """Let the dashboard know of a rank that went first and could not record its own end.
 
-        Another rank may have told of its lost peer before a death is seen, so that this is asked
+        Another rank may have told of its lost peer before the death is seen, so that this is asked
         again at every look, up to the last.
         """
-        if self._signals or self._has_recorded_deaths:
+        if self._signals or self._has_recorded_death:
             return
         cause = self._first_cause()
-        if cause is None or cause.report is not None:
-            return
-        self._has_recorded_deaths = True
-        for each in self._ended_by_themselves():
-            if each.code and each.rank not in self._reports:
-                with contextlib.suppress(TelemetryError):
-                    record_end(job_path(self.job_id), rank=each.rank, exit_code=each.code)
+        if cause is not None and cause.report is None:
+            self._has_recorded_death = True
+            with contextlib.suppress(TelemetryError):
+                record_end(job_path(self.job_id), rank=cause.rank, exit_code=cause.exit_code)
 
     def _is_ending(self) -> bool:
         return self._has_failed() or any(each.kind == "stopped" for each in self._reports.values())
@@ -281,15 +278,12 @@ class Supervisor:
 
     def _first_cause(self) -> Cause | None:
         """The rank that failed first by itself, of those that have ended so far."""
-        ends = self._ended_by_themselves()
-        return first_cause(ends, self._reports, was_asked_to_stop=bool(self._signals))
-
-    def _ended_by_themselves(self) -> list[RankEnd]:
-        return [
+        ends = [
             RankEnd(each.rank, each.process.pid, each.code, each.ended_ns or 0)
             for each in self._ranks
             if each.code is not None and not each.is_being_ended
         ]
+        return first_cause(ends, self._reports, was_asked_to_stop=bool(self._signals))
 
     def _tell_cause(self, cause: Cause) -> int:
         stored = {rank: store_traceback(report) for rank, report in self._reports.items()}
