@@ -6,6 +6,7 @@
     ├── ConfigError(ValueError)        exit 2   a config, an argument or a command line is wrong
     ├── LayoutError(ValueError)        exit 2   ranks, axes and sizes do not fit together
     ├── CheckpointError(RuntimeError)  exit 1   a checkpoint cannot be written, read or trusted
+    │   └── UnsafeCheckpointError      exit 2   loading a checkpoint could run code
     ├── OffloadError(OSError)          exit 1   memory or disk for offloading is missing or failed
     ├── DivergenceError(RuntimeError)  exit 1   ranks run different layers of one sharded model
     ├── PipelineError(RuntimeError)    exit 1   a stage failed, or stages do not fit together
@@ -38,6 +39,12 @@ class LayoutError(BoltMeshError, ValueError):
 
 class CheckpointError(BoltMeshError, RuntimeError):
     """A checkpoint that cannot be written, read or trusted."""
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """A checkpoint that names classes or functions which are not known to be safe."""
+
+    exit_code = 2
 
 
 class OffloadError(BoltMeshError, OSError):

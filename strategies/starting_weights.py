@@ -54,9 +54,9 @@ class StartingWeights(Callback):
 
     def _load(self, *, checks_files: bool) -> dict[str, Any]:
         if is_directory(self.path):
-            checkpoint = load_directory(self.path, weights_only=True, checks_files=checks_files)
+            checkpoint = load_directory(self.path, checks_files=checks_files)
         else:
-            checkpoint = load_file(self.path, weights_only=True)
+            checkpoint = load_file(self.path, is_mapped=True)
         if MODEL not in checkpoint:
             raise ConfigError(f"{self.path} has no 'state_dict', as checkpoints of Lightning have.")
         return checkpoint

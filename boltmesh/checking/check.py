@@ -6,7 +6,6 @@ see data of their own; each writes what it computed into a folder, and the compa
 """
 
 import os
-import pickle
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ from boltmesh.telemetry.switch import SWITCH_VARIABLE
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from boltmesh.checking.differences import Trace
     from boltmesh.checking.parity import Problem
     from boltmesh.run import Built
     from boltmesh.starting.placement import Placement
@@ -98,6 +96,8 @@ def check(config: str, overrides: Sequence[str], *, steps: int, rank: Rank) -> i
 
 
 def _trace_in_rank(config: str, overrides: Sequence[str], steps: int, rank: Rank) -> int:
+    import torch
+
     from boltmesh.checking.parity import trace_layout, trace_one_process
     from boltmesh.run import RunBuilder
 
@@ -118,7 +118,7 @@ def _trace_in_rank(config: str, overrides: Sequence[str], steps: int, rank: Rank
         if rank.rank == 0:
             (folder / DATA_SIZE).write_text(str(strategy.layout.data))
     if rank.rank == 0:
-        (folder / part).write_bytes(pickle.dumps(trace))
+        torch.save(vars(trace), folder / part)
     return 0
 
 
@@ -157,10 +157,12 @@ def _problem(
 
 
 def _compare(folder: Path, config: "DictConfig", placement: "Placement") -> int:
-    from boltmesh.checking.differences import find_differences
+    from boltmesh.checking.differences import Trace, find_differences
+    from boltmesh.strategies.checkpoint.safe_load import safe_load
 
-    reference: Trace = pickle.loads((folder / "reference").read_bytes())  # noqa: S301 - ours
-    layout: Trace = pickle.loads((folder / "layout").read_bytes())  # noqa: S301
+    reference, layout = (
+        Trace(**safe_load(folder / part, part)) for part in ("reference", "layout")
+    )
     differences = find_differences(reference, layout)
     print(f"{config.strategy.name} on {placement.world_size} ranks against one process:")
     print(f"  {'step':>4}  {'loss':>12}  {'one process':>12}  {'gradient norm':>13}")

@@ -1,6 +1,5 @@
 """Opens a checkpoint of any layout without loading its tensors, and gives them one at a time."""
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.strategies.checkpoint.directory import MODEL, is_directory, load_directory
-from boltmesh.strategies.checkpoint.file import load_mapped
+from boltmesh.strategies.checkpoint.file import load_file
 from boltmesh.strategies.checkpoint.placeholder import Placeholder
 
 
@@ -18,14 +17,14 @@ def open_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a directory of shards or a Lightning file; its tensors stay on the disk.
 
     Tensors of a directory are placeholders, those of a file are mapped. No code of the checkpoint
-    is run: it is loaded with ``weights_only=True``.
+    is run.
 
     Raises:
         ConfigError: When there is no checkpoint, or not a complete or readable one.
     """
     try:
         if is_directory(path):
-            return load_directory(path, weights_only=True)
+            return load_directory(path)
     except (CheckpointError, OSError) as error:
         raise ConfigError(str(error)) from error
     if not isinstance(path, Path):
@@ -45,14 +44,10 @@ def open_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist. Give the path of a checkpoint.")
     try:
-        checkpoint: Any = load_mapped(path, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ConfigError(
-            f"{path} is no file of torch.save, or holds objects that could run code when they are "
-            f"loaded, perhaps among the hyper-parameters; it was not loaded. "
-            f"torch says: {_first_line(error)}"
-        ) from error
-    except (RuntimeError, OSError, EOFError, KeyError, ValueError, TypeError) as error:
+        checkpoint: Any = load_file(path, is_mapped=True)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
     state = checkpoint.get(MODEL) if isinstance(checkpoint, dict) else None
     if not isinstance(state, Mapping):

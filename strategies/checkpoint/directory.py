@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from functools import partial as bind
 from io import BytesIO
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import IO, Any, cast
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.beside import serialised, take_snapshot
 from boltmesh.strategies.checkpoint.file import cannot_write
-from boltmesh.strategies.checkpoint.folders.folder import Draft, Folder, Start
+from boltmesh.strategies.checkpoint.folders.folder import Draft, Start
 from boltmesh.strategies.checkpoint.folders.opening import folder_at
 from boltmesh.strategies.checkpoint.manifest import (
     METADATA,
@@ -31,6 +30,7 @@ from boltmesh.strategies.checkpoint.manifest import (
 )
 from boltmesh.strategies.checkpoint.optimizer_state import is_named
 from boltmesh.strategies.checkpoint.placeholder import stored
+from boltmesh.strategies.checkpoint.safe_load import safe_load
 from boltmesh.strategies.checkpoint.saving import SummedFile, save_into
 from boltmesh.strategies.checkpoint.shard_reader import ShardReader
 from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWriter
@@ -128,14 +128,11 @@ def is_directory(place: str | Path) -> bool:
     return folder_at(place).is_there()
 
 
-def load_directory(
-    place: str | Path, *, weights_only: bool | None = None, checks_files: bool = True
-) -> dict[str, Any]:
+def load_directory(place: str | Path, *, checks_files: bool = True) -> dict[str, Any]:
     """Read a checkpoint whose tensors are placeholders: copying one loads this rank's part of it.
 
     Args:
         place: Path or address of the directory.
-        weights_only: As for ``torch.load``, of what is no shard.
         checks_files: Look whether all files are there; one rank of a job is enough.
 
     Raises:
@@ -147,7 +144,8 @@ def load_directory(
             f"of another program has to be made a single file first."
         )
     folder = folder_at(place)
-    checkpoint = _load_rest(folder, weights_only=weights_only)
+    rest = BytesIO(read_checked(folder, REST))
+    checkpoint: dict[str, Any] = safe_load(rest, f"{folder}/{REST}")
     reader = ShardReader(files_of(folder), read_checked(folder, METADATA))
     has_names = [is_named(each) for each in checkpoint.get(OPTIMIZERS, ())]
     model: dict[str, Any] = {}
@@ -271,16 +269,3 @@ def _first_cause(error: BaseException) -> str:
         cause = error.failures[rank][0]
         return f"{getattr(cause, 'strerror', None) or cause} (rank {rank})"
     return str(getattr(error, "strerror", None) or error)
-
-
-def _load_rest(folder: Folder, *, weights_only: bool | None) -> dict[str, Any]:
-    data = BytesIO(read_checked(folder, REST))
-    try:
-        rest: dict[str, Any] = torch.load(data, map_location="cpu", weights_only=weights_only)
-    except UnpicklingError as error:
-        raise CheckpointError(
-            f"{folder}/{REST} holds objects that could run code when they are loaded, perhaps "
-            f"among the hyper-parameters. Keep plain values there, or allow their classes with "
-            f"torch.serialization.add_safe_globals first. torch says: {error}"
-        ) from error
-    return rest

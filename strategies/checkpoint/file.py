@@ -11,10 +11,10 @@ import os
 import zipfile
 from collections.abc import Callable
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
@@ -25,9 +25,11 @@ from boltmesh.strategies.checkpoint.folders.addresses import (
     is_local,
     local_path,
     open_address,
+    path_or_address,
 )
 from boltmesh.strategies.checkpoint.folders.opening import folder_at
 from boltmesh.strategies.checkpoint.replacing import partial_path, remove, replace
+from boltmesh.strategies.checkpoint.safe_load import check_weights_only, safe_load
 from boltmesh.strategies.checkpoint.saving import save_into
 
 
@@ -42,6 +44,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         write_file(local_path(path), partial(save_into, checkpoint))
+
+    @override
+    def load_checkpoint(
+        self, path: _PATH, map_location: Any | None = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a file from a path or an address; no code that it names is run.
+
+        Raises:
+            ConfigError: For ``weights_only=False``.
+            CheckpointError: It is damaged, unsafe, or no file of ``torch.save``.
+        """
+        check_weights_only(weights_only, path)
+        return load_file(path_or_address(path), map_location=map_location)
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
@@ -96,24 +111,35 @@ def put_file(address: str, data: bytes) -> None:
         raise CheckpointError(cannot_write(address, error)) from error
 
 
-def load_mapped(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """Read a local file whose tensors stay on the disk until somebody looks at them."""
-    checkpoint: dict[str, Any] = torch.load(
-        path,
-        map_location="cpu",
-        # As Lightning decides for a local file.
-        weights_only=weights_only,
-        # The format of old torch versions cannot be mapped.
-        mmap=zipfile.is_zipfile(path),
-    )
-    return checkpoint
+def load_file(
+    place: str | Path, *, is_mapped: bool = False, map_location: Any = "cpu"
+) -> dict[str, Any]:
+    """Read a file; no code that it names is run.
 
+    Args:
+        place: Path or address; what lies at an address is read into memory.
+        is_mapped: Leave the tensors of a local file on the disk until they are read.
+        map_location: As for ``torch.load``.
 
-def load_file(place: str | Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """Read a file, mapped where it is local; from a remote file system all of it into memory."""
+    Raises:
+        CheckpointError: It is damaged, unsafe, or no file of ``torch.save``.
+        OSError: It is missing or could not be read.
+    """
     if isinstance(place, Path):
-        return load_mapped(place, weights_only=weights_only)
-    return TorchCheckpointIO().load_checkpoint(place, weights_only=weights_only)
+        # The format of old torch versions cannot be mapped.
+        is_mapped = is_mapped and zipfile.is_zipfile(place)
+        found = safe_load(place, place, is_mapped=is_mapped, map_location=map_location)
+    else:
+        system, path = open_address(place)
+        with as_os_errors():
+            data = BytesIO(system.cat_file(path))
+        found = safe_load(data, place, map_location=map_location)
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{place} has no 'state_dict', as every checkpoint of Lightning has: it holds a "
+            f"{type(found).__name__}. Give another checkpoint."
+        )
+    return found
 
 
 def cannot_write(target: str | Path, cause: BaseException | str) -> str:

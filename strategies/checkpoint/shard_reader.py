@@ -23,6 +23,7 @@ from typing_extensions import override
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.folders.folder import Folder
 from boltmesh.strategies.checkpoint.pieces import KeptElsewhere, narrow, own_chunks, own_part
+from boltmesh.strategies.checkpoint.safe_load import safe_load
 from boltmesh.strategies.checkpoint.shard_writer import CHECKSUM
 
 _TORCH_NAMES = {
@@ -104,7 +105,7 @@ class ShardReader:
                 f"{index.fqn!r} is wrong. Resume from another checkpoint."
             )
         stream.truncate(where.length)
-        piece: Tensor = torch.load(stream, map_location="cpu", weights_only=True)
+        piece: Tensor = safe_load(stream, f"{self._folder}/{name}")
         return piece
 
 

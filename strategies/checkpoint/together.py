@@ -18,7 +18,8 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
         group: Of all ranks, where the default group is somebody else's at this time.
 
     Raises:
-        CheckpointError: With the words of the first rank that failed.
+        CheckpointError: With the words of the first rank that failed; a subclass where that is
+            what it raised.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -27,11 +28,11 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
     except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
         failure = error
     if dist.is_initialized() and dist.get_world_size() > 1:
-        reports: list[str | None] = [None] * dist.get_world_size()
+        reports: list[tuple[type[CheckpointError], str] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, None if failure is None else _describe(failure), group)
         if any(reports):
-            rank, report = next((at, each) for at, each in enumerate(reports) if each)
-            raise CheckpointError(f"{report} (rank {rank})") from failure
+            rank, (kind, report) = next((at, each) for at, each in enumerate(reports) if each)
+            raise kind(f"{report} (rank {rank})") from failure
     elif failure is not None:
         raise failure
     return result  # type: ignore[return-value]
@@ -66,7 +67,8 @@ def _nothing() -> None:
     """What other ranks do while the first one works."""
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: Exception) -> tuple[type[CheckpointError], str]:
+    kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
     if isinstance(error, BoltMeshError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+        return kind, str(error)
+    return kind, f"{type(error).__name__}: {error}"

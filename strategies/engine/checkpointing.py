@@ -16,10 +16,11 @@ from typing_extensions import override
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.checkpoint.directory import is_directory, load_directory
-from boltmesh.strategies.checkpoint.file import load_mapped
+from boltmesh.strategies.checkpoint.file import load_file
 from boltmesh.strategies.checkpoint.folders.addresses import path_or_address
 from boltmesh.strategies.checkpoint.optimizer_state import is_named, load_states
 from boltmesh.strategies.checkpoint.placeholder import Placeholder, divided, held, passed_over
+from boltmesh.strategies.checkpoint.safe_load import check_weights_only
 from boltmesh.strategies.checkpoint.together import together
 from boltmesh.strategies.engine.saving import SavingStrategy
 
@@ -36,21 +37,16 @@ class CheckpointingStrategy(SavingStrategy):
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None, **kwargs: Any
     ) -> dict[str, Any]:
+        check_weights_only(weights_only, checkpoint_path)
         self.finish_saving()
         place = path_or_address(checkpoint_path)
         if self._is_directory(place):
-            checkpoint = together(
-                partial(
-                    load_directory,
-                    place,
-                    weights_only=weights_only,
-                    checks_files=self.is_global_zero,
-                )
-            )
+            checkpoint = together(partial(load_directory, place, checks_files=self.is_global_zero))
         elif isinstance(place, Path) and self.stores_shards:
-            checkpoint = together(partial(load_mapped, place, weights_only=weights_only))
+            checkpoint = together(partial(load_file, place, is_mapped=True))
         else:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only, **kwargs)
+            load = partial(super().load_checkpoint, checkpoint_path, True, **kwargs)
+            checkpoint = together(load)
         trainer = compat.trainer_of(self.lightning_module)
         if self._resume is not None and trainer is not None:
             self._resume.read(checkpoint, trainer, str(checkpoint_path))

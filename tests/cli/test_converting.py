@@ -186,7 +186,11 @@ def test_what_cannot_be_exported_is_refused_in_one_line(holder: Holder, capsys: 
     for source, target, words in [
         ("nowhere", "a.ckpt", "nowhere does not exist"),
         ("folder", "a.ckpt", "no complete checkpoint: it has no manifest.json"),
-        ("text.ckpt", "a.safetensors", "text.ckpt is no file of torch.save"),
+        (
+            "text.ckpt",
+            "a.safetensors",
+            "text.ckpt cannot be read: it is damaged, or was not written",
+        ),
         ("list.ckpt", "a.safetensors", "list.ckpt has no 'state_dict'"),
         ("code.ckpt", "a.safetensors", "could run code"),
         ("short.ckpt", "a.safetensors", "short.ckpt cannot be read"),

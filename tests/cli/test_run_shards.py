@@ -15,7 +15,7 @@ EVERY = "checkpoint.every_n_steps=4"
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
-    checkpoint = load_directory(path, weights_only=True)
+    checkpoint = load_directory(path)
     found: dict[str, Any] = dict(checkpoint["state_dict"])
     for state in checkpoint["optimizer_states"]:
         for name, values in state["state"].items():

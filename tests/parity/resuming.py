@@ -104,10 +104,7 @@ def go_on(
 
 def read_whole(path: Path, run: Run) -> dict[str, Tensor]:
     """Every tensor of a file or directory, by the name of its parameter."""
-    if path.is_dir():
-        checkpoint = load_directory(path, weights_only=True)
-    else:
-        checkpoint = torch.load(path, weights_only=True)
+    checkpoint = load_directory(path) if path.is_dir() else torch.load(path, weights_only=True)
     found = {name: _load(each) for name, each in checkpoint["state_dict"].items()}
     module = run.module()
     configured = module.configure_optimizers()

@@ -90,7 +90,7 @@ def test_model_checkpoint_keeps_and_removes_directories(tmp_path: Path) -> None:
     for path in (*tmp_path.glob("*/*.ckpt"), *tmp_path.glob("*.ckpt")):
         assert find_fault(path) is None, path
     for path in (tmp_path / "weights/epoch=2.ckpt", tmp_path / "only-weights.ckpt"):
-        checkpoint = load_directory(path, weights_only=True)
+        checkpoint = load_directory(path)
         assert set(checkpoint["state_dict"]) == set(Regression().state_dict())
         assert "optimizer_states" not in checkpoint
 
@@ -302,7 +302,7 @@ def use_hooks(rank: int, world_size: int, folder: Path) -> Any:
 def test_hooks_rename_drop_and_add_what_is_stored(tmp_path: Path) -> None:
     for found in run_ranks(use_hooks, 2, tmp_path):
         assert found == (True, 3.0, 4.0, [4.0, 4.0], 7, 4)
-    checkpoint = load_directory(tmp_path / "a.ckpt", weights_only=True)
+    checkpoint = load_directory(tmp_path / "a.ckpt")
     assert checkpoint["hyper_parameters"]["settings"] == {"depth": {"size": 3}, "names": ["a", "b"]}
     assert "old.net.0.weight" in checkpoint["state_dict"]
     assert "side.weight" not in checkpoint["state_dict"]

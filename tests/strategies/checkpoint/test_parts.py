@@ -83,7 +83,7 @@ def save(rank: int, world_size: int, folder: Path, size: int) -> None:
 
 
 def load(rank: int, world_size: int, folder: Path, size: int) -> list[str]:
-    state = load_directory(folder / "a.ckpt", weights_only=True)["state_dict"]
+    state = load_directory(folder / "a.ckpt")["state_dict"]
     wrong = []
     for name in PATTERNS:
         division = division_of(name, size, rank % size)
@@ -100,7 +100,7 @@ def test_every_layout_reads_what_any_has_written(tmp_path: Path) -> None:
     for saving, size in ((4, 4), (4, 2), (2, 2)):
         folder = tmp_path / f"{saving}-{size}"
         run_ranks(save, saving, folder, size)
-        state = load_directory(folder / "a.ckpt", weights_only=True)["state_dict"]
+        state = load_directory(folder / "a.ckpt")["state_dict"]
         for name, value in whole_tensors().items():
             assert torch.equal(state[name].load(), value), name
         assert torch.equal(state["second name"].load(), whole_tensors()["rows"])
@@ -120,7 +120,7 @@ def shards_of_parts(rank: int, world_size: int, folder: Path) -> list[str]:
     }
     state = {name: Part.of(each, division[name]) for name, each in kept.items()}
     save_directory({"state_dict": state}, folder / "a.ckpt")
-    stored = load_directory(folder / "a.ckpt", weights_only=True)["state_dict"]
+    stored = load_directory(folder / "a.ckpt")["state_dict"]
     wrong = []
     for name, each in kept.items():
         before = each.to_local().clone()
@@ -134,7 +134,7 @@ def shards_of_parts(rank: int, world_size: int, folder: Path) -> list[str]:
 @pytest.mark.ranks
 def test_parts_that_are_sharded_again_are_stored_by_both(tmp_path: Path) -> None:
     assert [each for rank in run_ranks(shards_of_parts, 4, tmp_path) for each in rank] == []
-    state = load_directory(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    state = load_directory(tmp_path / "a.ckpt")["state_dict"]
     for name, value in whole_tensors().items():
         assert torch.equal(state[name].load(), value), name
 
@@ -142,7 +142,7 @@ def test_parts_that_are_sharded_again_are_stored_by_both(tmp_path: Path) -> None
 @pytest.mark.ranks
 def test_large_parts_are_written_in_pieces(tmp_path: Path) -> None:
     run_ranks(save_in_small_pieces, 2, tmp_path)
-    state = load_directory(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    state = load_directory(tmp_path / "a.ckpt")["state_dict"]
     for name, value in whole_tensors().items():
         assert torch.equal(state[name].load(), value), name
 

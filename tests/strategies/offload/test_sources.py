@@ -66,7 +66,7 @@ def _twin(
 
 
 def _load(twin: Twin, folder: Path) -> None:
-    checkpoint = load_directory(folder, weights_only=True, checks_files=True)
+    checkpoint = load_directory(folder, checks_files=True)
     weights = {name: held(each) for name, each in checkpoint["state_dict"].items()}
     twin.ours.load_state_dict(weights)
     load_states(twin.ours, [twin.optimizer], checkpoint["optimizer_states"])

@@ -1,0 +1,101 @@
+"""The only module of the package that unpickles what a checkpoint holds.
+
+Always with ``weights_only=True``: torch then builds tensors, plain containers and the classes that
+``torch.serialization.add_safe_globals`` allows, and calls nothing else that a file names.
+"""
+
+import re
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from boltmesh.errors import CheckpointError, ConfigError, UnsafeCheckpointError
+
+_GLOBAL = re.compile(r"GLOBAL (\S+)")
+"""What a file names, in torch's refusal of it."""
+_ADVICE = re.compile(r"weights[_ ]only|torch\.load|option", re.IGNORECASE)
+"""Lines of torch's errors that say how to load a file unsafely."""
+_HOW_TO_ALLOW = (
+    "classes that you trust can be allowed by torch.serialization.add_safe_globals([...]) in the "
+    "file of your model"
+)
+
+
+def safe_load(
+    source: Path | IO[bytes], name: object, *, is_mapped: bool = False, map_location: Any = "cpu"
+) -> Any:
+    """Unpickle a file of ``torch.save`` without running code that it names.
+
+    Args:
+        source: A path, or an open file that can seek.
+        name: Its path or address, for errors.
+        is_mapped: Leave tensors on the disk until they are read; ``source`` is a path.
+        map_location: As for ``torch.load``.
+
+    Raises:
+        UnsafeCheckpointError: Loading it needs classes or functions that are not allowed.
+        CheckpointError: It is damaged, or no file of ``torch.save``.
+        OSError: It could not be read.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Of foreign formats, which end in an error below.
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.load(source, map_location=map_location, weights_only=True, mmap=is_mapped)
+    except OSError:
+        raise
+    except Exception as error:
+        # A damaged or foreign pickle makes the unpickler fail with errors of any class.
+        text = str(error)
+        if names := _unsafe_names(source, text):
+            raise UnsafeCheckpointError(_refusal(name, names, text)) from error
+        lines = [line.strip() for line in text.splitlines()]
+        reason = next((line for line in lines if line and not _ADVICE.search(line)), "")
+        raise CheckpointError(
+            f"{name} cannot be read: it is damaged, or was not written by torch.save "
+            f"({_printable(f'{type(error).__name__}: {reason}'.removesuffix(': '))}). "
+            f"Give another checkpoint."
+        ) from error
+
+
+def check_weights_only(weights_only: bool | None, place: object) -> None:
+    """Refuse ``weights_only=False``, which the Trainer passes on. None means True.
+
+    Raises:
+        ConfigError: For False.
+    """
+    if weights_only is False:
+        raise ConfigError(
+            f"weights_only=False was given for {place}, and boltmesh never runs the code of a "
+            f"checkpoint. Leave weights_only out; {_HOW_TO_ALLOW}."
+        )
+
+
+def _unsafe_names(source: Path | IO[bytes], text: str) -> list[str]:
+    """Names of what a file would call or build and may not, found without loading it."""
+    with suppress(Exception):  # no zip file, or a damaged one
+        if not isinstance(source, Path):
+            source.seek(0)
+        if found := get_unsafe_globals_in_checkpoint(source):
+            return sorted(found)
+    return _GLOBAL.findall(text)[:1]
+
+
+def _refusal(name: object, names: list[str], text: str) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 5 else ""
+    shown = _printable(", ".join(names[: 4 if more else 5])) + more
+    refused = f"{name} was not loaded, because loading it could run code: it names {shown}."
+    if "is blocked" in text:
+        return f"{refused} No checkpoint needs that; give one that you trust."
+    return (
+        f"{refused} Save plain values alone, among the hyper-parameters as well; {_HOW_TO_ALLOW}."
+    )
+
+
+def _printable(text: str) -> str:
+    """Text of a file that may have been made to fool a terminal."""
+    return "".join(each if each.isprintable() else "?" for each in text)[:300]
