@@ -136,6 +136,9 @@ def _attributes(analysis: Analysis, followed: set[Atom]) -> list[SizeAttribute]:
 
     All of them of parameters: no module knows how many rows a batch has. Products of torch's own
     put them together with heads.
+
+    A number that tells modules of one class apart, such as ``layer_idx``, is the value of a size in
+    some of them by chance; see ``_tells_apart``.
     """
     known = set(places(analysis))
     sizes: dict[str, set[int]] = {}
@@ -151,8 +154,31 @@ def _attributes(analysis: Analysis, followed: set[Atom]) -> list[SizeAttribute]:
         SizeAttribute(module, name, value)
         for module, values in analysis.integers.items()
         for name, value in values.items()
-        if value in sizes.get(module, set())
+        if value in sizes.get(module, set()) and not _tells_apart(analysis, sizes, module, name)
     ]
+
+
+def _tells_apart(
+    analysis: Analysis, sizes: Mapping[str, set[int]], module: str, name: str
+) -> bool:
+    """Whether an integer differs between modules of one class, and not because their sizes do.
+
+    Args:
+        analysis: Of the model.
+        sizes: What modules view divided axes by, by name of the module.
+        module: One of them.
+        name: Of its integer.
+    """
+    kind = analysis.classes.get(module)
+    twins = [each for each in sizes if analysis.classes.get(each) is kind]
+    values = {each: analysis.integers[each].get(name) for each in twins}
+    if len(set(values.values())) == 1:
+        return False
+    own = {frozenset(sizes[each]): value for each, value in values.items()}
+    return any(
+        value not in sizes[each] or value != own[frozenset(sizes[each])]
+        for each, value in values.items()
+    )
 
 
 def _whole(analysis: Analysis, size: int, choice: Choice, sharded: set[str]) -> list[Whole]:

@@ -1,7 +1,8 @@
-"""Passes activations by the blocks of a model that are like one that has run already.
+"""Lets a model run of which one block of each kind exists.
 
-A model is proven by the first block of each kind. The others hand their input on as their output,
-so that nothing of them need exist.
+The others hand their input on as their output, or run with the parameters of the first of their
+kind: then each does what it does by its own settings, and the blocks do to each other what they do
+in training.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,10 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
+from boltmesh.strategies.building.materialize import own_tensors
+from boltmesh.strategies.building.recording import tensors_of
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.torch_compat import tree_leaves, tree_map_only
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 _PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
 
@@ -33,6 +38,15 @@ def kinds_of(blocks: Mapping[str, Module], plan: TensorPlan) -> dict[str, str]:
         name: firsts.setdefault((_settings(name, block), _planned(name, plan)), name)
         for name, block in blocks.items()
     }
+
+
+def lasts_of(firsts: Mapping[str, str]) -> dict[str, str]:
+    """Return the last of each kind by the name of the first.
+
+    Args:
+        firsts: The first of its kind by name of each block, in the order of the model.
+    """
+    return {first: name for name, first in firsts.items()}
 
 
 def _settings(name: str, block: Module) -> tuple[Any, ...]:
@@ -99,6 +113,43 @@ class Shapes:
             )
 
         return note
+
+
+@contextmanager
+def parameters_lent(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> Iterator[None]:
+    """Within it, blocks that have a first one of their kind hold that one's parameters.
+
+    So they do of what else has no values yet, such as buffers of a model that is deferred.
+
+    Args:
+        blocks: By dotted name.
+        firsts: By block that is to borrow, the first of its kind.
+    """
+    before: list[tuple[Module, str, object]] = []
+    try:
+        for name, first in firsts.items():
+            pairs = zip(blocks[name].modules(), blocks[first].modules(), strict=True)
+            for module, lender in pairs:
+                for key, own in _borrowed(module):
+                    before.append((module, key, own))
+                    setattr(module, key, getattr(lender, key))
+        yield
+    finally:
+        for module, key, own in before:
+            setattr(module, key, own)
+
+
+def _borrowed(module: Module) -> list[tuple[str, object]]:
+    """Return what a module borrows, by name: parameters, and what has no values."""
+    return [
+        (key, each)
+        for key, each in own_tensors(module)
+        if isinstance(each, Parameter) or each.is_meta
+    ] + [
+        (key, value)
+        for key, value in vars(module).items()
+        if key not in _REGISTERED and any(each.is_meta for each in tensors_of(value))
+    ]
 
 
 @contextmanager

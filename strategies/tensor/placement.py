@@ -23,7 +23,7 @@ from boltmesh.strategies.tensor.execution.apply import AppliedPlan, apply_plan
 from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.hugging_face import disagreements
 from boltmesh.strategies.tensor.options import TensorOptions
-from boltmesh.strategies.tensor.passing import Shapes, kinds_of
+from boltmesh.strategies.tensor.passing import Shapes, kinds_of, lasts_of
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.plan_json import from_json, to_json
 from boltmesh.strategies.tensor.planning import make_plan
@@ -83,7 +83,7 @@ def place(
     on_host = Rehearsal(module, step, args, torch.device("cpu"))
     shapes = Shapes()
     with shapes.watching(blocks):
-        plan = _planned(on_host, blocks, options, context, group.size)
+        plan, made_elements = _planned(on_host, blocks, options, context, group.size)
     passed = _passed(module, plan, blocks, shapes)
     make_whole(module, blocks, passed, context.judges)
     batch, *rest = args
@@ -91,11 +91,23 @@ def place(
         on_host,
         args=(move_data_to_device(batch, context.device), *rest),
         device=context.device,
-        probes={first: blocks[first] for first in dict.fromkeys(plan.kinds.values())},
+        probes={
+            each: blocks[each]
+            for first, last in lasts_of(plan.kinds).items()
+            for each in dict.fromkeys([first, last])
+        },
     )
     known = len(plan.notes)
     plan = prove(
-        plan, Stage(on_device, blocks, passed, context.judges, lambda: _group_for_a_proof(context))
+        plan,
+        Stage(
+            on_device,
+            blocks,
+            passed,
+            made_elements * torch.float32.itemsize,
+            context.judges,
+            lambda: _group_for_a_proof(context),
+        ),
     )
     make_shards(
         module,
@@ -118,22 +130,26 @@ def _planned(
     options: TensorOptions,
     context: TensorContext,
     size: int,
-) -> TensorPlan:
-    """Return the plan of the first rank. Collective over all ranks of the job."""
-    told: list[tuple[str, str]] = [("", "")]
+) -> tuple[TensorPlan, int]:
+    """Return the plan of the first rank, and how many elements its step makes.
+
+    Collective over all ranks of the job.
+    """
+    told: list[tuple[str, str, int]] = [("", "", 0)]
     failure: Exception | None = None
     # Every rank looks, for what it sees of its blocks; the first one's plan is taken.
     try:
         analysis = analyse(rehearsal.module, rehearsal.forward, blocks=blocks)
-        told = [("plan", to_json(_made(analysis, rehearsal.module, options, size)))]
+        text = to_json(_made(analysis, rehearsal.module, options, size))
+        told = [("plan", text, analysis.trace.made_elements)]
     except Exception as error:  # noqa: BLE001 - whatever the user's step raises
         failure = error
         text = (
             str(error) if isinstance(error, BoltMeshError) else f"{type(error).__name__}: {error}"
         )
-        told = [("error", text)]
+        told = [("error", text, 0)]
     dist.broadcast_object_list(told, group=context.judges, group_src=0)
-    kind, text = told[0]
+    kind, text, made_elements = told[0]
     if kind == "error":
         if isinstance(failure, BoltMeshError):
             raise failure
@@ -142,7 +158,7 @@ def _planned(
             f"without data, to find out how the model can be divided: {text}"
         ) from failure
     plan = from_json(text)
-    return replace(plan, kinds=kinds_of(blocks, plan))
+    return replace(plan, kinds=kinds_of(blocks, plan)), made_elements
 
 
 def _made(

@@ -4,12 +4,17 @@ Automatic plans go wrong silently: a router that sees a part of the sequence, a 
 every rank has a part. So each kind of block runs the user's own step whole and as planned, on the
 ranks and over the links that will train, and the loss and every gradient have to be the same. What
 is not falls back to the next way of running it, and stays whole where no way is right.
+
+One block of each kind runs first, by which a plan is found; then all of them, for what blocks do to
+each other: layers that share a cache, say. Those that need not exist yet run with the parameters of
+the first of their kind.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +27,7 @@ from boltmesh.strategies.tensor.comparing import difference
 from boltmesh.strategies.tensor.division import divisions_of
 from boltmesh.strategies.tensor.execution.apply import apply_plan
 from boltmesh.strategies.tensor.execution.group import TensorGroup
-from boltmesh.strategies.tensor.passing import blocks_passed
+from boltmesh.strategies.tensor.passing import blocks_passed, lasts_of, parameters_lent
 from boltmesh.strategies.tensor.plan import Backend, TensorPlan
 from boltmesh.strategies.tensor.rehearsal import Outcome, Rehearsal
 
@@ -40,6 +45,7 @@ class Stage:
         rehearsal: The step.
         blocks: The repeated blocks by name.
         passed: By block that is passed by, the first of its kind, which is not.
+        activation_bytes: What a backward pass through all blocks may keep at most.
         judges: All ranks of the job, on the CPU: they agree on what is proven.
         new_group: Makes the group that a planned step runs on. A collective that not all ranks
             came to leaves a group unusable, so the next trial gets another one.
@@ -48,6 +54,7 @@ class Stage:
     rehearsal: Rehearsal
     blocks: Mapping[str, Module]
     passed: Mapping[str, str]
+    activation_bytes: int
     judges: ProcessGroup
     new_group: NewGroup
 
@@ -64,6 +71,15 @@ def prove(plan: TensorPlan, stage: Stage) -> TensorPlan:
     return _Proof(plan, stage).settled()
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A way of running the step that a plan has to stand beside the whole model."""
+
+    name: str
+    passed: Mapping[str, str]
+    has_backward: bool = True
+
+
 class _Proof:
     def __init__(self, plan: TensorPlan, stage: Stage) -> None:
         self.plan = plan
@@ -72,16 +88,50 @@ class _Proof:
         self.kinds = _kinds(plan)
         self.group: TensorGroup | None = None
         self.notes: list[str] = []
+        self.wholes: list[tuple[_Run, Outcome]] = []
+        """What the whole model gave, the run that takes least first."""
 
     def settled(self) -> TensorPlan:
         if not self.kinds:
             return self.plan
-        with _in_single_precision(self.root, self.stage):
-            self.whole = self._whole()
-            return self._search()
+        with (
+            parameters_lent(self.stage.blocks, self.stage.passed),
+            _in_single_precision(self.root, self.stage.rehearsal.device),
+        ):
+            self._run_whole(_Run("one block of each kind", self.stage.passed))
+            plan = self._search()
+            unproven: list[str] = []
+            for run in self._runs_of_several():
+                try:
+                    self._run_whole(run)
+                except ConfigError as error:
+                    unproven.append(f"not proven by {run.name}: {error}")
+                    continue
+                if self._fault(plan, plan.backends) is not None:
+                    plan = self._search()
+        return replace(plan, notes=(*plan.notes, *unproven))
+
+    def _runs_of_several(self) -> list[_Run]:
+        """Return the runs that show what blocks do to each other. Collective over all ranks.
+
+        Of the whole model where its activations fit; else without a backward pass, which keeps
+        nothing, and with the first and the last of each kind.
+        """
+        if not self.stage.passed:
+            return []
+        fits = self.stage.activation_bytes <= _free_bytes(self.stage) / 2
+        if self._first(None if fits else "too large") is None:
+            return [_Run("all blocks", {})]
+        lasts = set(lasts_of(self.plan.kinds).values())
+        others = {name: first for name, first in self.stage.passed.items() if name not in lasts}
+        return [
+            _Run("the first and the last of each kind", others),
+            _Run("all blocks", {}, has_backward=False),
+        ]
 
     def _search(self) -> TensorPlan:
         plan = self.plan
+        self.notes = []
         fault = self._fault(plan, dict.fromkeys(self.kinds, "local"))
         if fault is None:
             return self._with(plan, dict.fromkeys(self.kinds, "local"))
@@ -128,11 +178,12 @@ class _Proof:
 
     # Runs.
 
-    def _whole(self) -> Outcome:
+    def _run_whole(self, run: _Run) -> None:
         """Run the whole model; refuse what cannot be run, on all ranks with the first's reason."""
         try:
-            with self._passed():
-                outcome, text = self.stage.rehearsal.run(), None
+            with self._passed(run):
+                outcome = self.stage.rehearsal.run(has_backward=run.has_backward)
+                text = None
         except Exception as error:  # noqa: BLE001 - whatever the user's step raises
             outcome, text = Outcome(), f"{type(error).__name__}: {error}"
             cause: BaseException | None = error
@@ -144,36 +195,38 @@ class _Proof:
                 f"{type(self.root).__name__}.{self.stage.rehearsal.step} could not be run before "
                 f"the first step, to prove the tensor plan by it: {text}"
             ) from cause
-        return outcome
+        self.wholes.append((run, outcome))
 
     def _fault(self, plan: TensorPlan, backends: Mapping[str, Backend]) -> str | None:
         """Return how a way of running the plan differs from the whole model, in words."""
-        if self.group is None:
-            self.group = self.stage.new_group()
         planned = replace(plan, backends=dict(backends))
-        try:
-            fault = self._compare(planned, self.group)
-        except Exception as error:  # noqa: BLE001 - code that wants whole sizes raises anything
-            fault = f"raises {type(error).__name__}: {_one_line(error)}"
-        fault = self._first(fault)
-        if fault is not None:
-            self.group = None
-        return fault
+        for run, whole in self.wholes:
+            if self.group is None:
+                self.group = self.stage.new_group()
+            try:
+                fault = self._compare(planned, run, whole, self.group)
+            except Exception as error:  # noqa: BLE001 - code that wants whole sizes raises anything
+                fault = f"raises {type(error).__name__}: {_one_line(error)}"
+            fault = self._first(fault)
+            if fault is not None:
+                self.group = None
+                return fault
+        return None
 
-    def _compare(self, plan: TensorPlan, group: TensorGroup) -> str | None:
-        with self._passed(), _parameters_kept(self.root):
+    def _compare(
+        self, plan: TensorPlan, run: _Run, whole: Outcome, group: TensorGroup
+    ) -> str | None:
+        with self._passed(run), _parameters_kept(self.root):
             applied = apply_plan(self.root, plan, group)
             try:
-                outcome = self.stage.rehearsal.run()
+                outcome = self.stage.rehearsal.run(has_backward=run.has_backward)
             finally:
                 applied.remove()
         divided = divisions_of(applied.plan, group.rank)
-        return difference(self.whole, outcome, divided)
+        return difference(whole, outcome, divided)
 
-    @contextmanager
-    def _passed(self) -> Iterator[None]:
-        with blocks_passed(self.stage.blocks, self.stage.passed):
-            yield
+    def _passed(self, run: _Run) -> AbstractContextManager[None]:
+        return blocks_passed(self.stage.blocks, run.passed)
 
     def _first(self, text: str | None) -> str | None:
         """Return what the first rank says that has something to say. Collective over all."""
@@ -198,16 +251,13 @@ def _parameters_kept(root: Module) -> Iterator[None]:
 
 
 @contextmanager
-def _in_single_precision(root: Module, stage: Stage) -> Iterator[None]:
-    """Within it, what runs is in fp32 and on the device; what is passed by stays where it is."""
-    passed = {each for name in stage.passed for each in stage.blocks[name].parameters()}
-    firsts = {each for name in stage.passed.values() for each in stage.blocks[name].parameters()}
-    present = [each for each in root.parameters() if each not in passed or each in firsts]
-    tensors: list[Tensor] = [*present, *root.buffers()]
+def _in_single_precision(root: Module, device: torch.device) -> Iterator[None]:
+    """Within it, a model is in fp32 and on a device."""
+    tensors: list[Tensor] = [*root.parameters(), *root.buffers()]
     before = {each: each.data for each in tensors}
     try:
         for each in tensors:
-            each.data = _single(each.data, stage.rehearsal.device)
+            each.data = _single(each.data, device)
         yield
     finally:
         for each, value in before.items():
@@ -217,6 +267,16 @@ def _in_single_precision(root: Module, stage: Stage) -> Iterator[None]:
 def _single(value: Tensor, device: torch.device) -> Tensor:
     is_rough = value.is_floating_point() and value.dtype.itemsize < 4
     return value.to(device, torch.float32 if is_rough else value.dtype)
+
+
+def _free_bytes(stage: Stage) -> int:
+    """Return what this rank may take of the memory of its device, or of its share of the host's."""
+    device = stage.rehearsal.device
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available / stage.judges.size())
+    free, _ = torch.accelerator.get_memory_info(device)
+    cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return free + cached
 
 
 def _kinds(plan: TensorPlan) -> list[str]:

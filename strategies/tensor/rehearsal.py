@@ -85,20 +85,25 @@ class Rehearsal:
                 _let_draw(self.module)
             return self._call()[0]
 
-    def run(self) -> Outcome:
-        """Run the step, and its backward pass where it trains."""
+    def run(self, *, has_backward: bool = True) -> Outcome:
+        """Run the step, and its backward pass where it trains.
+
+        Args:
+            has_backward: Whether it does; without, nothing is kept for one.
+        """
         outcome = Outcome()
+        trains = self.trains and has_backward
         parameters = dict(self.module.named_parameters())
         before = {name: each.grad for name, each in parameters.items()}
         for each in parameters.values():
             each.grad = None
         try:
             logged: list[Any] = []
-            with self._untraced(), self._probed(outcome), torch.set_grad_enabled(self.trains):
+            with self._untraced(), self._probed(outcome), torch.set_grad_enabled(trains):
                 with log_replaced(self.module, lambda name, value, *_, **__: logged.append(value)):
                     result, collected = self._call()
                 outcome.values = _tensors_of([result, logged])
-                if self.trains and self.module.automatic_optimization:
+                if trains and self.module.automatic_optimization:
                     loss = result.get("loss") if isinstance(result, Mapping) else result
                     if isinstance(loss, Tensor) and loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]

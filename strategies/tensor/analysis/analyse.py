@@ -48,6 +48,8 @@ class Analysis:
     """Names of the repeated blocks."""
     integers: dict[str, dict[str, int]] = field(default_factory=dict)
     """Attributes of modules that may be sizes, by name of the module."""
+    classes: dict[str, type[Module]] = field(default_factory=dict)
+    """Of modules, by name."""
 
 
 def analyse(
@@ -97,6 +99,7 @@ def analyse(
         trace,
         tuple(blocks),
         {name: _integers(each) for name, each in module.named_modules()},
+        {name: type(each) for name, each in module.named_modules()},
     )
 
 

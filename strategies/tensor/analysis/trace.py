@@ -4,10 +4,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from math import prod
 
 from torch import Tensor
 
-from boltmesh.strategies.tensor.analysis.atoms import Dim, Reason, keep_whole, new_dim
+from boltmesh.strategies.tensor.analysis.atoms import (
+    Dim,
+    Reason,
+    keep_whole,
+    length,
+    new_dim,
+)
 from boltmesh.strategies.tensor.analysis.records import (
     Draw,
     Lookup,
@@ -63,6 +70,16 @@ class Trace:
     _labels: dict[int, Label] = field(default_factory=dict)
     _kept: list[Tensor] = field(default_factory=list)
     """An ``id`` tells tensors apart only while all of them exist."""
+
+    @property
+    def made_elements(self) -> int:
+        """Of all that operators made, views apart: what a backward pass may keep at most."""
+        return sum(
+            prod(map(length, each.dims))
+            for step in self.steps
+            for each in step.outputs
+            if each.key not in self.bases
+        )
 
     @property
     def module(self) -> str:

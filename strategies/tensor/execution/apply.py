@@ -13,7 +13,7 @@ from boltmesh.errors import LayoutError
 from boltmesh.strategies.blocks import has_forward
 from boltmesh.strategies.tensor.backends import OUTSIDE, backends_of_axes, without_replicated
 from boltmesh.strategies.tensor.execution.attention import Heads
-from boltmesh.strategies.tensor.execution.attributes import divide_sizes, divide_width
+from boltmesh.strategies.tensor.execution.attributes import divide_sizes, divide_width, widths_of
 from boltmesh.strategies.tensor.execution.borders import (
     AlikeBorder,
     Border,
@@ -176,7 +176,9 @@ class _Application:
         for owner in owners_of(self.root, self.plan):
             block = block_around(owner.name, self.plan.axes[owner.axis].blocks)
             grouped[owner.axis, block].append(owner)
-        self._divide_sizes([owner for owners in grouped.values() for owner in owners])
+        every = [owner for owners in grouped.values() for owner in owners]
+        self._divide_sizes(every)
+        self.widths = widths_of(every)
         for (axis, _), owners in grouped.items():
             self._put_axis(owners, is_region=self._is_region(axis))
         self._put_views()
@@ -223,7 +225,8 @@ class _Application:
             self.changes.wrap(module, Inside(border))
         elif "column" in styles:
             matrix = owner.leading("column")
-            divide_width(module, matrix, self.group.size, self.changes)
+            names = self.widths.get(type(module), ())
+            divide_width(module, matrix, names, self.group.size, self.changes)
             column = (
                 RegionColumn(border, matrix.sections, _channels(module), self.group)
                 if is_region

@@ -43,8 +43,9 @@ def shard_parameters(
     Raises:
         LayoutError: When the model has another parameter under a name, or none.
     """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     for entry in entries:
-        parameter = dict(module.named_parameters(remove_duplicate=False)).get(entry.name)
+        parameter = parameters.get(entry.name)
         if parameter is None:
             raise LayoutError(
                 f"The tensor plan divides '{entry.name}', and the model has no such parameter. "
