@@ -12,11 +12,12 @@ from torch.nn import functional
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import TensorParallelStrategy
-from boltmesh.strategies.tensor import placement
-from boltmesh.strategies.tensor.plan import TensorPlan
+from boltmesh.strategies.tensor import placement, proof
+from boltmesh.strategies.tensor.plan import SizeAttribute, TensorPlan
 from boltmesh.strategies.tensor.planning import make_plan
 from boltmesh.strategies.tensor.sections import Section
 from tests.support.gpts import TinyGPT, text_data
+from tests.support.numbered import Losses
 from tests.support.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -173,6 +174,76 @@ def test_blocks_of_one_class_that_differ_in_a_setting_are_proven_apart() -> None
         assert loss == pytest.approx(reference, rel=1e-5)
         assert "blocks.0.up.weight" in sharded
         assert "blocks.2.up.weight" in sharded
+
+
+class Slots(LightningModule):
+    """Blocks that leave what they made in slots by their number, and take what they find there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Slotted(number) for number in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = functional.one_hot(batch[0], 24).float()
+        slots: dict[int, Tensor] = {}
+        for block in self.blocks:
+            x = block(x, slots)
+        return functional.mse_loss(x, functional.one_hot(batch[1], 24).float())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Slotted(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.up, self.down = nn.Linear(24, 12), nn.Linear(12, 24)
+
+    def forward(self, x: Tensor, slots: dict[int, Tensor]) -> Tensor:
+        hidden = self.up(x).tanh()
+        slots[self.number] = slots.get(self.number, 0) + hidden
+        return x + self.down(slots[self.number])
+
+
+def train_slots(
+    rank: int, world_size: int, divided: tuple[str, ...], fits: bool
+) -> tuple[list[float], list[str], tuple[str, ...]]:
+    seed_everything(1, verbose=False)
+
+    def faulty(*args: Any, **kwargs: Any) -> TensorPlan:
+        plan = make_plan(*args, **kwargs)
+        assert not [each for each in plan.attributes if each.name == "number"]
+        wrong = (SizeAttribute(each, "number", int(each[-1])) for each in divided)
+        return replace(plan, attributes=(*plan.attributes, *wrong))
+
+    vars(placement)["make_plan"] = faulty
+    if not fits:
+        vars(proof)["_free_bytes"] = lambda _: 0
+    module = Slots()
+    losses = Losses()
+    strategy: Any = TensorParallelStrategy(telemetry=False) if world_size > 1 else "auto"
+    Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[losses],
+    ).fit(module, text_data(12, 4))  # fmt: skip
+    if world_size == 1:
+        return losses.kept, [], ()
+    return losses.kept, list(strategy.plan.sharded), strategy.plan.notes
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("divided", [("blocks.2",), ("blocks.3",)])
+def test_a_number_that_is_divided_in_blocks_that_are_passed_by_does_not_train(
+    divided: tuple[str, ...], fits: bool
+) -> None:
+    """They share a slot with the first block, or another one, and no block is wrong by itself."""
+    reference = run_ranks(train_slots, 1, (), True)[0][0]
+    for losses, sharded, notes in run_ranks(train_slots, 2, divided, fits, timeout_s=90):
+        assert losses == pytest.approx(reference, rel=1e-5)
+        assert "blocks.3.up.weight" in sharded
+        assert notes == ()
 
 
 def test_a_step_that_cannot_be_run_before_the_first_is_refused_with_its_reason() -> None:
