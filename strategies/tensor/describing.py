@@ -158,9 +158,7 @@ def _attributes(analysis: Analysis, followed: set[Atom]) -> list[SizeAttribute]:
     ]
 
 
-def _tells_apart(
-    analysis: Analysis, sizes: Mapping[str, set[int]], module: str, name: str
-) -> bool:
+def _tells_apart(analysis: Analysis, sizes: Mapping[str, set[int]], module: str, name: str) -> bool:
     """Whether an integer differs between modules of one class, and not because their sizes do.
 
     Args:

@@ -8,7 +8,6 @@ from boltmesh.strategies.tensor.execution.changes import Changes
 from boltmesh.strategies.tensor.execution.owners import Owner
 from boltmesh.strategies.tensor.plan import ShardedParameter, SizeAttribute
 
-
 _PRODUCTS = {"column", "row", "expert"}
 """Styles of the matrices that a module multiplies with."""
 

@@ -177,11 +177,14 @@ def test_blocks_of_one_class_that_differ_in_a_setting_are_proven_apart() -> None
 
 
 class Slots(LightningModule):
-    """Blocks that leave what they made in slots by their number, and take what they find there."""
+    """Blocks that leave what they made in slots by their number, and take what they find there.
 
-    def __init__(self) -> None:
+    Or they take its gradient alone. The first block is of a kind of its own.
+    """
+
+    def __init__(self, *, takes_values: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Slotted(number) for number in range(4))
+        self.blocks = nn.ModuleList(Slotted(number, takes_values) for number in range(4))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = functional.one_hot(batch[0], 24).float()
@@ -195,32 +198,34 @@ class Slots(LightningModule):
 
 
 class Slotted(nn.Module):
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, takes_values: bool) -> None:
         super().__init__()
-        self.number = number
+        self.number, self.is_first, self.takes_values = number, number == 0, takes_values
         self.up, self.down = nn.Linear(24, 12), nn.Linear(12, 24)
 
     def forward(self, x: Tensor, slots: dict[int, Tensor]) -> Tensor:
         hidden = self.up(x).tanh()
-        slots[self.number] = slots.get(self.number, 0) + hidden
-        return x + self.down(slots[self.number])
+        if (found := slots.get(self.number)) is not None:
+            hidden = hidden + (found if self.takes_values else found - found.detach())
+        slots[self.number] = hidden
+        return x + self.down(hidden)
 
 
 def train_slots(
-    rank: int, world_size: int, divided: tuple[str, ...], fits: bool
+    rank: int, world_size: int, divided: str, takes_values: bool, fits: bool
 ) -> tuple[list[float], list[str], tuple[str, ...]]:
     seed_everything(1, verbose=False)
 
     def faulty(*args: Any, **kwargs: Any) -> TensorPlan:
         plan = make_plan(*args, **kwargs)
         assert not [each for each in plan.attributes if each.name == "number"]
-        wrong = (SizeAttribute(each, "number", int(each[-1])) for each in divided)
-        return replace(plan, attributes=(*plan.attributes, *wrong))
+        wrong = SizeAttribute(divided, "number", int(divided[-1]))
+        return replace(plan, attributes=(*plan.attributes, wrong))
 
     vars(placement)["make_plan"] = faulty
     if not fits:
         vars(proof)["_free_bytes"] = lambda _: 0
-    module = Slots()
+    module = Slots(takes_values=takes_values)
     losses = Losses()
     strategy: Any = TensorParallelStrategy(telemetry=False) if world_size > 1 else "auto"
     Trainer(
@@ -233,14 +238,23 @@ def train_slots(
     return losses.kept, list(strategy.plan.sharded), strategy.plan.notes
 
 
-@pytest.mark.parametrize("fits", [True, False])
-@pytest.mark.parametrize("divided", [("blocks.2",), ("blocks.3",)])
-def test_a_number_that_is_divided_in_blocks_that_are_passed_by_does_not_train(
-    divided: tuple[str, ...], fits: bool
+@pytest.mark.parametrize(
+    ("divided", "takes_values", "fits"),
+    [
+        ("blocks.2", True, True),
+        ("blocks.2", False, True),
+        ("blocks.2", True, False),  # seen in a forward pass through all blocks
+        ("blocks.3", False, False),  # seen in a backward pass through the last and the first
+    ],
+)
+def test_a_block_that_is_wrong_beside_others_alone_does_not_train(
+    divided: str, takes_values: bool, fits: bool
 ) -> None:
-    """They share a slot with the first block, or another one, and no block is wrong by itself."""
-    reference = run_ranks(train_slots, 1, (), True)[0][0]
-    for losses, sharded, notes in run_ranks(train_slots, 2, divided, fits, timeout_s=90):
+    """Its number is divided, so that it shares a slot with ``blocks.1``, the first of its kind."""
+    reference = run_ranks(train_slots, 1, divided, takes_values, True)[0][0]
+    for losses, sharded, notes in run_ranks(
+        train_slots, 2, divided, takes_values, fits, timeout_s=90
+    ):
         assert losses == pytest.approx(reference, rel=1e-5)
         assert "blocks.3.up.weight" in sharded
         assert notes == ()
