@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format screenshot bench clean
+.PHONY: help venv demo test check format screenshot bench house snapshot clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -51,6 +51,13 @@ screenshot: venv  ## draw docs/dashboard.svg from the dashboard's demo source
 
 bench: venv  ## run all benchmarks: steps beside others', memory, disk, telemetry, the viewer
 	for each in tests/benchmarks/*.py; do OMP_NUM_THREADS=1 $(BIN)/python $$each || exit 1; done
+
+house: venv  ## print the size and the structure of the packages beside their goals
+	$(BIN)/python -m tests.guards.house
+
+snapshot: venv  ## write tests/guards/*.txt anew after an intended change of interface or words
+	$(BIN)/python -m tests.guards.interface
+	$(BIN)/python -m tests.guards.errors
 
 clean:  ## remove what builds and tests leave; runs and checkpoints stay
 	rm -rf build dist *.egg-info .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
