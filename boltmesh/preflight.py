@@ -4,12 +4,12 @@ from omegaconf import DictConfig
 
 from boltmesh.configs.classes import check_class_path
 from boltmesh.errors import ConfigError
+from boltmesh.launch.placement import Placement, place_ranks
 from boltmesh.run_folder import (
     check_run_dir,
     checkpoint_to_evaluate,
     checkpoint_to_resume,
 )
-from boltmesh.starting.placement import Placement, place_ranks
 from boltmesh.strategy_arguments import check_strategy_name
 
 

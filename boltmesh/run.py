@@ -33,8 +33,10 @@ from torch.optim import Optimizer
 from boltmesh.configs.classes import build, find_class
 from boltmesh.configs.schema import TrainerSection
 from boltmesh.errors import BoltMeshError, ConfigError
-from boltmesh.graceful import GracefulStop
-from boltmesh.quiet import quiet_lightning
+from boltmesh.launch.graceful_stop import GracefulStop
+from boltmesh.launch.log_filters import quiet_lightning
+from boltmesh.launch.placement import Placement
+from boltmesh.launch.rank import Rank
 from boltmesh.run_callbacks import (
     ErrorReport,
     PredictionFiles,
@@ -52,8 +54,6 @@ from boltmesh.run_folder import (
     next_run_folder,
     store_config,
 )
-from boltmesh.starting.placement import Placement
-from boltmesh.starting.rank import Rank
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import check_strategy_arguments

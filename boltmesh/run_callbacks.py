@@ -14,13 +14,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
-from boltmesh.starting.rank import Rank
-from boltmesh.starting.stopping import StoppedBySignal
-from boltmesh.telemetry.recording.batches import count
-from boltmesh.telemetry.recording.recorder import NullRecorder
+from boltmesh.launch.rank import Rank
+from boltmesh.launch.stopping import StoppedBySignal
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.throughput import count
 
 if TYPE_CHECKING:
-    from boltmesh.graceful import GracefulStop
+    from boltmesh.launch.graceful_stop import GracefulStop
 
 LAST_LOSSES = 20
 """The loss at the end is a mean over so many batches: one batch alone says little."""

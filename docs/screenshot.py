@@ -17,7 +17,7 @@ from pathlib import Path
 
 from boltmesh.tui.app import DashboardApp
 from boltmesh.tui.demo import DemoSource
-from boltmesh.tui.pages.book import PAGES
+from boltmesh.tui.pages.registry import PAGES
 
 SIZE = (120, 40)
 MOMENT = 1_763_726_400.0

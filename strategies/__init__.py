@@ -4,14 +4,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from boltmesh.strategies.access import gathered_parameters
-    from boltmesh.strategies.building.deferred import deferred_init
     from boltmesh.strategies.ddp import DDPStrategy
+    from boltmesh.strategies.deferred_initialization.deferred import deferred_init
     from boltmesh.strategies.engine import MeshStrategy
+    from boltmesh.strategies.init_from_checkpoint import StartingWeights
     from boltmesh.strategies.mesh import MeshLayout
     from boltmesh.strategies.parallel_3d import Parallel3DStrategy
+    from boltmesh.strategies.parameter_access import gathered_parameters
     from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
-    from boltmesh.strategies.starting_weights import StartingWeights
     from boltmesh.strategies.tensor_parallel import TensorParallelStrategy
     from boltmesh.strategies.zero import ZeROStrategy
 
@@ -34,11 +34,11 @@ _HOMES = {
     "MeshStrategy": "boltmesh.strategies.engine",
     "Parallel3DStrategy": "boltmesh.strategies.parallel_3d",
     "PipelineParallelStrategy": "boltmesh.strategies.pipeline_parallel",
-    "StartingWeights": "boltmesh.strategies.starting_weights",
+    "StartingWeights": "boltmesh.strategies.init_from_checkpoint",
     "TensorParallelStrategy": "boltmesh.strategies.tensor_parallel",
     "ZeROStrategy": "boltmesh.strategies.zero",
-    "deferred_init": "boltmesh.strategies.building.deferred",
-    "gathered_parameters": "boltmesh.strategies.access",
+    "deferred_init": "boltmesh.strategies.deferred_initialization.deferred",
+    "gathered_parameters": "boltmesh.strategies.parameter_access",
 }
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.data.ddp import COMPRESSIONS, ReplicaOptions, Replicas
+from boltmesh.strategies.data_parallel.ddp import COMPRESSIONS, DdpAxis, DdpOptions
 from boltmesh.strategies.engine import MeshStrategy
 
 
@@ -62,7 +62,7 @@ class DDPStrategy(MeshStrategy):
         powersgd_start_step: int = 1000,
         **kwargs: Any,
     ) -> None:
-        options = ReplicaOptions(
+        options = DdpOptions(
             bucket_cap_mb=bucket_cap_mb,
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
@@ -73,7 +73,7 @@ class DDPStrategy(MeshStrategy):
         )
         _check(options)
         self.options = options
-        super().__init__(data_axis=Replicas(options), **kwargs)
+        super().__init__(data_axis=DdpAxis(options), **kwargs)
 
     @property  # type: ignore[explicit-override]
     @override
@@ -128,7 +128,7 @@ class DDPStrategy(MeshStrategy):
 LightningDDPStrategy.register(DDPStrategy)
 
 
-def _check(options: ReplicaOptions) -> None:
+def _check(options: DdpOptions) -> None:
     chosen = options.gradient_compression
     if chosen is not None and chosen not in COMPRESSIONS:
         near = difflib.get_close_matches(str(chosen), COMPRESSIONS, n=1, cutoff=0.3)

@@ -9,18 +9,17 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
-from boltmesh.strategies.data.axis import DataAxis
-from boltmesh.strategies.data.ddp import ReplicaOptions, Replicas
-from boltmesh.strategies.data.late_replicas import LateReplicas
-from boltmesh.strategies.data.late_shards import LateShards
-from boltmesh.strategies.data.shard_options import ShardOptions
-from boltmesh.strategies.data.zero import Shards
+from boltmesh.strategies.data_parallel.axis import DataAxis
+from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
+from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.data_parallel.pipeline_ddp import PipelineDdpAxis
+from boltmesh.strategies.data_parallel.pipeline_zero import PipelineZeroAxis
+from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.engine.tensor_mesh import TensorMeshStrategy
-from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.mesh_fit import fit_layout
-from boltmesh.strategies.pipeline.kinds import schedule_kind
+from boltmesh.strategies.mesh import MeshLayout, fit_layout
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
+from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
 from boltmesh.strategies.tensor.options import TensorOptions, UserPlan
 
 Tier = Literal["cpu", "nvme"]
@@ -146,7 +145,7 @@ class Parallel3DStrategy(TensorMeshStrategy):
                 f"keeps one. Use schedule='1f1b', or leave offload_optimizer out."
             )
         if data == 1:
-            _refuse_idle({"shard_size": shard_size}, ShardOptions(), "data", data)
+            _refuse_idle({"shard_size": shard_size}, ZeroOptions(), "data", data)
         self._asked_data = data
         self.options = TensorOptions(tensor, plan, sequence_parallel, loss_parallel)
         super().__init__(
@@ -184,7 +183,7 @@ class PipelinedParallel3DStrategy(PipelineMeshStrategy, Parallel3DStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if self._is_fitting and isinstance(self.data_axis, LateShards):
+        if self._is_fitting and isinstance(self.data_axis, PipelineZeroAxis):
             extra = self.data_axis.describe_traffic().extra()
             if extra is not None:
                 count = self.pipeline_axis.options.num_microbatches(self.layout.pipeline)
@@ -214,14 +213,14 @@ def _data_axis(stage: int, shards: Mapping[str, Any], pipeline: int, tensor: int
             f"tensor=1."
         )
     if stage:
-        options = ShardOptions(stage=stage, key="zero_stage", **shards)
-        return LateShards(options) if pipeline > 1 else Shards(options)
-    for name, value in _changed(shards, ShardOptions()).items():
+        options = ZeroOptions(stage=stage, key="zero_stage", **shards)
+        return PipelineZeroAxis(options) if pipeline > 1 else ZeroAxis(options)
+    for name, value in _changed(shards, ZeroOptions()).items():
         raise ConfigError(
             f"{name}={value!r} is about shards, and with zero_stage=0 every rank of the data axis "
             f"has all of its part. Leave {name} out, or set zero_stage=1, 2 or 3."
         )
-    return LateReplicas() if pipeline > 1 else Replicas(ReplicaOptions())
+    return PipelineDdpAxis() if pipeline > 1 else DdpAxis(DdpOptions())
 
 
 def _check_sizes(data: int | None, pipeline: int, tensor: int) -> None:

@@ -5,11 +5,10 @@ from typing import Any
 from typing_extensions import override
 
 from boltmesh.errors import LayoutError
-from boltmesh.strategies.data.late_replicas import LateReplicas
+from boltmesh.strategies.data_parallel.pipeline_ddp import PipelineDdpAxis
 from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.pipeline.options import PipelineOptions, Split
-from boltmesh.strategies.pipeline.refusals import refuse_layout
+from boltmesh.strategies.pipeline.options import PipelineOptions, Split, refuse_layout
 
 
 class PipelineParallelStrategy(PipelineMeshStrategy):
@@ -92,7 +91,7 @@ class PipelineParallelStrategy(PipelineMeshStrategy):
             split=split,
             max_memory_bytes=max_memory_bytes,
         )
-        super().__init__(pipeline_options=self.options, data_axis=LateReplicas(), **kwargs)
+        super().__init__(pipeline_options=self.options, data_axis=PipelineDdpAxis(), **kwargs)
 
     @override
     def layout_of(self, world_size: int) -> MeshLayout:

@@ -1,18 +1,142 @@
-"""``ReplicatedStrategy``: one process, a copy of the model on each of several devices."""
+"""``ReplicatedStrategy``: one process, a copy of the model on each of several devices.
 
-from collections.abc import Sequence
+One training step over several devices of one process, as ``torch.nn.DataParallel`` does it.
+
+The batch is cut along its rows, a share for each device; the model is copied to all of them, runs
+there in a thread each, and gradients come back through the copy. What ``DataParallel`` leaves to
+its users is done here: the loss of the batch is the mean of those of the shares, weighted by their
+rows, and what a step logs is put together likewise.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import parallel_apply, replicate, scatter
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
-from boltmesh.strategies.data.lone import LoneRank
-from boltmesh.strategies.data.scattering import scattered_step
+from boltmesh.strategies.data_parallel.axis import SingleRankAxis
+from boltmesh.strategies.dry_run.metrics import find_metrics
 from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.lightning_compat.trainer import tell_device
 from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.steps.metrics import find_metrics
+from boltmesh.strategies.torch_compat.tensors import tree_leaves
+
+Call = tuple[str, Any, dict[str, Any]]
+"""Name, value and options of one ``self.log``."""
+
+
+class _StepModule(Module):
+    """Makes a training step what a module is called for, which is all that torch copies."""
+
+    def __init__(self, module: LightningModule, around: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.around = around
+        self.logged: list[Call] = []
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Threads do not know what the one that started them computes in.
+        with self.around():
+            return self.module.training_step(*args, **kwargs)
+
+    def keep_logs(self) -> None:
+        """Let ``self.log`` of this copy write here: the loops know no threads."""
+        calls: list[Call] = []
+        self.logged = calls
+
+        def keep(name: str, value: Any, *positional: Any, **options: Any) -> None:
+            if positional:
+                raise ConfigError(
+                    f"self.log({name!r}, ...) gives options by position, and replicas take them by "
+                    f"name. Write self.log({name!r}, value, prog_bar=True)."
+                )
+            calls.append((name, value, options))
+
+        vars(self.module)["log"] = keep
+
+
+def scattered_step(
+    module: LightningModule,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    devices: Sequence[torch.device],
+    around: Any,
+) -> Any:
+    """Run a training step on copies of a module, and return what it returns for the whole batch.
+
+    Args:
+        module: On the first device.
+        args: What the step is called with: a batch, and what comes behind it.
+        kwargs: The same.
+        devices: One for each copy; a batch of fewer rows uses fewer.
+        around: Enters the precision that steps run in.
+
+    Raises:
+        ConfigError: When the batch has no rows to share out.
+    """
+    shares = [tuple(each) for each in scatter(args, devices)]
+    named = scatter(dict(kwargs), devices) if kwargs else [{} for _ in shares]
+    rows = [_rows(each[0]) for each in shares]
+    step = _StepModule(module, around)
+    step.train(module.training)
+    copies = replicate(step, devices[: len(shares)])
+    for copy, device in zip(copies, devices, strict=False):
+        tell_device(copy, device)
+        copy.keep_logs()
+    results = parallel_apply(copies, shares, list(named)[: len(shares)], devices[: len(shares)])
+    _log(module, [each.logged for each in copies], rows)
+    losses = [each.get("loss") if isinstance(each, Mapping) else each for each in results]
+    known = [(loss, count) for loss, count in zip(losses, rows, strict=True) if loss is not None]
+    loss = _mean(known, devices[0]) if known else None
+    if not isinstance(results[0], Mapping):
+        return loss
+    keys = [key for key in results[0] if key != "loss"]
+    return {**{key: [each[key] for each in results] for key in keys}, "loss": loss}
+
+
+def _rows(share: Any) -> int:
+    for each in tree_leaves(share):
+        if isinstance(each, Tensor) and each.dim():
+            return len(each)
+    raise ConfigError(
+        "A batch without a tensor that has rows cannot be shared out over devices. Use bolt_ddp, "
+        "which gives every process batches of its own."
+    )
+
+
+def _mean(values: Sequence[tuple[Any, int]], device: torch.device) -> Tensor:
+    total = sum(count for _, count in values)
+    parts = [torch.as_tensor(value, device=device) * (count / total) for value, count in values]
+    return torch.stack(parts).sum(0)
+
+
+def _log(module: LightningModule, logged: Sequence[Sequence[Call]], rows: Sequence[int]) -> None:
+    """Make the calls of all copies once on the module, in the order of the first one."""
+    device = module.device
+    for at, (name, value, options) in enumerate(logged[0]):
+        same = [calls[at] for calls in logged if len(calls) > at and calls[at][0] == name]
+        if len(same) < len(logged):
+            raise ConfigError(
+                f"training_step logs {name!r} for the share of one device and not for that of "
+                f"another. Log the same on all of them, or use bolt_ddp."
+            )
+        if isinstance(value, Mapping):
+            mean: Any = {
+                key: _mean([(each[1][key], n) for each, n in zip(same, rows, strict=True)], device)
+                for key in value
+            }
+        else:
+            mean = _mean([(each[1], n) for each, n in zip(same, rows, strict=True)], device)
+        sizes = [each[2]["batch_size"] for each in same if each[2].get("batch_size") is not None]
+        counted = {"batch_size": sum(sizes)} if sizes else {}
+        module.log(name, mean, **{**options, **counted})
 
 
 class ReplicatedStrategy(MeshStrategy):
@@ -41,7 +165,7 @@ class ReplicatedStrategy(MeshStrategy):
     """Loaders keep the sampler that their author gave them: there is nobody to share data with."""
 
     def __init__(self, *, devices: Sequence[int] | None = None, **kwargs: Any) -> None:
-        super().__init__(data_axis=LoneRank(), **kwargs)
+        super().__init__(data_axis=SingleRankAxis(), **kwargs)
         self._asked = None if devices is None else tuple(devices)
         self.devices: tuple[torch.device, ...] = ()
         """Set by ``setup``."""

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from boltmesh.errors import LayoutError
-from boltmesh.strategies.data.ddp import ReplicaOptions, Replicas
+from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
 from boltmesh.strategies.engine.tensor_mesh import TensorMeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.tensor.options import TensorOptions, UserPlan
@@ -64,9 +64,9 @@ class TensorParallelStrategy(TensorMeshStrategy):
         **kwargs: Any,
     ) -> None:
         self.options = TensorOptions(size, plan, sequence_parallel, loss_parallel)
-        self._replica_options = ReplicaOptions(find_unused_parameters=find_unused_parameters)
+        self._replica_options = DdpOptions(find_unused_parameters=find_unused_parameters)
         super().__init__(
-            tensor_options=self.options, data_axis=Replicas(self._replica_options), **kwargs
+            tensor_options=self.options, data_axis=DdpAxis(self._replica_options), **kwargs
         )
 
     @override

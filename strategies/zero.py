@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from boltmesh.strategies.data.shard_options import ShardOptions
-from boltmesh.strategies.data.zero import Shards
+from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.engine import MeshStrategy
 
 Tier = Literal["cpu", "nvme"]
@@ -64,7 +64,7 @@ class ZeROStrategy(MeshStrategy):
         shard_size: int | Literal["node"] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.options = ShardOptions(
+        self.options = ZeroOptions(
             stage=stage,
             offload_optimizer=offload_optimizer,
             offload_parameters=offload_parameters,
@@ -74,5 +74,5 @@ class ZeROStrategy(MeshStrategy):
             blocks=None if blocks is None else tuple(blocks),
             shard_size=shard_size,
         )
-        super().__init__(data_axis=Shards(self.options), **kwargs)
+        super().__init__(data_axis=ZeroAxis(self.options), **kwargs)
         self.defers_building = stage == 3

@@ -23,9 +23,9 @@ FOLDERS = {
 LIGHT = (
     "boltmesh.cli",
     "boltmesh.configs.load",
-    "boltmesh.planning.schedule",
+    "boltmesh.plan.schedule",
     "boltmesh.strategies.registry",
-    "boltmesh.telemetry.reading.reader",
+    "boltmesh.telemetry.reader.reader",
     "boltmesh.tui.app",
     "boltmesh.tui.commands.top",
 )

@@ -15,7 +15,7 @@ from boltmesh.errors import BoltMeshError
 from boltmesh.tui import settings
 from boltmesh.tui.alerts.hook import AlertHook
 from boltmesh.tui.alerts.watch import AlertWatch
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE, Glyphs
+from boltmesh.tui.render.style import ASCII, UNICODE, Glyphs
 from boltmesh.tui.screens.base import PanelScreen
 from boltmesh.tui.screens.help import HelpScreen
 from boltmesh.tui.screens.job import JobScreen
@@ -26,7 +26,7 @@ from boltmesh.tui.sources.live import Source
 from boltmesh.tui.theme import PALETTES, Palette, choose_palette
 
 if TYPE_CHECKING:
-    from boltmesh.telemetry.reading.reader import JobSummary
+    from boltmesh.telemetry.reader.reader import JobSummary
 
 
 class DashboardApp(App[None]):

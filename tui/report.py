@@ -12,32 +12,29 @@ import msgspec
 
 from boltmesh.telemetry.snapshot import SCHEMA_VERSION, JobSnapshot
 from boltmesh.tui import units
-from boltmesh.tui.clean import clean_json
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.drawing.communication import draw_communication
-from boltmesh.tui.drawing.diagnosis import draw_diagnosis
-from boltmesh.tui.drawing.events import draw_events
-from boltmesh.tui.drawing.header import draw_header
-from boltmesh.tui.drawing.jobs import draw_jobs
-from boltmesh.tui.drawing.line import Line, to_ascii
-from boltmesh.tui.drawing.look import Look, labelled, wrap_facts
-from boltmesh.tui.drawing.metrics import newest_metrics
-from boltmesh.tui.drawing.phases import phase_label, phase_share, phases_title
-from boltmesh.tui.drawing.ranks import ranks_table
-from boltmesh.tui.drawing.table import Column, draw_table
-from boltmesh.tui.drawing.throughput import flops_words
-from boltmesh.tui.figures.diagnosis import diagnose
-from boltmesh.tui.figures.findings.finding import Finding
-from boltmesh.tui.figures.flops import job_flops
-from boltmesh.tui.figures.ranks import rank_rows
-from boltmesh.tui.figures.step_split import step_split
-from boltmesh.tui.figures.throughput import throughput
-from boltmesh.tui.figures.traffic import traffic_rows
+from boltmesh.tui.metrics.findings.finding import Finding
+from boltmesh.tui.metrics.ranks import rank_rows
+from boltmesh.tui.metrics.step_time import step_split
+from boltmesh.tui.panels.communication import draw_communication
+from boltmesh.tui.panels.diagnosis import diagnose, draw_diagnosis
+from boltmesh.tui.panels.events import draw_events
+from boltmesh.tui.panels.jobs import draw_jobs
+from boltmesh.tui.panels.metrics import newest_metrics
+from boltmesh.tui.panels.phases import phase_label, phase_share, phases_title
+from boltmesh.tui.panels.throughput import flops_words, job_flops, throughput
+from boltmesh.tui.panels.traffic import traffic_rows
+from boltmesh.tui.render.header import draw_header
+from boltmesh.tui.render.line import Line, to_ascii
+from boltmesh.tui.render.ranks import ranks_table
+from boltmesh.tui.render.style import Style, labelled, wrap_facts
+from boltmesh.tui.render.table import Column, draw_table
+from boltmesh.tui.sanitize import clean_json
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import State, fold
 
 if TYPE_CHECKING:
-    from boltmesh.telemetry.reading.reader import JobSummary
+    from boltmesh.telemetry.reader.reader import JobSummary
 
 MAX_EVENTS = 5
 MAX_DIAGNOSIS_LINES = 9
@@ -82,7 +79,7 @@ def _encode_other(value: object) -> str:
     raise NotImplementedError(f"cannot write {type(value).__name__} as JSON")
 
 
-def job_text(state: State, width: int, look: Look) -> str:
+def job_text(state: State, width: int, look: Style) -> str:
     """Return the summary of one job."""
     blocks = [
         [
@@ -98,12 +95,12 @@ def job_text(state: State, width: int, look: Look) -> str:
     return _join(blocks, look)
 
 
-def jobs_text(jobs: Sequence["JobSummary"], width: int, look: Look, *, now: float) -> str:
+def jobs_text(jobs: Sequence["JobSummary"], width: int, look: Style, *, now: float) -> str:
     """Return the table of jobs."""
     return _join([draw_jobs(jobs, width, len(jobs) + 1, look, now=now)], look)
 
 
-def _join(blocks: Sequence[Sequence[Line]], look: Look) -> str:
+def _join(blocks: Sequence[Sequence[Line]], look: Style) -> str:
     text = "\n\n".join(
         "\n".join(line.plain.rstrip() for line in block) for block in blocks if block
     )
@@ -121,7 +118,7 @@ def _rates_and_metrics(state: State, width: int) -> list[Line]:
     return wrap_facts(parts, width)
 
 
-def _phases(state: State, width: int, look: Look) -> list[Line]:
+def _phases(state: State, width: int, look: Style) -> list[Line]:
     split = step_split(state)
     if split is None:
         return [Line("no step yet")]
@@ -141,6 +138,6 @@ def _phases(state: State, width: int, look: Look) -> list[Line]:
     return draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
 
 
-def _communication(state: State, width: int, look: Look) -> list[Line]:
+def _communication(state: State, width: int, look: Style) -> list[Line]:
     num_rows = len(traffic_rows(state.job))
     return draw_communication(state, width, num_rows + 2, look)

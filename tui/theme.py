@@ -14,7 +14,7 @@ import msgspec
 from rich.style import Style
 from textual.theme import BUILTIN_THEMES, Theme
 
-from boltmesh.tui.drawing.line import Role
+from boltmesh.tui.render.line import Role
 
 
 class Palette(msgspec.Struct, frozen=True):

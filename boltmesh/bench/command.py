@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from boltmesh.bench.rows import Row, compare_losses
+from boltmesh.bench.rows import BenchRow, compare_losses
 from boltmesh.bench.running import run_variant
 from boltmesh.bench.table import as_csv, as_markdown, as_text
 from boltmesh.bench.variant import Variant, parse_variants
@@ -18,7 +18,7 @@ from boltmesh.preflight import check_config
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from boltmesh.starting.placement import Placement
+    from boltmesh.launch.placement import Placement
 
 _FULL_PRECISION = ("32", "64")
 
@@ -54,7 +54,7 @@ def bench(
         )
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: {output.parent} is no folder. Make it, or choose another.")
-    rows = {each.label: Row(each.label) for each in variants}
+    rows = {each.label: BenchRow(each.label) for each in variants}
     was_stopped = False
     try:
         for number in range(rounds):
@@ -81,7 +81,7 @@ def bench(
 
 def _run(
     variant: Variant,
-    row: Row,
+    row: BenchRow,
     config: str,
     overrides: Sequence[str],
     loaded: "DictConfig",
@@ -103,7 +103,7 @@ def _run(
 
 
 def _about(
-    rows: Sequence[Row],
+    rows: Sequence[BenchRow],
     config: "DictConfig",
     placement: "Placement",
     line: Sequence[str],
@@ -128,7 +128,7 @@ def _about(
 
 
 def _write(
-    rows: Sequence[Row], output: Path, about: Sequence[str], *, last_step: int
+    rows: Sequence[BenchRow], output: Path, about: Sequence[str], *, last_step: int
 ) -> list[Path]:
     stem = output.with_suffix("") if output.suffix in {".md", ".csv"} else output
     contents = {".md": as_markdown(rows, last_step=last_step, about=about), ".csv": as_csv(rows)}

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from boltmesh.bench.figures import Run
+from boltmesh.bench.figures import BenchRun
 from boltmesh.bench.running import Ended
 
 LOSS_TOLERANCE = 1e-3
@@ -18,11 +18,11 @@ PERCENT = 100
 
 
 @dataclass
-class Row:
+class BenchRow:
     """One strategy."""
 
     label: str
-    runs: list[Run] = field(default_factory=list)
+    runs: list[BenchRun] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What the reader has to know: why there are no figures, or what is odd about them."""
     is_refused: bool = False
@@ -68,7 +68,7 @@ class Row:
         return statistics.median(shares) if shares else None
 
 
-def compare_losses(rows: Sequence[Row], *, is_coarse: bool) -> None:
+def compare_losses(rows: Sequence[BenchRow], *, is_coarse: bool) -> None:
     """Note where layouts that saw the same data have another loss after the same steps.
 
     Layouts are equal for this when they share the data out alike: over as many data ranks.

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from boltmesh.bench.figures import Run, measure
+from boltmesh.bench.figures import BenchRun, JobWatch, measure
 from boltmesh.bench.variant import Variant
-from boltmesh.bench.watching import Watch
-from boltmesh.telemetry.job import ID_VARIABLE, NAME_VARIABLE, new_job_id
-from boltmesh.telemetry.switch import SWITCH_VARIABLE
+from boltmesh.telemetry.job import ID_VARIABLE, NAME_VARIABLE, SWITCH_VARIABLE, new_job_id
 
 LOOK_S = 0.5
 _PREFIX = "boltmesh: "
@@ -39,7 +37,7 @@ SHORT_RUN = (
 class Ended:
     """How a job ended: with figures, or with a reason."""
 
-    run: Run | None
+    run: BenchRun | None
     reason: str | None = None
     is_refused: bool = False
     """Whether nothing was wrong but what was asked for."""
@@ -57,7 +55,7 @@ def run_variant(
         steps: Optimizer steps that count.
         warmup: Optimizer steps before them.
     """
-    watch = Watch(job_id := new_job_id())
+    watch = JobWatch(job_id := new_job_id())
     with tempfile.TemporaryDirectory(prefix="boltmesh-bench-") as folder:
         line = [*overrides, *SHORT_RUN, f"trainer.max_steps={warmup + steps}", f"run.dir={folder}"]
         environment = {
@@ -85,7 +83,7 @@ def run_variant(
 
 
 def _watched(
-    arguments: Sequence[str], environment: dict[str, str], stderr: int, watch: Watch
+    arguments: Sequence[str], environment: dict[str, str], stderr: int, watch: JobWatch
 ) -> int:
     process = subprocess.Popen(  # noqa: S603 - this very program
         [sys.executable, "-m", "boltmesh", *arguments],

@@ -5,7 +5,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from boltmesh.bench.rows import PERCENT, Row
+from boltmesh.bench.rows import PERCENT, BenchRow
 
 MILLI, MEGA = 1e3, 1e6
 FEW = 10
@@ -20,7 +20,7 @@ class Column:
     """One column of what people read."""
 
     title: str
-    cell: Callable[[Row], str | None]
+    cell: Callable[[BenchRow], str | None]
     """None where there is nothing to say; a column of which that is true in all rows is left
     out."""
 
@@ -57,7 +57,7 @@ def columns(last_step: int) -> list[Column]:
     ]
 
 
-def as_text(rows: Sequence[Row], *, last_step: int) -> str:
+def as_text(rows: Sequence[BenchRow], *, last_step: int) -> str:
     """For a terminal: aligned, and the notes below, for they are long."""
     titles, lines = _cells(rows, last_step)
     shown = [at for at, title in enumerate(titles) if title != "note"]
@@ -76,7 +76,7 @@ def as_text(rows: Sequence[Row], *, last_step: int) -> str:
     return "\n".join([*text, *notes])
 
 
-def as_markdown(rows: Sequence[Row], *, last_step: int, about: Sequence[str]) -> str:
+def as_markdown(rows: Sequence[BenchRow], *, last_step: int, about: Sequence[str]) -> str:
     """For a document; ``about`` are the lines that say how it was measured."""
     titles, lines = _cells(rows, last_step)
     rule = ["---", *("---:" if each != "note" else "---" for each in titles[1:])]
@@ -84,7 +84,7 @@ def as_markdown(rows: Sequence[Row], *, last_step: int, about: Sequence[str]) ->
     return "\n".join([*table, "", *(f"- {each}" for each in about), ""])
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def as_csv(rows: Sequence[BenchRow]) -> str:
     """For programs: one line for each strategy, in seconds and bytes, empty where not known."""
     file = io.StringIO()
     names = [
@@ -101,7 +101,7 @@ def as_csv(rows: Sequence[Row]) -> str:
     return file.getvalue()
 
 
-def _values(row: Row) -> dict[str, object]:
+def _values(row: BenchRow) -> dict[str, object]:
     values: dict[str, object] = {
         "strategy": row.label,
         "jobs": len(row.runs),
@@ -132,64 +132,64 @@ def _values(row: Row) -> dict[str, object]:
     return values | {f"{axis}_bytes_per_step": _axis(row, axis) for axis in AXES}
 
 
-def _cells(rows: Sequence[Row], last_step: int) -> tuple[list[str], list[list[str]]]:
+def _cells(rows: Sequence[BenchRow], last_step: int) -> tuple[list[str], list[list[str]]]:
     made = [(each.title, [each.cell(row) for row in rows]) for each in columns(last_step)]
     kept = [(title, cells) for title, cells in made if any(cells)]
     lines = [[cells[at] or "-" for _, cells in kept] for at in range(len(rows))]
     return [title for title, _ in kept], lines
 
 
-def _mesh(row: Row) -> str | None:
+def _mesh(row: BenchRow) -> str | None:
     if not row.runs:
         return None
     named = [f"{axis} {size}" for axis, size in row.runs[-1].mesh.items() if size > 1]
     return " x ".join(named) or "one process"
 
 
-def _time(row: Row, which: int) -> str | None:
+def _time(row: BenchRow, which: int) -> str | None:
     quartiles = row.quartiles()
     return None if quartiles is None else f"{MILLI * quartiles[which]:.1f}"
 
 
-def _quartiles(row: Row) -> str | None:
+def _quartiles(row: BenchRow) -> str | None:
     quartiles = row.quartiles()
     return None if quartiles is None else f"{_time(row, 0)} to {_time(row, 2)}"
 
 
-def _items(row: Row, what: str) -> float | None:
+def _items(row: BenchRow, what: str) -> float | None:
     found: float | None = getattr(row.runs[-1], what) if row.runs else None
     return found
 
 
-def _largest(row: Row, what: str) -> int | None:
+def _largest(row: BenchRow, what: str) -> int | None:
     known = [value for run in row.runs if (value := getattr(run, what)) is not None]
     return max(known, default=None)
 
 
-def _memory(kind: str, place: str) -> Callable[[Row], str | None]:
+def _memory(kind: str, place: str) -> Callable[[BenchRow], str | None]:
     # Zero of a place that is not used is not worth a column.
     return lambda row: _megabytes(row.memory(kind, place) or None)
 
 
-def _axis(row: Row, axis: str) -> float | None:
+def _axis(row: BenchRow, axis: str) -> float | None:
     known = [run.axis_bytes[axis] for run in row.runs if axis in run.axis_bytes]
     return max(known, default=None)
 
 
-def _traffic(axis: str) -> Callable[[Row], str | None]:
-    def cell(row: Row) -> str | None:
+def _traffic(axis: str) -> Callable[[BenchRow], str | None]:
+    def cell(row: BenchRow) -> str | None:
         moved = _axis(row, axis)
         return None if not moved else _mega(moved)
 
     return cell
 
 
-def _bubble(row: Row) -> str | None:
+def _bubble(row: BenchRow) -> str | None:
     share = row.bubble()
     return None if share is None else f"{PERCENT * share:.1f}"
 
 
-def _loss(row: Row) -> str | None:
+def _loss(row: BenchRow) -> str | None:
     losses = [run.loss for run in row.runs if run.loss is not None]
     return f"{losses[-1]:.5f}" if losses else None
 

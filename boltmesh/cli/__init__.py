@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import click
 
 from boltmesh import __version__
-from boltmesh.cli.benching import bench
-from boltmesh.cli.converting import export, import_command
-from boltmesh.cli.planning import plan, schedule
-from boltmesh.cli.training import check, command_of
-from boltmesh.cli.watching import export_metrics, jobs, record, stream, top
+from boltmesh.cli.bench import bench
+from boltmesh.cli.convert import export, import_command
+from boltmesh.cli.plan import plan, schedule
+from boltmesh.cli.run import check, command_of
+from boltmesh.cli.top import export_metrics, jobs, record, stream, top
 from boltmesh.errors import BoltMeshError
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.strategies.checkpoint.directory import MODEL, is_directory, load_directory
 from boltmesh.strategies.checkpoint.file import load_file
-from boltmesh.strategies.checkpoint.placeholder import Placeholder
+from boltmesh.strategies.checkpoint.shard_reader import Placeholder
 
 
 def open_checkpoint(path: str | Path) -> dict[str, Any]:

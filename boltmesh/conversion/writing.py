@@ -5,10 +5,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from boltmesh.errors import CheckpointError, ConfigError
+from boltmesh.strategies.checkpoint.atomic_replace import (
+    flush_folder,
+    partial_path,
+    remove,
+    replace,
+)
 from boltmesh.strategies.checkpoint.file import cannot_write
-from boltmesh.strategies.checkpoint.folders.addresses import is_file
-from boltmesh.strategies.checkpoint.folders.opening import folder_at
-from boltmesh.strategies.checkpoint.replacing import flush_folder, partial_path, remove, replace
+from boltmesh.strategies.checkpoint.storage.addresses import is_file
+from boltmesh.strategies.checkpoint.storage.folder import folder_at
 
 
 def check_target(target: str | Path, *, force: bool) -> None:

@@ -14,13 +14,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.telemetry.recording.batches import count
-from boltmesh.telemetry.recording.flops import flops_per_batch, peak_flops
-from boltmesh.telemetry.recording.lightning_compat import computed_metrics
-from boltmesh.telemetry.switch import is_switched_off
+from boltmesh.telemetry.job import is_switched_off
+from boltmesh.telemetry.writer.lightning_compat import computed_metrics
+from boltmesh.telemetry.writer.throughput import count, flops_per_batch, peak_flops
 
 if TYPE_CHECKING:
-    from boltmesh.telemetry.recording.recorder import Recorder
+    from boltmesh.telemetry.writer.recorder import Recorder
 
 ENGINE = "boltmesh.strategies.engine"
 

@@ -15,10 +15,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint.beside import serialised, take_snapshot
-from boltmesh.strategies.checkpoint.file import cannot_write
-from boltmesh.strategies.checkpoint.folders.folder import Draft, Start
-from boltmesh.strategies.checkpoint.folders.opening import folder_at
+from boltmesh.strategies.checkpoint.async_save import serialised, take_snapshot
+from boltmesh.strategies.checkpoint.collective_errors import (
+    all_or_none,
+    run_on_rank0,
+    run_on_rank0_and_broadcast,
+)
+from boltmesh.strategies.checkpoint.file import SummedFile, cannot_write, save_into
 from boltmesh.strategies.checkpoint.manifest import (
     METADATA,
     REST,
@@ -29,12 +32,10 @@ from boltmesh.strategies.checkpoint.manifest import (
     write_manifest,
 )
 from boltmesh.strategies.checkpoint.optimizer_state import is_named
-from boltmesh.strategies.checkpoint.placeholder import stored
 from boltmesh.strategies.checkpoint.safe_load import safe_load
-from boltmesh.strategies.checkpoint.saving import SummedFile, save_into
-from boltmesh.strategies.checkpoint.shard_reader import ShardReader
+from boltmesh.strategies.checkpoint.shard_reader import ShardReader, stored
 from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWriter
-from boltmesh.strategies.checkpoint.together import on_first, together, told_by_first
+from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, folder_at
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 """The keys of a Lightning checkpoint under which tensors may be shards."""
@@ -103,10 +104,10 @@ def _write(
     draft: Draft | None = None
     try:
         draft = folder_at(target).draft()
-        start = told_by_first(draft.begin, group)
-        together(bind(_join_draft, draft, start), group)
+        start = run_on_rank0_and_broadcast(draft.begin, group)
+        all_or_none(bind(_join_draft, draft, start), group)
         written = _write_shards(tensors, draft, is_divided=is_divided, group=group)
-        on_first(bind(_finish, rest, draft, written), group)
+        run_on_rank0(bind(_finish, rest, draft, written), group)
     except BaseException as error:
         if draft is not None and dist.get_rank() == 0:
             draft.abandon()
@@ -115,7 +116,7 @@ def _write(
         raise
 
 
-def _join_draft(draft: Draft, start: Start) -> None:
+def _join_draft(draft: Draft, start: DraftStart) -> None:
     if not draft.joins(start):
         raise CheckpointError(
             "rank 0 has made a folder there that this rank does not see; write to one that all "

@@ -4,33 +4,84 @@ Lightning writes through fsspec, whose local transaction moves a file from the s
 directory: across file systems that is a copy, and a kill in its middle leaves half a checkpoint
 under the final name. Here a local file is written beside its final name, flushed to the disk and
 renamed. Remote file systems keep Lightning's way.
+
+``torch.save`` into an open file, with the error that the file gave, and with a checksum.
 """
 
 import contextlib
 import os
 import zipfile
+import zlib
 from collections.abc import Callable
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint.folders.addresses import (
+from boltmesh.strategies.checkpoint.atomic_replace import partial_path, remove, replace
+from boltmesh.strategies.checkpoint.manifest import Written
+from boltmesh.strategies.checkpoint.safe_load import check_weights_only, safe_load
+from boltmesh.strategies.checkpoint.storage.addresses import (
     as_os_errors,
     is_local,
     local_path,
     open_address,
     path_or_address,
 )
-from boltmesh.strategies.checkpoint.folders.opening import folder_at
-from boltmesh.strategies.checkpoint.replacing import partial_path, remove, replace
-from boltmesh.strategies.checkpoint.safe_load import check_weights_only, safe_load
-from boltmesh.strategies.checkpoint.saving import save_into
+from boltmesh.strategies.checkpoint.storage.folder import folder_at
+
+
+def save_into(value: Any, file: IO[bytes]) -> None:
+    """Write ``value``; what the file raises, a full disk say, is raised as it is.
+
+    torch ends its archive after a write has failed too, and says only that this failed.
+
+    Raises:
+        OSError: When the file could not be written.
+    """
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        if not isinstance(error.__context__, OSError):
+            raise
+        cause = error.__context__
+    else:
+        return
+    raise cause
+
+
+class SummedFile:
+    """Passes on what is written, counts it and keeps its checksum.
+
+    Args:
+        file: Open, at its beginning.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.num_bytes = 0
+        self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        """As a file's."""
+        self.crc32 = zlib.crc32(data, self.crc32)
+        written = self._file.write(data)
+        self.num_bytes += memoryview(data).nbytes
+        return written
+
+    def flush(self) -> None:
+        """As a file's."""
+        self._file.flush()
+
+    def written(self) -> Written:
+        """Return what went into the file, where the checksum was not begun anew."""
+        return Written(self.num_bytes, self.crc32)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint.folders.folder import LAST, Draft, Folder
-from boltmesh.strategies.checkpoint.folders.opening import folder_at
+from boltmesh.strategies.checkpoint.storage.folder import LAST, Draft, Folder, folder_at
 
 MANIFEST = LAST
 METADATA = ".metadata"

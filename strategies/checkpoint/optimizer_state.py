@@ -16,9 +16,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint.parts import Division, Part
-from boltmesh.strategies.checkpoint.pieces import KeptElsewhere, own_part
-from boltmesh.strategies.checkpoint.placeholder import divided, held
+from boltmesh.strategies.checkpoint.chunks import DimDivision, OffloadedChunk, TensorPart, own_part
+from boltmesh.strategies.checkpoint.shard_reader import divided, held
 
 PARAMS = "params"
 
@@ -29,7 +28,7 @@ schedule applies gradients a step late."""
 Take = Callable[[torch.nn.Parameter, Tensor], None]
 """Takes a pending gradient."""
 
-Divide = Callable[[str], Division | None]
+Divide = Callable[[str], DimDivision | None]
 """How the parameter of a name is divided, of which this rank has a part in a plain tensor."""
 
 
@@ -67,7 +66,7 @@ def named_state(
                     f"cannot be stored. Use an optimizer whose state has the shape of its "
                     f"parameters, such as AdamW."
                 )
-            kept = Part.of(value, division) if division is not None and is_large else value
+            kept = TensorPart.of(value, division) if division is not None and is_large else value
             state.setdefault(name, {})[key] = kept
     groups = [
         {**settings, PARAMS: members}
@@ -172,11 +171,11 @@ def _forget(optimizer: Optimizer, parameter: Tensor, *, keeps: Collection[str]) 
     if state is None:
         return
     tensors = [each for each in state.values() if isinstance(each, Tensor)]
-    is_offloaded = any(isinstance(own_part(each), KeptElsewhere) for each in tensors)
+    is_offloaded = any(isinstance(own_part(each), OffloadedChunk) for each in tensors)
     for key in [each for each in state if each not in keeps]:
         if not is_offloaded:
             del state[key]
-        elif isinstance(part := own_part(state[key]), KeptElsewhere):
+        elif isinstance(part := own_part(state[key]), OffloadedChunk):
             part.write(torch.zeros(part.shape))
         else:
             part.zero_()

@@ -33,21 +33,21 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from typing_extensions import override
 
-from boltmesh.strategies.checkpoint.folders.folder import Draft
-from boltmesh.strategies.checkpoint.manifest import METADATA, Written
-from boltmesh.strategies.checkpoint.parts import Part
-from boltmesh.strategies.checkpoint.pieces import (
-    KeptElsewhere,
+from boltmesh.strategies.checkpoint.chunks import (
     KeptInOrder,
+    OffloadedChunk,
+    Snapshot,
+    TensorPart,
     narrow,
     own_chunks,
     own_part,
     split,
     within,
 )
-from boltmesh.strategies.checkpoint.saving import SummedFile, save_into
-from boltmesh.strategies.checkpoint.snapshot import Snapshot
-from boltmesh.strategies.torch_compat import storage_info
+from boltmesh.strategies.checkpoint.file import SummedFile, save_into
+from boltmesh.strategies.checkpoint.manifest import METADATA, Written
+from boltmesh.strategies.checkpoint.storage.folder import Draft
+from boltmesh.strategies.torch_compat.files import storage_info
 
 CHECKSUM = struct.Struct("<I")
 """The CRC-32 of a piece, directly behind it."""
@@ -89,7 +89,7 @@ class PiecePlanner(DefaultSavePlanner):
         name, piece = write_item.index.fqn, write_item.tensor_data.chunk
         tensor = self.state_dict[name]
         part = own_part(tensor)
-        if isinstance(part, KeptElsewhere):
+        if isinstance(part, OffloadedChunk):
             if self._read is None or self._read[0] != name:
                 self._read = None  # so that there are never two
                 self._read = (name, part.read())
@@ -108,10 +108,10 @@ def is_written_here(tensor: Tensor, *, writes_plain: bool) -> bool:
     """
     if isinstance(tensor, Snapshot):
         return tensor.copied is not None
-    kept = tensor.known()[0] if isinstance(tensor, Part) else tensor
+    kept = tensor.known()[0] if isinstance(tensor, TensorPart) else tensor
     if isinstance(kept, DTensor):
         return kept.device_mesh.get_coordinate() is not None
-    return isinstance(tensor, Part) or writes_plain
+    return isinstance(tensor, TensorPart) or writes_plain
 
 
 def in_stored_order(tensor: Tensor) -> int:

@@ -6,4 +6,4 @@ ranks share batches ``shared_batch`` stands on these, and on it ``tensor_mesh`` 
 ``pipeline_mesh``, whose checkpoints and loops are in files of their own.
 """
 
-from boltmesh.strategies.engine.mesh_strategy import MeshStrategy as MeshStrategy
+from boltmesh.strategies.engine.strategy import MeshStrategy as MeshStrategy

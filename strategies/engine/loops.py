@@ -18,9 +18,16 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.data.refusals import refuse_empty_share
-from boltmesh.strategies.engine.rank_mesh import RankMeshStrategy
+from boltmesh.strategies.data_parallel.unsupported import refuse_empty_share
+from boltmesh.strategies.engine.groups import RankMeshStrategy
+from boltmesh.strategies.lightning_compat.launchers import SigtermAgreement
+from boltmesh.strategies.lightning_compat.loops import (
+    draws_batches,
+    evaluation_is_over,
+    evaluation_length,
+    watch_batches,
+)
+from boltmesh.strategies.lightning_compat.trainer import trainer_of, uses_lightning_norm
 
 _STEPS = {
     TrainerFn.FITTING: "training_step",
@@ -36,13 +43,13 @@ class LoopStrategy(RankMeshStrategy):
     @property
     def _trainer(self) -> Trainer:
         """The one that runs now."""
-        trainer = compat.trainer_of(self.lightning_module)
+        trainer = trainer_of(self.lightning_module)
         assert trainer is not None
         return trainer
 
     @property
     def _is_fitting(self) -> bool:
-        trainer = compat.trainer_of(self.lightning_module)
+        trainer = trainer_of(self.lightning_module)
         return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
     @property
@@ -121,19 +128,19 @@ class LoopStrategy(RankMeshStrategy):
                 self._sigterm = self._sigterm_agreement()
             self._sigterm.begin()
 
-    def _sigterm_agreement(self) -> compat.SigtermAgreement:
-        return compat.SigtermAgreement(self._trainer)
+    def _sigterm_agreement(self) -> SigtermAgreement:
+        return SigtermAgreement(self._trainer)
 
     def _begin_evaluation(self) -> None:
         self._agree_on_sigterm()
         trainer = self._trainer
         self.data_axis.begin_evaluation(
-            compat.evaluation_length(trainer), draws_batches=compat.draws_batches(trainer)
+            evaluation_length(trainer), draws_batches=draws_batches(trainer)
         )
-        compat.watch_batches(trainer, self.data_axis.run_out_of_batches)
+        watch_batches(trainer, self.data_axis.run_out_of_batches)
 
     def _evaluation_batch(self) -> AbstractContextManager[None]:
-        return self.data_axis.evaluation_batch(partial(compat.evaluation_is_over, self._trainer))
+        return self.data_axis.evaluation_batch(partial(evaluation_is_over, self._trainer))
 
     # Steps.
 
@@ -218,7 +225,7 @@ class LoopStrategy(RankMeshStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         # The Trainer clips through the plugin and never asks the strategy; a plugin with a norm
         # of its own keeps it.
-        if precision_plugin is not None and compat.uses_lightning_norm(precision_plugin):
+        if precision_plugin is not None and uses_lightning_norm(precision_plugin):
             precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
         self._precision_plugin = precision_plugin
 

@@ -14,8 +14,7 @@ from typing_extensions import override
 from boltmesh.strategies.checkpoint.optimizer_state import Take
 from boltmesh.strategies.engine.shared_batch import SharedBatchStrategy
 from boltmesh.strategies.pipeline.axis import PipelineAxis
-from boltmesh.strategies.pipeline.broadcasting import gathered
-from boltmesh.strategies.pipeline.small_state import add_pending, joined_state
+from boltmesh.strategies.pipeline.stage_params import add_pending, gathered, joined_state
 
 
 class PipelineCheckpoints(SharedBatchStrategy):

@@ -4,18 +4,20 @@ from typing import Any
 
 from typing_extensions import override
 
-from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.data.stale_gradients import zeroed_by
+from boltmesh.strategies.data_parallel.early_zero_grad import zeroed_by
+from boltmesh.strategies.dry_run.batch_check import BatchDigest, batch_digest
+from boltmesh.strategies.dry_run.sample import batch_sizes
 from boltmesh.strategies.engine.shared_batch import SharedBatchStrategy
-from boltmesh.strategies.joint_norms import NormShare
+from boltmesh.strategies.grad_norm import NormShare
+from boltmesh.strategies.lightning_compat.launchers import SigtermAgreement
+from boltmesh.strategies.lightning_compat.loops import evaluation_batch_index, loggers_follow
+from boltmesh.strategies.lightning_compat.trainer import zeroes_gradients
 from boltmesh.strategies.pipeline.axis import PipelineAxis
 from boltmesh.strategies.pipeline.evaluation import Evaluation
-from boltmesh.strategies.pipeline.refusals import refuse_accumulation
-from boltmesh.strategies.pipeline.runs import Around
+from boltmesh.strategies.pipeline.microbatch_runs import Around
+from boltmesh.strategies.pipeline.options import refuse_accumulation
 from boltmesh.strategies.pipeline.training import training_step
-from boltmesh.strategies.steps.digest import BatchDigest, batch_digest
-from boltmesh.strategies.steps.sample import batch_sizes
-from boltmesh.strategies.torch_compat import TOTAL_NORM, total_norm_replaced
+from boltmesh.strategies.torch_compat.optimizers import TOTAL_NORM, total_norm_replaced
 
 BUBBLE = "boltmesh/bubble_ratio"
 """Idle over total time of the pipeline in the batch before, see ``executor/idle.py``."""
@@ -50,12 +52,12 @@ class PipelineLoops(SharedBatchStrategy):
         super().on_validation_start()
 
     @override
-    def _sigterm_agreement(self) -> compat.SigtermAgreement:
+    def _sigterm_agreement(self) -> SigtermAgreement:
         if self.layout.pipeline < self.world_size:
             return super()._sigterm_agreement()
         # All ranks of the job tell each other at the end of each batch how it went.
         signals = self.pipeline_axis.signals
-        agreement = compat.SigtermAgreement(self._trainer, signals.take_heard)
+        agreement = SigtermAgreement(self._trainer, signals.take_heard)
         signals.told = agreement.told
         return agreement
 
@@ -131,7 +133,7 @@ class PipelineLoops(SharedBatchStrategy):
         It does so when ``training_step`` has returned, in which a pipeline makes the new ones: both
         would be in memory at once, and the new ones in pages that are new in every step.
         """
-        if compat.zeroes_gradients(self._trainer):
+        if zeroes_gradients(self._trainer):
             for each in zeroed_by(self.optimizers):
                 each.grad = None
 
@@ -144,7 +146,7 @@ class PipelineLoops(SharedBatchStrategy):
         bubble = self.pipeline_axis.bubble
         if bubble is None:
             return
-        if not self._has_logged_bubble or compat.loggers_follow(self._trainer):
+        if not self._has_logged_bubble or loggers_follow(self._trainer):
             self._has_logged_bubble = True
             assert self.lightning_module is not None
             self.lightning_module.log(BUBBLE, bubble, on_step=True, on_epoch=False, batch_size=1)
@@ -169,7 +171,7 @@ class PipelineLoops(SharedBatchStrategy):
                 step,
                 args,
                 kwargs,
-                ordinal=compat.evaluation_batch_index(self._trainer),
+                ordinal=evaluation_batch_index(self._trainer),
                 around=self._around(step),
             )
 

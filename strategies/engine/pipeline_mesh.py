@@ -11,22 +11,24 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.data.axis import AxisContext
-from boltmesh.strategies.data.buffers import BufferSync
-from boltmesh.strategies.data.late import LateGradients
-from boltmesh.strategies.data.late_replicas import share_state
+from boltmesh.strategies.data_parallel.axis import AxisContext, PipelineDataAxis
+from boltmesh.strategies.data_parallel.param_state import BufferSync
+from boltmesh.strategies.data_parallel.pipeline_ddp import share_state
+from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
+from boltmesh.strategies.dry_run.fake_optimizers import fake_optimizers
+from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.engine.pipeline_checkpoints import PipelineCheckpoints
 from boltmesh.strategies.engine.pipeline_loops import PipelineLoops
+from boltmesh.strategies.lightning_compat.loops import step_arguments
+from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.axis import PipelineAxis
-from boltmesh.strategies.pipeline.context import PipelineContext
 from boltmesh.strategies.pipeline.evaluation import Evaluation
-from boltmesh.strategies.pipeline.expected import with_second_version
-from boltmesh.strategies.pipeline.kinds import schedule_kind
-from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.pipeline.refusals import (
+from boltmesh.strategies.pipeline.expected_traffic import StageRehearsal, with_second_version
+from boltmesh.strategies.pipeline.options import (
     STAGES,
+    PipelineContext,
+    PipelineOptions,
     refuse_late_gradients,
     refuse_layout,
     refuse_manual_optimization,
@@ -34,11 +36,8 @@ from boltmesh.strategies.pipeline.refusals import (
     refuse_optimizers,
     refuse_remains,
 )
-from boltmesh.strategies.pipeline.rehearsal import StageRehearsal
-from boltmesh.strategies.pipeline.replay.units import find_stage_units
-from boltmesh.strategies.steps.alike import of_first_rank
-from boltmesh.strategies.steps.awaited import optimizers_awaited
-from boltmesh.strategies.steps.sample import sample_batch
+from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
+from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -58,7 +57,7 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
 
     def __init__(self, *, pipeline_options: PipelineOptions, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if not isinstance(self.data_axis, LateGradients):
+        if not isinstance(self.data_axis, PipelineDataAxis):
             raise ConfigError(
                 f"The data axis {type(self.data_axis).__name__} goes along with forward passes of "
                 f"the whole module, and a pipeline runs pieces of it. Use "
@@ -117,16 +116,16 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
             sample = sample_batch(trainer)
             axis.cutter.batch_sizes |= sample.batch_sizes
             step = self._step_name
-            rest, around = compat.step_arguments(module, step), self._around(step)
+            rest, around = step_arguments(module, step), self._around(step)
             if is_new:
                 self.cut_into_stages(find_stage_units(module))
                 # What crosses borders is of the type that the model will have.
                 self.model = self.precision_plugin.convert_module(module)
-                with optimizers_awaited(self, module):
+                with fake_optimizers(self, module):
                     axis.place(module, step, sample.batch, rest, around)
                 self._evaluation = Evaluation(axis)
             if self._is_fitting:
-                with optimizers_awaited(self, module):
+                with fake_optimizers(self, module):
                     axis.expectations.look_at(sample.batch, rest, around)
                 self._sample = sample.batch, rest
         if is_new and self.data_axis.is_sharded:
@@ -159,7 +158,7 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
         refuse_remains(module)
 
     def _pipeline_context(self) -> PipelineContext:
-        assert isinstance(self.data_axis, LateGradients)
+        assert isinstance(self.data_axis, PipelineDataAxis)
         return PipelineContext(
             group=self.groups["pipeline"],
             new_group=partial(self.new_group, "pipeline"),
@@ -181,7 +180,7 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
             return self._resumed_seed + self._own_seed
         if self.seed is not None:
             return self.seed + self._own_seed
-        return of_first_rank(torch.initial_seed() % 2**62)
+        return broadcast_from_rank0(torch.initial_seed() % 2**62)
 
     @property
     def _own_seed(self) -> int:
@@ -220,7 +219,7 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
     def expected_traffic(self) -> list[ExpectedTraffic]:
         return super().expected_traffic() + self.pipeline_axis.expectations.traffic(
             self._trainer.accumulate_grad_batches,
-            num_norms=int(compat.has_norm_clipping(self._trainer)),
+            num_norms=int(has_norm_clipping(self._trainer)),
         )
 
     def rehearsed_batch(self) -> tuple[StageRehearsal, torch.device]:

@@ -14,13 +14,14 @@ from lightning.pytorch import Trainer
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.engine.mesh_strategy import MeshStrategy
-from boltmesh.strategies.steps.alike import share_random_state
-from boltmesh.strategies.steps.digest import BatchDigest, batch_digest
-from boltmesh.strategies.steps.local_metrics import gather_over, let_gather
-from boltmesh.strategies.steps.refusals import Reasons, refuse_run
-from boltmesh.strategies.torch_compat import total_norm_replaced
+from boltmesh.strategies.dry_run.batch_check import BatchDigest, batch_digest
+from boltmesh.strategies.dry_run.broadcast import share_random_state
+from boltmesh.strategies.dry_run.metrics import gather_over, let_gather
+from boltmesh.strategies.dry_run.unsupported import Reasons, refuse_run
+from boltmesh.strategies.engine.strategy import MeshStrategy
+from boltmesh.strategies.lightning_compat.loops import gives_last_batch, seed_workers
+from boltmesh.strategies.lightning_compat.trainer import callbacks_of, trainer_of
+from boltmesh.strategies.torch_compat.optimizers import total_norm_replaced
 
 
 class SharedBatchStrategy(MeshStrategy):
@@ -100,8 +101,8 @@ class SharedBatchStrategy(MeshStrategy):
         gather_over(self._metric_owners(), self.groups["data"])
 
     def _metric_owners(self) -> list[object]:
-        trainer = compat.trainer_of(self.lightning_module)
-        callbacks = [] if trainer is None else compat.callbacks_of(trainer)
+        trainer = trainer_of(self.lightning_module)
+        callbacks = [] if trainer is None else callbacks_of(trainer)
         return [self.lightning_module, *callbacks]
 
     # Batches.
@@ -110,17 +111,17 @@ class SharedBatchStrategy(MeshStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         # Lightning would seed them by the global rank: other crops and masks on every rank.
-        compat.seed_workers(dataloader, self.coordinates["data"])
+        seed_workers(dataloader, self.coordinates["data"])
         return dataloader
 
     @override
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        trainer = compat.trainer_of(self.lightning_module)
+        trainer = trainer_of(self.lightning_module)
         is_last = False
         if trainer is not None and trainer.state.fn is not None:
-            is_last = compat.gives_last_batch(trainer)
+            is_last = gives_last_batch(trainer)
         ready = super().batch_to_device(batch, device, dataloader_idx)
         # Before the transfer, so that no device is waited for; on the CPU as the step gets it.
         seen = ready if self.root_device.type == "cpu" else batch

@@ -13,23 +13,28 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from typing_extensions import override
 
-from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.checkpoint.parts import Division
-from boltmesh.strategies.data.lone import LoneRank
-from boltmesh.strategies.data.replica_memory import expected_held_memory
+from boltmesh.strategies.checkpoint.chunks import DimDivision
+from boltmesh.strategies.data_parallel.axis import SingleRankAxis
+from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
+from boltmesh.strategies.dry_run.batch_check import BatchDigest
+from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
+from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.engine.shared_batch import SharedBatchStrategy
-from boltmesh.strategies.joint_norms import NormShare
-from boltmesh.strategies.steps.alike import of_first_rank
-from boltmesh.strategies.steps.digest import BatchDigest
-from boltmesh.strategies.steps.sample import sample_batch
+from boltmesh.strategies.grad_norm import NormShare
+from boltmesh.strategies.lightning_compat.loops import step_arguments
+from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping
+from boltmesh.strategies.optimizer_probe import refuse_optimizers
 from boltmesh.strategies.tensor.axis import TensorAxis
-from boltmesh.strategies.tensor.context import TensorContext
-from boltmesh.strategies.tensor.options import TensorOptions
+from boltmesh.strategies.tensor.expected_traffic import FakeRun
+from boltmesh.strategies.tensor.options import (
+    LAYERS,
+    TensorOptions,
+    refuse_late_proof,
+    refuse_parameters,
+)
+from boltmesh.strategies.tensor.placement import TensorContext
 from boltmesh.strategies.tensor.plan import TensorPlan
-from boltmesh.strategies.tensor.refusals import LAYERS, refuse_late_proof, refuse_parameters
-from boltmesh.strategies.tensor.shard_steps import refuse_optimizers
-from boltmesh.strategies.tensor.telling import told
-from boltmesh.strategies.tensor.traffic import FakeRun
+from boltmesh.strategies.tensor.plan_report import plan_table
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -76,7 +81,7 @@ class TensorMeshStrategy(SharedBatchStrategy):
         module = self.lightning_module
         assert module is not None
         if self.layout.data == 1 and not self.data_axis.serves_one_rank:
-            self.data_axis = LoneRank()
+            self.data_axis = SingleRankAxis()
         context = self._tensor_context()
         self.tensor_axis.begin(context)
         self.recorder.name_group(context.control, "tensor")
@@ -93,15 +98,15 @@ class TensorMeshStrategy(SharedBatchStrategy):
         axis, step = self.tensor_axis, self._step_name
         is_new = not axis.is_placed(module, step)
         if is_new or self._is_fitting:
-            batch = of_first_rank(sample_batch(trainer).batch, self._judges)
-            self._sample = batch, compat.step_arguments(module, step)
+            batch = broadcast_from_rank0(sample_batch(trainer).batch, self._judges)
+            self._sample = batch, step_arguments(module, step)
         if is_new:
             refuse_late_proof(module, is_divided=axis.holds(module))
             refuse_parameters(module)
             self.refuse_remains(module)
             self._tell(axis.place(module, step, *self._sample))
         if self.plan is not None:
-            self.recorder.tensor_plan(told(self.plan))
+            self.recorder.tensor_plan(plan_table(self.plan))
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -180,7 +185,7 @@ class TensorMeshStrategy(SharedBatchStrategy):
             return super().expected_traffic()
         return super().expected_traffic() + self.tensor_axis.expected_traffic(
             accumulated=self._trainer.accumulate_grad_batches,
-            num_norms=int(compat.has_norm_clipping(self._trainer)),
+            num_norms=int(has_norm_clipping(self._trainer)),
         )
 
     @override
@@ -216,7 +221,7 @@ class TensorMeshStrategy(SharedBatchStrategy):
     # Checkpoints.
 
     @override
-    def division(self, name: str) -> Division | None:
+    def division(self, name: str) -> DimDivision | None:
         return self.tensor_axis.division(name)
 
     @override

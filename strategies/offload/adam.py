@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.offload.buckets import Piece
-from boltmesh.strategies.offload.rule import ChunkStep, UpdateRule
-from boltmesh.strategies.torch_compat import fused_adam
+from boltmesh.strategies.offload.update_rule import ChunkStep, UpdateRule
+from boltmesh.strategies.torch_compat.optimizers import fused_adam
 
 BLOCK_NUMEL = 1 << 20
 """Corrections take several passes: over blocks that stay in the cache meanwhile."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import Parameter
 
-from boltmesh.strategies.offload.tiers import StateStore
+from boltmesh.strategies.offload.store_api import StateStore
 
 
 @dataclass(eq=False)

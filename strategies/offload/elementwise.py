@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.offload.buckets import Slot
-from boltmesh.strategies.offload.rule import ChunkStep, UpdateRule
-from boltmesh.strategies.torch_compat import step_without_hooks
+from boltmesh.strategies.offload.update_rule import ChunkStep, UpdateRule
+from boltmesh.strategies.torch_compat.optimizers import step_without_hooks
 
 PROBE_SHAPE = (4, 6)
 PROBE_SPLIT = 5

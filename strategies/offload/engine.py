@@ -23,30 +23,33 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import OffloadError
-from boltmesh.strategies.joint_norms import NormShare
+from boltmesh.strategies.grad_norm import NormShare
 from boltmesh.strategies.offload.adam import AdamRule
-from boltmesh.strategies.offload.arrivals import Arrivals
+from boltmesh.strategies.offload.bucket_layout import (
+    ShardedParam,
+    collect_sharded_params,
+    refuse_unknown,
+)
 from boltmesh.strategies.offload.buckets import Bucket
-from boltmesh.strategies.offload.clipper import Clipper
+from boltmesh.strategies.offload.clipping import Clipper
 from boltmesh.strategies.offload.disk.preflight import DiskReport
-from boltmesh.strategies.offload.kept import KeptState
-from boltmesh.strategies.offload.lanes import CopyLane
-from boltmesh.strategies.offload.layout import Held, held_units, refuse_unknown
-from boltmesh.strategies.offload.opening import OffloadPlan
-from boltmesh.strategies.offload.parking import ParkingLot
-from boltmesh.strategies.offload.shard import OffloadedShard
-from boltmesh.strategies.offload.sources import ParameterSource, Settling
-from boltmesh.strategies.offload.stepper import Stepper
-from boltmesh.strategies.offload.taking import take_over
-from boltmesh.strategies.offload.worker import worker_threads
-from boltmesh.strategies.torch_compat import watch_dropped_gathers
-from boltmesh.telemetry.recording.memory_walk import StoredBytes
-from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
+from boltmesh.strategies.offload.gradient_handler import GradientHandler
+from boltmesh.strategies.offload.optimizer_patch import patch_optimizer
+from boltmesh.strategies.offload.shard_tensor import OffloadedShard, ParameterSource, StepBarrier
+from boltmesh.strategies.offload.staging import StagingFile
+from boltmesh.strategies.offload.state import OffloadedState
+from boltmesh.strategies.offload.stepper import Stepper, worker_threads
+from boltmesh.strategies.offload.stores import OffloadPlan
+from boltmesh.strategies.offload.streams import CopyStream
+from boltmesh.strategies.torch_compat.fsdp_hooks import watch_dropped_gathers
+from boltmesh.telemetry.writer.memory import StoredBytes
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.recorder import Recorder
 
 log = logging.getLogger("lightning.pytorch")
 
 
-class OffloadEngine(Settling):
+class OffloadEngine(StepBarrier):
     """Keeps what an ``OffloadPlan`` says away from the device, and steps it.
 
     Args:
@@ -80,20 +83,20 @@ class OffloadEngine(Settling):
         self._recorder = recorder or NullRecorder()
         self._compute_dtypes = dict(compute_dtypes or {})
         self._num_threads = worker_threads(device, ranks_per_node)
-        self.kept = KeptState(
+        self.kept = OffloadedState(
             self, device=device, rank=rank, recorder=self._recorder, plan=plan, shares=shares
         )
         self._stepper: Stepper | None = None
-        self._arrivals: Arrivals | None = None
+        self._arrivals: GradientHandler | None = None
         self._clipper: Clipper | None = None
         self._failure: Exception | None = None
         self.is_lost = False
-        self._units: dict[str, list[Held]] = {}
+        self._units: dict[str, list[ShardedParam]] = {}
         self._modules: dict[str, FSDPModule] = {}
         self._layers: dict[str, list[Module]] = {}
         self._optimizers: list[Optimizer] = []
         self._restores: list[Callable[[], None]] = []
-        self._lane = CopyLane(device, recorder)
+        self._lane = CopyStream(device, recorder)
         self._is_step_new = True
 
     # Setting up.
@@ -105,7 +108,7 @@ class OffloadEngine(Settling):
             module: The user's module.
             units: All modules of ``fully_shard`` by name, in the order of the forward pass.
         """
-        self._units = held_units(module, units, self._compute_dtypes)
+        self._units = collect_sharded_params(module, units, self._compute_dtypes)
         alone = {held[0].parameter: n for n, held in self._units.items() if n not in units}
         for layer in module.modules():
             for parameter in dict.fromkeys(layer.parameters(recurse=False)):
@@ -144,7 +147,7 @@ class OffloadEngine(Settling):
             if not AdamRule.fits(optimizer):
                 self._say_slow(optimizer)
         self._stepper = Stepper(self.kept.copies, num_threads=self._num_threads, device=self.device)
-        self._arrivals = Arrivals(
+        self._arrivals = GradientHandler(
             self.kept,
             self._stepper,
             device=self.device,
@@ -158,7 +161,7 @@ class OffloadEngine(Settling):
             self._arrivals.step_early(self._modules, self._layers)
         self._optimizers = list(optimizers)
         for optimizer in optimizers:
-            restore = take_over(
+            restore = patch_optimizer(
                 optimizer, step=self.step, discard=self._discard, absorb=self.absorb_state
             )
             self._restores.append(restore)
@@ -194,7 +197,7 @@ class OffloadEngine(Settling):
             self._restores.clear()
             self._optimizers.clear()
 
-    def _finish(self, stepper: Stepper, arrivals: Arrivals) -> None:
+    def _finish(self, stepper: Stepper, arrivals: GradientHandler) -> None:
         try:
             for bucket in self.kept.buckets:
                 arrivals.drop(bucket)
@@ -218,7 +221,7 @@ class OffloadEngine(Settling):
             stepper.worker.close()
             arrivals.close()
 
-    def restore(self, parking: ParkingLot | None = None) -> Exception | None:
+    def restore(self, parking: StagingFile | None = None) -> Exception | None:
         """``close``, and bring all parameters back to the device, or to where they are parked.
 
         Returns:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.clipping import tensor_norm
+from boltmesh.strategies.grad_norm import tensor_norm
 from boltmesh.strategies.offload.buckets import Bucket, Chunk, Slot
-from boltmesh.strategies.offload.lanes import CopyLane, event_on_stream
-from boltmesh.strategies.offload.rule import PieceGradient
+from boltmesh.strategies.offload.streams import CopyStream, event_on_stream
+from boltmesh.strategies.offload.update_rule import PieceGradient
 
 
 class BucketGradients:
@@ -23,7 +23,7 @@ class BucketGradients:
     """
 
     def __init__(
-        self, bucket: Bucket, device: torch.device, host: Tensor | None, lane: CopyLane
+        self, bucket: Bucket, device: torch.device, host: Tensor | None, lane: CopyStream
     ) -> None:
         self.bucket = bucket
         self._device = device

@@ -1,7 +1,15 @@
-"""Runs the steps of chunks on the worker: guessed, committed, corrected, taken back."""
+"""Runs the steps of chunks on the worker: guessed, committed, corrected, taken back.
 
+The thread that steps offloaded state while the training thread goes on.
+
+One thread is enough: the kernels and the disk release the interpreter's lock, and the kernels are
+parallel inside. Norms are urgent, since the training thread waits for them before it can clip.
+"""
+
+import os
+import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,11 +17,170 @@ from functools import partial
 import torch
 
 from boltmesh.strategies.offload.buckets import Bucket, Chunk, Slot
-from boltmesh.strategies.offload.copies import ParameterCopies
 from boltmesh.strategies.offload.gradients import BucketGradients
-from boltmesh.strategies.offload.rule import ChunkStep, Update, UpdateRule
-from boltmesh.strategies.offload.tiers import CHUNK_NUMEL
-from boltmesh.strategies.offload.worker import Job, Worker
+from boltmesh.strategies.offload.memory_stores import ParameterCopies
+from boltmesh.strategies.offload.store_api import CHUNK_NUMEL
+from boltmesh.strategies.offload.streams import use_device
+from boltmesh.strategies.offload.update_rule import ChunkStep, Update, UpdateRule
+
+CPU = torch.device("cpu")
+
+
+class WorkerTask:
+    """Something for the worker to do, once."""
+
+    def __init__(self, run: Callable[[], None], chunk: object = None) -> None:
+        self.chunk = chunk
+        self._run = run
+        self._is_done = threading.Event()
+
+    def wait(self) -> None:
+        """Return when it has run, or when it never will."""
+        self._is_done.wait()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has run."""
+        return self._is_done.is_set()
+
+    def run(self) -> None:
+        """Do it, on the worker."""
+        try:
+            self._run()
+        finally:
+            self._run = _nothing  # holds gradients
+            self._is_done.set()
+
+    def drop(self) -> None:
+        """It will never run."""
+        self._run = _nothing
+        self.chunk = None  # holds its store, and the thread its last job
+        self._is_done.set()
+
+
+class Worker:
+    """Runs jobs one after the other on a thread of its own; the first error stops all."""
+
+    def __init__(
+        self,
+        *,
+        num_threads: int,
+        look_ahead: Callable[[Sequence[WorkerTask]], None] | None = None,
+        device: torch.device = CPU,
+        name: str = "boltmesh-offload",
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            num_threads: What torch may use inside of one operator there.
+            look_ahead: Called on the worker before each job with those that follow.
+            device: What jobs work with.
+            name: Of the thread.
+        """
+        self._num_threads = num_threads
+        self._look_ahead = look_ahead
+        self._device = device
+        self._jobs: deque[WorkerTask] = deque()
+        self._urgent: deque[WorkerTask] = deque()
+        self._changed = threading.Condition()
+        self._is_busy = False
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: WorkerTask, *, is_urgent: bool = False) -> WorkerTask:
+        """Queue a job, before those that are not urgent if it is."""
+        self.raise_error()
+        with self._changed:
+            (self._urgent if is_urgent else self._jobs).append(job)
+            self._changed.notify_all()
+        return job
+
+    def cancel(self, job: WorkerTask) -> bool:
+        """Take a job out of the queue. False when it has begun: then wait for it."""
+        with self._changed:
+            if job not in self._jobs:
+                return False
+            self._jobs.remove(job)
+        job.drop()
+        return True
+
+    def drain(self) -> None:
+        """Return when nothing is left to do.
+
+        Raises:
+            BaseException: The first that a job raised.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._jobs or self._urgent or self._is_busy))
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise what a job raised, at each call: nothing after it can be trusted."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End the thread; jobs that have not begun are dropped."""
+        with self._changed:
+            self._is_closed = True
+            self._drop_all()
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _drop_all(self) -> None:
+        for job in (*self._urgent, *self._jobs):
+            job.drop()
+        self._urgent.clear()
+        self._jobs.clear()
+
+    def _next(self) -> WorkerTask | None:
+        with self._changed:
+            self._is_busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._jobs or self._urgent or self._is_closed)
+            if self._is_closed:
+                return None
+            self._is_busy = True
+            return (self._urgent or self._jobs).popleft()
+
+    def _following(self) -> list[WorkerTask]:
+        with self._changed:
+            return list(self._jobs)
+
+    def _work(self) -> None:
+        use_device(self._device)
+        torch.set_num_threads(self._num_threads)  # holds for the calling thread
+        with torch.no_grad():
+            while (job := self._next()) is not None:
+                self._run(job)
+
+    def _run(self, job: WorkerTask) -> None:
+        try:
+            if self._look_ahead is not None and job.chunk is not None:
+                self._look_ahead([job, *self._following()])
+            job.run()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            with self._changed:
+                self._error = self._error or error
+                self._drop_all()
+        finally:
+            job.drop()  # in case that looking ahead failed, and it has not run
+
+
+def worker_threads(device: torch.device, ranks_per_node: int) -> int:
+    """What the worker may use of the host: beside an accelerator, the cores less two."""
+    if device.type == "cpu":
+        return torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // max(1, ranks_per_node) - 2)
+
+
+def _nothing() -> None:
+    pass
+
 
 NUMEL_AHEAD = 3 * CHUNK_NUMEL
 """Elements to read ahead of the chunk that is stepped."""
@@ -33,7 +200,7 @@ class BucketStep:
 @dataclass
 class _Guess:
     step: BucketStep
-    jobs: list[tuple[Chunk, Job]] = field(default_factory=list)
+    jobs: list[tuple[Chunk, WorkerTask]] = field(default_factory=list)
 
 
 class Stepper:
@@ -54,7 +221,7 @@ class Stepper:
         weakref.finalize(self, self.worker.close)
         self._copies = copies
         self._guesses: dict[Bucket, _Guess] = {}
-        self._pending: dict[Bucket, list[Job]] = {}
+        self._pending: dict[Bucket, list[WorkerTask]] = {}
 
     def is_guessed(self, bucket: Bucket) -> bool:
         """Whether the bucket is stepped, or about to be, without the clipping being known."""
@@ -114,8 +281,8 @@ class Stepper:
         self.worker.drain()
         self._pending.clear()
 
-    def _submit(self, chunk: Chunk, step: BucketStep, action: _Action) -> Job:
-        job = Job(partial(self._run, chunk, step, action), chunk)
+    def _submit(self, chunk: Chunk, step: BucketStep, action: _Action) -> WorkerTask:
+        job = WorkerTask(partial(self._run, chunk, step, action), chunk)
         pending = self._pending.get(chunk.bucket, [])
         self._pending[chunk.bucket] = [each for each in pending if not each.is_done] + [job]
         return self.worker.submit(job)
@@ -134,7 +301,7 @@ class Stepper:
             chunk.store.release(chunk.number, is_dirty=True)
 
 
-def _prefetch(jobs: Sequence[Job]) -> None:
+def _prefetch(jobs: Sequence[WorkerTask]) -> None:
     ahead = 0
     for job in jobs:
         chunk = job.chunk

@@ -14,28 +14,25 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.building import UnmadeModel
-from boltmesh.strategies.pipeline.context import PipelineContext
-from boltmesh.strategies.pipeline.cutting import find_budget
-from boltmesh.strategies.pipeline.delayed import DelayedGradients
-from boltmesh.strategies.pipeline.executor.executor import Executor
-from boltmesh.strategies.pipeline.expectations import Expectations
-from boltmesh.strategies.pipeline.holdings import Holdings
-from boltmesh.strategies.pipeline.metrics.sharing import MetricSharing
-from boltmesh.strategies.pipeline.microbatches import Cutter
-from boltmesh.strategies.pipeline.normalizing import fewest_rows, vector_norms
-from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.pipeline.placement import Placement, place
-from boltmesh.strategies.pipeline.programs import Programs
-from boltmesh.strategies.pipeline.proofs import Proofs
-from boltmesh.strategies.pipeline.replay.absent import refuse_calls_outside
-from boltmesh.strategies.pipeline.replicas import OtherPipelines
-from boltmesh.strategies.pipeline.runs import Around
-from boltmesh.strategies.pipeline.signals import NUM_SIGNALS, SharedSignals
+from boltmesh.strategies.dry_run.metrics import find_metrics
+from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
+from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
+from boltmesh.strategies.pipeline.metrics import MetricBroadcast
+from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, fewest_rows, vector_norms
+from boltmesh.strategies.pipeline.microbatch_runs import Around
+from boltmesh.strategies.pipeline.options import PipelineContext, PipelineOptions
+from boltmesh.strategies.pipeline.partition.choose import find_budget
+from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
+from boltmesh.strategies.pipeline.partition.placement import StagePlacement, place
+from boltmesh.strategies.pipeline.peers import PeerPipelines
+from boltmesh.strategies.pipeline.pipedream_2bw import DelayedGradients
+from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
+from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
+from boltmesh.strategies.pipeline.stage.absent_params import refuse_calls_outside
+from boltmesh.strategies.pipeline.stage_params import StageParameters
+from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast, SharedSignals
 from boltmesh.strategies.pipeline.step_runner import StepRunner
-from boltmesh.strategies.pipeline.told_rows import Sharing
-from boltmesh.strategies.steps.metrics import find_metrics
-from boltmesh.strategies.torch_compat import agree_on_overflow
+from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
 from boltmesh.telemetry.traffic import CONTROL
 
 SEED_STRIDE = 1_000_003
@@ -47,11 +44,11 @@ class PipelineAxis:
 
     def __init__(self, options: PipelineOptions) -> None:
         self.options = options
-        self.placement: Placement | None = None
+        self.placement: StagePlacement | None = None
         """None before a model was placed."""
         self._forget_scaler: Callable[[], None] = _nothing
-        self.cutter = Cutter()
-        self.others = OtherPipelines(1, 1, self._fail)
+        self.cutter = MicrobatchSplitter()
+        self.others = PeerPipelines(1, 1, self._fail)
         """The replicas of this pipeline."""
         self.signals = SharedSignals()
         """What ranks are told from outside, as they tell each other at the end of each run."""
@@ -66,7 +63,7 @@ class PipelineAxis:
         self.context = context
         self.others.close()
         count = context.num_replicas * context.num_sharing
-        self.others = OtherPipelines(count, dist.get_world_size(), self._fail)
+        self.others = PeerPipelines(count, dist.get_world_size(), self._fail)
         if self.placement is not None:
             self._executor.open()
             self.expectations.context = context
@@ -97,9 +94,9 @@ class PipelineAxis:
         self.module = module
         self._vector_norms = vector_norms(module)
         self.metrics = find_metrics(module)
-        programs = Programs(self.options, context.group.size(), context.group.rank())
+        programs = RankPrograms(self.options, context.group.size(), context.group.rank())
         parts = self._cut(batch)[0]
-        unmade = UnmadeModel(module)
+        unmade = DeferredModel(module)
         with around():
             placement = place(
                 module,
@@ -119,11 +116,13 @@ class PipelineAxis:
             )
         self.last = dist.get_global_rank(context.group, programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
-        self.proofs = Proofs(context.device)
-        self.sharing = Sharing(context.group, self.last, context.device)
-        self.metric_sharing = MetricSharing(self.metrics, context.group, self.last, context.device)
+        self.proofs = LossChecks(context.device)
+        self.sharing = LastStageBroadcast(context.group, self.last, context.device)
+        self.metric_sharing = MetricBroadcast(
+            self.metrics, context.group, self.last, context.device
+        )
         self._executor = self._build_executor(context)
-        self.holdings = Holdings(module, placement.division, context)
+        self.holdings = StageParameters(module, placement.division, context)
         self.runner = StepRunner(
             module,
             self.metrics,
@@ -139,7 +138,7 @@ class PipelineAxis:
         unmade.make(set(self.holdings.parameters), context.device)
         refuse_calls_outside(placement.plans.units)
         placement.plans.check = self.holdings.refuse_unheld
-        self.expectations = Expectations(
+        self.expectations = PipelineEstimate(
             module,
             placement,
             self.holdings,
@@ -151,10 +150,10 @@ class PipelineAxis:
         )
         self.placement = placement
 
-    def _build_executor(self, context: PipelineContext) -> Executor:
+    def _build_executor(self, context: PipelineContext) -> PipelineRuntime:
         """Return what performs schedules on this model, in all runs. Collective over all ranks."""
         num_ranks = context.group.size()
-        return Executor(
+        return PipelineRuntime(
             context.group,
             context.device,
             on_chunk=self._record_chunk,
@@ -288,7 +287,7 @@ class PipelineAxis:
 
     @property
     def bubble(self) -> float | None:
-        """Return the idle share of a batch of training, see ``Executor.bubble``."""
+        """Return the idle share of a batch of training, see ``PipelineRuntime.bubble``."""
         return self._executor.bubble
 
     # What the executor tells.

@@ -18,16 +18,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.joining import Joints, find_joints, join
-from boltmesh.strategies.pipeline.replay.absent import AbsentError
-from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
-from boltmesh.strategies.pipeline.replay.tail import Tail
-from boltmesh.strategies.pipeline.runs import Around, Run
-from boltmesh.strategies.pipeline.values import ValueSpec
-from boltmesh.strategies.steps.metrics import metrics_replaced
-from boltmesh.strategies.steps.quiet import quiet
-from boltmesh.strategies.steps.restoring import modules_unchanged
-from boltmesh.strategies.torch_compat import swapped_state
+from boltmesh.strategies.dry_run.metrics import metrics_replaced
+from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, no_side_effects
+from boltmesh.strategies.pipeline.merge import Joints, find_joints, join
+from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun
+from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
+from boltmesh.strategies.pipeline.stage.absent_params import AbsentError
+from boltmesh.strategies.pipeline.stage.rng import host_random_kept
+from boltmesh.strategies.pipeline.stage.stage_run import Tail
+from boltmesh.strategies.torch_compat.modules import swapped_state
 
 if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.axis import PipelineAxis
@@ -77,7 +76,7 @@ class Evaluation:
             PipelineError: When a rank fails, or ranks have different batches.
         """
         axis = self._axis
-        whole = Run(step, args[0], [args[0]], args[1:], kwargs, axis.seeds(ordinal, 1))
+        whole = MicrobatchRun(step, args[0], [args[0]], args[1:], kwargs, axis.seeds(ordinal, 1))
         if step in self._relayed:
             return self._relay(whole, around)
         try:
@@ -107,7 +106,7 @@ class Evaluation:
                 stack.enter_context(swapped_state(axis.module, lent))
             return tail.end.forward(values, args, kwargs, seed=whole.seeds[0])
 
-    def _relay(self, whole: Run, around: Around) -> Any:
+    def _relay(self, whole: MicrobatchRun, around: Around) -> Any:
         """Run a step that stages cannot hand on, each layer on its rank. See ``relay.py``."""
         axis = self._axis
         with ExitStack() as stack:
@@ -116,9 +115,11 @@ class Evaluation:
             stack.enter_context(metrics_replaced(axis.metrics, lambda call: call.do()))
             return axis.runner.relay(whole)
 
-    def _divided(self, whole: Run, tail: Tail, ordinal: int) -> tuple[Run, list[Tail], Joints]:
+    def _divided(
+        self, whole: MicrobatchRun, tail: Tail, ordinal: int
+    ) -> tuple[MicrobatchRun, list[Tail], Joints]:
         """Return the batch's microbatches, what they give, and how that is joined."""
-        undivided: tuple[Run, list[Tail], Joints] = (
+        undivided: tuple[MicrobatchRun, list[Tail], Joints] = (
             whole,
             [tail],
             (None,) * len(tail.end.plan.values_in),
@@ -136,14 +137,14 @@ class Evaluation:
             return undivided
         return run, tails, joints
 
-    def _tail(self, run: Run, number: int) -> Tail:
+    def _tail(self, run: MicrobatchRun, number: int) -> Tail:
         """Return what follows the last unit for one microbatch of a run."""
         args = (run.step, run.parts[number], *run.rest)
         return self._plans.tail(*args, kwargs=run.kwargs, seed=run.seeds[number])
 
     def _values(
         self,
-        run: Run,
+        run: MicrobatchRun,
         tails: Sequence[Tail],
         joints: Joints,
         specs: Sequence[ValueSpec],
@@ -154,7 +155,7 @@ class Evaluation:
         with ExitStack() as stack:
             # Every stage runs the beginning of the step, and only the end is to leave traces.
             stack.enter_context(modules_unchanged(self._glue))
-            stack.enter_context(quiet(axis.module, axis.metrics))
+            stack.enter_context(no_side_effects(axis.module, axis.metrics))
             parts = axis.runner.pass_through(run, [each.last for each in tails], around)
         if axis.holds_last_stage:
             return join(parts, joints, specs)

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.nn import Module
 from torchmetrics import Metric
 
-from boltmesh.strategies.pipeline.log_rules import (
+from boltmesh.strategies.dry_run.metrics import find_metrics
+from boltmesh.strategies.dry_run.no_side_effects import patched_log
+from boltmesh.strategies.pipeline.loss.log_rules import (
     Key,
     LogRule,
     MicrobatchWeights,
@@ -27,10 +29,7 @@ from boltmesh.strategies.pipeline.log_rules import (
     note,
     usual_rule,
 )
-from boltmesh.strategies.pipeline.metrics.recording import MetricCalls, MetricValue
-from boltmesh.strategies.pipeline.metrics.sharing import Given
-from boltmesh.strategies.steps.metrics import find_metrics
-from boltmesh.strategies.steps.quiet import log_replaced
+from boltmesh.strategies.pipeline.metrics import Given, MetricCalls, MetricValue
 
 METRIC_ARGUMENT = "an argument of a metric"
 """What numbers that metrics are called with are kept under, beside what is logged."""
@@ -76,7 +75,7 @@ class StepLogs:
         """Within, calls of ``self.log`` are kept as this microbatch's."""
         self._microbatch = index
         with (
-            log_replaced(self._module, self._log),
+            patched_log(self._module, self._log),
             self.metrics.of_microbatch(index, self._keep_number),
         ):
             yield

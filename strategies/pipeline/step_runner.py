@@ -13,28 +13,30 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from boltmesh.strategies.pipeline.context import PipelineContext
-from boltmesh.strategies.pipeline.delayed import DelayedGradients
-from boltmesh.strategies.pipeline.executor.executor import Executor
-from boltmesh.strategies.pipeline.executor.program import Program
-from boltmesh.strategies.pipeline.executor.step import Outcome
-from boltmesh.strategies.pipeline.glue_state import GlueState
-from boltmesh.strategies.pipeline.holdings import Holdings
-from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
-from boltmesh.strategies.pipeline.placement import Placement
-from boltmesh.strategies.pipeline.programs import Programs
-from boltmesh.strategies.pipeline.relay import relay_of
-from boltmesh.strategies.pipeline.replay.randomness import host_random_kept
-from boltmesh.strategies.pipeline.replay.stage_run import StageRun
-from boltmesh.strategies.pipeline.replay.trace import MetricTrace
-from boltmesh.strategies.pipeline.runs import Around, Finish, Run, RunStage
-from boltmesh.strategies.pipeline.signals import NUM_SIGNALS, SharedSignals
+from boltmesh.strategies.dry_run.batch_check import BatchDigest
+from boltmesh.strategies.dry_run.metrics import MetricKind
+from boltmesh.strategies.dry_run.no_side_effects import no_side_effects
+from boltmesh.strategies.pipeline.layerwise_eval import relay_of
+from boltmesh.strategies.pipeline.metrics import MetricCalls
+from boltmesh.strategies.pipeline.microbatch_runs import (
+    Around,
+    Finish,
+    MicrobatchRun,
+    MicrobatchStage,
+)
+from boltmesh.strategies.pipeline.non_stage_buffers import NonStageState
+from boltmesh.strategies.pipeline.options import PipelineContext
+from boltmesh.strategies.pipeline.partition.placement import StagePlacement
+from boltmesh.strategies.pipeline.pipedream_2bw import DelayedGradients, ParamSites
+from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
+from boltmesh.strategies.pipeline.runtime.step import StepOutcome
+from boltmesh.strategies.pipeline.schedules.actions import RankProgram, RankPrograms
+from boltmesh.strategies.pipeline.stage.rng import host_random_kept
+from boltmesh.strategies.pipeline.stage.stage_run import StageRun
+from boltmesh.strategies.pipeline.stage.trace import MetricTrace
+from boltmesh.strategies.pipeline.stage_params import StageParameters
 from boltmesh.strategies.pipeline.step_logs import StepLogs
-from boltmesh.strategies.pipeline.told_rows import Sharing
-from boltmesh.strategies.pipeline.versions import ParameterSlots
-from boltmesh.strategies.steps.digest import BatchDigest
-from boltmesh.strategies.steps.metrics import MetricKind
-from boltmesh.strategies.steps.quiet import quiet
+from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast, SharedSignals
 
 
 class StepRunner:
@@ -57,13 +59,13 @@ class StepRunner:
         self,
         module: LightningModule,
         metrics: Mapping[str, MetricKind],
-        placement: Placement,
-        holdings: Holdings,
+        placement: StagePlacement,
+        holdings: StageParameters,
         *,
-        programs: Programs,
+        programs: RankPrograms,
         num_microbatches: int,
-        executor: Executor,
-        sharing: Sharing,
+        executor: PipelineRuntime,
+        sharing: LastStageBroadcast,
         signals: SharedSignals,
         context: PipelineContext,
     ) -> None:
@@ -79,19 +81,23 @@ class StepRunner:
         self._sharing = sharing
         self._signals = signals
         self._context = context
-        self.glue_state = GlueState(
+        self.glue_state = NonStageState(
             module, self._whole.stages, programs.rank_of_stage, context.group
         )
         self.delayed: DelayedGradients | None = None
         """Where the schedule applies gradients a step late."""
         if programs.is_asynchronous:
-            slots = ParameterSlots(module, holdings.parameters)
+            slots = ParamSites(module, holdings.parameters)
             self.delayed = DelayedGradients(
                 slots, holdings.shared, self._finish, executor.drop_carried
             )
 
     def work_off(
-        self, run: Run, finish: Finish, around: Around, found: Callable[[StepLogs], Tensor]
+        self,
+        run: MicrobatchRun,
+        finish: Finish,
+        around: Around,
+        found: Callable[[StepLogs], Tensor],
     ) -> tuple[StepLogs, Tensor]:
         """Run all chunks of this rank.
 
@@ -112,7 +118,7 @@ class StepRunner:
             self.refuse(error)
         logs = StepLogs(self._module, metrics)
         stages = [
-            RunStage(
+            MicrobatchStage(
                 [each[index] for each in runs],
                 run,
                 around,
@@ -135,13 +141,15 @@ class StepRunner:
         self.glue_state.share(each[0].plan for each in runs)
         return logs, outcome.told[:, NUM_SIGNALS:]
 
-    def _stage_runs(self, run: Run) -> list[tuple[StageRun, ...]]:
+    def _stage_runs(self, run: MicrobatchRun) -> list[tuple[StageRun, ...]]:
         """Return how each microbatch runs on each stage."""
         return self._placement.plans.stages_of_parts(
             run.step, run.parts, run.rest, run.kwargs, run.seeds
         )
 
-    def _metric_calls(self, run: Run, called: Sequence[tuple[MetricTrace, ...]]) -> MetricCalls:
+    def _metric_calls(
+        self, run: MicrobatchRun, called: Sequence[tuple[MetricTrace, ...]]
+    ) -> MetricCalls:
         """Return what keeps the calls of metrics that a step makes."""
         of_batch: tuple[MetricTrace, ...] = ()
         if any(called):
@@ -152,10 +160,10 @@ class StepRunner:
         return MetricCalls(self._metrics, of_batch, len(run.parts))
 
     def _quiet(self, microbatch: int) -> AbstractContextManager[None]:
-        return quiet(self._module, self._metrics)
+        return no_side_effects(self._module, self._metrics)
 
     def pass_through(
-        self, run: Run, last: Sequence[StageRun], around: Around
+        self, run: MicrobatchRun, last: Sequence[StageRun], around: Around
     ) -> list[tuple[Tensor, ...]]:
         """Run the units of all stages forward.
 
@@ -175,7 +183,7 @@ class StepRunner:
             self.refuse(error)
         runs = [(*each[: self._end], last[number]) for number, each in enumerate(planned)]
         stages = [
-            RunStage(
+            MicrobatchStage(
                 [each[index] for each in runs],
                 run,
                 around,
@@ -189,10 +197,10 @@ class StepRunner:
 
     def _run(
         self,
-        program: Program,
-        stages: Sequence[RunStage],
+        program: RankProgram,
+        stages: Sequence[MicrobatchStage],
         found: Callable[[], Tensor] | None = None,
-    ) -> Outcome:
+    ) -> StepOutcome:
         digest, self.digest = self.digest, BatchDigest()
 
         def tell() -> Tensor:
@@ -204,7 +212,7 @@ class StepRunner:
         self._signals.hear(outcome.told[:, :NUM_SIGNALS])
         return outcome
 
-    def relay(self, run: Run) -> Any:
+    def relay(self, run: MicrobatchRun) -> Any:
         """Run a step on the whole batch, each unit on its rank; return what it returns."""
         made = relay_of(self._module, self._placement, self._context.group, self._context.device)
         with self._executor.beside(run.step):

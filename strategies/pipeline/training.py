@@ -1,4 +1,7 @@
-"""One batch of training: forward and backward passes of its microbatches, and the loss of all."""
+"""One batch of training: forward and backward passes of its microbatches, and the loss of all.
+
+What microbatches' losses are multiplied by, so that gradients fit into their types.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -7,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.pipeline.deposit import Deposit
-from boltmesh.strategies.pipeline.log_rules import (
+from boltmesh.strategies.pipeline.grad_handoff import GradHandoff
+from boltmesh.strategies.pipeline.loss.log_rules import (
     RETURNED,
     Key,
     MicrobatchWeights,
@@ -16,18 +19,40 @@ from boltmesh.strategies.pipeline.log_rules import (
     combine,
     returned_numbers,
 )
-from boltmesh.strategies.pipeline.outputs import merge
-from boltmesh.strategies.pipeline.proofs import StepProofs
-from boltmesh.strategies.pipeline.runs import Around, Run
-from boltmesh.strategies.pipeline.scaling import gradient_scale
+from boltmesh.strategies.pipeline.loss.loss_check import StepLossCheck
+from boltmesh.strategies.pipeline.loss.loss_weights import StepWeights
+from boltmesh.strategies.pipeline.loss.trial import TailTrial
+from boltmesh.strategies.pipeline.merge import merge
+from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun
 from boltmesh.strategies.pipeline.step_logs import StepLogs, repeat, take_numbers
-from boltmesh.strategies.pipeline.trial import TailTrial
-from boltmesh.strategies.pipeline.weights import StepWeights
-from boltmesh.strategies.torch_compat import tree_map_only
+from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.axis import PipelineAxis
-    from boltmesh.strategies.pipeline.metrics.sharing import Given
+    from boltmesh.strategies.pipeline.metrics import Given
+    from boltmesh.strategies.pipeline.options import PipelineContext
+
+
+def gradient_scale(context: "PipelineContext", num_microbatches: int) -> Tensor | float:
+    """Return what the loss of each microbatch is multiplied by before its backward pass.
+
+    A microbatch's mean has gradients that are larger than those of the whole batch's mean, by the
+    number of microbatches, and fp16 would overflow where one process does not. They are divided by
+    a power of two, which changes no bit of them, and multiplied by the scaler's scale.
+
+    Args:
+        context: Of the pipeline.
+        num_microbatches: Of the batch.
+
+    Returns:
+        A number; or 0-dim fp32 on the device, where there is a scaler (asking would wait for it).
+    """
+    part = 0.5 ** (num_microbatches - 1).bit_length()
+    if context.scaler is None:
+        return part
+    one = torch.ones((), device=context.device)
+    scale: Tensor = context.scaler.scale(one) * part
+    return scale
 
 
 def training_step(
@@ -81,8 +106,8 @@ def training_step(
             results.loss(weights.total), total, logged, is_mapping=results.is_mapping
         )
 
-    run = Run("training_step", args[0], parts, args[1:], kwargs, seeds, sizes)
-    deposit = Deposit(axis.holdings.parameters)
+    run = MicrobatchRun("training_step", args[0], parts, args[1:], kwargs, seeds, sizes)
+    deposit = GradHandoff(axis.holdings.parameters)
     delayed = axis.delayed
     with deposit.taking() if delayed is None else nullcontext():
         logs, rows = axis.runner.work_off(run, finish, around, found)
@@ -197,7 +222,7 @@ class _Results:
         whole = torch.as_tensor(total, device=told.device)
         return torch.where(whole == 0, told, self._sum / whole)
 
-    def merged(self, proofs: StepProofs) -> dict[str, Any]:
+    def merged(self, proofs: StepLossCheck) -> dict[str, Any]:
         """Return what else was returned, put together."""
         numbers = sorted(self._extra)
         if not numbers:

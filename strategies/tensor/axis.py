@@ -15,25 +15,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from boltmesh.strategies.access import forget_parts, know_parts
-from boltmesh.strategies.checkpoint.guard import PARTS, StateGuard
-from boltmesh.strategies.checkpoint.parts import Division
-from boltmesh.strategies.joint_norms import PartShare
-from boltmesh.strategies.tensor.batches import SameBatches
-from boltmesh.strategies.tensor.context import TensorContext
-from boltmesh.strategies.tensor.execution.apply import AppliedPlan
-from boltmesh.strategies.tensor.execution.group import TensorGroup
-from boltmesh.strategies.tensor.options import TensorOptions
-from boltmesh.strategies.tensor.placement import Placement, place
-from boltmesh.strategies.tensor.rehearsal import Around, Rehearsal
-from boltmesh.strategies.tensor.traffic import (
-    Amount,
+from boltmesh.strategies.checkpoint.chunks import DimDivision
+from boltmesh.strategies.checkpoint.state_dict_guard import PARTS, StateGuard
+from boltmesh.strategies.dry_run.batch_check import SameBatchCheck
+from boltmesh.strategies.dry_run.step import Around, DryRun
+from boltmesh.strategies.grad_norm import PartShare
+from boltmesh.strategies.parameter_access import forget_parts, register_shards
+from boltmesh.strategies.tensor.expected_traffic import (
     CountingGroup,
     FakeRun,
+    OperatorTraffic,
     count_step,
     expected_traffic,
 )
-from boltmesh.strategies.torch_compat import agree_on_overflow
+from boltmesh.strategies.tensor.options import TensorOptions
+from boltmesh.strategies.tensor.placement import TensorContext, TensorPlacement, place
+from boltmesh.strategies.tensor.runtime.apply import AppliedPlan
+from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
+from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 _CPU = torch.device("cpu")
@@ -44,17 +43,17 @@ class TensorAxis:
 
     def __init__(self, options: TensorOptions) -> None:
         self.options = options
-        self.placement: Placement | None = None
+        self.placement: TensorPlacement | None = None
         """None before a model was placed."""
         self._forget_scaler: Callable[[], None] = _nothing
-        self._counted: dict[str, Amount] | None = None
+        self._counted: dict[str, OperatorTraffic] | None = None
         """What a batch of training moves, by operator; None where nobody knows."""
 
     def begin(self, context: TensorContext) -> None:
         """Take where the axis finds itself now: called for every run, before ``place``."""
         self.context = context
         self.group = TensorGroup(context.group, context.device)
-        self.batches = SameBatches(context.control)
+        self.batches = SameBatchCheck(context.control)
 
     def is_placed(self, module: LightningModule, step: str) -> bool:
         """Whether a model runs by a plan that was proven with as much as this step needs."""
@@ -99,7 +98,7 @@ class TensorAxis:
     def _know_parts(self) -> None:
         assert self.placement is not None
         applied, divisions = self.placement.applied, self.placement.divisions
-        know_parts(
+        register_shards(
             {
                 each: _Joining(applied, entry.name, divisions[entry.name])
                 for each, entry in applied.sharded.items()
@@ -180,7 +179,7 @@ class TensorAxis:
             rest: What ``training_step`` is called with behind it.
         """
         assert self.placement is not None
-        rehearsal = Rehearsal(self.placement.module, "training_step", (batch, *rest), _CPU)
+        rehearsal = DryRun(self.placement.module, "training_step", (batch, *rest), _CPU)
         return lambda _: rehearsal.run()
 
     def count(self, run: FakeRun, around: Around, device: torch.device) -> None:
@@ -233,11 +232,11 @@ class TensorAxis:
         self._forget_scaler = _nothing
 
     @property
-    def divisions(self) -> Mapping[str, Division]:
+    def divisions(self) -> Mapping[str, DimDivision]:
         """How parameters are divided, by all of their names."""
         return {} if self.placement is None else self.placement.divisions
 
-    def division(self, name: str) -> Division | None:
+    def division(self, name: str) -> DimDivision | None:
         """How a parameter is divided, by any of its names; None for what every rank has whole."""
         return self.divisions.get(name)
 
@@ -260,7 +259,7 @@ class _Joining:
 
     applied: AppliedPlan
     name: str
-    division: Division
+    division: DimDivision
 
     def join(self, part: Tensor) -> Tensor:
         """Return the whole. Collective over the tensor axis."""

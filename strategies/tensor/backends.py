@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from boltmesh.strategies.tensor.plan import Backend, TensorPlan, Whole
+from boltmesh.strategies.tensor.plan import Backend, TensorPlan, Unsharded
 
 _ORDER: tuple[Backend, ...] = ("local", "region", "replicated")
 """From what is tried first to what always works."""
@@ -59,7 +59,8 @@ def without_replicated(plan: TensorPlan) -> TensorPlan:
     return replace(
         plan,
         sharded={name: each for name, each in plan.sharded.items() if each.axis not in whole},
-        whole=plan.whole + tuple(Whole(each.name, "its block did not verify") for each in dropped),
+        whole=plan.whole
+        + tuple(Unsharded(each.name, "its block did not verify") for each in dropped),
         partial=tuple(filter(stays, plan.partial)),
         boundaries=tuple(filter(stays, plan.boundaries)),
         fed=tuple(filter(stays, plan.fed)),

@@ -6,12 +6,17 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
-from boltmesh.strategies.tensor.analysis.atoms import Atom, Dim, find, leaves, length
-from boltmesh.strategies.tensor.plan import Style
-from boltmesh.strategies.tensor.sections import Section
+from boltmesh.strategies.tensor.analysis.symbolic_dims import (
+    Dim,
+    SymbolicDim,
+    leaves,
+    length,
+    representative,
+)
+from boltmesh.strategies.tensor.plan import Section, Style
 
 if TYPE_CHECKING:
-    from boltmesh.strategies.tensor.analysis.records import Lookup, Product, Use
+    from boltmesh.strategies.tensor.analysis.trace import Lookup, Product, Use
 
 _TAKEN_APART = {"select", "unbind"}
 """What code does with the q, k and v of a projection that has them outside of its heads."""
@@ -28,10 +33,10 @@ class Member:
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class ShardableDim:
     """An axis that nothing needs whole."""
 
-    atom: Atom
+    atom: SymbolicDim
     members: tuple[Member, ...]
     weight: int
     """Elements of all parameters that it divides."""
@@ -44,7 +49,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Place:
+class DimPosition:
     """Where an axis lies in a dimension of a parameter."""
 
     parameter: str
@@ -55,14 +60,14 @@ class Place:
     """In which place of each section; fewer than sections where it is not in all of them."""
 
 
-def sections_of(dim: Sequence[Atom]) -> tuple[Dim, ...]:
+def sections_of(dim: Sequence[SymbolicDim]) -> tuple[Dim, ...]:
     """The sections of a parameter's dimension, each a row of indivisible atoms.
 
     Sections inside of something else, such as the two halves of the channels of a head, are no
     sections of the dimension: there they are one atom, which cannot be divided itself.
     """
     rows: list[Dim] = [()]
-    for number, each in enumerate(map(find, dim)):
+    for number, each in enumerate(map(representative, dim)):
         parts = _sections_of_atom(each)
         if number and len(parts) > 1:
             parts = ((each,),)
@@ -70,7 +75,7 @@ def sections_of(dim: Sequence[Atom]) -> tuple[Dim, ...]:
     return tuple(rows)
 
 
-def _sections_of_atom(atom: Atom) -> tuple[Dim, ...]:
+def _sections_of_atom(atom: SymbolicDim) -> tuple[Dim, ...]:
     if atom.form == "sections":
         return tuple(row for each in atom.parts for row in sections_of([each]))
     if atom.form == "product":
@@ -78,23 +83,23 @@ def _sections_of_atom(atom: Atom) -> tuple[Dim, ...]:
     return ((atom,),)
 
 
-def places(analysis: Analysis) -> dict[Atom, list[Place]]:
+def places(analysis: Analysis) -> dict[SymbolicDim, list[DimPosition]]:
     """Where each axis lies, in the order of the model."""
-    found: dict[Atom, list[Place]] = {}
+    found: dict[SymbolicDim, list[DimPosition]] = {}
     for name, facts in analysis.parameters.items():
         for number, dim in enumerate(facts.dims):
             rows = sections_of(dim)
-            at: dict[Atom, list[int]] = {}
+            at: dict[SymbolicDim, list[int]] = {}
             for row in rows:
                 for place, atom in enumerate(row):
                     if atom.size > 1:
-                        at.setdefault(find(atom), []).append(place)
+                        at.setdefault(representative(atom), []).append(place)
             for atom, indices in at.items():
-                found.setdefault(atom, []).append(Place(name, number, rows, tuple(indices)))
+                found.setdefault(atom, []).append(DimPosition(name, number, rows, tuple(indices)))
     return found
 
 
-def section_pattern(place: Place) -> tuple[Section, ...]:
+def section_pattern(place: DimPosition) -> tuple[Section, ...]:
     """How a dimension is divided along an axis that lies in each of its sections once."""
     return tuple(
         Section(
@@ -116,7 +121,7 @@ class Roles:
         self.products = {each.parameter for each in trace.products}
         self.used = {each.parameter for each in trace.uses}
         self.addends = {each.parameter for each in trace.uses if each.is_addend}
-        self.contracted: dict[str, set[Atom]] = {}
+        self.contracted: dict[str, set[SymbolicDim]] = {}
         """Atoms that were summed over in a product with a parameter."""
         self.attentions = trace.attentions
         self.strays = _strays(analysis)
@@ -127,7 +132,7 @@ class Roles:
         """Whether the step did anything with a parameter that can be divided."""
         return parameter in self.tables | self.products | self.used
 
-    def style(self, parameter: str, dim: int, atom: Atom) -> Style | None:
+    def style(self, parameter: str, dim: int, atom: SymbolicDim) -> Style | None:
         """How a parameter is divided along an axis; None where it is used in several ways."""
         is_row = atom in self.contracted.get(parameter, set())
         is_table, is_factor = parameter in self.tables, parameter in self.products
@@ -141,7 +146,7 @@ class Roles:
             return "expert"
         return "row" if is_row else "column"
 
-    def is_row(self, parameter: str, atom: Atom) -> bool:
+    def is_row(self, parameter: str, atom: SymbolicDim) -> bool:
         """Whether an axis of a parameter is summed over."""
         return atom in self.contracted.get(parameter, set())
 
@@ -177,8 +182,8 @@ def _strays(analysis: Analysis) -> dict[str, str]:
 
 
 def why_not(
-    atom: Atom,
-    found: Sequence[Place],
+    atom: SymbolicDim,
+    found: Sequence[DimPosition],
     roles: Roles,
     size: int,
     *,
@@ -229,7 +234,7 @@ def why_not(
     return ""
 
 
-def _why_not_there(place: Place, roles: Roles) -> str:
+def _why_not_there(place: DimPosition, roles: Roles) -> str:
     if len(place.at) != len(place.rows):
         return f"not every section of {place.parameter} has it"
     # Of torch's attention, keys and values may be one section, and queries another one.
@@ -244,7 +249,7 @@ def _why_not_there(place: Place, roles: Roles) -> str:
     return ""
 
 
-def candidates(analysis: Analysis, size: int) -> Iterator[Candidate]:
+def candidates(analysis: Analysis, size: int) -> Iterator[ShardableDim]:
     """Give the axes that can be divided by ``size``, in the order of the model."""
     roles = Roles(analysis)
     for atom, found in places(analysis).items():
@@ -252,7 +257,9 @@ def candidates(analysis: Analysis, size: int) -> Iterator[Candidate]:
             yield candidate_of(analysis, atom, found, roles)
 
 
-def candidate_of(analysis: Analysis, atom: Atom, found: Sequence[Place], roles: Roles) -> Candidate:
+def candidate_of(
+    analysis: Analysis, atom: SymbolicDim, found: Sequence[DimPosition], roles: Roles
+) -> ShardableDim:
     """Describe an axis that can be divided."""
     members = []
     for each in found:
@@ -267,4 +274,4 @@ def candidate_of(analysis: Analysis, atom: Atom, found: Sequence[Place], roles: 
         for each in members
     ]  # a bias that is added by an operator of its own
     weight = sum(analysis.parameters[each.parameter].elements for each in members)
-    return Candidate(atom, tuple(members), weight)
+    return ShardableDim(atom, tuple(members), weight)

@@ -1,10 +1,17 @@
-"""What a user asks of the tensor axis."""
+"""What a user asks of the tensor axis.
+
+What ranks that share layers cannot do, refused before it takes any memory.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning.pytorch import LightningModule
+from torch.distributed.tensor import DTensor
+
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.dry_run.unsupported import Reasons, refuse_undividable
 from boltmesh.strategies.tensor.planning import LossParallel
 
 UserPlan = Literal["auto"] | Mapping[str, str]
@@ -40,3 +47,52 @@ class TensorOptions:
                 f"loss_parallel={self.loss_parallel!r} is none of its settings. Use 'auto', true "
                 f"or false."
             )
+
+
+LAYERS = Reasons(
+    dataloader_iter="the ranks of a tensor group compare each batch before a step with it",
+    batch_size_finder=(
+        "which need not be on all ranks of a tensor group at once, and those that are left wait "
+        "for the others. Choose batch_size by boltmesh plan, or try sizes."
+    ),
+    sync_batchnorm=(
+        "takes the moments of batch norms over all ranks of the job, and the ranks of a tensor "
+        "group have the same batch: they would count it several times. Leave it out, or use "
+        "GroupNorm or LayerNorm."
+    ),
+    gradients="each rank's part of the gradients",
+)
+"""Why ranks that share layers cannot do apart what one process does."""
+
+
+def refuse_late_proof(module: LightningModule, *, is_divided: bool) -> None:
+    """Refuse to prove by another step what is in shards of shards already.
+
+    Args:
+        module: About to be divided.
+        is_divided: Whether it was before, by a plan that was proven with a step that trains
+            nothing.
+
+    Raises:
+        ConfigError: With what to do in which order.
+    """
+    if is_divided and any(isinstance(each, DTensor) for each in module.parameters()):
+        raise ConfigError(
+            f"{type(module).__name__} was divided for an evaluation, its parameters are in shards "
+            f"since then, and what training needs of the plan cannot be proven any more. Call "
+            f"Trainer.fit first, or build the module anew and load a checkpoint; with "
+            f"zero_stage=0 either order works."
+        )
+
+
+def refuse_parameters(module: LightningModule) -> None:
+    """Refuse parameters that cannot be divided, or that somebody has divided already.
+
+    Raises:
+        ConfigError: Naming the parameter.
+    """
+    refuse_undividable(
+        module,
+        instead="Build the module anew and load a checkpoint.",
+        sparse="whose norm nobody can take over ranks",
+    )

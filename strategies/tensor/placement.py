@@ -1,6 +1,15 @@
-"""Divides a model: one plan for all ranks, the proof that it is right, and this rank's shards."""
+"""Divides a model: one plan for all ranks, the proof that it is right, and this rank's shards.
 
-from collections.abc import Mapping
+What the tensor axis is told of the run that it is in.
+
+Makes a model's values where they are needed: whole for a proof, then this rank's shards alone.
+
+A model whose parameters are deferred may be larger than any rank's memory. The first block of each
+kind is made whole, with what lies outside of blocks; the others are made one at a time, when their
+shards are cut.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -9,41 +18,121 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
+from torch.amp import GradScaler
+from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.checkpoint.parts import Division
+from boltmesh.strategies.checkpoint.chunks import DimDivision
+from boltmesh.strategies.deferred_initialization.materialize import own_modules, prepare_modules
+from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.tensor.analysis.analyse import Analysis, analyse
 from boltmesh.strategies.tensor.backends import without_replicated
-from boltmesh.strategies.tensor.building import make_shards, make_whole, tied_outside
-from boltmesh.strategies.tensor.context import TensorContext
-from boltmesh.strategies.tensor.division import divisions_of
-from boltmesh.strategies.tensor.execution.apply import AppliedPlan, apply_plan
-from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.hugging_face import disagreements
 from boltmesh.strategies.tensor.options import TensorOptions
-from boltmesh.strategies.tensor.passing import Shapes, kinds_of, lasts_of
-from boltmesh.strategies.tensor.plan import TensorPlan
-from boltmesh.strategies.tensor.plan_json import from_json, to_json
-from boltmesh.strategies.tensor.planning import make_plan
-from boltmesh.strategies.tensor.proof import Stage, prove
-from boltmesh.strategies.tensor.rehearsal import Rehearsal
-from boltmesh.strategies.tensor.user_plan import with_user_plan
+from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan, from_json, to_json
+from boltmesh.strategies.tensor.planning import make_plan, with_user_plan
+from boltmesh.strategies.tensor.runtime.apply import AppliedPlan, apply_plan
+from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
+from boltmesh.strategies.tensor.runtime.param_swap import shard_parameters
+from boltmesh.strategies.tensor.skip_blocks import BlockShapes, kinds_of, lasts_of
+from boltmesh.strategies.tensor.verify import ProofInputs, divisions_of, prove
+
+
+@dataclass(frozen=True)
+class TensorContext:
+    """Where the axis finds itself."""
+
+    group: ProcessGroup
+    """The ranks that share each layer with this one."""
+    control: ProcessGroup
+    """The same ranks on the CPU, for questions that wait for no kernel."""
+    judges: ProcessGroup
+    """All ranks of the job, on the CPU: their models are alike, and they agree on one plan."""
+    new_group: Callable[..., ProcessGroup | None]
+    """Makes further groups of its ranks, see ``RankMeshStrategy.new_group``."""
+    device: torch.device
+    timeout: timedelta
+    scaler: GradScaler | None = None
+
+
+_CPU = torch.device("cpu")
+
+
+def make_whole(
+    root: Module, blocks: Mapping[str, Module], left_out: Collection[str], group: ProcessGroup
+) -> None:
+    """Make all but some blocks, with the first rank's values. Collective over ``group``.
+
+    Args:
+        root: The model.
+        blocks: Its blocks by dotted name.
+        left_out: Names of those that are made later.
+        group: Ranks that are to be alike, on the CPU.
+    """
+    later = {part for name in left_out for part in blocks[name].modules()}
+    modules = {each: path for each, path in own_modules([root], "").items() if each not in later}
+    prepare_modules(modules, device=_CPU, group=group)
+
+
+def make_shards(
+    root: Module,
+    blocks: Mapping[str, Module],
+    left_out: Iterable[str],
+    entries: Collection[ShardedParameter],
+    *,
+    group: ProcessGroup,
+    size: int,
+    rank: int,
+) -> None:
+    """Cut shards of all parameters, making what was left out before. Collective over ``group``.
+
+    Args:
+        root: The model.
+        blocks: Its blocks by dotted name.
+        left_out: Names of those that were not made before.
+        entries: The parameters that are divided.
+        group: Ranks that are to be alike, on the CPU.
+        size: Ranks of the tensor axis.
+        rank: Of this process among them.
+    """
+    left_out = list(left_out)
+    of_block = {
+        name: [each for each in entries if each.name.startswith(f"{name}.")] for name in left_out
+    }
+    inside = {each.name for several in of_block.values() for each in several}
+    made = [each for each in entries if each.name not in inside]
+    shard_parameters(root, made, size=size, rank=rank)
+    for name in left_out:
+        modules = own_modules([blocks[name]], name)
+        prepare_modules(modules, device=_CPU, group=group)
+        shard_parameters(root, of_block[name], size=size, rank=rank)
+
+
+def tied_outside(root: Module, blocks: Mapping[str, Module]) -> set[str]:
+    """Return the blocks of which a parameter is also somewhere else in the model."""
+    places: dict[int, set[str]] = {}
+    owner = {part: name for name, block in blocks.items() for part in block.modules()}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            places.setdefault(id(parameter), set()).add(owner.get(module, ""))
+    return {name for several in places.values() if len(several) > 1 for name in several if name}
+
 
 _PATIENCE = timedelta(seconds=120)
 """How long a proof waits for a rank whose code has raised where others' has not."""
 
 
 @dataclass(frozen=True)
-class Placement:
+class TensorPlacement:
     """A model that runs by a plan."""
 
     module: LightningModule
     step: str
     """By which it was proven."""
     applied: AppliedPlan
-    divisions: Mapping[str, Division]
+    divisions: Mapping[str, DimDivision]
     """Of this rank, by all names of divided parameters."""
     parts: tuple[Parameter, ...]
     """The parameters of which this rank has a part."""
@@ -62,7 +151,7 @@ def place(
     options: TensorOptions,
     context: TensorContext,
     group: TensorGroup,
-) -> tuple[Placement, tuple[str, ...]]:
+) -> tuple[TensorPlacement, tuple[str, ...]]:
     """Divide a model. Collective over all ranks of the job.
 
     Args:
@@ -80,8 +169,8 @@ def place(
         ConfigError: When the step cannot be run, or what was asked for is not possible.
     """
     blocks = find_blocks(module)
-    on_host = Rehearsal(module, step, args, torch.device("cpu"))
-    shapes = Shapes()
+    on_host = DryRun(module, step, args, torch.device("cpu"))
+    shapes = BlockShapes()
     with shapes.watching(blocks):
         plan, made_elements = _planned(on_host, blocks, options, context, group.size)
     passed = _passed(module, plan, blocks, shapes)
@@ -100,7 +189,7 @@ def place(
     known = len(plan.notes)
     plan = prove(
         plan,
-        Stage(
+        ProofInputs(
             on_device,
             blocks,
             passed,
@@ -120,12 +209,12 @@ def place(
     )
     applied = apply_plan(module, plan, group)
     divisions = divisions_of(applied.plan, group.rank)
-    placed = Placement(module, step, applied, divisions, tuple(applied.sharded))
+    placed = TensorPlacement(module, step, applied, divisions, tuple(applied.sharded))
     return placed, plan.notes[known:]
 
 
 def _planned(
-    rehearsal: Rehearsal,
+    rehearsal: DryRun,
     blocks: Mapping[str, Module],
     options: TensorOptions,
     context: TensorContext,
@@ -176,7 +265,7 @@ def _made(
 
 
 def _passed(
-    module: LightningModule, plan: TensorPlan, blocks: Mapping[str, Module], shapes: Shapes
+    module: LightningModule, plan: TensorPlan, blocks: Mapping[str, Module], shapes: BlockShapes
 ) -> dict[str, str]:
     """Return which blocks the proof passes by, and the first of the kind of each."""
     tied = tied_outside(module, blocks)

@@ -1,10 +1,96 @@
-"""What is divided over the tensor axis, and how: plain data, to be printed, sent and edited."""
+"""What is divided over the tensor axis, and how: plain data, to be printed, sent and edited.
 
+Which elements of a dimension each tensor rank keeps, and where they stand in the whole.
+
+A dimension is a row of sections, one after the other: the q, k and v of a fused projection, the
+gate and up of a gated MLP. Each section is a block of ``outer x count x inner`` elements, row by
+row, of which ``count`` is what is divided: heads, with the channels of a head inside and, in the
+layout of some models, (q, k, v) outside. A rank keeps its part of every section, so its shard is
+again such a row of sections, with ``count / size`` in the place of ``count``. Only the tokens of a
+vocabulary are divided where that is no whole number: the first ranks have one more.
+
+Plain Python: a plan can be made and a checkpoint read where torch is not.
+
+A plan as text: to send it from the rank that made it, to keep it, and to edit it.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from boltmesh.strategies.tensor.sections import Section
+import msgspec
+
+from boltmesh.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Section:
+    """``outer x count x inner`` neighbouring elements, divided along ``count``."""
+
+    outer: int
+    count: int
+    inner: int
+
+    @property
+    def length(self) -> int:
+        """Elements."""
+        return self.outer * self.count * self.inner
+
+    def divided(self, size: int, rank: int = 0) -> "Section":
+        """What one of ``size`` ranks keeps. Only where the count does not divide, ranks differ."""
+        return Section(self.outer, balanced_share(self.count, size, rank)[1], self.inner)
+
+
+def balanced_share(count: int, size: int, rank: int) -> tuple[int, int]:
+    """Return where a rank's share of ``count`` begins, and how much it is.
+
+    Where ``count`` does not divide, the first ranks have one more than the last.
+    """
+    each, left = divmod(count, size)
+    return rank * each + min(rank, left), each + (rank < left)
+
+
+@dataclass(frozen=True)
+class ElementRange:
+    """Neighbouring elements of the whole dimension that are neighbours in a shard too."""
+
+    start: int
+    """In the whole."""
+    local_start: int
+    """In the shard."""
+    length: int
+
+
+def runs(sections: Sequence[Section], size: int, rank: int) -> list[ElementRange]:
+    """The elements of one rank's shard, in the order of the shard, neighbours joined.
+
+    Args:
+        sections: Of the whole dimension.
+        size: Ranks that share it.
+        rank: Whose shard.
+    """
+    joined: list[ElementRange] = []
+    local = 0
+    for start, length in _stretches(sections, size, rank):
+        last = joined[-1] if joined else None
+        if last is not None and last.start + last.length == start:
+            joined[-1] = ElementRange(last.start, last.local_start, last.length + length)
+        else:
+            joined.append(ElementRange(start, local, length))
+        local += length
+    return joined
+
+
+def _stretches(sections: Sequence[Section], size: int, rank: int) -> Iterator[tuple[int, int]]:
+    """Start and length of each unbroken stretch that a rank keeps."""
+    base = 0
+    for section in sections:
+        start, count = balanced_share(section.count, size, rank)
+        for row in range(section.outer if count else 0):
+            yield base + (row * section.count + start) * section.inner, count * section.inner
+        base += section.length
+
 
 Style = Literal["column", "row", "table", "vocabulary", "expert", "along"]
 """How a parameter takes part.
@@ -60,7 +146,7 @@ class ShardedParameter:
 
 
 @dataclass(frozen=True)
-class PlannedAxis:
+class PlannedDim:
     """A logical axis of the model that nothing needs whole, such as the heads of a block."""
 
     size: int
@@ -71,7 +157,7 @@ class PlannedAxis:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Unsharded:
     """A parameter that every rank keeps whole."""
 
     name: str
@@ -139,10 +225,10 @@ class TensorPlan:
     """What is divided over ``size`` ranks, and what that asks of the modules around it."""
 
     size: int
-    axes: tuple[PlannedAxis, ...] = ()
+    axes: tuple[PlannedDim, ...] = ()
     sharded: dict[str, ShardedParameter] = field(default_factory=dict)
     """By first name, in the order of the model."""
-    whole: tuple[Whole, ...] = ()
+    whole: tuple[Unsharded, ...] = ()
     partial: tuple[str, ...] = ()
     """Replicated parameters that meet something divided: each rank has a part of their gradient."""
     boundaries: tuple[str, ...] = ()
@@ -168,3 +254,22 @@ class TensorPlan:
     """Disagreements and fallbacks, in words for the table."""
     unknown: dict[str, int] = field(default_factory=dict)
     """Operators without a rule, with how often they ran; what they touched stays whole."""
+
+
+def to_json(plan: TensorPlan) -> str:
+    """Return a plan as JSON."""
+    return msgspec.json.encode(plan).decode()
+
+
+def from_json(text: str | bytes) -> TensorPlan:
+    """Return the plan that a text describes.
+
+    Raises:
+        ConfigError: When it describes none.
+    """
+    try:
+        return msgspec.json.decode(text, type=TensorPlan)
+    except msgspec.DecodeError as error:  # invalid values are among these
+        raise ConfigError(
+            f"this is no tensor plan: {error}. Make one with to_json(plan)."
+        ) from None

@@ -1,22 +1,101 @@
-"""Makes a plan of what was found out about a model."""
+"""Makes a plan of what was found out about a model.
 
-from collections.abc import Mapping, Sequence
+Chooses axes to divide: the most elements, where no parameter is divided twice.
+
+Changes a plan to what a user's own mapping says.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
-from boltmesh.strategies.tensor.candidates import Candidate, candidates
-from boltmesh.strategies.tensor.choosing import choose
-from boltmesh.strategies.tensor.describing import Choice, plan_of
-from boltmesh.strategies.tensor.experts import routed_experts
-from boltmesh.strategies.tensor.flow import follow
-from boltmesh.strategies.tensor.owners import refused_owners
+from boltmesh.strategies.tensor.candidates import ShardableDim, candidates
+from boltmesh.strategies.tensor.emit_plan import Selection, plan_of
+from boltmesh.strategies.tensor.overrides import read_wishes
 from boltmesh.strategies.tensor.plan import TensorPlan
-from boltmesh.strategies.tensor.sequence_plan import divide_sequence
-from boltmesh.strategies.tensor.sequence_walk import NoSequence
-from boltmesh.strategies.tensor.vocabularies import vocabularies
-from boltmesh.strategies.tensor.wishes import read_wishes
+from boltmesh.strategies.tensor.propagation import follow, refused_owners
+from boltmesh.strategies.tensor.sequence import NoSequence, divide_sequence
+from boltmesh.strategies.tensor.vocab_experts import routed_experts, vocabularies
+
+EXACT_UP_TO = 16
+"""Items of a connected component of which every choice is tried."""
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+
+def choose(
+    items: Sequence[_Item], weights: Mapping[_Item, int], conflicts: Mapping[_Item, set[_Item]]
+) -> list[_Item]:
+    """Return items of the greatest weight of which no two are in conflict.
+
+    A maximum-weight independent set, exact in each connected component of up to ``EXACT_UP_TO``
+    items; in larger ones the heaviest item is taken first. The same for the same order of items.
+
+    Args:
+        items: In the order that decides between equals.
+        weights: Greater than 0.
+        conflicts: In both directions.
+    """
+    place = {each: number for number, each in enumerate(items)}
+    chosen: list[_Item] = []
+    for component in _components(items, conflicts):
+        component.sort(key=place.__getitem__)
+        if len(component) <= EXACT_UP_TO:
+            chosen += _heaviest(component, weights, conflicts)
+        else:
+            chosen += _greedy(component, weights, conflicts)
+    return sorted(chosen, key=place.__getitem__)
+
+
+def _components(items: Sequence[_Item], conflicts: Mapping[_Item, set[_Item]]) -> list[list[_Item]]:
+    """Items that are in conflict with each other, at least through others."""
+    found: list[list[_Item]] = []
+    seen: set[_Item] = set()
+    for each in items:
+        component, waiting = [], [each]
+        while waiting:
+            item = waiting.pop()
+            if item not in seen:
+                seen.add(item)
+                component.append(item)
+                waiting += conflicts.get(item, set())
+        if component:
+            found.append(component)
+    return found
+
+
+def _heaviest(
+    items: Sequence[_Item], weights: Mapping[_Item, int], conflicts: Mapping[_Item, set[_Item]]
+) -> list[_Item]:
+    """Try each item within a choice and without it."""
+    if not items:
+        return []
+    first, *rest = items
+    without = conflicts.get(first, set())
+    taken = [
+        first, *_heaviest([each for each in rest if each not in without], weights, conflicts)
+    ]  # fmt: skip
+    if not without & set(rest):
+        return taken
+    left = _heaviest(rest, weights, conflicts)
+    return taken if _weight(taken, weights) >= _weight(left, weights) else left
+
+
+def _greedy(
+    items: Sequence[_Item], weights: Mapping[_Item, int], conflicts: Mapping[_Item, set[_Item]]
+) -> list[_Item]:
+    chosen: set[_Item] = set()
+    for each in sorted(items, key=lambda item: -weights[item]):
+        if not conflicts.get(each, set()) & chosen:
+            chosen.add(each)
+    return [each for each in items if each in chosen]
+
+
+def _weight(items: Sequence[_Item], weights: Mapping[_Item, int]) -> int:
+    return sum(weights[each] for each in items)
+
 
 LossParallel = Literal["auto", True, False]
 
@@ -53,7 +132,7 @@ def make_plan(
     return _with_sequence(analysis, choice, plan) if sequence_parallel else plan
 
 
-def _with_sequence(analysis: Analysis, choice: Choice, plan: TensorPlan) -> TensorPlan:
+def _with_sequence(analysis: Analysis, choice: Selection, plan: TensorPlan) -> TensorPlan:
     """Divide the sequence between blocks as well, with all that follows from it."""
     experts = [each.module for each in routed_experts(analysis)]
     if experts:
@@ -92,7 +171,7 @@ def _with_sequence(analysis: Analysis, choice: Choice, plan: TensorPlan) -> Tens
 
 def _choose(
     analysis: Analysis, size: int, wanted: Mapping[str, str], *, with_heads: bool
-) -> Choice:
+) -> Selection:
     tokens, refused = vocabularies(analysis, size, with_heads=with_heads)
     taken = {each.atom for each in tokens} | set(refused)
     axes = [each for each in candidates(analysis, size) if each.atom not in taken]
@@ -120,18 +199,47 @@ def _choose(
                     f"plan divides {min(forced[atom].parameters)}, but {why}. Take it out of plan."
                 )
         if not flow.refused:
-            return Choice(chosen, flow, refused)
+            return Selection(chosen, flow, refused)
         refused.update(flow.refused)
 
 
-def _conflicts(items: Sequence[Candidate]) -> dict[Candidate, set[Candidate]]:
+def _conflicts(items: Sequence[ShardableDim]) -> dict[ShardableDim, set[ShardableDim]]:
     """Which would divide the same parameter twice."""
-    by_parameter: dict[str, list[Candidate]] = {}
+    by_parameter: dict[str, list[ShardableDim]] = {}
     for each in items:
         for name in each.parameters:
             by_parameter.setdefault(name, []).append(each)
-    conflicts: dict[Candidate, set[Candidate]] = {}
+    conflicts: dict[ShardableDim, set[ShardableDim]] = {}
     for several in by_parameter.values():
         for each in several:
             conflicts.setdefault(each, set()).update(set(several) - {each})
     return conflicts
+
+
+def with_user_plan(plan: TensorPlan, analysis: Analysis, mapping: Mapping[str, str]) -> TensorPlan:
+    """Return a plan in which what the mapping names is as it says, and the rest as it can be.
+
+    Parameters of one axis are divided together: where one is to be whole, all are, and the notes
+    say which.
+
+    Args:
+        plan: As it was found.
+        analysis: What it was made of.
+        mapping: Style, or ``whole``, by pattern of the names of parameters or modules; ``*``
+            stands for any part of a name.
+
+    Raises:
+        ConfigError: When a pattern matches nothing, or something that cannot be divided so.
+    """
+    changed = make_plan(
+        analysis,
+        plan.size,
+        loss_parallel="auto" if plan.divides_logits else False,
+        sequence_parallel=plan.sequence is not None,
+        wanted=mapping,
+    )
+    lost = [name for name in plan.sharded if name not in changed.sharded]
+    notes = [*plan.notes]
+    if lost:
+        notes.append(f"whole by the plan that was given: {', '.join(lost)}")
+    return replace(changed, notes=tuple(notes))

@@ -12,13 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
 
-from boltmesh.strategies.offload.shard import GatheredSource, OffloadedShard
+from boltmesh.strategies.offload.shard_tensor import GatheredSource, OffloadedShard
 from boltmesh.strategies.tiling.plan import TilePlan
-from boltmesh.strategies.torch_compat import (
-    all_gather_single,
-    local_tensor,
-    reduce_scatter_single,
-)
+from boltmesh.strategies.torch_compat.communication import all_gather_single, reduce_scatter_single
+from boltmesh.strategies.torch_compat.tensors import local_tensor
 
 
 @dataclass(eq=False)

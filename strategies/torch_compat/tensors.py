@@ -1,12 +1,62 @@
-"""Tensors and DTensors beneath what their methods show."""
+"""Tensors and DTensors beneath what their methods show.
 
-from collections.abc import Sequence
+Tensors that have a shape and a type and no data.
+
+Nested values as torch opens them.
+
+Operators as a dispatch mode sees them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode as FakeTensorMode,
+)
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_unflatten,
+)
+from torch.utils._pytree import (
+    tree_leaves as tree_leaves,
+)
+from torch.utils._pytree import (
+    tree_map as tree_map,
+)
+from torch.utils._pytree import (
+    tree_map_only as tree_map_only,
+)
+
+
+def fake_tensors() -> FakeTensorMode:
+    """Return a mode in which tensors have shape and type and no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a tensor with shape and type and no data."""
+    return isinstance(value, FakeTensor)
+
+
+def make_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Return a tensor without data of the same shape, type, device and class."""
+    return mode.from_tensor(tensor)
+
+
+NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a tensor without data raises when it is asked for some."""
+
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
 """For a tensor subclass that wants to be asked at dispatch only, below autograd."""
@@ -60,3 +110,61 @@ def dtensor_like(local: Tensor, parameter: Tensor) -> Tensor:
     """Return a DTensor with the layout of ``parameter`` and another local tensor."""
     spec: Any = parameter._spec  # type: ignore[attr-defined]
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def open_one_level(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
+    """Return the children of a value that pytree can open, and what closes it; None for a leaf."""
+    children, spec = tree_flatten(value, is_leaf=lambda each: each is not value)
+    if len(children) == 1 and children[0] is value:
+        return None
+    return children, lambda parts: tree_unflatten(list(parts), spec)
+
+
+def written_or_viewed(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Any, bool]]:
+    """Give the arguments that an operator writes to, with True, or returns views of, with False."""
+    schema = func._schema.arguments
+    given = [(schema[i], value) for i, value in enumerate(args)]
+    given += [(each, kwargs[each.name]) for each in schema if each.name in kwargs]
+    for argument, value in given:
+        if argument.alias_info is not None:
+            yield value, argument.alias_info.is_write
+
+
+DispatchMode = TorchDispatchMode
+"""What sees every operator that runs while it is entered."""
+
+
+CAST = torch.ops.aten._to_copy.default
+"""The operator behind ``Tensor.to``, and so behind autocast."""
+
+
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""The CPU's fused attention, which torch's own ``FlopCounterMode`` does not count."""
+
+
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+"""Rows of several experts, each times the matrix of its own."""
+
+
+COSTLY_OPERATORS: frozenset[Any] = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+)  # fmt: skip
+"""Operators that are worth their outputs' memory: everything else is quickly done again."""
+
+
+def functions_unwatched() -> AbstractContextManager[None]:
+    """Within it, no mode sees calls of torch's functions."""
+    return torch._C.DisableTorchFunction()
+
+
+def schema_of(operator: OpOverload) -> Any:
+    """What an operator takes and gives, and what of that it changes."""
+    return operator._schema

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from boltmesh.bench.figures import Run, measure
-from boltmesh.bench.rows import Row, compare_losses
+from boltmesh.bench.figures import BenchRun, JobWatch, measure
+from boltmesh.bench.rows import BenchRow, compare_losses
 from boltmesh.bench.running import Ended
 from boltmesh.bench.table import as_csv, as_markdown, as_text
-from boltmesh.bench.watching import Watch
 from boltmesh.telemetry.snapshot import Chunk, CollectiveTotal, Memory, RankSnapshot, StepRecord
 
 
@@ -29,8 +28,8 @@ def rank(
     )  # fmt: skip
 
 
-def watched(ranks: list[RankSnapshot], mesh: dict[str, int]) -> Watch:
-    watch = Watch("job")
+def watched(ranks: list[RankSnapshot], mesh: dict[str, int]) -> JobWatch:
+    watch = JobWatch("job")
     for each in ranks:
         watch._take(each)
     newest: Any = SimpleNamespace(ranks=tuple(ranks), mesh=mesh, versions={})
@@ -92,13 +91,15 @@ def test_the_most_that_was_seen_is_kept() -> None:
 def ran(loss: float, *, data: int = 2, times: tuple[float, ...] = (0.1, 0.2, 0.3)) -> Ended:
     mesh = {"pipeline": 1, "data": data, "tensor": 1}
     memory = {("parameters", "host"): 3_000_000, ("optimizer", "disk"): 12_000_000}
-    return Ended(Run(mesh, times, 8.0, None, loss, 25, (), memory, 9_000_000, None, {"data": 4e6}))
+    return Ended(
+        BenchRun(mesh, times, 8.0, None, loss, 25, (), memory, 9_000_000, None, {"data": 4e6})
+    )
 
 
-def rows(*ended: tuple[str, list[Ended]]) -> list[Row]:
+def rows(*ended: tuple[str, list[Ended]]) -> list[BenchRow]:
     made = []
     for label, each in ended:
-        row = Row(label)
+        row = BenchRow(label)
         for one in each:
             row.add(one)
         made.append(row)

@@ -7,7 +7,7 @@ from typing import Any
 
 from boltmesh.bench import running
 from boltmesh.bench.variant import parse_variants
-from boltmesh.starting.launch import Supervisor
+from boltmesh.launch.launch import Supervisor
 
 
 def test_peer_to_peer_is_switched_off_in_the_processes_of_its_row_alone(monkeypatch) -> None:

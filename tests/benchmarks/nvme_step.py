@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=2 python tests/benchmarks/nvme_step.py [FOLDER] [--numel 200e6] [--rounds 9]
 
-The step is AdamW over state in a ``DiskStore``: chunk by chunk it is read, stepped by torch's fused
-kernel, copied out in bf16 and written back, with checksums. Each round runs, in random order,
+The step is AdamW over state in a ``DiskStateStore``: chunk by chunk it is read, stepped by torch's
+fused kernel, copied out in bf16 and written back, with checksums. Each round runs, in random order,
 
 * the step,
 * the same reads and writes, both at once and without sums, and nothing else (``raw``),
@@ -34,13 +34,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.offload.disk.store import NUM_BUFFERS, DiskStore
-from boltmesh.strategies.offload.disk.swap import NUM_THREADS, Swap
+from boltmesh.strategies.offload.disk.state_store import NUM_BUFFERS, DiskStateStore
+from boltmesh.strategies.offload.disk.swap_file import NUM_THREADS, Swap
 from boltmesh.strategies.offload.disk.transfer import BLOCK_BYTES, Block, Ticket, TransferPool
-from boltmesh.strategies.offload.host import HostStore
-from boltmesh.strategies.offload.memory import allocate_host, as_bytes
-from boltmesh.strategies.offload.tiers import CHUNK_NUMEL, StateStore
-from boltmesh.strategies.torch_compat import fused_adam
+from boltmesh.strategies.offload.host_memory import allocate_host, as_bytes
+from boltmesh.strategies.offload.memory_stores import HostStore
+from boltmesh.strategies.offload.store_api import CHUNK_NUMEL, StateStore
+from boltmesh.strategies.torch_compat.optimizers import fused_adam
 
 CPU = torch.device("cpu")
 AHEAD = 3
@@ -143,10 +143,11 @@ def main() -> None:
 def measure(folder: Path, numel: int, rounds: int, num_buffers: int) -> None:
     gradient, copy = torch.randn(numel) * 1e-2, torch.zeros(numel, dtype=torch.bfloat16)
     num_bytes = sum(
-        DiskStore.bytes_of(min(CHUNK_NUMEL, numel - at), 3) for at in range(0, numel, CHUNK_NUMEL)
+        DiskStateStore.bytes_of(min(CHUNK_NUMEL, numel - at), 3)
+        for at in range(0, numel, CHUNK_NUMEL)
     )
     swap = Swap(folder, num_bytes)
-    disk = Stepper(DiskStore(swap, device=CPU, num_buffers=num_buffers), numel)
+    disk = Stepper(DiskStateStore(swap, device=CPU, num_buffers=num_buffers), numel)
     memory = Stepper(HostStore(CPU), numel)
     raw = RawDisk(swap, num_bytes)
     variants: dict[str, Callable[[], None]] = {

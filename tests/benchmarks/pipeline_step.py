@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from boltmesh.strategies.pipeline.executor.executor import Executor
-from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
+from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from tests.support.programs import programs
 from tests.support.ranks import run_ranks
 
@@ -71,7 +71,7 @@ class Part:
 def ours(
     name: str, rank: int, world_size: int, module: nn.Module, data: Tensor
 ) -> Callable[[], object]:
-    executor = Executor(dist.group.WORLD, torch.device("cpu"))
+    executor = PipelineRuntime(dist.group.WORLD, torch.device("cpu"))
     program = programs(name, world_size, MICROBATCHES)[rank]
     stages = [Part(rank, world_size, module, data)]
     return lambda: executor.run(program, stages)

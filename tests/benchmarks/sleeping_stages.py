@@ -13,10 +13,10 @@ from argparse import ArgumentParser
 import torch
 import torch.distributed as dist
 
-from boltmesh.strategies.pipeline.executor.executor import Executor
 from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.pipeline.programs import Programs
-from tests.strategies.pipeline.executor.test_bubble import SleepyStage
+from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
+from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
+from tests.strategies.pipeline.runtime.test_bubble import SleepyStage
 from tests.support.ranks import run_ranks
 
 SCHEDULES = ("1f1b", "zero_bubble", "pipedream_2bw")
@@ -27,8 +27,10 @@ def measure(
     rank: int, world_size: int, name: str, microbatches: int, steps: int
 ) -> tuple[list[float], list[float]]:
     """Seconds and bubble of each step; the bubble is known one step late."""
-    executor = Executor(dist.new_group(list(range(world_size))), torch.device("cpu"))
-    programs = Programs(PipelineOptions(schedule=name, microbatches=microbatches), world_size, rank)
+    executor = PipelineRuntime(dist.new_group(list(range(world_size))), torch.device("cpu"))
+    programs = RankPrograms(
+        PipelineOptions(schedule=name, microbatches=microbatches), world_size, rank
+    )
     stages = [SleepyStage(rank, world_size)]
     seconds, bubbles, before = [], [], 0
     for _ in range(steps):

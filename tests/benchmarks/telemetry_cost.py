@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import JobInfo, rank_file
-from boltmesh.telemetry.recording.null_recorder import NullRecorder
-from boltmesh.telemetry.recording.recorder import Recorder
-from boltmesh.telemetry.recording.torch_compat import COLLECTIVES
-from boltmesh.telemetry.recording.writer import RankFile
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.rank_file import RankFile
+from boltmesh.telemetry.writer.recorder import Recorder
+from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES
 
 WIDTH, DEPTH, BATCH = 256, 8, 96
 

@@ -32,10 +32,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.tensor.analysis.analyse import analyse
-from boltmesh.strategies.tensor.execution.apply import apply_plan
-from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.plan import Backend
 from boltmesh.strategies.tensor.planning import make_plan
+from boltmesh.strategies.tensor.runtime.apply import apply_plan
+from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from tests.benchmarks.peers.torch_3d import parallelize
 from tests.benchmarks.peers.transformer import Transformer, cross_entropy
 from tests.benchmarks.peers.transformer import build as build_transformer

@@ -40,8 +40,8 @@ from boltmesh.telemetry.job import (
     run_dir,
     write_job,
 )
-from boltmesh.telemetry.recording.writer import RankFile
 from boltmesh.telemetry.snapshot import PHASES
+from boltmesh.telemetry.writer.rank_file import RankFile
 
 ROWS, COLUMNS = 45, 160
 SMALL_PACE = (5, 4)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from boltmesh.telemetry.reading.reader import Job, open_job
+from boltmesh.telemetry.reader.job_reader import JobReader
+from boltmesh.telemetry.reader.reader import open_job
 from tests.benchmarks.viewer import Viewer
 
 SCRIPT = """
@@ -32,12 +33,12 @@ trainer.fit(Network({width}), loader(2000, 2))
 """
 
 
-def seconds_of_steps(job: Job, begin: float, end: float) -> list[float]:
+def seconds_of_steps(job: JobReader, begin: float, end: float) -> list[float]:
     steps = [step for rank in job.snapshot().ranks for step in rank.steps]
     return [step.seconds for step in steps if begin <= step.end_time <= end]
 
 
-def measure_block(job: Job, seconds: float) -> float:
+def measure_block(job: JobReader, seconds: float) -> float:
     """Median step of the next seconds, looked at once at their end."""
     begin = time.time()
     time.sleep(seconds)

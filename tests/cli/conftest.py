@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from boltmesh.starting.stopping import HANDLED
+from boltmesh.launch.stopping import HANDLED
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "support" / "tiny.yaml"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from boltmesh.cli import run_command
-from boltmesh.conversion.importing import save_alone
+from boltmesh.conversion.import_checkpoint import save_alone
 from boltmesh.conversion.source import load_value, open_checkpoint, tensors_of
 from boltmesh.strategies.checkpoint.manifest import find_fault
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from boltmesh.starting import launch
-from boltmesh.starting.launch import Supervisor, resume_command
+from boltmesh.launch import launch
+from boltmesh.launch.launch import Supervisor, resume_command
 from boltmesh.telemetry.job import JobInfo, job_path, make_private_folder, read_end, write_job
 
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from boltmesh.starting.rank import Rank
+from boltmesh.launch.rank import Rank
 from boltmesh.errors import ConfigError, OffloadError
 
 rank = Rank.enter()
@@ -239,7 +239,7 @@ rank.stop.is_training = True
 touch("training")
 while rank.stop.signum is None:
     time.sleep(0.01)
-from boltmesh.starting.stopping import StoppedBySignal
+from boltmesh.launch.stopping import StoppedBySignal
 raise StoppedBySignal(rank.stop.signum, step=41, checkpoint="kept.ckpt")
 """
 
@@ -313,7 +313,7 @@ ORPHANED = """
 
 def test_ranks_end_with_a_supervisor_that_is_killed(workplace):
     code = (
-        "import sys; from boltmesh.starting.launch import Supervisor\n"
+        "import sys; from boltmesh.launch.launch import Supervisor\n"
         "made = Supervisor(['fit', 'x'], num_ranks=2, job_id='test')\n"
         f"made.command = [sys.executable, '-c', {RANK + ORPHANED!r}\n"
         "                'sys.exit(rank.execute(work))']\n"
@@ -336,7 +336,7 @@ def test_ranks_end_with_a_supervisor_that_is_killed(workplace):
 
 def test_a_rank_that_starts_after_its_supervisor_is_gone_ends_at_once(workplace):
     environment = {**os.environ, "BOLTMESH_SUPERVISOR": f"{os.getppid()}:{workplace}"}
-    code = "from boltmesh.starting.rank import Rank; Rank.enter(); print('went on')"
+    code = "from boltmesh.launch.rank import Rank; Rank.enter(); print('went on')"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )

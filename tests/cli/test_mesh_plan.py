@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from boltmesh import cli
 from boltmesh.strategies import Parallel3DStrategy
-from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.telemetry.reader.reader import open_job
 from tests.support.gpts import VOCABULARY, text_data
 from tests.support.planned_meshes import check_memory, measured, planned, said
 from tests.support.ranks import run_ranks

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from boltmesh import cli
 from boltmesh.configs.load import recipes
-from boltmesh.strategies.planner.step_time import Machine
+from boltmesh.strategies.cost_model.step_time import Machine
 from tests.cli.conftest import ROOT, TINY
 
 NAMES = ["ddp", "zero1", "zero2", "zero3", "zero1_cpu", "zero2_cpu", "zero3_cpu", "zero3_nvme"]

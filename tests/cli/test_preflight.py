@@ -4,9 +4,9 @@ import pytest
 
 from boltmesh.configs.load import load
 from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.launch import placement
+from boltmesh.launch.placement import find_launcher, place_ranks
 from boltmesh.preflight import check_config
-from boltmesh.starting import placement
-from boltmesh.starting.placement import find_launcher, place_ranks
 from tests.cli.conftest import TINY
 
 TORCHRUN = {

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from boltmesh import cli, graceful
+from boltmesh import cli
 from boltmesh.configs.load import load
+from boltmesh.launch import graceful_stop
 from tests.support.ranks import run_ranks
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
@@ -22,7 +23,7 @@ SIGNAL_AT = f"{TINY.with_name('tiny.py')}:SignalAt"
 def commands(rank: int, world_size: int, folder: str, lines: list[list[str]]) -> list[Any]:
     """Run command lines one after another; return the code, stdout and stderr of each."""
     os.chdir(folder)
-    graceful.ASK_EVERY_S = 0.0  # at every step, so that a test stops where it means to
+    graceful_stop.ASK_EVERY_S = 0.0  # at every step, so that a test stops where it means to
     outcomes = []
     for number, line in enumerate(lines):
         errors = Path(folder, f"stderr-{rank}-{number}")

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from boltmesh import cli
-from boltmesh.strategies.pipeline.kinds import KINDS
+from boltmesh.strategies.pipeline.schedules.registry import KINDS
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from boltmesh import cli
-from boltmesh.strategies.pipeline.bubble import simulate_ideal
-from boltmesh.strategies.pipeline.kinds import KINDS
-from boltmesh.strategies.pipeline.schedules import schedule_table
+from boltmesh.strategies.pipeline.schedules.bubble import simulate_ideal
+from boltmesh.strategies.pipeline.schedules.orders import schedule_table
+from boltmesh.strategies.pipeline.schedules.registry import KINDS
 from tests.cli.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "pipeline_schedules.md").read_text(encoding="utf-8")

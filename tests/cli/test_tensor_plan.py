@@ -8,8 +8,7 @@ import pytest
 from boltmesh import cli
 from boltmesh.configs.classes import build
 from boltmesh.configs.load import load
-from boltmesh.planning.tensor_model import TensorSummary
-from boltmesh.planning.tensor_plan import write_tensor
+from boltmesh.plan.tensor_plan import TensorSummary, write_tensor
 from boltmesh.strategies.tensor.planning import make_plan
 from tests.support.planned import analysed
 

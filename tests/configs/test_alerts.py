@@ -109,10 +109,10 @@ def test_what_cannot_be_is_one_line_with_what_can(override, message):
 
 
 def test_they_reach_the_strategy_which_tells_who_watches():
+    from boltmesh.launch.placement import place_ranks
+    from boltmesh.launch.rank import Rank
+    from boltmesh.launch.stopping import StopSwitch
     from boltmesh.run import RunBuilder
-    from boltmesh.starting.placement import place_ranks
-    from boltmesh.starting.rank import Rank
-    from boltmesh.starting.stopping import StopSwitch
 
     config = load(TINY, ["alerts.stall_s=7", "devices=1"])
     rank = Rank(None, None, StopSwitch())

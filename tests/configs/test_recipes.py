@@ -5,10 +5,10 @@ import re
 import pytest
 
 from boltmesh.configs.load import load, recipes
+from boltmesh.launch.placement import place_ranks
+from boltmesh.launch.rank import Rank
+from boltmesh.launch.stopping import StopSwitch
 from boltmesh.preflight import check_config
-from boltmesh.starting.placement import place_ranks
-from boltmesh.starting.rank import Rank
-from boltmesh.starting.stopping import StopSwitch
 
 
 @pytest.mark.parametrize("name", recipes())

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from boltmesh.conversion.importing import save_alone
+from boltmesh.conversion.import_checkpoint import save_alone
 from boltmesh.strategies.checkpoint.directory import save_directory
 from tests.support.limited_memory import run_limited
 from tests.support.ranks import run_ranks
@@ -21,9 +21,9 @@ SCRIPT = """
 import sys, warnings
 import torch
 from pathlib import Path
-from boltmesh.conversion.exporting import export
-from boltmesh.conversion.importing import save_alone, weights_alone
-from boltmesh.conversion.safetensors_source import open_safetensors
+from boltmesh.conversion.export_checkpoint import export
+from boltmesh.conversion.import_checkpoint import save_alone, weights_alone
+from boltmesh.conversion.safetensors_files import open_safetensors
 from boltmesh.conversion.source import open_checkpoint, open_file, tensors_of
 
 folder, small, allowed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])

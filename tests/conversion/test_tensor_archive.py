@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from boltmesh.conversion.lightning_file import ALIGNMENT_BYTES, write_archive
 from boltmesh.conversion.source import load_value
-from boltmesh.conversion.tensor_archive import ALIGNMENT_BYTES, write_archive
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.checkpoint.placeholder import Placeholder
+from boltmesh.strategies.checkpoint.shard_reader import Placeholder
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64,

@@ -7,10 +7,9 @@ import pytest
 
 from boltmesh.telemetry.snapshot import RankSnapshot
 from boltmesh.tui.devices import DeviceReader, DeviceReading
-from boltmesh.tui.drawing.device_table import draw_devices
-from boltmesh.tui.drawing.glyphs import UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.figures.ranks import rank_rows
+from boltmesh.tui.metrics.ranks import rank_rows
+from boltmesh.tui.panels.devices import draw_devices
+from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.report import job_text
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
@@ -148,7 +147,7 @@ def test_the_readings_are_on_the_screen() -> None:
     (row,) = rank_rows(state)
     assert row.memory_total_bytes is not None
     total = f"/{row.memory_total_bytes / 2**30:.1f} GiB"
-    look = Look(UNICODE, has_headings=False, has_signs=False)
+    look = Style(UNICODE, has_headings=False, has_signs=False)
     assert total in job_text(state, 120, look)
     (header, line) = (each.plain for each in draw_devices(state, 200, 2, look))
     assert header.startswith("device")

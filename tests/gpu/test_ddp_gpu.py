@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from boltmesh.strategies import DDPStrategy
-from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.telemetry.reader.reader import open_job
 from tests.support.models import Regression, regression_data
 
 pytestmark = [

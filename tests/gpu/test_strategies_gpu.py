@@ -20,7 +20,7 @@ from boltmesh.strategies import (
     TensorParallelStrategy,
     ZeROStrategy,
 )
-from boltmesh.strategies.access import gathered_parameters
+from boltmesh.strategies.parameter_access import gathered_parameters
 from tests.support.models import Regression, regression_data
 
 pytestmark = [

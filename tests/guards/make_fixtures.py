@@ -38,7 +38,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
-from boltmesh.strategies.access import whole_value
+from boltmesh.strategies.parameter_access import whole_value
 from boltmesh.strategies.registry import build_strategy
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data

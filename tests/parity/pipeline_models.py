@@ -17,8 +17,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from boltmesh.checking.differences import Trace
-from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
+from boltmesh.check.differences import Trace
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.pipeline_zoo import ZOO, zoo_data
 from tests.support.ranks import run_ranks

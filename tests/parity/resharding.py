@@ -27,7 +27,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from boltmesh.conversion.exporting import export
+from boltmesh.conversion.export_checkpoint import export
 from boltmesh.conversion.source import load_value, open_checkpoint
 from boltmesh.strategies.checkpoint.optimizer_state import parameter_names
 from tests.support.layouts import LAYOUTS, PLAIN

@@ -20,10 +20,10 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from boltmesh.checking.differences import Trace
-from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
+from boltmesh.check.differences import Trace
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.errors import BoltMeshError
-from boltmesh.strategies.access import whole_value
+from boltmesh.strategies.parameter_access import whole_value
 from boltmesh.strategies.tensor_parallel import TensorParallelStrategy
 from tests.support.ranks import run_ranks
 from tests.support.tensor_families import FAMILIES, STEPS, Family, family_data, has_tokens

@@ -22,8 +22,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from boltmesh.checking.differences import Trace
-from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
+from boltmesh.check.differences import Trace
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.errors import BoltMeshError
 from boltmesh.strategies.tensor_parallel import TensorParallelStrategy
 from tests.support.causal_lms import SHIPPED, build

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from boltmesh.checking.differences import Trace, find_differences
-from boltmesh.checking.parity import trace_layout, trace_one_process
+from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.parity import trace_layout, trace_one_process
 from boltmesh.strategies import DDPStrategy, ZeROStrategy, gathered_parameters
 from tests.support.cases import CLIP, Case
 from tests.support.ranks import run_ranks

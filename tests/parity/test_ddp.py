@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 from lightning.pytorch import LightningModule
 
-from boltmesh.checking.differences import Trace
-from boltmesh.checking.parity import trace_layout
+from boltmesh.check.differences import Trace
+from boltmesh.check.parity import trace_layout
 from boltmesh.strategies import DDPStrategy
 from tests.support.cases import SGD, differences, reference
 from tests.support.cases import Case as AnyCase

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
-from boltmesh.checking.differences import Trace, find_differences
-from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
+from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import DDPStrategy
-from boltmesh.strategies.data.axis import AxisContext
-from boltmesh.strategies.data.ddp import Replicas
+from boltmesh.strategies.data_parallel.axis import AxisContext
+from boltmesh.strategies.data_parallel.ddp import DdpAxis
 from tests.support.models import Regression, regression_data
 from tests.support.ranks import run_ranks
 
@@ -33,7 +33,7 @@ class WrongGradient(DDPStrategy):
         gradient *= 1.02
 
 
-class _Alone(Replicas):
+class _Alone(DdpAxis):
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
         return module

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from boltmesh.checking.differences import Trace
-from boltmesh.checking.parity import trace_layout
+from boltmesh.check.differences import Trace
+from boltmesh.check.parity import trace_layout
 from boltmesh.strategies import Parallel3DStrategy
 from tests.support.cases import BF16, CLIP, ROUGH, SGD, differences, reference
 from tests.support.cases import Case as AnyCase

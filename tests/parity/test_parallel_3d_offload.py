@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from boltmesh.checking.differences import Tolerance, Trace, find_differences
-from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
+from boltmesh.check.differences import Tolerance, Trace, find_differences
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import Parallel3DStrategy
-from boltmesh.strategies.offload import opening
+from boltmesh.strategies.offload import stores
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.ranks import run_ranks
 
@@ -81,8 +81,8 @@ def one_process(rank: int, world_size: int, case: Case) -> Trace:
 
 
 def layouts(rank: int, world_size: int, case: Case, folder: str) -> list[Trace]:
-    opening.SMALL_NUMEL = 0
-    vars(opening)["CHUNK_NUMEL"] = CHUNK_NUMEL
+    stores.SMALL_NUMEL = 0
+    vars(stores)["CHUNK_NUMEL"] = CHUNK_NUMEL
     traces = []
     for options in case.layouts:
         path: Options = {"offload_path": folder} if "nvme" in options.values() else {}

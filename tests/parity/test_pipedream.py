@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from boltmesh.errors import BoltMeshError
-from boltmesh.strategies.observe import tensors_by_kind
+from boltmesh.strategies.telemetry import tensors_by_kind
 from tests.support.pipelines import pipeline, quiet_trainer
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from boltmesh.checking.differences import Tolerance, Trace, find_differences
-from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
+from boltmesh.check.differences import Tolerance, Trace, find_differences
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data

@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 
-from boltmesh.checking.differences import Trace, find_differences
-from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
-from boltmesh.strategies.building.deferred import is_deferred
-from boltmesh.strategies.building.materialize import make_values, materialize
-from boltmesh.strategies.pipeline import building
-from boltmesh.strategies.pipeline.replay.absent import is_absent
+from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
+from boltmesh.strategies.deferred_initialization.deferred import is_deferred
+from boltmesh.strategies.deferred_initialization.materialize import make_values, materialize
+from boltmesh.strategies.pipeline.partition import materialize as stage_materialize
+from boltmesh.strategies.pipeline.stage.absent_params import is_absent
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.parity.test_zero_tiling import Configured, under_deferred_init
 from tests.support.ranks import run_ranks
@@ -76,7 +76,7 @@ def pipeline(
         made.append(name)
         return make_values(tensor, name, device)
 
-    vars(building)["make_values"] = counted
+    vars(stage_materialize)["make_values"] = counted
     strategy = PipelineParallelStrategy(telemetry=False, schedule=schedule, microbatches=4)
     trace = trace_layout(replace(problem_of(BUILT[kind], options), module=make), strategy,
                          devices=world_size)  # fmt: skip

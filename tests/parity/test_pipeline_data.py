@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from boltmesh.errors import BoltMeshError
-from boltmesh.strategies.pipeline.replay.randomness import host_random_state
+from boltmesh.strategies.pipeline.stage.rng import host_random_state
 from tests.support.pipelines import MICROBATCHES, pipeline, quiet_trainer
 from tests.support.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.errors import BoltMeshError
-from boltmesh.strategies.torch_compat import is_fake
+from boltmesh.strategies.torch_compat.tensors import is_fake
 from tests.support.pipelines import pipeline, quiet_trainer
 from tests.support.ranks import run_ranks
 from tests.support.scripts import script_of_two_ranks, wait_until_gone

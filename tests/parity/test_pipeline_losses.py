@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
-from boltmesh.checking.differences import Trace, find_differences
-from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
+from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.errors import BoltMeshError
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.masked import MaskedStack, RoutedStack, masked_data

@@ -14,9 +14,9 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from boltmesh.strategies.access import whole_value
+from boltmesh.strategies.parameter_access import whole_value
 from boltmesh.telemetry.job import ID_VARIABLE, RUN_DIR_VARIABLE
-from boltmesh.telemetry.reading.reader import Job
+from boltmesh.telemetry.reader.job_reader import JobReader
 from tests.support.layouts import PLAIN
 from tests.support.pipelines import MICROBATCHES, ShardedPipeline, pipeline, quiet_trainer
 from tests.support.ranks import RankFailure, run_ranks
@@ -142,7 +142,7 @@ def test_pipelines_agree_on_weights_overflow_metrics_and_buffers(tmp_path: Path,
     # On the last stage: the second pipeline has the first one's before the last batch, and its own.
     num_calls = MICROBATCHES * STEPS * ACCUMULATED
     assert [each.count for each in ranks[2:]] == [num_calls, num_calls + MICROBATCHES]
-    with Job(tmp_path / "runs" / "told") as job:  # when all ranks have told all
+    with JobReader(tmp_path / "runs" / "told") as job:  # when all ranks have told all
         snapshot = job.snapshot()
     expected = {
         (each.axis, each.operator): each.payload_bytes

@@ -8,9 +8,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.plugins import MixedPrecision
 from torch.amp import GradScaler
 
-from boltmesh.checking.differences import Trace, find_differences
-from boltmesh.checking.parity import trace_layout
-from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.parity import trace_layout
+from boltmesh.telemetry.reader.reader import open_job
 from tests.parity.test_tensor import Case
 from tests.support.cases import BF16, CLIP, ROUGH, SGD, one_process
 from tests.support.causal_training import CausalTraining

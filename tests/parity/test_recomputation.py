@@ -7,8 +7,8 @@ import pytest
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor, nn
 
-from boltmesh.checking.differences import Trace, find_differences
-from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
+from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import DDPStrategy, ZeROStrategy
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.ranks import run_ranks

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from boltmesh.checking.differences import Trace
-from boltmesh.checking.parity import trace_layout
+from boltmesh.check.differences import Trace
+from boltmesh.check.parity import trace_layout
 from boltmesh.strategies import ZeROStrategy
 from tests.support.cases import BF16, CLIP, ROUGH, SGD, Case, differences, reference
 from tests.support.models import Regression, TwoOptimizers

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from boltmesh.checking.differences import Trace, find_differences
-from boltmesh.checking.parity import trace_layout
+from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.parity import trace_layout
 from boltmesh.strategies import ZeROStrategy
-from boltmesh.strategies.offload import opening
+from boltmesh.strategies.offload import stores
 from tests.support.cases import BF16, CLIP, SGD, Case, one_process
 from tests.support.models import Regression, TwoOptimizers
 from tests.support.ranks import run_ranks
@@ -56,8 +56,8 @@ SHORT_CASES = [
 
 
 def layouts(rank: int, world_size: int, case: Case, folder: str, names: list[str]) -> list[Trace]:
-    opening.SMALL_NUMEL = 0
-    vars(opening)["CHUNK_NUMEL"] = CHUNK_NUMEL
+    stores.SMALL_NUMEL = 0
+    vars(stores)["CHUNK_NUMEL"] = CHUNK_NUMEL
     traces = []
     for name in names:
         options = dict(LAYOUTS[name])

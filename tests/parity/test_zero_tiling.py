@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from boltmesh.checking.differences import Trace, find_differences
-from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
+from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import DDPStrategy, ZeROStrategy, deferred_init
-from boltmesh.strategies.building.deferred import is_deferred
-from boltmesh.strategies.tiling.functions import EmbeddingFunction, LinearFunction
+from boltmesh.strategies.deferred_initialization.deferred import is_deferred
+from boltmesh.strategies.tiling.apply import EmbeddingFunction, LinearFunction
 from tests.support.cases import CLIP, ROUGH, SGD, Case
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack

@@ -22,8 +22,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from boltmesh.checking.differences import Tolerance, Trace, find_differences
-from boltmesh.checking.parity import Problem, trace_layout, trace_one_process
+from boltmesh.check.differences import Tolerance, Trace, find_differences
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.errors import BoltMeshError
 from boltmesh.strategies import Parallel3DStrategy
 from tests.support.gpts import TinyGPT, text_data

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.access import gathered_parameters, know_units, shard_value
-from boltmesh.strategies.offload.shard import GatheredSource, OffloadedShard
-from boltmesh.strategies.torch_compat import local_tensor, set_local_tensor
+from boltmesh.strategies.offload.shard_tensor import GatheredSource, OffloadedShard
+from boltmesh.strategies.parameter_access import gathered_parameters, register_units, shard_value
+from boltmesh.strategies.torch_compat.tensors import local_tensor, set_local_tensor
 from tests.support.ranks import run_ranks
 
 
@@ -71,7 +71,7 @@ def build(world_size: int, kind: str) -> tuple[Any, dict[str, Tensor]]:
     root.model = model
     root.forward = lambda x: model.head(model.blocks[1](model.blocks[0](model.embedding(x))))
     fully_shard(root, mesh=mesh, reshard_after_forward=False)
-    know_units([root])
+    register_units([root])
     if kind == "offloaded":
         weight = model.blocks[0].weight
         source = Source("blocks.0.weight", local_tensor(weight))

@@ -18,11 +18,11 @@ from torch import Tensor
 from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.strategies import DDPStrategy, PipelineParallelStrategy, ZeROStrategy
 from boltmesh.strategies.checkpoint import directory, file, manifest
-from boltmesh.strategies.checkpoint.beside_refusals import refuse_beside
+from boltmesh.strategies.checkpoint.async_save import refuse_beside
 from boltmesh.strategies.checkpoint.directory import load_directory
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO
 from boltmesh.strategies.checkpoint.manifest import find_fault
-from boltmesh.strategies.checkpoint.placeholder import Placeholder
+from boltmesh.strategies.checkpoint.shard_reader import Placeholder
 from tests.support.blocks import Blocks
 from tests.support.models import regression_data
 from tests.support.ranks import RankFailure, run_ranks

@@ -5,8 +5,8 @@ import torch
 from lightning.pytorch.plugins import Precision
 from torch.nn import Parameter
 
-from boltmesh.strategies.clipping import clip_by_norm, tensor_norm
 from boltmesh.strategies.ddp import DDPStrategy
+from boltmesh.strategies.grad_norm import clip_by_norm, tensor_norm
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])

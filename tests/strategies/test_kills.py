@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from boltmesh.run_folder import newest_checkpoint
 from boltmesh.strategies import ZeROStrategy
 from boltmesh.strategies.checkpoint import directory, shard_writer
+from boltmesh.strategies.checkpoint.atomic_replace import partial_path
 from boltmesh.strategies.checkpoint.manifest import find_fault
-from boltmesh.strategies.checkpoint.replacing import partial_path
 from tests.support.killing import fatal
 from tests.support.models import Regression, regression_data
 from tests.support.ranks import RankFailure, run_ranks

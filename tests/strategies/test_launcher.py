@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from boltmesh.process import describe_exit
-from boltmesh.telemetry.reading.reader import list_jobs, open_job
+from boltmesh.telemetry.reader.reader import list_jobs, open_job
 from tests.support.scripts import script_of_two_ranks, wait_until_gone
 
 SCRIPT = """

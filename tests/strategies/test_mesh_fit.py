@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from boltmesh.errors import LayoutError
-from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.mesh_fit import NUM_NAMED, fit_layout, nearest_layouts
+from boltmesh.strategies.mesh import NUM_NAMED, MeshLayout, fit_layout, nearest_layouts
 
 JOBS = [(1, 1), (2, 2), (6, 6), (7, 7), (8, 4), (12, 6), (16, 8), (24, 8)]
 SIZES = (1, 2, 3, 4, 5, 8)

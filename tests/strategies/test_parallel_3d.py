@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.strategies import Parallel3DStrategy, gathered_parameters
-from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.telemetry.reader.reader import open_job
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.planned_meshes import check_memory, planned, said
 from tests.support.ranks import run_ranks

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import Parallel3DStrategy, gathered_parameters
-from boltmesh.strategies.offload.disk import swap
-from boltmesh.telemetry.reading.reader import open_job
-from boltmesh.telemetry.recording import memory_sampling, memory_walk
+from boltmesh.strategies.offload.disk import swap_file
+from boltmesh.telemetry.reader.reader import open_job
+from boltmesh.telemetry.writer import memory
 from tests.support.faulty_disk import EIO, FaultyCalls, failing
 from tests.support.pipelines import quiet_trainer
 from tests.support.ranks import RankFailure, run_ranks
@@ -63,7 +63,7 @@ class Layers(LightningModule):
 
 def held(rank: int, world_size: int, options: Options) -> dict[tuple[str, str], Any]:
     """Train; return what is measured and what was predicted, by kind of memory and place."""
-    vars(memory_sampling)["MEMORY_EVERY_NS"] = vars(memory_walk)["WALK_EVERY_NS"] = 0
+    vars(memory)["MEMORY_EVERY_NS"] = vars(memory)["WALK_EVERY_NS"] = 0
     strategy = strategy_of(**{**options, "telemetry": True})
     trainer = quiet_trainer(world_size, strategy, max_steps=5)
     trainer.fit(Layers(), DataLoader(TensorDataset(torch.randn(40, WIDTH)), batch_size=4))
@@ -197,7 +197,7 @@ class Breaks(Callback):
 
 def break_disk(rank: int, world_size: int, folder: str, data: int) -> None:
     calls = FaultyCalls()
-    vars(swap)["FileCalls"] = lambda: calls
+    vars(swap_file)["FileCalls"] = lambda: calls
     seed_everything(1, verbose=False)
     strategy = strategy_of(data=data, offload_optimizer="nvme", offload_path=folder)
     breaks = Breaks(world_size - 1, calls)

@@ -11,9 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
 from boltmesh.strategies.ddp import DDPStrategy
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
-from boltmesh.strategies.recomputation import Recomputation
 
 WIDTH, ROWS = 16, 12
 KINDS = ["full", "selective"]
@@ -68,7 +68,7 @@ def train(kind: Any) -> tuple[dict[str, Tensor], int, int]:
     torch.manual_seed(3)
     net = Net()
     names = list(net.state_dict())
-    recomputation = Recomputation(kind)
+    recomputation = ActivationCheckpointing(kind)
     recomputation.put_on(net)
     assert list(net.state_dict()) == names
     data = torch.randn(2, ROWS, WIDTH)
@@ -109,7 +109,7 @@ def test_blocks_keep_their_inputs_and_run_again() -> None:
 def test_what_runs_without_gradients_runs_once() -> None:
     net = Net().eval()
     calls: list[int] = []
-    recomputation = Recomputation("full")
+    recomputation = ActivationCheckpointing("full")
     recomputation.put_on(net)
     net.blocks[0].norm.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_an_instance_keeps_a_forward_of_its_own() -> None:
         return type(net.blocks[1]).forward(net.blocks[1], x, debug=debug)
 
     net.blocks[1].forward = own
-    recomputation = Recomputation("full")
+    recomputation = ActivationCheckpointing("full")
     recomputation.put_on(net)
     recomputation.put_on(net)  # a second time changes nothing
     assert len(recomputation.blocks) == 3
@@ -162,7 +162,7 @@ class Attending(nn.Module):
 
 def test_a_cache_is_not_filled_twice() -> None:
     blocks = nn.ModuleList(Attending(index) for index in range(2))
-    recomputation = Recomputation("full")
+    recomputation = ActivationCheckpointing("full")
     recomputation.put_on(nn.Sequential(blocks))
     x, cache = torch.randn(ROWS, WIDTH), Cache()
     for block in blocks:
@@ -182,7 +182,7 @@ def test_what_cannot_be_is_refused() -> None:
         DDPStrategy(activation_checkpointing=True)
     plain = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     with pytest.raises(ConfigError, match="Sequential repeats none"):
-        Recomputation("full").put_on(plain)
+        ActivationCheckpointing("full").put_on(plain)
     for schedule in ("zero_bubble", "zbv", "dualpipev"):
         with pytest.raises(ConfigError, match=rf"schedule='{schedule}' .* halves"):
             PipelineParallelStrategy(schedule=schedule, activation_checkpointing="full")

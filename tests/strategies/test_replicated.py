@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from boltmesh.errors import ConfigError, LayoutError
-from boltmesh.strategies.data import scattering
+from boltmesh.strategies import replicated
 from boltmesh.strategies.replicated import ReplicatedStrategy
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def two_devices(monkeypatch) -> list[int]:
     monkeypatch.setattr(replicate, "_broadcast_coalesced_reshape", broadcast)
     monkeypatch.setattr(replicate, "_get_device_index", lambda device, *_: device)
     monkeypatch.setattr(sys.modules["torch.nn.parallel.scatter_gather"], "Scatter", Scatter)
-    monkeypatch.setattr(scattering, "parallel_apply", apply)
+    monkeypatch.setattr(replicated, "parallel_apply", apply)
     monkeypatch.setattr(ReplicatedStrategy, "find_devices", lambda _: (CPU, CPU))
     return made
 
@@ -108,7 +108,7 @@ def test_a_step_weighs_shares_by_their_rows_and_keeps_what_each_returned(two_dev
     logged: dict[str, Any] = {}
     vars(module)["log"] = lambda name, value, **options: logged.update({name: (value, options)})
     batch = (torch.randn(7, 3),)
-    found = scattering.scattered_step(
+    found = replicated.scattered_step(
         module, (batch, 0), {}, devices=(CPU, CPU), around=torch.enable_grad
     )
     assert found["rows"] == [4, 3]

@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
 from boltmesh.strategies import TensorParallelStrategy
-from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.telemetry.reader.reader import open_job
 from boltmesh.telemetry.tensor_plan import WHOLE
 from tests.support.gpts import LENGTH, TinyGPT, text_data
 from tests.support.ranks import run_ranks

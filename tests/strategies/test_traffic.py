@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from boltmesh.strategies import DDPStrategy
-from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.telemetry.reader.reader import open_job
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from boltmesh.checking.differences import Tolerance, Trace, find_differences
-from boltmesh.checking.parity import Problem, trace_one_process
+from boltmesh.check.differences import Tolerance, Trace, find_differences
+from boltmesh.check.parity import Problem, trace_one_process
 from tests.support.gpts import text_data
 from tests.support.models import Regression, TwoOptimizers, regression_data
 from tests.support.ranks import run_ranks

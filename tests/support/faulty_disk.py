@@ -5,8 +5,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from boltmesh.strategies.offload.disk.swap import Swap
-from boltmesh.strategies.offload.disk.system import FileCalls
+from boltmesh.strategies.offload.disk.file import FileCalls
+from boltmesh.strategies.offload.disk.swap_file import Swap
 
 Call = Callable[[int, memoryview, int], "int | None"]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch.nn import Parameter
 
-from boltmesh.strategies.torch_compat import storage_key
+from boltmesh.strategies.torch_compat.tensors import storage_key
 
 
 def held_bytes(parameters: Iterable[Parameter]) -> int:

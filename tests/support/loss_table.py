@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from boltmesh.strategies.pipeline.log_rules import note
-from boltmesh.strategies.pipeline.trial import Outcome
-from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.pipeline.loss.log_rules import note
+from boltmesh.strategies.pipeline.loss.trial import TrialOutcome
+from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 
 ROWS, TOKENS, CLASSES = 11, 6, 10
 
@@ -79,12 +79,14 @@ class FunctionTrial:
 
     def run(
         self, part: Batch, values: Sequence[Tensor], during: AbstractContextManager[None]
-    ) -> Outcome:
+    ) -> TrialOutcome:
         with during:
             given: Any = values[0] if not self.scalars else values
             loss = self.loss(given, part)
             logged = self.log(values[0], part)
-        return Outcome(loss, {(name, None): note(0, value, {}) for name, value in logged.items()})
+        return TrialOutcome(
+            loss, {(name, None): note(0, value, {}) for name, value in logged.items()}
+        )
 
 
 WEIGHT = Parameter(torch.linspace(-1.0, 1.0, 7))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from boltmesh.strategies.offload.engine import OffloadEngine
-from boltmesh.strategies.offload.opening import OffloadPlan
+from boltmesh.strategies.offload.stores import OffloadPlan
 
 WIDTH = 64
 """Whole vectors for the kernel on 1 and 2 ranks, so that results can be equal to the bit."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from boltmesh.strategies.data.late_replicas import LateReplicas
+from boltmesh.strategies.data_parallel.pipeline_ddp import PipelineDdpAxis
 from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.engine.tensor_mesh import TensorMeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
@@ -38,7 +38,7 @@ class PipelineTensor(PipelineMeshStrategy, TensorMeshStrategy):
                 split=split,
             ),
             tensor_options=TensorOptions(size, plan, sequence_parallel, loss_parallel),
-            data_axis=LateReplicas(),
+            data_axis=PipelineDdpAxis(),
             tensor=size,
             **kwargs,
         )

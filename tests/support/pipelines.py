@@ -4,8 +4,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from boltmesh.strategies.data.late_shards import LateShards
-from boltmesh.strategies.data.shard_options import ShardOptions
+from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.data_parallel.pipeline_zero import PipelineZeroAxis
 from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
@@ -31,7 +31,7 @@ class ShardedPipeline(PipelineMeshStrategy):
                 stages=stages, schedule=schedule, microbatches=MICROBATCHES
             ),
             pipeline=stages,
-            data_axis=LateShards(ShardOptions(stage=zero_stage)),
+            data_axis=PipelineZeroAxis(ZeroOptions(stage=zero_stage)),
             **{"telemetry": False, "timeout_s": 60.0, **options},
         )
 

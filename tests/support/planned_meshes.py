@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from boltmesh.configs.load import load
-from boltmesh.planning.mesh_plan import MeshPlan, plan_mesh
+from boltmesh.plan.mesh_plan import MeshPlan, plan_mesh
+from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.mesh import AXES
-from boltmesh.strategies.planner.step_time import Machine
 from boltmesh.telemetry.snapshot import JobSnapshot
 
 Amounts = dict[tuple[str, str], tuple[float, float]]

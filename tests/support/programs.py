@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-from boltmesh.strategies.pipeline.executor.program import Program
+from boltmesh.strategies.pipeline.schedules.actions import RankProgram
 
 NAMES = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
 
@@ -53,7 +53,7 @@ def order(name: str, num_ranks: int, num_microbatches: int) -> list[list[str]]:
     return [[str(each) for each in listed[rank] if each is not None] for rank in range(num_ranks)]
 
 
-def programs(name: str, num_ranks: int, num_microbatches: int) -> list[Program]:
+def programs(name: str, num_ranks: int, num_microbatches: int) -> list[RankProgram]:
     """The program of each rank, with communication where torch places it."""
     rows = order(name, num_ranks, num_microbatches)
     num_stages = num_ranks * (1 if name in {"gpipe", "1f1b"} else 2)
@@ -67,6 +67,8 @@ def programs(name: str, num_ranks: int, num_microbatches: int) -> list[Program]:
         num_stages=num_stages,
     )
     return [
-        Program.parse([str(each) for each in placed[rank]], rank=rank, rank_of_stage=rank_of_stage)
+        RankProgram.parse(
+            [str(each) for each in placed[rank]], rank=rank, rank_of_stage=rank_of_stage
+        )
         for rank in range(num_ranks)
     ]

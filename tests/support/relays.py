@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from boltmesh.strategies.access import whole_value
 from boltmesh.strategies.engine.checkpointing import CheckpointingStrategy
+from boltmesh.strategies.parameter_access import whole_value
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.layouts import ALL_LAYOUTS
 from tests.support.ranks import run_ranks

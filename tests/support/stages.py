@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from boltmesh.strategies.pipeline.values import ValueSpec
+from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 
 WIDTH = 6
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.tensor.analysis.analyse import analyse
-from boltmesh.strategies.tensor.execution import collectives
-from boltmesh.strategies.tensor.execution.apply import AppliedPlan, apply_plan
-from boltmesh.strategies.tensor.execution.group import TensorGroup
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.planning import make_plan
+from boltmesh.strategies.tensor.runtime import collectives
+from boltmesh.strategies.tensor.runtime.apply import AppliedPlan, apply_plan
+from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from tests.support.tensor_layers import MODELS, more
 from tests.support.tensor_models import example
 

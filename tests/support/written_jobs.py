@@ -9,8 +9,8 @@ import msgspec
 
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import JobInfo, make_private_folder, rank_file, write_job
-from boltmesh.telemetry.recording.writer import RankFile
 from boltmesh.telemetry.snapshot import PHASES
+from boltmesh.telemetry.writer.rank_file import RankFile
 
 
 class WrittenJob:

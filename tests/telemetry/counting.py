@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 
 from boltmesh.telemetry.job import JOB_FILE, JobInfo, job_path
-from boltmesh.telemetry.reading.reader import Job
-from boltmesh.telemetry.recording.recorder import Recorder
+from boltmesh.telemetry.reader.job_reader import JobReader
+from boltmesh.telemetry.writer.recorder import Recorder
 
 
 def open_counting(rank, world_size, job_id="counting"):
@@ -29,7 +29,7 @@ def open_counting(rank, world_size, job_id="counting"):
 
 def totals(rank, job_id="counting"):
     """Return (axis, operator) -> (calls, payload bytes) as a reader sees them."""
-    with Job(job_path(job_id)) as job:
+    with JobReader(job_path(job_id)) as job:
         snapshot = job.snapshot()
     assert snapshot.communication_note is None
     found: dict[tuple[str, str], tuple[int, int]] = {}

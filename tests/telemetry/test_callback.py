@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheck
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from boltmesh.telemetry.callback import TelemetryCallback, callbacks
-from boltmesh.telemetry.reading.reader import list_jobs, open_job
-from boltmesh.telemetry.recording.batches import count
+from boltmesh.telemetry.reader.reader import list_jobs, open_job
+from boltmesh.telemetry.writer.throughput import count
 from tests.support.ranks import run_ranks
 
 QUIET: dict[str, Any] = {

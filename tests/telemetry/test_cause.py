@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from boltmesh.telemetry.job import RankEnd
-from boltmesh.telemetry.reading.cause import Failure, describe_death, is_consequence, job_state
+from boltmesh.telemetry.reader.cause import Failure, describe_death, is_consequence, job_state
 from boltmesh.telemetry.snapshot import CollectiveInFlight, Memory, RankSnapshot
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from boltmesh.strategies.data.host_collectives import HostAllGather
-from boltmesh.telemetry.reading.reader import open_job
-from boltmesh.telemetry.recording import torch_compat
-from boltmesh.telemetry.recording.torch_compat import COLLECTIVES
+from boltmesh.strategies.data_parallel.cpu_collectives import CpuAllGather
+from boltmesh.telemetry.reader.reader import open_job
+from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES
+from boltmesh.telemetry.writer.torch_compat.operators import PAYLOAD
 from tests.support.ranks import run_ranks
 from tests.telemetry.counting import counted, open_counting, parameter_bytes, totals
 
@@ -286,7 +286,7 @@ def test_completion_is_seen_and_waiting_for_a_late_peer_is_exposed():
 
 
 def ahead_worker(rank, world_size):
-    comm, world = HostAllGather(), dist.group.WORLD
+    comm, world = CpuAllGather(), dist.group.WORLD
     assert world is not None
 
     def gather(number):
@@ -435,13 +435,13 @@ def degraded_worker(rank, world_size):
         results.append((snapshot.communication_note, collectives, COLLECTIVES.is_installed))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(torch_compat.PAYLOAD, "an_operator_of_the_future_", 0)
+        patch.setitem(PAYLOAD, "an_operator_of_the_future_", 0)
         look()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(torch_compat.PAYLOAD, "allreduce_", None)
+        patch.setitem(PAYLOAD, "allreduce_", None)
         look()
     with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(torch_compat.PAYLOAD, "gather_")
+        patch.delitem(PAYLOAD, "gather_")
         look()
     library = torch.library.Library("c10d", "IMPL")
     library.impl("scatter_", lambda *args: None, "BackendSelect")

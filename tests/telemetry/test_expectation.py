@@ -5,9 +5,9 @@ import contextlib
 import pytest
 
 from boltmesh.telemetry.job import rank_file
-from boltmesh.telemetry.reading.reader import open_job
-from boltmesh.telemetry.recording.writer import RankFile
+from boltmesh.telemetry.reader.reader import open_job
 from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.telemetry.writer.rank_file import RankFile
 from tests.telemetry.test_reader import make_job
 
 

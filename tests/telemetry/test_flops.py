@@ -7,10 +7,10 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from boltmesh.telemetry.job import JobInfo, job_path, make_private_folder, run_dir, write_job
-from boltmesh.telemetry.reading.reader import open_job
-from boltmesh.telemetry.recording import flops
-from boltmesh.telemetry.recording.flops import flops_per_batch, peak_flops
+from boltmesh.telemetry.reader.reader import open_job
 from boltmesh.telemetry.snapshot import AlertThresholds
+from boltmesh.telemetry.writer import throughput
+from boltmesh.telemetry.writer.throughput import flops_per_batch, peak_flops
 from tests.support.ranks import run_ranks
 from tests.telemetry.test_callback import Model, loader, look, strategy, trainer
 
@@ -116,5 +116,5 @@ def test_the_peak_is_that_of_the_device_at_the_precision_of_the_run(monkeypatch)
     def broken(*_):
         raise IndexError
 
-    monkeypatch.setattr(flops, "get_available_flops", broken)
+    monkeypatch.setattr(throughput, "get_available_flops", broken)
     assert peak_flops(Placed()) is None

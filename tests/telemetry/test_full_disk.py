@@ -14,7 +14,7 @@ TRAINING = """
     import torch
     from pathlib import Path
     from boltmesh.telemetry.job import JobInfo
-    from boltmesh.telemetry.recording.recorder import open_recorder
+    from boltmesh.telemetry.writer.recorder import open_recorder
 
     info = JobInfo.create(strategy="DDPStrategy", mesh={{"data": 1}}, world_size=1, id="full")
     with warnings.catch_warnings(record=True) as caught:
@@ -104,7 +104,7 @@ def test_a_disk_that_fills_up_later_does_not_kill_the_rank_nor_lose_a_record(sma
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("0 trained")
     reading = """
-        from boltmesh.telemetry.reading.reader import open_job
+        from boltmesh.telemetry.reader.reader import open_job
         with open_job("full") as job:
             seen = job.snapshot()
         print(seen.state, seen.global_step, seen.ranks[0].skipped_records, len(seen.events))

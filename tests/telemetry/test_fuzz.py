@@ -21,9 +21,10 @@ from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import END_FILE, JOB_FILE, rank_file
 from boltmesh.telemetry.layout import SECTIONS
 from boltmesh.telemetry.plan_files import PLAN_FILE, TENSOR_FILE
-from boltmesh.telemetry.reading.rank_reader import RankReader
-from boltmesh.telemetry.reading.rank_view import RankView
-from boltmesh.telemetry.reading.reader import Job, list_jobs
+from boltmesh.telemetry.reader.job_reader import JobReader
+from boltmesh.telemetry.reader.rank_reader import RankReader
+from boltmesh.telemetry.reader.rank_view import RankView
+from boltmesh.telemetry.reader.reader import list_jobs
 from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
 from tests.telemetry.test_reader import make_job, make_rank, write_step
 
@@ -347,7 +348,7 @@ def test_thousands_of_hostile_jobs_give_a_snapshot_or_a_reason():
             target.chmod(0o600)
         reason = ""
         try:
-            with Job(path) as job:
+            with JobReader(path) as job:
                 seen = job.snapshot()
                 job.peek()
         except TelemetryError as error:
@@ -363,7 +364,7 @@ def test_thousands_of_hostile_jobs_give_a_snapshot_or_a_reason():
 @pytest.mark.parametrize("world_size", [-3, 0, 2**40])
 def test_a_job_of_impossibly_many_ranks_is_cut(world_size):
     path = make_job(world_size=world_size, mesh={"data": world_size})
-    with Job(path) as job:
+    with JobReader(path) as job:
         seen = job.snapshot()
     assert len(seen.ranks) == seen.world_size == min(max(world_size, 0), 65_536)
     assert 0 <= seen.mesh["data"] <= 65_536

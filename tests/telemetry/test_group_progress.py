@@ -4,8 +4,8 @@ import time
 
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import rank_file
-from boltmesh.telemetry.reading.reader import open_job
-from boltmesh.telemetry.recording.writer import RankFile
+from boltmesh.telemetry.reader.reader import open_job
+from boltmesh.telemetry.writer.rank_file import RankFile
 from tests.telemetry.test_reader import make_job
 
 

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from boltmesh.telemetry.hanging.explaining import explain
-from boltmesh.telemetry.hanging.standing import GroupStanding, Standing
+from boltmesh.telemetry.hang_detection.diagnose import GroupPosition, RankProgress, explain
 
 DATA: dict[str, Any] = {"name": "1", "axis": "data"}
 TENSOR: dict[str, Any] = {"name": "2", "axis": "tensor"}
@@ -11,19 +10,19 @@ TENSOR: dict[str, Any] = {"name": "2", "axis": "tensor"}
 
 def group(
     which: dict[str, Any], ranks: tuple[int, ...], sequence: int, **changes: Any
-) -> GroupStanding:
+) -> GroupPosition:
     members = [(ranks[0], len(ranks), ranks[1] - ranks[0])]
     known = {"operator": "allreduce", "is_done": True, "for_s": 5.0, **changes}
-    return GroupStanding(**which, members=members, sequence=sequence, **known)
+    return GroupPosition(**which, members=members, sequence=sequence, **known)
 
 
 def waits(which: dict[str, Any], ranks: tuple[int, ...], sequence: int, **changes: Any) -> Any:
     return group(which, ranks, sequence, **{"is_done": False, **changes})
 
 
-def standing(rank: int, *groups: GroupStanding, **changes: Any) -> Standing:
+def standing(rank: int, *groups: GroupPosition, **changes: Any) -> RankProgress:
     known = {"phase": "forward", "global_step": 7, "place": f"train.py:{rank}", **changes}
-    return Standing(rank=rank, groups=groups, **known)
+    return RankProgress(rank=rank, groups=groups, **known)
 
 
 def test_the_question_goes_on_to_the_group_in_which_it_began() -> None:

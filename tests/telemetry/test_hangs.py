@@ -20,7 +20,7 @@ from boltmesh.strategies import (
     TensorParallelStrategy,
     ZeROStrategy,
 )
-from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.telemetry.reader.reader import open_job
 from tests.support.blocks import Blocks
 from tests.support.models import Regression, regression_data
 from tests.support.ranks import RankFailure, run_ranks

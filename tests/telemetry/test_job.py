@@ -9,8 +9,7 @@ import pytest
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import job
-from boltmesh.telemetry.job import JobInfo, record_end
-from boltmesh.telemetry.redaction import is_secret_name, redact_command, redact_text
+from boltmesh.telemetry.job import JobInfo, is_secret_name, record_end, redact_command, redact_text
 
 
 def make_info(**fields):

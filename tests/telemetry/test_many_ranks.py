@@ -9,10 +9,10 @@ import tracemalloc
 import pytest
 
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.reading import job_reader, rank_reader
-from boltmesh.telemetry.reading.job_reader import RANKS_A_LOOK, STILL_RANKS_A_LOOK
-from boltmesh.telemetry.reading.rank_reader import RankReader
-from boltmesh.telemetry.reading.reader import Job, open_job
+from boltmesh.telemetry.reader import job_reader, rank_reader
+from boltmesh.telemetry.reader.job_reader import RANKS_A_LOOK, STILL_RANKS_A_LOOK, JobReader
+from boltmesh.telemetry.reader.rank_reader import RankReader
+from boltmesh.telemetry.reader.reader import open_job
 from tests.telemetry.test_reader import make_job, make_rank, write_status, write_step
 
 NUM_RANKS = 1024
@@ -137,7 +137,7 @@ def test_several_readers_see_the_same_while_a_rank_writes():
     looks = [0] * 4
 
     def watch(number):
-        with Job(path) as job:
+        with JobReader(path) as job:
             while not stop.is_set():
                 seen = job.snapshot().ranks[0]
                 looks[number] += 1

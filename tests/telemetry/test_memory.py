@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from boltmesh.strategies.data.replica_memory import expected_held_memory
+from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.recording import memory_sampling
-from boltmesh.telemetry.recording.memory_walk import MemoryWalk, measure
-from boltmesh.telemetry.recording.recorder import Recorder
 from boltmesh.telemetry.snapshot import MEMORY_KINDS, MEMORY_PLACES, MemoryKind
+from boltmesh.telemetry.writer import memory
+from boltmesh.telemetry.writer.memory import MemoryWalk, measure
+from boltmesh.telemetry.writer.recorder import Recorder
 from tests.support.ranks import run_ranks
 from tests.telemetry.test_callback import loader, look, trainer
 from tests.telemetry.test_reader import make_job, make_rank, snapshot
@@ -161,9 +161,7 @@ def test_activations_and_cache_are_what_the_allocator_has_beyond_the_known_kinds
 
 def test_a_walk_waits_five_seconds_and_a_thousand_times_its_own_duration(monkeypatch):
     clock = iter([0, 20_000_000, 10**12, 10**12 + 1000])
-    monkeypatch.setattr(
-        "boltmesh.telemetry.recording.memory_walk.time.monotonic_ns", lambda: next(clock)
-    )
+    monkeypatch.setattr("boltmesh.telemetry.writer.memory.time.monotonic_ns", lambda: next(clock))
     walk = MemoryWalk(dict, "host")
     assert walk.is_due(0)
     assert walk.walk() == [layout.UNKNOWN] * (len(MEMORY_KINDS) * len(MEMORY_PLACES))
@@ -175,7 +173,7 @@ def test_a_walk_waits_five_seconds_and_a_thousand_times_its_own_duration(monkeyp
 
 
 def test_tensors_that_cannot_be_walked_are_one_warning_and_no_end_of_telemetry(monkeypatch):
-    monkeypatch.setattr(memory_sampling, "MEMORY_EVERY_NS", 0)
+    monkeypatch.setattr(memory, "MEMORY_EVERY_NS", 0)
     recorder = Recorder.open(make_info(), rank=0, local_rank=0, device=CPU, coordinates={})
 
     def broken():
@@ -192,7 +190,7 @@ def test_tensors_that_cannot_be_walked_are_one_warning_and_no_end_of_telemetry(m
 
 
 def test_the_model_is_not_walked_before_its_first_update(monkeypatch):
-    monkeypatch.setattr(memory_sampling, "MEMORY_EVERY_NS", 0)
+    monkeypatch.setattr(memory, "MEMORY_EVERY_NS", 0)
     recorder = Recorder.open(make_info(), rank=0, local_rank=0, device=CPU, coordinates={})
     walks: list[int] = []
 

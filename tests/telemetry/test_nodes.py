@@ -10,18 +10,18 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from boltmesh.telemetry.reading.nodes_view import SILENT_S, NodesView
-from boltmesh.telemetry.reading.reader import open_job
-from boltmesh.telemetry.recording import nodes as nodes_module
-from boltmesh.telemetry.recording.nodes import (
+from boltmesh.telemetry.reader.nodes_view import SILENT_S, NodesView
+from boltmesh.telemetry.reader.reader import open_job
+from boltmesh.telemetry.writer import nodes as nodes_module
+from boltmesh.telemetry.writer.nodes import (
     NODES_FILE,
-    Heard,
-    HeardNode,
     NodeExchange,
     NodeSummary,
     RankSummary,
+    ReceivedNode,
+    ReceivedNodes,
 )
-from boltmesh.telemetry.recording.torch_compat import default_store
+from boltmesh.telemetry.writer.torch_compat.operators import default_store
 from tests.support.written_jobs import WrittenJob
 
 
@@ -261,7 +261,7 @@ def test_ranks_elsewhere_are_missing_when_nobody_here_listens(nodes, clock):
             heard,
             looked=time.time() - 3600,
             note="RuntimeError: gone",
-            nodes=tuple(HeardNode(time.time() - 3600, each.content) for each in heard.nodes),
+            nodes=tuple(ReceivedNode(time.time() - 3600, each.content) for each in heard.nodes),
         ),
     )
     rank = nodes[0].snapshot().ranks[2]
@@ -289,7 +289,7 @@ def test_a_file_here_says_more_than_what_was_heard(nodes, clock):
     write_heard(
         nodes[0].job.path,
         msgspec.structs.replace(
-            heard, nodes=(HeardNode(time.time(), msgspec.msgpack.encode(liar)),)
+            heard, nodes=(ReceivedNode(time.time(), msgspec.msgpack.encode(liar)),)
         ),
     )
     assert nodes[0].ranks()[0] == (0, "running", 1)
@@ -310,7 +310,7 @@ def test_clocks_that_are_apart_do_not_make_a_rank_old(nodes, clock):
     content = msgspec.msgpack.encode(shifted)
     write_heard(
         nodes[0].job.path,
-        msgspec.structs.replace(heard, nodes=(HeardNode(heard.nodes[0].received, content),)),
+        msgspec.structs.replace(heard, nodes=(ReceivedNode(heard.nodes[0].received, content),)),
     )
     assert nodes[0].snapshot().ranks[2].last_seen == pytest.approx(time.time(), abs=30)
 
@@ -326,7 +326,7 @@ def test_a_file_that_is_none_is_passed_over(nodes, clock, content):
     heard = read_heard(path)
     (path / NODES_FILE).write_bytes(content)
     assert nodes[0].ranks()[2] == (2, "missing", 0)
-    write_heard(path, msgspec.structs.replace(heard, nodes=(HeardNode(1.0, content),)))
+    write_heard(path, msgspec.structs.replace(heard, nodes=(ReceivedNode(1.0, content),)))
     assert nodes[0].ranks()[2] == (2, "missing", 0)
 
 
@@ -351,7 +351,7 @@ def test_numbers_that_no_rank_has_are_not_believed(nodes, clock, change):
     write_heard(
         nodes[0].job.path,
         msgspec.structs.replace(
-            heard, nodes=(HeardNode(time.time(), msgspec.msgpack.encode(told)),)
+            heard, nodes=(ReceivedNode(time.time(), msgspec.msgpack.encode(told)),)
         ),
     )
     assert nodes[0].ranks()[2] == (2, "missing", 0)
@@ -369,7 +369,7 @@ def test_text_from_elsewhere_is_cleaned(nodes, clock):
     write_heard(
         nodes[0].job.path,
         msgspec.structs.replace(
-            heard, nodes=(HeardNode(time.time(), msgspec.msgpack.encode(told)),)
+            heard, nodes=(ReceivedNode(time.time(), msgspec.msgpack.encode(told)),)
         ),
     )
     rank = nodes[0].snapshot().ranks[2]
@@ -401,11 +401,11 @@ def test_the_store_of_a_job_is_found_unless_it_is_a_file(tmp_path):
         dist.destroy_process_group()
 
 
-def read_heard(path: Path) -> Heard:
-    return msgspec.msgpack.decode((path / NODES_FILE).read_bytes(), type=Heard)
+def read_heard(path: Path) -> ReceivedNodes:
+    return msgspec.msgpack.decode((path / NODES_FILE).read_bytes(), type=ReceivedNodes)
 
 
-def write_heard(path: Path, heard: Heard) -> None:
+def write_heard(path: Path, heard: ReceivedNodes) -> None:
     (path / NODES_FILE).write_bytes(msgspec.msgpack.encode(heard))
     (path / NODES_FILE).chmod(0o600)
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.reading.offload_view import offload_totals
-from boltmesh.telemetry.recording import memory_sampling, offload_counter
-from boltmesh.telemetry.recording.file_records import Moved
-from boltmesh.telemetry.recording.memory_walk import StoredBytes, measure
-from boltmesh.telemetry.recording.null_recorder import NullRecorder
-from boltmesh.telemetry.recording.recorder import Recorder
+from boltmesh.telemetry.reader.rank_view import offload_totals
 from boltmesh.telemetry.snapshot import MemoryKind, OffloadTotal
+from boltmesh.telemetry.writer import memory, offload_counter
+from boltmesh.telemetry.writer.file_records import OffloadRow
+from boltmesh.telemetry.writer.memory import StoredBytes, measure
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.recorder import Recorder
 from tests.telemetry.test_reader import make_job, make_rank, snapshot
 from tests.telemetry.test_recorder import CPU, make_info, run_step
 
@@ -187,7 +187,7 @@ def test_counting_a_transfer_costs_microseconds(recorder):
 
 def test_another_fit_of_the_process_begins_its_steps_anew():
     def moved(step, total):
-        return Moved(step, ((1, total, 10 * total), *((0, 0, 0),) * 3))
+        return OffloadRow(step, ((1, total, 10 * total), *((0, 0, 0),) * 3))
 
     records = [moved(90, 1000), moved(91, 5000), *(moved(n, 5000 + 100 * n) for n in range(5))]
     assert offload_totals(records) == (OffloadTotal("host", "read", 1, 5400, 100.0, 1e-6, 1e8),)
@@ -220,7 +220,7 @@ def test_bytes_without_a_tensor_count_where_they_are_kept():
 
 
 def test_stored_bytes_are_seen_beside_the_tensors(recorder, monkeypatch):
-    monkeypatch.setattr(memory_sampling, "MEMORY_EVERY_NS", 0)
+    monkeypatch.setattr(memory, "MEMORY_EVERY_NS", 0)
     recorder.expect_memory([MemoryKind("optimizer", "disk", None, 900)])
     recorder.watch_memory(
         lambda: {"parameters": [torch.zeros(4)], "optimizer": [StoredBytes("disk", 900)]}

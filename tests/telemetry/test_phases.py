@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from boltmesh.telemetry.recording.phases import DATA, OTHER, PhaseClock
 from boltmesh.telemetry.snapshot import PHASES
+from boltmesh.telemetry.writer.phases import DATA, OTHER, PhaseClock
 
 MS = 1_000_000
 

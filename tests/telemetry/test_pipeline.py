@@ -11,9 +11,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from boltmesh.telemetry import plan_files
 from boltmesh.telemetry.plan_files import PLAN_FILE, read_plan
-from boltmesh.telemetry.reading.reader import open_job
-from boltmesh.telemetry.recording.recorder import Recorder
+from boltmesh.telemetry.reader.reader import open_job
 from boltmesh.telemetry.snapshot import PipelinePlan
+from boltmesh.telemetry.writer.recorder import Recorder
 from tests.support.ranks import run_ranks
 from tests.telemetry.counting import open_counting
 from tests.telemetry.test_reader import make_job, make_rank, snapshot

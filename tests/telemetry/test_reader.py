@@ -22,9 +22,9 @@ from boltmesh.telemetry.job import (
     write_job,
 )
 from boltmesh.telemetry.layout import SECTIONS
-from boltmesh.telemetry.reading.reader import list_jobs, open_job
-from boltmesh.telemetry.recording.writer import RankFile
+from boltmesh.telemetry.reader.reader import list_jobs, open_job
 from boltmesh.telemetry.snapshot import PHASES
+from boltmesh.telemetry.writer.rank_file import RankFile
 
 RUNNING, FINISHED = layout.STATES.index("running"), layout.STATES.index("finished")
 
@@ -371,7 +371,7 @@ def start_rank(path, rank, world_size):
         from pathlib import Path
         from boltmesh.telemetry import layout
         from boltmesh.telemetry.job import rank_file
-        from boltmesh.telemetry.recording.writer import RankFile
+        from boltmesh.telemetry.writer.rank_file import RankFile
         path = rank_file(Path({str(path)!r}), {rank})
         file = RankFile(path, rank={rank}, world_size={world_size})
         file.write_facts({{"coordinates": {{"data": {rank}}}}})
@@ -426,7 +426,7 @@ def test_a_lock_that_a_descendant_keeps_does_not_revive_its_rank():
         import os, signal
         from pathlib import Path
         from boltmesh.telemetry.job import rank_file
-        from boltmesh.telemetry.recording.writer import RankFile
+        from boltmesh.telemetry.writer.rank_file import RankFile
         file = RankFile(rank_file(Path({str(path)!r}), 0), rank=0, world_size=1)
         file.write_facts({{}})
         os.set_inheritable(file._descriptor, True)
@@ -476,7 +476,7 @@ def test_an_open_job_survives_a_cleaner_of_the_temporary_folder():
 
 def test_reading_loads_neither_torch_nor_lightning_nor_textual():
     script = (
-        "import sys, boltmesh.telemetry.reading.reader\n"
+        "import sys, boltmesh.telemetry.reader.reader\n"
         "print(*sorted({'torch', 'lightning', 'textual', 'psutil'} & set(sys.modules)))"
     )
     run = [sys.executable, "-c", script]

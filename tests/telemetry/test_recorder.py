@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 
 from boltmesh.errors import TelemetryError
-from boltmesh.telemetry.job import JobInfo, run_dir
-from boltmesh.telemetry.reading.reader import open_job
-from boltmesh.telemetry.recording import step_queue
-from boltmesh.telemetry.recording.null_recorder import NullRecorder
-from boltmesh.telemetry.recording.recorder import Recorder, open_recorder
-from boltmesh.telemetry.recording.torch_compat import COLLECTIVES
-from boltmesh.telemetry.recording.writer import RankFile
-from boltmesh.telemetry.redaction import redact_mapping
+from boltmesh.telemetry.job import JobInfo, redact_mapping, run_dir
+from boltmesh.telemetry.reader.reader import open_job
 from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.telemetry.writer import step_queue
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.rank_file import RankFile
+from boltmesh.telemetry.writer.recorder import Recorder, open_recorder
+from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES
 
 CPU = torch.device("cpu")
 torch_distributed: Any = dist
@@ -187,7 +186,7 @@ def test_a_counter_that_breaks_while_it_is_installed_is_one_warning(monkeypatch)
     def broken():
         raise RuntimeError("torch is not what it was")
 
-    monkeypatch.setattr("boltmesh.telemetry.recording.communication.uncounted_operators", broken)
+    monkeypatch.setattr("boltmesh.telemetry.writer.communication.uncounted_operators", broken)
     assert "torch is not what it was" in open_under(lambda: None)
 
 

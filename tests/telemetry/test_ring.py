@@ -7,7 +7,7 @@ import pytest
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import rank_file
 from boltmesh.telemetry.layout import SECTIONS
-from boltmesh.telemetry.reading.rank_reader import RankReader
+from boltmesh.telemetry.reader.rank_reader import RankReader
 from tests.telemetry.test_reader import make_job, make_rank, snapshot, write_step
 
 EVENTS = SECTIONS["events"]

@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from boltmesh.strategies import ZeROStrategy
-from boltmesh.telemetry.reading.reader import open_job
-from boltmesh.telemetry.recording import memory_sampling, memory_walk
+from boltmesh.telemetry.reader.reader import open_job
+from boltmesh.telemetry.writer import memory
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -38,7 +38,7 @@ class Layers(lightning.LightningModule):
 
 
 def fit_worker(rank, world_size, options):
-    vars(memory_sampling)["MEMORY_EVERY_NS"] = vars(memory_walk)["WALK_EVERY_NS"] = 0
+    vars(memory)["MEMORY_EVERY_NS"] = vars(memory)["WALK_EVERY_NS"] = 0
     trainer = lightning.Trainer(
         accelerator="cpu", devices=world_size, max_steps=NUM_STEPS, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

@@ -4,8 +4,8 @@ import pytest
 
 from boltmesh.telemetry import plan_files
 from boltmesh.telemetry.plan_files import TENSOR_FILE, read_tensor_plan
-from boltmesh.telemetry.recording.recorder import Recorder
 from boltmesh.telemetry.tensor_plan import PlannedBlocks, PlannedParameters, TensorPlanTable
+from boltmesh.telemetry.writer.recorder import Recorder
 from tests.telemetry.test_reader import make_job, make_rank, snapshot
 from tests.telemetry.test_recorder import CPU, make_info
 

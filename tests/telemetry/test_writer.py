@@ -14,9 +14,9 @@ import pytest
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import rank_file
-from boltmesh.telemetry.reading.rank_reader import RankReader
-from boltmesh.telemetry.recording import writer
-from boltmesh.telemetry.recording.writer import OTHERS, RankFile
+from boltmesh.telemetry.reader.rank_reader import RankReader
+from boltmesh.telemetry.writer import rank_file as rank_file_module
+from boltmesh.telemetry.writer.rank_file import OTHERS, RankFile
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_second_process_cannot_write_the_same_file(path):
     file = open_file(path)
     script = f"""
         from pathlib import Path
-        from boltmesh.telemetry.recording.writer import RankFile
+        from boltmesh.telemetry.writer.rank_file import RankFile
         try:
             RankFile(Path({str(path)!r}), rank=0, world_size=1)
         except Exception as error:
@@ -91,7 +91,7 @@ def test_a_second_process_cannot_write_the_same_file(path):
 def test_the_file_of_a_dead_process_is_replaced(path):
     script = f"""
         from pathlib import Path
-        from boltmesh.telemetry.recording.writer import RankFile
+        from boltmesh.telemetry.writer.rank_file import RankFile
         file = RankFile(Path({str(path)!r}), rank=0, world_size=1)
         file.write_facts({{}})
         file.event("start", "the first")
@@ -238,7 +238,7 @@ def test_the_time_of_the_file_is_renewed_each_minute(path, monkeypatch):
     os.utime(path, (0, 0))
     file.touch()
     assert path.stat().st_mtime == 0
-    monkeypatch.setattr(writer, "TOUCH_EVERY_NS", 0)
+    monkeypatch.setattr(rank_file_module, "TOUCH_EVERY_NS", 0)
     file.touch()
     assert path.stat().st_mtime > 0
     file.close()

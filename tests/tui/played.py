@@ -7,7 +7,7 @@ import msgspec
 
 from boltmesh.telemetry.snapshot import MetricPoint
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.recording.record import Recording
+from boltmesh.tui.recording.record import RecordingWriter
 from boltmesh.tui.sources.live import Observation
 from tests.tui.samples import NOW, job, rank, step, total
 
@@ -49,7 +49,7 @@ def look(second: int, *, last: int | None = None, **changes: Any) -> Observation
 
 def write(path: Path, *looks: Observation) -> Path:
     """Record observations as they are."""
-    with Recording(path) as recording:
+    with RecordingWriter(path) as recording:
         for seen in looks:
             recording.add(seen)
     return path

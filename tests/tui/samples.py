@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from boltmesh.errors import TelemetryError
-from boltmesh.telemetry.reading.reader import JobSummary
+from boltmesh.telemetry.reader.reader import JobSummary
 from boltmesh.telemetry.snapshot import (
     SCHEMA_VERSION,
     CollectiveTotal,

@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.pilot import Pilot
 
 from boltmesh.tui.app import DashboardApp
-from boltmesh.tui.screens import watching
+from boltmesh.tui.screens import live
 from boltmesh.tui.screens.job import JobScreen
 from boltmesh.tui.sources.live import Observation, Source
 from tests.tui.samples import FakeSource
@@ -51,7 +51,7 @@ async def run_app(
         await press_all(*keys)
         await is_drawn()
 
-    with patch.object(watching, "FIRST_LOOK_S", first_look_s):
+    with patch.object(live, "FIRST_LOOK_S", first_look_s):
         async with app.run_test(size=size, message_hook=messages.note) as pilot:
             press_all = pilot.press
             with (

@@ -9,11 +9,11 @@ from textual import events
 from textual.app import App
 
 from boltmesh.tui.app import DashboardApp
-from boltmesh.tui.drawing.line import Line
-from boltmesh.tui.pages.book import PAGES
+from boltmesh.tui.pages.registry import PAGES
+from boltmesh.tui.render.line import Line
 from boltmesh.tui.screens.help import HelpScreen
 from boltmesh.tui.screens.job import JobScreen
-from boltmesh.tui.screens.watching import FIRST_LOOK_S
+from boltmesh.tui.screens.live import FIRST_LOOK_S
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.theme import PALETTES
 from tests.tui.samples import NOW, FakeSource, crashed_demo, demo, job, losses, rank, step

@@ -11,18 +11,14 @@ from boltmesh.telemetry.snapshot import (
     PeerTotal,
     PipelinePlan,
 )
-from boltmesh.tui.drawing.borders import draw_borders
-from boltmesh.tui.drawing.bubble import draw_bubble
-from boltmesh.tui.drawing.gantt import draw_gantt
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.figures.borders import borders
-from boltmesh.tui.figures.bubble import bubble
-from boltmesh.tui.figures.gantt import gantt
+from boltmesh.tui.panels.boundaries import borders, draw_borders
+from boltmesh.tui.panels.bubble import bubble, draw_bubble
+from boltmesh.tui.panels.gantt import draw_gantt, gantt
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from tests.tui.recorded import pipeline_job
 from tests.tui.samples import NOW, state
 
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 
 
 def interleaved(sent: dict[tuple[int, int], float], steps: int = 9) -> JobSnapshot:
@@ -63,8 +59,8 @@ def test_values_and_gradients_of_all_borders_between_two_ranks_are_added_up() ->
     assert found.back.is_equal
 
 
-@pytest.mark.parametrize("look", [LOOK, Look(ASCII, has_headings=False)])
-def test_a_difference_is_a_word_and_no_colour(look: Look) -> None:
+@pytest.mark.parametrize("look", [LOOK, Style(ASCII, has_headings=False)])
+def test_a_difference_is_a_word_and_no_colour(look: Style) -> None:
     for back, word in ((60.0, "equal"), (120.0, "differs")):
         lines = draw_borders(state(interleaved({(0, 1): 66.0, (1, 0): back})), 80, 6, look)
         assert word in lines[-1].plain

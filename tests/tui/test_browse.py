@@ -2,14 +2,12 @@
 
 import pytest
 
-from boltmesh.tui.drawing.browse import AS_IT_COMES, browse, column_at, selected_row
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.table import Cell, Column
-from boltmesh.tui.drawing.words import sentence
+from boltmesh.tui.render.browse import AS_IT_COMES, browse, column_at, selected_row
+from boltmesh.tui.render.style import ASCII, UNICODE, Style, sentence
+from boltmesh.tui.render.table import Cell, Column
 from boltmesh.tui.view import TableView
 
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 COLUMNS = (Column("name"), Column("of step", is_number=True))
 
 
@@ -53,7 +51,7 @@ def test_sums_stay_below_the_window() -> None:
 
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
 def test_a_title_is_found_under_the_mouse_with_or_without_its_mark(glyphs: object) -> None:
-    look = Look(glyphs)  # type: ignore[arg-type]
+    look = Style(glyphs)  # type: ignore[arg-type]
     for view in (AS_IT_COMES, TableView(sort="of step"), TableView(sort="name")):
         header = browse(COLUMNS, range(3), _cells, 40, 5, look, view).header
         titles = ("name", "of step")

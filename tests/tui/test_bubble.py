@@ -8,15 +8,13 @@ import pytest
 
 from boltmesh.telemetry.schedule import of_ideal, one_forward_one_backward, simulate
 from boltmesh.telemetry.snapshot import Chunk, PipelinePlan
-from boltmesh.tui.drawing.bubble import _bar, draw_bubble
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.figures.bubble import Bubble, Parts, bubble
+from boltmesh.tui.panels.bubble import Bubble, Parts, _bar, bubble, draw_bubble
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from tests.support.cpu_time import least_cpu_s
 from tests.tui.recorded import pipeline_job, recorded_pipelines
 from tests.tui.samples import NOW, demo, job, rank, state
 
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 
 
 def measured(name: str) -> Bubble:
@@ -174,7 +172,7 @@ def test_chunks_that_run_backwards_or_take_no_time_break_nothing() -> None:
         assert draw_bubble(state(snapshot), 80, 10, LOOK)
 
 
-def text(snapshot: Any, width: int = 120, height: int = 12, look: Look = LOOK) -> str:
+def text(snapshot: Any, width: int = 120, height: int = 12, look: Style = LOOK) -> str:
     lines = draw_bubble(state(snapshot), width, height, look)
     assert len(lines) <= height
     assert all(line.width <= width for line in lines)
@@ -192,7 +190,7 @@ def test_the_drawing_names_the_parts_and_both_definitions() -> None:
 
 
 def test_a_bar_is_as_long_as_what_was_measured_and_marks_the_ideal() -> None:
-    shown = text(recorded_pipelines()["1f1b"], look=Look(ASCII))
+    shown = text(recorded_pipelines()["1f1b"], look=Style(ASCII))
     bar = next(line for line in shown.splitlines() if "rank 0" in line).rpartition("%  ")[2]
     assert len(bar.rstrip()) / len(bar) == pytest.approx(0.294 / 0.30, abs=0.02)
     assert bar.index("|") / len(bar) == pytest.approx(0.273 / 0.30, abs=0.02)
@@ -210,13 +208,13 @@ def test_a_bar_is_as_long_as_what_was_measured_and_marks_the_ideal() -> None:
     ],
 )  # fmt: skip
 def test_parts_that_are_negative_shorten_the_others(parts: Parts, drawn: str) -> None:
-    assert _bar(parts, 1.0, 10, Look(ASCII)).plain == drawn
+    assert _bar(parts, 1.0, 10, Style(ASCII)).plain == drawn
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 20, 59, 60, 80, 300])
 @pytest.mark.parametrize("height", [0, 1, 2, 3, 5, 9, 40])
-@pytest.mark.parametrize("look", [LOOK, Look(ASCII, has_headings=False, has_signs=False)])
-def test_every_size_holds_the_drawing(width: int, height: int, look: Look) -> None:
+@pytest.mark.parametrize("look", [LOOK, Style(ASCII, has_headings=False, has_signs=False)])
+def test_every_size_holds_the_drawing(width: int, height: int, look: Style) -> None:
     for snapshot in (recorded_pipelines()["zero_bubble"], job(), job(ranks=())):
         shown = text(snapshot, width, height, look)
         assert not look.glyphs.is_ascii or shown.isascii()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from boltmesh.tui.pages.book import PAGES
 from boltmesh.tui.pages.page import active_table
+from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.screens.prompt import Prompt
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.view import TableView

@@ -3,7 +3,7 @@ import string
 
 import pytest
 
-from boltmesh.tui.clean import MAX_LENGTH, clean, clean_json
+from boltmesh.tui.sanitize import MAX_LENGTH, clean, clean_json
 
 
 def test_visible_text_of_any_language_stays_as_it_is() -> None:

@@ -7,7 +7,7 @@ from rich.color import ColorType
 from textual.app import App
 
 from boltmesh.tui.app import DashboardApp
-from boltmesh.tui.drawing.line import Role
+from boltmesh.tui.render.line import Role
 from boltmesh.tui.theme import MONO, NIGHT, PALETTES, TERMINAL, Palette, choose_palette
 from tests.tui.samples import FakeSource, crashed_demo, demo
 from tests.tui.screens import open_app

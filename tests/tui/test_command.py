@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from boltmesh.errors import TelemetryError
-from boltmesh.telemetry.reading.reader import JobSummary
-from boltmesh.tui.commands import places
+from boltmesh.telemetry.reader.reader import JobSummary
+from boltmesh.tui.commands import targets
 from boltmesh.tui.commands.jobs import jobs
 from boltmesh.tui.commands.top import THEMES, top
 from boltmesh.tui.sources.live import InterruptionError, Observation, Source
@@ -38,9 +38,9 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     host = Host()
-    monkeypatch.setattr(places, "list_jobs", host.list_jobs)
-    monkeypatch.setattr(places, "attach", host.attach)
-    monkeypatch.setattr(places, "CPU_SAMPLE_S", 0.0)
+    monkeypatch.setattr(targets, "list_jobs", host.list_jobs)
+    monkeypatch.setattr(targets, "attach", host.attach)
+    monkeypatch.setattr(targets, "CPU_SAMPLE_S", 0.0)
     return host
 
 

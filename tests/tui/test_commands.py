@@ -9,9 +9,9 @@ from textual.command import CommandPalette
 from textual.pilot import Pilot
 
 from boltmesh.tui.app import DashboardApp
-from boltmesh.tui.pages.book import PAGES
-from boltmesh.tui.screens.commands import commands_of
+from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.screens.help import HelpScreen
+from boltmesh.tui.screens.palette import commands_of
 from boltmesh.tui.settings import Settings, Sorting, load, save
 from boltmesh.tui.theme import PALETTES
 from tests.tui.samples import FakeSource, demo

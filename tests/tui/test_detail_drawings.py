@@ -15,16 +15,14 @@ from boltmesh.telemetry.snapshot import (
     PeerTotal,
 )
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.tui.drawing.communication import draw_communication
-from boltmesh.tui.drawing.event_table import draw_event_table
-from boltmesh.tui.drawing.events import draw_events
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.line import Line
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.memory import draw_memory
-from boltmesh.tui.drawing.peers import draw_peers
-from boltmesh.tui.drawing.sequences import draw_sequences
-from boltmesh.tui.drawing.traffic_table import draw_traffic
+from boltmesh.tui.panels.communication import draw_communication
+from boltmesh.tui.panels.events import draw_event_table, draw_events
+from boltmesh.tui.panels.memory import draw_memory
+from boltmesh.tui.panels.peers import draw_peers
+from boltmesh.tui.panels.sequences import draw_sequences
+from boltmesh.tui.panels.traffic import draw_traffic
+from boltmesh.tui.render.line import Line
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.state import State
 from boltmesh.tui.view import TableView
 from tests.tui.meshes import change_rank, mesh_job
@@ -51,10 +49,10 @@ THOUSAND = {"pipeline": 8, "data": 16, "tensor": 8}
 SIZES = [(0, 0), (1, 1), (1, 40), (2, 3), (12, 5), (20, 2), (40, 10), (60, 15), (80, 24),
          (120, 40), (200, 60), (300, 100), (300, 1)]  # fmt: skip
 LOOKS = [
-    Look(UNICODE),
-    Look(ASCII),
-    Look(UNICODE, has_headings=False),
-    Look(ASCII, has_headings=False, has_signs=False),
+    Style(UNICODE),
+    Style(ASCII),
+    Style(UNICODE, has_headings=False),
+    Style(ASCII, has_headings=False, has_signs=False),
 ]
 
 

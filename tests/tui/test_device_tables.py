@@ -5,17 +5,16 @@ from typing import Any
 import pytest
 
 from boltmesh.tui.devices import DeviceReading, GpuProcess
-from boltmesh.tui.drawing.device_table import COLUMNS, both_ways, draw_devices, shown_devices
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.process_table import COLUMNS as PROCESS_COLUMNS
-from boltmesh.tui.drawing.process_table import draw_processes, shown_processes
+from boltmesh.tui.panels.devices import COLUMNS, both_ways, draw_devices, shown_devices
+from boltmesh.tui.panels.processes import COLUMNS as PROCESS_COLUMNS
+from boltmesh.tui.panels.processes import draw_processes, shown_processes
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import State, fold
 from boltmesh.tui.view import TableView
 from tests.tui.samples import NOW, demo, job, rank
 
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 GIB = 2**30
 
 
@@ -214,8 +213,8 @@ def test_both_ways_share_a_unit(sent: float | None, received: float | None, text
 
 @pytest.mark.parametrize("width", [1, 5, 30, 60, 100, 300])
 @pytest.mark.parametrize("height", [0, 1, 2, 4, 12, 60])
-@pytest.mark.parametrize("look", [LOOK, Look(ASCII, has_headings=False, has_signs=False)])
-def test_every_size_holds_the_tables(width: int, height: int, look: Look) -> None:
+@pytest.mark.parametrize("look", [LOOK, Style(ASCII, has_headings=False, has_signs=False)])
+def test_every_size_holds_the_tables(width: int, height: int, look: Style) -> None:
     for state in (fold(None, demo()), seen(), fold(None, Observation(NOW, job(ranks=())))):
         for draw in (draw_devices, draw_processes):
             for table in (TableView(), TableView(selected=3, first=5)):

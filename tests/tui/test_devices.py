@@ -13,10 +13,8 @@ import pynvml
 import pytest
 
 from boltmesh.tui.devices import DeviceReader, DeviceReading, GpuProcess
-from boltmesh.tui.devices.gpu import Gpu
-from boltmesh.tui.devices.process import RankProcess
-from boltmesh.tui.devices.rates import Rates
-from boltmesh.tui.devices.throttling import throttle_words
+from boltmesh.tui.devices.gpu import Gpu, Rates, throttle_words
+from boltmesh.tui.devices.reader import RankProcess
 from tests.support.cpu_time import least_cpu_s
 from tests.tui.fake_nvml import FakeNvml
 from tests.tui.samples import job, rank

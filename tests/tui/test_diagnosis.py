@@ -18,23 +18,21 @@ from boltmesh.telemetry.snapshot import (
 )
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.drawing.diagnosis import diagnosis_lines, draw_diagnosis
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.figures.diagnosis import diagnose
-from boltmesh.tui.figures.findings.finding import Finding
-from boltmesh.tui.figures.findings.limits import DEVICE_NEARLY_FULL, HOST_NEARLY_FULL
-from boltmesh.tui.figures.findings.waits import (
+from boltmesh.tui.metrics.findings.finding import Finding
+from boltmesh.tui.metrics.findings.limits import DEVICE_NEARLY_FULL, HOST_NEARLY_FULL
+from boltmesh.tui.metrics.findings.waits import (
     COMMUNICATION_SHARE,
     INPUT_SHARE,
     OFFLOAD_SHARE,
     UNEVEN_SHARE,
 )
+from boltmesh.tui.panels.diagnosis import diagnose, diagnosis_lines, draw_diagnosis
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.state import State, fold_loss_of_source
 from tests.tui.loads import HEALTHY, Load, records, steady, team, waiting_for, worker
 from tests.tui.samples import NOW, crashed_demo, demo, job, losses, rank, state, step, total
 
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 STEP_S = sum(HEALTHY.values())
 
 
@@ -435,9 +433,9 @@ def test_the_most_severe_comes_first_and_then_what_costs_most() -> None:
     assert kinds == ["loss", "memory", "traffic", "communication", "input"]
 
 
-@pytest.mark.parametrize("look", [LOOK, Look(ASCII, has_signs=False)], ids=["signs", "words"])
+@pytest.mark.parametrize("look", [LOOK, Style(ASCII, has_signs=False)], ids=["signs", "words"])
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (3, 2), (20, 1), (60, 9), (300, 20)])
-def test_a_diagnosis_fits_its_place(width: int, height: int, look: Look) -> None:
+def test_a_diagnosis_fits_its_place(width: int, height: int, look: Style) -> None:
     states = [
         state(team(*waiting_for(0.1, size=4), history=losses(1.0, math.nan))),
         state(crashed_demo().job),

@@ -5,10 +5,10 @@ from typing import get_args
 
 import pytest
 
-from boltmesh.tui.figures import recent, stall, stragglers, verdict
-from boltmesh.tui.figures.findings import limits, pipeline, waits
-from boltmesh.tui.figures.findings.finding import Kind
-from boltmesh.tui.figures.profile import WARM_UP_STEPS
+from boltmesh.tui.metrics import stall, step_time, stragglers, verdict
+from boltmesh.tui.metrics.findings import limits, pipeline, waits
+from boltmesh.tui.metrics.findings.finding import Kind
+from boltmesh.tui.metrics.step_time import WARM_UP_STEPS
 
 TEXT = " ".join(
     (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text(encoding="utf-8").split()
@@ -22,7 +22,10 @@ def test_every_kind_is_described() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        f"the newest {recent.RECENT_STEPS} steps of each rank ({recent.LEAST_STEPS} with hundreds",
+        (
+            f"the newest {step_time.RECENT_STEPS} steps of each rank "
+            f"({step_time.LEAST_STEPS} with hundreds"
+        ),
         f"The first {WARM_UP_STEPS} batches",
         f"before {stragglers.STEPS_TO_JUDGE} such steps",
         f"for {stall.STALL_IN_STEPS:.0f} steps and {stall.STALL_AT_LEAST_S:.0f} s",

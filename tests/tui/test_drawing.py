@@ -7,12 +7,20 @@ import pytest
 from rich.cells import cell_len
 
 from boltmesh.telemetry.snapshot import PHASES, PhaseTime
-from boltmesh.tui.drawing.bars import bar, phase_role, sparkline, stacked_bar
-from boltmesh.tui.drawing.chart import nice_scale, plot_series
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE, Glyphs
-from boltmesh.tui.drawing.line import Line, fit, to_ascii
-from boltmesh.tui.drawing.look import Look, facts, heading, spread, wrap_facts
-from boltmesh.tui.drawing.table import Column, draw_table
+from boltmesh.tui.panels.chart import nice_scale, plot_series
+from boltmesh.tui.render.bars import bar, phase_role, sparkline, stacked_bar
+from boltmesh.tui.render.line import Line, fit, to_ascii
+from boltmesh.tui.render.style import (
+    ASCII,
+    UNICODE,
+    Glyphs,
+    Style,
+    facts,
+    heading,
+    spread,
+    wrap_facts,
+)
+from boltmesh.tui.render.table import Column, draw_table
 from boltmesh.tui.state import Series
 
 BOTH = pytest.mark.parametrize("glyphs", [UNICODE, ASCII], ids=["unicode", "ascii"])
@@ -54,7 +62,7 @@ def test_facts_that_do_not_fit_are_left_out_whole() -> None:
 
 @pytest.mark.parametrize("width", range(30))
 def test_headings_and_ends_of_lines_fit_any_width(width: int) -> None:
-    look = Look(UNICODE)
+    look = Style(UNICODE)
     assert heading("communication", width, look, right=Line("498 MB")).width <= width
     assert spread(Line("a long name"), Line("running"), width).width <= max(width, 0)
 
@@ -159,7 +167,7 @@ def test_a_scale_holds_its_values_and_has_few_ticks(low: float, high: float) -> 
 
 def _plot(*values: float, width: int = 20, height: int = 4, glyphs: Glyphs = UNICODE) -> list[str]:
     series = Series(tuple(range(1, len(values) + 1)), values)
-    return [line.plain for line in plot_series(series, width, height, Look(glyphs))]
+    return [line.plain for line in plot_series(series, width, height, Style(glyphs))]
 
 
 def test_a_falling_curve_falls() -> None:

@@ -4,16 +4,21 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import Event, JobSnapshot, PhaseTime
-from boltmesh.tui.drawing.event_table import COLUMNS, clock, draw_event_table, shown_events
-from boltmesh.tui.drawing.events import draw_events
-from boltmesh.tui.drawing.glyphs import UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.figures.events import EventRow, timeline
+from boltmesh.tui.panels.events import (
+    COLUMNS,
+    EventRow,
+    clock,
+    draw_event_table,
+    draw_events,
+    shown_events,
+    timeline,
+)
+from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.view import TableView
 from tests.tui.meshes import SEQUENCE, change_group, change_rank, mesh_job
 from tests.tui.samples import NOW, job, rank, state, step
 
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 
 
 def _rows(snapshot: JobSnapshot, kind: str, *, later_s: float = 0.0) -> list[EventRow]:

@@ -14,7 +14,7 @@ import pytest
 from boltmesh.errors import ConfigError, TelemetryError
 from boltmesh.telemetry.snapshot import PHASES, MetricPoint, PhaseTime
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.tui.export.command import check_export, export
+from boltmesh.tui.commands.export import check_export, export
 from boltmesh.tui.export.tables import TABLES, csv_text
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.sources.replay import ReplaySource

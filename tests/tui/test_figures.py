@@ -6,14 +6,13 @@ import pytest
 from boltmesh.telemetry.snapshot import Event, PhaseTime
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.figures.events import event_rows
-from boltmesh.tui.figures.phases import phase_split, recent_step_seconds
-from boltmesh.tui.figures.progress import progress
-from boltmesh.tui.figures.ranks import rank_rows
-from boltmesh.tui.figures.step_time import batches_per_step
-from boltmesh.tui.figures.throughput import throughput_over_time
-from boltmesh.tui.figures.traffic import traffic_rows
-from boltmesh.tui.figures.wire import wire_factor
+from boltmesh.tui.metrics.ranks import rank_rows
+from boltmesh.tui.metrics.step_time import batches_per_step, phase_split, recent_step_seconds
+from boltmesh.tui.metrics.wire import wire_factor
+from boltmesh.tui.panels.events import event_rows
+from boltmesh.tui.panels.throughput import throughput_over_time
+from boltmesh.tui.panels.traffic import traffic_rows
+from boltmesh.tui.render.header import progress
 from tests.tui.samples import NOW, job, rank, state, step, total
 
 

@@ -2,21 +2,20 @@
 
 import pytest
 
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.help import ABOUT, FIGURES_OF, KEYS_OF, help_lines
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.tabs import draw_tabs, tab_at
-from boltmesh.tui.drawing.timeline import draw_timeline
-from boltmesh.tui.pages.book import PAGES
-from boltmesh.tui.pages.tabs import TABS
+from boltmesh.tui.pages.page import TABS
+from boltmesh.tui.pages.registry import PAGES
+from boltmesh.tui.panels.help import ABOUT, FIGURES_OF, KEYS_OF, help_lines
+from boltmesh.tui.render.header import draw_timeline
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
+from boltmesh.tui.render.tabs import draw_tabs, tab_at
 from tests.tui.samples import NOW
 
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 
 
 @pytest.mark.parametrize("current", [tab.name for tab in TABS])
-@pytest.mark.parametrize("look", [LOOK, Look(ASCII)], ids=["unicode", "ascii"])
-def test_every_screen_has_its_digit_from_60_columns_on(current: str, look: Look) -> None:
+@pytest.mark.parametrize("look", [LOOK, Style(ASCII)], ids=["unicode", "ascii"])
+def test_every_screen_has_its_digit_from_60_columns_on(current: str, look: Style) -> None:
     for width in range(60, 301):
         line = draw_tabs(TABS, current, width, look)
         assert line.width <= width

@@ -6,20 +6,20 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import Chunk, JobSnapshot
-from boltmesh.tui.drawing.gantt import draw_gantt
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.figures.gantt import gantt
+from boltmesh.tui.panels.gantt import draw_gantt, gantt
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from tests.tui.recorded import pipeline_job, recorded_pipelines
 from tests.tui.samples import NOW, demo, job, state
 
-LOOK = Look(UNICODE)
-PLAIN = Look(ASCII, has_headings=False)
+LOOK = Style(UNICODE)
+PLAIN = Style(ASCII, has_headings=False)
 
 
-def text(snapshot: JobSnapshot, width: int = 100, height: int = 12, look: Look = LOOK) -> list[str]:
+def text(
+    snapshot: JobSnapshot, width: int = 100, height: int = 12, look: Style = LOOK
+) -> list[str]:
     lines = draw_gantt(state(snapshot), width, height, look)
     assert len(lines) <= height
     assert all(line.width <= width for line in lines)
@@ -110,7 +110,7 @@ def test_where_a_job_stops_the_step_in_which_it_did_is_shown(scenario: Any, late
 @pytest.mark.parametrize("width", [1, 2, 4, 20, 59, 60, 120, 300])
 @pytest.mark.parametrize("height", [0, 1, 2, 3, 5, 40])
 @pytest.mark.parametrize("look", [LOOK, PLAIN])
-def test_every_size_holds_the_drawing(width: int, height: int, look: Look) -> None:
+def test_every_size_holds_the_drawing(width: int, height: int, look: Style) -> None:
     empty = pipeline_job(None, ((), ()))
     for snapshot in (recorded_pipelines()["zero_bubble"], empty, job(), job(ranks=())):
         text(snapshot, width, height, look)

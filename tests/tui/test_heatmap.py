@@ -9,17 +9,16 @@ import pytest
 
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.heatmap import HEAT_FIGURES, draw_heatmap, heatmap_lines, rank_at
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.figures.heat import heat
-from boltmesh.tui.figures.mesh_grid import plan_grid
+from boltmesh.tui.metrics.heat import HEAT_FIGURES, heat
+from boltmesh.tui.metrics.mesh_grid import plan_grid
+from boltmesh.tui.panels.heatmap import draw_heatmap, heatmap_lines, rank_at
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.state import State
 from tests.tui.loads import steady, team, waiting_for, worker
 from tests.tui.samples import demo, job, rank, state
 
-LOOK = Look(UNICODE)
-PLAIN = Look(ASCII, has_headings=False)
+LOOK = Style(UNICODE)
+PLAIN = Style(ASCII, has_headings=False)
 
 
 def _mesh(pipeline: int, data: int, tensor: int, **changes: Any) -> JobSnapshot:
@@ -199,7 +198,7 @@ def test_what_is_not_known_and_what_is_no_number_have_signs_of_their_own() -> No
 def test_the_ends_of_the_scale_and_its_shades_are_named() -> None:
     lines = _draw(_late(), figure="own time")
     assert lines[-1].startswith("184 ms ·░▒▓█ 284 ms")
-    digits = _draw(_late(), figure="own time", look=Look(ASCII))
+    digits = _draw(_late(), figure="own time", look=Style(ASCII))
     assert digits[-1].startswith("184 ms 0123456789 284 ms")
 
 
@@ -225,7 +224,7 @@ def test_the_selected_rank_is_told_in_words() -> None:
     [((2, 2, 2), 80, 8), ((8, 16, 8), 160, 14), ((8, 16, 8), 80, 20), ((1, 64, 1), 80, 8)],
 )
 def test_the_mouse_finds_the_rank_under_it(
-    mesh: tuple[int, int, int], width: int, height: int, look: Look
+    mesh: tuple[int, int, int], width: int, height: int, look: Style
 ) -> None:
     shown = state(_mesh(*mesh))
     # The cell that is drawn as selected is the one that is found.
@@ -244,7 +243,7 @@ def test_the_mouse_finds_the_rank_under_it(
 
 
 @pytest.mark.parametrize("look", [LOOK, PLAIN], ids=["headings", "plain"])
-def test_every_cell_belongs_to_a_rank_and_no_label_does(look: Look) -> None:
+def test_every_cell_belongs_to_a_rank_and_no_label_does(look: Style) -> None:
     shown = state(_mesh(2, 2, 2))
     found = [
         rank_at(shown, 40, 6, x, y, look=look, figure="behind") for y in range(6) for x in range(40)
@@ -274,7 +273,7 @@ def test_a_map_asks_for_the_lines_that_it_fills() -> None:
 
 @pytest.mark.parametrize("figure", [*HEAT_FIGURES, "no such figure"])
 @pytest.mark.parametrize("look", [LOOK, PLAIN], ids=["unicode", "ascii"])
-def test_every_figure_fits_every_place(figure: str, look: Look) -> None:
+def test_every_figure_fits_every_place(figure: str, look: Style) -> None:
     states = [state(demo().job), state(job(ranks=())), state(job(ranks=(rank(0, steps=()),)))]
     for shown in states:
         for width, height in ((0, 0), (1, 1), (1, 9), (9, 1), (40, 2), (80, 6), (300, 40)):

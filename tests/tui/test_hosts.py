@@ -11,14 +11,14 @@ from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.sources.ssh import hosts as hosts_module
 from boltmesh.tui.sources.ssh.failure import explain
-from boltmesh.tui.sources.ssh.hosts import LIST_AGAIN_S, Hosts, HostsSource, Look, merge
+from boltmesh.tui.sources.ssh.hosts import LIST_AGAIN_S, Hosts, HostsSource, HostView, merge
 from boltmesh.tui.sources.ssh.remote import Remote
 from tests.tui.samples import NOW, FakeSource, job, rank, summary
 
 REMOTES = (Remote("node1"), Remote("node2"))
 
 
-def look_of(number: int, *, lost: str | None = None, **changes: object) -> Look:
+def look_of(number: int, *, lost: str | None = None, **changes: object) -> HostView:
     """What host ``number`` of two shows: its own rank in full, the other one in short."""
     ranks = tuple(
         rank(
@@ -32,7 +32,7 @@ def look_of(number: int, *, lost: str | None = None, **changes: object) -> Look:
     )
     devices = (DeviceReading("process", (number,), f"host{number}", pid=number),)
     snapshot = job(ranks=ranks, **changes)
-    return Look(Observation(NOW + number, snapshot, devices), lost)
+    return HostView(Observation(NOW + number, snapshot, devices), lost)
 
 
 def test_each_rank_is_as_its_own_host_has_it() -> None:
@@ -54,7 +54,7 @@ def test_a_rank_of_a_lost_host_is_as_another_one_heard_of_it() -> None:
 
 def test_a_rank_of_which_nobody_else_heard_keeps_its_last_data_and_says_why() -> None:
     alone = msgspec.structs.replace(rank(0), state="missing")
-    first = Look(Observation(NOW, job(ranks=(rank(0), msgspec.structs.replace(alone, rank=1)))))
+    first = HostView(Observation(NOW, job(ranks=(rank(0), msgspec.structs.replace(alone, rank=1)))))
     seen = merge([first, look_of(1, lost="disconnected 3 s")])
     assert seen.job.ranks[1].error == "disconnected 3 s"
     assert len(seen.job.ranks[1].steps) == 10

@@ -17,7 +17,7 @@ def _modules_after(code: str) -> set[str]:
 @pytest.mark.parametrize(
     ("code", "unwanted"),
     [
-        ("import boltmesh.tui.app, boltmesh.telemetry.reading.reader",
+        ("import boltmesh.tui.app, boltmesh.telemetry.reader.reader",
          {"torch", "lightning", "numpy", "pynvml"}),
         ("import boltmesh.tui.commands.top", {"torch", "lightning", "textual", "pynvml"}),
         ("from boltmesh.tui.commands.top import top; assert top(demo=True, once=True) == 0",

@@ -9,10 +9,9 @@ import pytest
 from boltmesh.telemetry.snapshot import Event, JobSnapshot, MetricPoint
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.app import DashboardApp
-from boltmesh.tui.drawing.glyphs import UNICODE
-from boltmesh.tui.drawing.look import Look
+from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.report import job_json, job_text, jobs_json, jobs_text
-from boltmesh.tui.screens.commands import commands_of
+from boltmesh.tui.screens.palette import commands_of
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from tests.tui.samples import NOW, FakeSource, job, rank, summary, total
@@ -105,7 +104,7 @@ async def test_the_terminal_is_sent_no_sequence_of_the_jobs(digit: str) -> None:
 
 @pytest.mark.parametrize("width", [20, 60, 200])
 def test_summaries_are_harmless_at_any_width(width: int) -> None:
-    look = Look(UNICODE, has_headings=False, has_signs=False)
+    look = Style(UNICODE, has_headings=False, has_signs=False)
     state = fold(None, Observation(NOW, _hostile_job()))
     texts = [
         job_text(state, width, look),

@@ -4,9 +4,8 @@ import msgspec
 
 from boltmesh.errors import TelemetryError
 from boltmesh.tui.app import DashboardApp
-from boltmesh.tui.drawing.glyphs import UNICODE
-from boltmesh.tui.drawing.jobs import COLUMNS, draw_jobs, shown_jobs
-from boltmesh.tui.drawing.look import Look
+from boltmesh.tui.panels.jobs import COLUMNS, draw_jobs, shown_jobs
+from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.screens.help import HelpScreen
 from boltmesh.tui.screens.jobs import JobsScreen
 from boltmesh.tui.sources.live import Observation
@@ -124,7 +123,7 @@ async def test_help_of_the_jobs_is_about_jobs() -> None:
 
 def test_every_column_is_there_and_sorts() -> None:
     jobs = [summary(2, recipe="zero3"), summary(1, recipe="ddp"), summary(3, recipe=None)]
-    look = Look(UNICODE, has_headings=False)
+    look = Style(UNICODE, has_headings=False)
     header = draw_jobs(jobs, 160, 10, look, now=NOW)[0].plain
     assert header.split() == list(COLUMNS)
     for column, expected in (("recipe", [1, 2, 3]), ("age", [1, 2, 3]), ("id", [1, 2, 3])):
@@ -133,5 +132,5 @@ def test_every_column_is_there_and_sorts() -> None:
 
 
 def test_a_column_of_nothing_is_left_out() -> None:
-    look = Look(UNICODE, has_headings=False)
+    look = Style(UNICODE, has_headings=False)
     assert "recipe" not in draw_jobs([summary(1, recipe=None)], 160, 10, look, now=NOW)[0].plain

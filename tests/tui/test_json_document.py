@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from boltmesh.telemetry.reading.reader import JobSummary
+from boltmesh.telemetry.reader.reader import JobSummary
 from boltmesh.telemetry.snapshot import (
     MEMORY_KINDS,
     PHASES,
@@ -32,7 +32,7 @@ from boltmesh.telemetry.snapshot import (
 from boltmesh.telemetry.tensor_plan import PlannedBlocks, PlannedParameters, TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.devices import DeviceReading, GpuProcess
-from boltmesh.tui.figures.findings.finding import Finding, Kind
+from boltmesh.tui.metrics.findings.finding import Finding, Kind
 from boltmesh.tui.report import JobReport, job_json, jobs_json
 from tests.tui.samples import demo, summary
 

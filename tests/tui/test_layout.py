@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 
-from boltmesh.tui.layout.frame import plan_frame
 from boltmesh.tui.layout.overview import Contents, plan_overview
-from boltmesh.tui.layout.region import Item, Plan, Region, has_headings, stack
+from boltmesh.tui.layout.region import Item, Plan, Region, has_headings, plan_frame, stack
 
 SIZES = [
     (width, height)

@@ -5,16 +5,21 @@ import pytest
 
 from boltmesh.telemetry.snapshot import MEMORY_KINDS, JobSnapshot, Memory, MemoryKind
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.memory import COLUMNS, draw_memory, shown_memory
-from boltmesh.tui.figures.memory import MemoryRow, Spread, memory_figures
+from boltmesh.tui.panels.memory import (
+    COLUMNS,
+    MemoryRow,
+    Spread,
+    draw_memory,
+    memory_figures,
+    shown_memory,
+)
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.state import State
 from boltmesh.tui.view import TableView
 from tests.tui.meshes import GIB, mesh_job
 from tests.tui.samples import job, rank, state
 
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 MIB = 2**20
 
 
@@ -45,7 +50,7 @@ def _with_limits(snapshot: JobSnapshot, *, used: int | None = 14 * GIB) -> State
     return msgspec.structs.replace(seen, devices=(*devices, host))
 
 
-def _drawn(seen: State, width: int = 130, height: int = 30, look: Look = LOOK) -> str:
+def _drawn(seen: State, width: int = 130, height: int = 30, look: Style = LOOK) -> str:
     return "\n".join(line.plain for line in draw_memory(seen, width, height, look))
 
 
@@ -171,7 +176,7 @@ def test_the_kinds_can_be_sorted_by_every_column_and_filtered() -> None:
 def test_every_kind_has_a_pattern_of_its_own_in_both_sets() -> None:
     for glyphs in (UNICODE, ASCII):
         assert len({glyphs.kinds[kind] for kind in MEMORY_KINDS}) == len(MEMORY_KINDS)
-    assert _drawn(state(mesh_job({"data": 2})), look=Look(ASCII)).isascii()
+    assert _drawn(state(mesh_job({"data": 2})), look=Style(ASCII)).isascii()
 
 
 @pytest.mark.parametrize("height", range(1, 14))

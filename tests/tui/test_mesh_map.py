@@ -7,22 +7,26 @@ import pytest
 
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.tui.drawing.axis_table import draw_axes, verdict
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.mesh_map import draw_map, map_lines, map_of, rank_beside, rank_on_map
-from boltmesh.tui.drawing.place_table import draw_places
-from boltmesh.tui.figures.axes import axis_rows, rank_bytes
-from boltmesh.tui.figures.heat import heat
-from boltmesh.tui.figures.mesh_map import MeshMap, plan_map
-from boltmesh.tui.figures.places import place_rows
+from boltmesh.tui.metrics.heat import heat
+from boltmesh.tui.panels.axes import axis_rows, draw_axes, rank_bytes, verdict
+from boltmesh.tui.panels.mesh_map import (
+    MeshMap,
+    draw_map,
+    map_lines,
+    map_of,
+    plan_map,
+    rank_beside,
+    rank_on_map,
+)
+from boltmesh.tui.panels.stages import draw_places, place_rows
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.state import State, fold
 from tests.tui.loads import steady, worker
 from tests.tui.meshes import coordinates, mesh_job
 from tests.tui.samples import demo, job, rank, state, total
 
-LOOK = Look(UNICODE)
-PLAIN = Look(ASCII, has_headings=False)
+LOOK = Style(UNICODE)
+PLAIN = Style(ASCII, has_headings=False)
 CELL_WIDTHS = (10, 2, 1)
 MESHES = [
     (2, 2, 2), (4, 2, 8), (4, 32, 8), (1, 8, 1), (1, 4, 2), (8, 1, 1), (4, 1, 8), (8, 128, 1),
@@ -129,7 +133,7 @@ def test_right_goes_along_tensor_and_down_along_data() -> None:
     [((2, 2, 2), 120, 10), ((4, 2, 8), 80, 20), ((4, 32, 8), 158, 36), ((1, 64, 1), 80, 8)],
 )
 def test_the_mouse_finds_the_rank_under_it(
-    sizes: tuple[int, int, int], width: int, height: int, look: Look
+    sizes: tuple[int, int, int], width: int, height: int, look: Style
 ) -> None:
     shown = state(made(*sizes))
     size = len(shown.job.ranks)
@@ -148,7 +152,7 @@ def test_the_mouse_finds_the_rank_under_it(
 
 @pytest.mark.parametrize("world", [8, 64, 1024])
 @pytest.mark.parametrize("look", [LOOK, PLAIN], ids=["headings", "plain"])
-def test_the_drawing_fits_and_says_its_scale(world: int, look: Look) -> None:
+def test_the_drawing_fits_and_says_its_scale(world: int, look: Style) -> None:
     sizes = {8: (2, 2, 2), 64: (4, 2, 8), 1024: (4, 32, 8)}[world]
     shown = state(made(*sizes))
     for width, height in PLACES:

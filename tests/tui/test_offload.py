@@ -4,20 +4,18 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import OffloadTotal, RankSnapshot
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.memory import draw_memory
-from boltmesh.tui.drawing.offload import draw_offload
-from boltmesh.tui.drawing.rank_detail import draw_rank_detail
 from boltmesh.tui.export.prometheus import prometheus_text
 from boltmesh.tui.export.tables import csv_text
-from boltmesh.tui.figures.offload import OffloadRow, offload_rows
+from boltmesh.tui.panels.memory import draw_memory
+from boltmesh.tui.panels.offload import OffloadRow, draw_offload, offload_rows
+from boltmesh.tui.panels.rank_detail import draw_rank_detail
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.sources.live import Observation
 from tests.tui.exposition import parse
 from tests.tui.meshes import mesh_job
 from tests.tui.samples import NOW, demo, job, rank, state, step
 
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 GB = 10**9
 
 
@@ -77,7 +75,7 @@ def test_a_job_without_offload_shows_no_line_of_it() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(60, 9), (78, 18), (118, 34)])
 def test_the_memory_page_has_all_ways_beside_at_least_three_kinds(width: int, height: int) -> None:
-    look = Look(UNICODE, has_headings=width > 60)
+    look = Style(UNICODE, has_headings=width > 60)
     drawn = [line.plain for line in draw_memory(state(demo().job), width, height, look)]
     assert len(drawn) <= height
     assert all(len(line) <= width for line in drawn)
@@ -112,7 +110,7 @@ def test_one_rank_is_shown_without_a_comparison() -> None:
 
 
 def test_signs_are_ascii_where_ascii_is_asked_for() -> None:
-    drawn = draw_memory(state(demo().job), 100, 34, Look(ASCII))
+    drawn = draw_memory(state(demo().job), 100, 34, Style(ASCII))
     assert all(line.plain.isascii() for line in drawn)
 
 

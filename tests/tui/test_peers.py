@@ -3,14 +3,12 @@
 import pytest
 
 from boltmesh.telemetry.snapshot import PeerTotal
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.peers import draw_peers
-from boltmesh.tui.figures.peers import peer_matrix, rank_pairs
+from boltmesh.tui.panels.peers import draw_peers, peer_matrix, rank_pairs
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from tests.tui.meshes import change_rank, mesh_job
 from tests.tui.samples import job, rank, state
 
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 
 
 def _peer(operator: str, peer: int, size: float | None) -> PeerTotal:
@@ -87,7 +85,9 @@ def test_a_cell_has_its_figure_and_a_shade() -> None:
     assert "▂ 1.00 MB" in lines[4]
     assert "counting" in lines[4]
     assert lines[2].split() == ["rank", "0", "rank", "1", "rank", "2"]
-    text = "\n".join(line.plain for line in draw_peers(state(job(ranks=ranks)), 99, 9, Look(ASCII)))
+    text = "\n".join(
+        line.plain for line in draw_peers(state(job(ranks=ranks)), 99, 9, Style(ASCII))
+    )
     assert text.isascii()
 
 

@@ -6,17 +6,16 @@ import pytest
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.telemetry.tensor_plan import PlannedBlocks, PlannedParameters, TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.plan_table import COLUMNS, draw_plan, shown_plan
+from boltmesh.tui.panels.plan_table import COLUMNS, draw_plan, shown_plan
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.view import TableView
 from tests.tui.meshes import mesh_job
 from tests.tui.samples import NOW, demo, job, rank, state
 from tests.tui.screens import job_screen, open_app, screen_text
 
-LOOK = Look(UNICODE)
-PLAIN = Look(ASCII, has_headings=False)
+LOOK = Style(UNICODE)
+PLAIN = Style(ASCII, has_headings=False)
 SIZES = [(160, 45), (80, 24), (60, 15), (20, 5)]
 LONG = "vision_tower.vision_model.encoder.layers.*.self_attn.q_proj.weight"
 
@@ -107,7 +106,7 @@ def test_a_job_without_a_plan_says_why(snapshot: JobSnapshot, words: str) -> Non
 
 @pytest.mark.parametrize("look", [LOOK, PLAIN], ids=["headings", "plain"])
 @pytest.mark.parametrize("selected", [None, 1])
-def test_it_fits_every_place(look: Look, selected: int | None) -> None:
+def test_it_fits_every_place(look: Style, selected: int | None) -> None:
     for snapshot in (planned(), demo().job, job(), planned(tensor_plan=None)):
         for width, height in (
             (0, 0),

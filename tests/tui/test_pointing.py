@@ -5,9 +5,9 @@ from textual import events
 from textual.pilot import Pilot
 
 from boltmesh.tui.app import DashboardApp
-from boltmesh.tui.drawing.heatmap import rank_at
-from boltmesh.tui.drawing.tabs import Tab
-from boltmesh.tui.pages.book import PAGES
+from boltmesh.tui.pages.registry import PAGES
+from boltmesh.tui.panels.heatmap import rank_at
+from boltmesh.tui.render.tabs import Tab
 from boltmesh.tui.screens.job import JobScreen
 from boltmesh.tui.screens.jobs import JobsScreen
 from boltmesh.tui.sources.live import Observation

@@ -15,24 +15,23 @@ from boltmesh.telemetry.snapshot import (
     PeerTotal,
 )
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.drawing.browse import column_at
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.rank_detail import draw_rank_detail
-from boltmesh.tui.drawing.rank_table import (
+from boltmesh.tui.metrics.ranks import rank_rows
+from boltmesh.tui.panels.rank_detail import draw_rank_detail
+from boltmesh.tui.panels.rank_table import (
     COLUMNS,
     MANY_RANKS,
     cells_of,
     draw_rank_table,
     shown_ranks,
 )
-from boltmesh.tui.figures.ranks import rank_rows
+from boltmesh.tui.render.browse import column_at
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.state import State, fold
 from boltmesh.tui.view import TableView
 from tests.tui.loads import HEALTHY, steady, team, waiting_for, worker
 from tests.tui.samples import NOW, crashed_demo, demo, job, rank, state, total
 
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 
 
 def _late(size: int = 8) -> State:
@@ -133,9 +132,9 @@ def test_a_rank_that_failed_tells_its_error() -> None:
     assert any("Connection closed by peer" in line for line in lines)
 
 
-@pytest.mark.parametrize("look", [LOOK, Look(ASCII, has_headings=False, has_signs=False)])
+@pytest.mark.parametrize("look", [LOOK, Style(ASCII, has_headings=False, has_signs=False)])
 @pytest.mark.parametrize(("width", "height"), [(0, 0), (1, 1), (20, 3), (60, 15), (300, 100)])
-def test_tables_and_details_fit_any_place(width: int, height: int, look: Look) -> None:
+def test_tables_and_details_fit_any_place(width: int, height: int, look: Style) -> None:
     strange = rank(
         0, steps=(), device="\x1b[31m" + "学" * 90, host="h\n" * 50, error="e\x07" * 300, pid=None,
         coordinates={}, state="failed", phase="no such phase", last_seen=0.0,

@@ -12,7 +12,12 @@ import msgspec
 import pytest
 
 from boltmesh.errors import ConfigError, TelemetryError
-from boltmesh.tui.recording.record import MAX_BETWEEN_KEYS, MIN_BETWEEN_KEYS, Recording, record
+from boltmesh.tui.recording.record import (
+    MAX_BETWEEN_KEYS,
+    MIN_BETWEEN_KEYS,
+    RecordingWriter,
+    record,
+)
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.sources.replay import ReplaySource
 from tests.tui.played import look, write
@@ -46,7 +51,7 @@ def frames_of(path: Path) -> list[float]:
 def test_it_ends_with_the_job(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / "a.rec"
     looks = [look(second, last=3) for second in range(6)]
-    with Recording(path) as recording:
+    with RecordingWriter(path) as recording:
         record(FakeSource(*looks), recording, interval_s=2.0, clock=clock, sleep=clock.sleep)
     assert frames_of(path) == [0, 1, 2, 3]
     assert clock.slept == [2.0, 2.0, 2.0]
@@ -54,7 +59,7 @@ def test_it_ends_with_the_job(tmp_path: Path) -> None:
 
 def test_a_finished_job_is_one_frame(tmp_path: Path, replay: Replay) -> None:
     path = tmp_path / "a.rec"
-    with Recording(path) as recording:
+    with RecordingWriter(path) as recording:
         record(FakeSource(look(9, last=9)), recording, interval_s=1.0)
     source = replay(path)
     assert source.num_frames == 1
@@ -63,7 +68,7 @@ def test_a_finished_job_is_one_frame(tmp_path: Path, replay: Replay) -> None:
 
 def test_it_ends_after_the_time_that_is_asked_for(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / "a.rec"
-    with Recording(path) as recording:
+    with RecordingWriter(path) as recording:
         record(
             FakeSource(*(look(second) for second in range(60))),
             recording,
@@ -84,7 +89,7 @@ def test_a_slow_look_does_not_shift_the_rhythm(tmp_path: Path) -> None:
             clock.now += 0.3
             return super().read()
 
-    with Recording(tmp_path / "a.rec") as recording:
+    with RecordingWriter(tmp_path / "a.rec") as recording:
         looks = [look(second, last=3) for second in range(4)]
         record(Slow(*looks), recording, interval_s=1.0, clock=clock, sleep=clock.sleep)
     assert clock.slept == pytest.approx([0.7, 0.7, 0.7])
@@ -101,7 +106,7 @@ def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
 
 def test_every_frame_is_in_the_file_before_the_next_look(tmp_path: Path) -> None:
     path = tmp_path / "a.rec"
-    with Recording(path) as recording:
+    with RecordingWriter(path) as recording:
         for second in range(3):
             recording.add(look(second))
             assert frames_of(path) == list(range(second + 1))
@@ -149,7 +154,7 @@ def test_a_file_that_exists_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "mine"
     path.write_text("precious")
     with pytest.raises(ConfigError, match=r"exists\. Name another file, or add --force"):
-        Recording(path)
+        RecordingWriter(path)
     assert path.read_text() == "precious"
     assert os.listdir(tmp_path) == ["mine"]
 
@@ -157,14 +162,14 @@ def test_a_file_that_exists_is_left_alone(tmp_path: Path) -> None:
 def test_force_replaces_it_only_when_there_is_something_to_replace_it_with(tmp_path: Path) -> None:
     path = tmp_path / "mine"
     path.write_text("precious")
-    with Recording(path, has_force=True) as recording:
+    with RecordingWriter(path, has_force=True) as recording:
         assert path.read_text() == "precious"
         recording.add(look(0))
         assert frames_of(path) == [0]
         recording.add(look(1))
     assert frames_of(path) == [0, 1]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(TelemetryError), Recording(path, has_force=True):
+    with pytest.raises(TelemetryError), RecordingWriter(path, has_force=True):
         raise TelemetryError("the job is gone")
     assert frames_of(path) == [0, 1]
     assert os.listdir(tmp_path) == ["mine"]
@@ -178,11 +183,11 @@ def test_links_folders_and_pipes_are_no_place_for_it(tmp_path: Path, has_force: 
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "dangling", "pipe", "."):
         with pytest.raises(ConfigError, match="is no plain file"):
-            Recording(tmp_path / name, has_force=has_force)
+            RecordingWriter(tmp_path / name, has_force=has_force)
     with pytest.raises(ConfigError, match="cannot be made: No such file or directory"):
-        Recording(tmp_path / "absent" / "a.rec", has_force=has_force)
+        RecordingWriter(tmp_path / "absent" / "a.rec", has_force=has_force)
     with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
-        Recording(tmp_path / "target" / "a.rec", has_force=has_force)
+        RecordingWriter(tmp_path / "target" / "a.rec", has_force=has_force)
     assert (tmp_path / "target").read_text() == "precious"
 
 
@@ -191,7 +196,7 @@ def test_a_recording_without_a_frame_leaves_no_file(tmp_path: Path) -> None:
     source.lost = "job.json is gone"
     with (
         pytest.raises(TelemetryError, match=r"job\.json is gone"),
-        Recording(tmp_path / "a.rec") as recording,
+        RecordingWriter(tmp_path / "a.rec") as recording,
     ):
         record(source, recording, interval_s=1.0)
     assert os.listdir(tmp_path) == []
@@ -203,7 +208,7 @@ def test_a_disk_that_is_full_ends_it_after_a_whole_frame(tmp_path: Path, replay:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with Recording(path) as recording:
+        with RecordingWriter(path) as recording:
             for second in range(3):
                 recording.add(look(second))
             resource.setrlimit(resource.RLIMIT_FSIZE, (recording.num_bytes + 30, limits[1]))

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from boltmesh.cli import run_command
-from boltmesh.telemetry.reading.reader import JobSummary
-from boltmesh.tui.commands import places
+from boltmesh.telemetry.reader.reader import JobSummary
+from boltmesh.tui.commands import targets
 from boltmesh.tui.sources.live import Observation, Source
 from boltmesh.tui.sources.replay import ReplaySource
 from tests.tui.exposition import parse
@@ -44,8 +44,8 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Host:
     host = Host()
-    monkeypatch.setattr(places, "list_jobs", host.list_jobs)
-    monkeypatch.setattr(places, "attach", host.attach)
+    monkeypatch.setattr(targets, "list_jobs", host.list_jobs)
+    monkeypatch.setattr(targets, "attach", host.attach)
     monkeypatch.chdir(tmp_path)
     return host
 

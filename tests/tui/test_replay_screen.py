@@ -2,7 +2,7 @@
 
 import pytest
 
-from boltmesh.tui.drawing.help import REPLAY_KEYS
+from boltmesh.tui.panels.help import REPLAY_KEYS
 from boltmesh.tui.sources.live import Observation
 from tests.tui.samples import NOW, demo
 from tests.tui.screens import job_screen, look_again, open_source, screen_text, settle

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from boltmesh.tui.pages.book import PAGES
+from boltmesh.tui.pages.registry import PAGES
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -4,18 +4,17 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.sequences import COLUMNS, draw_sequences, shown_groups
-from boltmesh.tui.figures.hangs import first_to_go, hangs, last_collective
-from boltmesh.tui.figures.sequences import STUCK_AT_LEAST_S, GroupRow, group_rows
+from boltmesh.tui.metrics.hangs import first_to_go, hangs, last_collective
+from boltmesh.tui.metrics.sequences import STUCK_AT_LEAST_S, GroupRow, group_rows
+from boltmesh.tui.panels.sequences import COLUMNS, draw_sequences, shown_groups
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.view import TableView
 from tests.tui.meshes import SEQUENCE, Mesh, change_group, change_rank, mesh_job
 from tests.tui.samples import NOW, job, rank, state, step, total
 
 CUBE = {"pipeline": 2, "data": 2, "tensor": 2}
 LATE_S = 31.0
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 
 
 def silence(snapshot: JobSnapshot, *, seconds: float = LATE_S) -> JobSnapshot:
@@ -376,7 +375,7 @@ def test_without_groups_the_reason_is_said() -> None:
 
 
 def test_signs_and_words_are_ascii_where_that_is_wanted() -> None:
-    lines = draw_sequences(state(hung(CUBE, 5, "tensor")), 100, 30, Look(ASCII))
+    lines = draw_sequences(state(hung(CUBE, 5, "tensor")), 100, 30, Style(ASCII))
     text = "\n".join(line.plain for line in lines)
     assert text.isascii()
     assert "X stuck" in text

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, PhaseTime, StepRecord
-from boltmesh.tui.figures.slow_steps import MAX_SLOW_STEPS, SlowStep, slow_steps
+from boltmesh.tui.panels.events import MAX_SLOW_STEPS, SlowStep, slow_steps
 from tests.tui.samples import NOW, job, rank, step
 
 USUAL = {"data": 0.01, "forward": 0.15, "backward": 0.25, "communication": 0.05, "optimizer": 0.04}

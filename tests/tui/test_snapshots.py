@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.pages.book import PAGES
+from boltmesh.tui.pages.registry import PAGES
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.report import job_text, jobs_text
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
@@ -69,14 +68,14 @@ async def test_the_help_pages(page: str, matches_snapshot: MatchesSnapshot) -> N
 
 @pytest.mark.parametrize("width", [60, 100])
 def test_the_summary(width: int, matches_snapshot: MatchesSnapshot) -> None:
-    look = Look(UNICODE, has_headings=False, has_signs=False)
+    look = Style(UNICODE, has_headings=False, has_signs=False)
     text = job_text(fold(None, demo()), width, look)
     assert max(map(len, text.splitlines())) <= width
     matches_snapshot(f"once-{width}", text)
 
 
 def test_the_summary_of_a_crashed_job(matches_snapshot: MatchesSnapshot) -> None:
-    look = Look(ASCII, has_headings=False, has_signs=False)
+    look = Style(ASCII, has_headings=False, has_signs=False)
     text = job_text(fold(None, crashed_demo()), 100, look)
     assert text.isascii()
     matches_snapshot("once-crashed", text)
@@ -89,5 +88,5 @@ def test_the_table_of_jobs(matches_snapshot: MatchesSnapshot) -> None:
                 mesh={"pipeline": 2, "data": 4, "tensor": 2}),
         summary(3, state="finished", name="a name that is rather long for a table"),
     ]  # fmt: skip
-    look = Look(UNICODE, has_headings=False, has_signs=False)
+    look = Style(UNICODE, has_headings=False, has_signs=False)
     matches_snapshot("jobs", jobs_text(jobs, 80, look, now=NOW))

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from boltmesh.telemetry.snapshot import Event
-from boltmesh.tui.figures.status import status
+from boltmesh.tui.metrics.status import status
 from boltmesh.tui.state import fold_loss_of_source
 from tests.tui.samples import NOW, job, losses, rank, state
 

@@ -5,23 +5,20 @@ import pytest
 
 from boltmesh.telemetry.snapshot import Chunk, JobSnapshot, PipelinePlan
 from boltmesh.tui.demo import Scenario
-from boltmesh.tui.drawing.bars import phase_role
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.phases import draw_phases
-from boltmesh.tui.drawing.throughput import draw_throughput
-from boltmesh.tui.figures.bubble import bubble
-from boltmesh.tui.figures.diagnosis import diagnose
-from boltmesh.tui.figures.findings.finding import Finding
-from boltmesh.tui.figures.findings.pipeline import BUBBLE_SHARE, PART_SHARE
-from boltmesh.tui.figures.flops import job_flops, rank_flops
-from boltmesh.tui.figures.phases import phase_split
-from boltmesh.tui.figures.step_split import SPLIT_PHASES, step_split
+from boltmesh.tui.metrics.findings.finding import Finding
+from boltmesh.tui.metrics.findings.pipeline import BUBBLE_SHARE, PART_SHARE
+from boltmesh.tui.metrics.step_time import SPLIT_PHASES, phase_split, step_split
+from boltmesh.tui.panels.bubble import bubble
+from boltmesh.tui.panels.diagnosis import diagnose
+from boltmesh.tui.panels.phases import draw_phases
+from boltmesh.tui.panels.throughput import draw_throughput, job_flops, rank_flops
+from boltmesh.tui.render.bars import phase_role
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.state import State, fold
 from tests.tui.loads import HEALTHY, Load, steady, team, worker
 from tests.tui.samples import NOW, demo, job, state
 
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 STEP = 24
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 
@@ -127,8 +124,8 @@ def test_without_a_pipeline_there_is_no_bubble() -> None:
     assert step_split(state(job(ranks=()))) is None
 
 
-@pytest.mark.parametrize("look", [LOOK, Look(ASCII)], ids=["unicode", "ascii"])
-def test_the_parts_of_a_step_have_signs_names_and_colours(look: Look) -> None:
+@pytest.mark.parametrize("look", [LOOK, Style(ASCII)], ids=["unicode", "ascii"])
+def test_the_parts_of_a_step_have_signs_names_and_colours(look: Style) -> None:
     text = "\n".join(line.plain for line in draw_phases(fold(None, demo()), 60, 12, look))
     for name in ("data", "host to device", "forward", "backward", "exposed comm", "optimizer",
                  "bubble", "other"):  # fmt: skip

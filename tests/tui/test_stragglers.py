@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import JobSnapshot
-from boltmesh.tui.figures.memo import remember_last
-from boltmesh.tui.figures.profile import middle, rank_profiles
-from boltmesh.tui.figures.stragglers import (
+from boltmesh.tui.metrics.memo import remember_last
+from boltmesh.tui.metrics.step_time import middle, rank_profiles
+from boltmesh.tui.metrics.stragglers import (
     LATE_AT_LEAST_S,
     LATE_SHARE,
     STEPS_TO_JUDGE,

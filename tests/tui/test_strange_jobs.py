@@ -9,19 +9,19 @@ from rich.cells import cell_len
 
 from boltmesh.telemetry.snapshot import JobSnapshot, PhaseTime, RankSnapshot
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.drawing.axis_table import draw_axes
-from boltmesh.tui.drawing.diagnosis import diagnosis_lines, draw_diagnosis
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.heatmap import HEAT_FIGURES, draw_heatmap, heatmap_lines, rank_at
-from boltmesh.tui.drawing.line import Line
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.mesh_map import draw_map
-from boltmesh.tui.drawing.phases import draw_phases
-from boltmesh.tui.drawing.place_table import draw_places
-from boltmesh.tui.drawing.plan_table import draw_plan
-from boltmesh.tui.drawing.rank_detail import draw_rank_detail
-from boltmesh.tui.drawing.rank_table import COLUMNS, draw_rank_table
-from boltmesh.tui.drawing.throughput import draw_throughput
+from boltmesh.tui.metrics.heat import HEAT_FIGURES
+from boltmesh.tui.panels.axes import draw_axes
+from boltmesh.tui.panels.diagnosis import diagnosis_lines, draw_diagnosis
+from boltmesh.tui.panels.heatmap import draw_heatmap, heatmap_lines, rank_at
+from boltmesh.tui.panels.mesh_map import draw_map
+from boltmesh.tui.panels.phases import draw_phases
+from boltmesh.tui.panels.plan_table import draw_plan
+from boltmesh.tui.panels.rank_detail import draw_rank_detail
+from boltmesh.tui.panels.rank_table import COLUMNS, draw_rank_table
+from boltmesh.tui.panels.stages import draw_places
+from boltmesh.tui.panels.throughput import draw_throughput
+from boltmesh.tui.render.line import Line
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.state import State
 from boltmesh.tui.view import TableView
 from tests.tui.random_values import Randomly
@@ -75,7 +75,9 @@ def _strange_state(seed: int) -> State:
     return msgspec.structs.replace(shown, devices=devices)
 
 
-def _drawings(shown: State, width: int, height: int, look: Look, draw: random.Random) -> list[Line]:
+def _drawings(
+    shown: State, width: int, height: int, look: Style, draw: random.Random
+) -> list[Line]:
     figure = draw.choice((*HEAT_FIGURES, "?"))
     table = TableView(
         first=draw.choice((0, 7, 10**6)),
@@ -108,7 +110,7 @@ def _drawings(shown: State, width: int, height: int, look: Look, draw: random.Ra
 def test_strange_numbers_are_drawn_within_their_place(seed: int) -> None:
     draw = random.Random(seed)
     shown = _strange_state(seed)
-    for look in (Look(UNICODE), Look(ASCII, has_headings=False, has_signs=False)):
+    for look in (Style(UNICODE), Style(ASCII, has_headings=False, has_signs=False)):
         width, height = draw.choice(((1, 1), (60, 15), (120, 40), (draw.randint(1, 300), 20)))
         for line in _drawings(shown, width, height, look, draw):
             assert cell_len(line.plain) == line.width <= width
@@ -118,5 +120,5 @@ def test_a_thousand_ranks_are_drawn_like_eight() -> None:
     ranks = tuple(rank(number) for number in range(1024))
     shown = state(job(ranks=ranks, mesh={"pipeline": 8, "data": 16, "tensor": 8}))
     for width, height in ((60, 15), (200, 60)):
-        for line in _drawings(shown, width, height, Look(UNICODE), random.Random(0)):
+        for line in _drawings(shown, width, height, Style(UNICODE), random.Random(0)):
             assert line.width <= width

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from boltmesh.tui.pages.tabs import PAGE_TABS
+from boltmesh.tui.pages.page import PAGE_TABS
 from tests.tui.training import BOLTMESH, global_step, run_training, snapshot, wait_for
 
 pytestmark = [

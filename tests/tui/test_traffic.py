@@ -7,16 +7,21 @@ import pytest
 
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.tui.drawing.communication import draw_communication
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.traffic_table import COLUMNS, draw_traffic, shown_traffic
-from boltmesh.tui.figures.traffic import TrafficRow, axis_totals, traffic_rows
+from boltmesh.tui.panels.communication import draw_communication
+from boltmesh.tui.panels.traffic import (
+    COLUMNS,
+    TrafficRow,
+    axis_totals,
+    draw_traffic,
+    shown_traffic,
+    traffic_rows,
+)
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.view import TableView
 from tests.tui.meshes import change_rank, mesh_job
 from tests.tui.samples import job, rank, state, step, total
 
-LOOK = Look(UNICODE)
+LOOK = Style(UNICODE)
 
 
 def _expect(payload: float, axis: str = "data", **changes: Any) -> ExpectedTraffic:
@@ -152,7 +157,7 @@ def test_a_difference_is_a_sign_a_word_and_a_sentence() -> None:
     text = _drawn(_of(4000.0, 4000.0, expected=2000.0))
     assert "≠ 2x" in text
     assert "≠ data allreduce moves 2x the expected bytes: all of it is moved 2 times a step" in text
-    ascii_lines = draw_traffic(state(_of(4000.0, expected=2000.0)), 150, 9, Look(ASCII))
+    ascii_lines = draw_traffic(state(_of(4000.0, expected=2000.0)), 150, 9, Style(ASCII))
     assert any("! 2x" in line.plain for line in ascii_lines)
 
 

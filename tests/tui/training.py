@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from boltmesh.errors import TelemetryError
-from boltmesh.telemetry.reading.reader import open_job
+from boltmesh.telemetry.reader.reader import open_job
 from boltmesh.telemetry.snapshot import JobSnapshot
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"

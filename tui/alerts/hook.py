@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from boltmesh.telemetry.cleaning import clean
+from boltmesh.telemetry.sanitize import clean
 from boltmesh.tui.alerts.watch import Alert
-from boltmesh.tui.clean import clean_json
+from boltmesh.tui.sanitize import clean_json
 
 TIMEOUT_S = 30.0
 """A command that takes longer is ended, with all that it started."""

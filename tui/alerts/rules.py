@@ -3,10 +3,14 @@
 A rule is called with each look and with the alerts that are raised. It answers for the figures
 that are known: whether the condition holds, and what to say. Where a figure wavers around its
 threshold, a raised alert stays until the figure is clear of it.
+
+Alerts about the pace of training: slower than before, or standing still.
 """
 
 import math
 import re
+import statistics
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Literal, NamedTuple
 
@@ -163,3 +167,138 @@ def _owner(device: DeviceReading) -> str:
 
 def _rank(device: DeviceReading) -> int | None:
     return min(device.ranks, default=None)
+
+
+WARM_UP = 10
+"""Batches at the beginning that say nothing about the pace: compiling, filling caches."""
+WINDOW = 10
+"""Batches over which a rate is taken; the slowest is left out, for an epoch begins with one."""
+MIN_WINDOWS = 4
+"""Rates that have to be known before one can be low."""
+MAX_WINDOWS = 2048
+"""Rates that are kept; beyond it every second one of the older half goes."""
+MARGIN = 0.05
+"""Share of the threshold by which the rate has to be above it again."""
+PAUSES = frozenset({"validation", "checkpoint"})
+
+_Unit = Literal["tokens", "samples", "batches"]
+
+
+class ThroughputRule:
+    """The rate of the newest batches has lost a share of the median so far.
+
+    Taken from the batches of one rank: in synchronous training all keep the same pace. Time spent
+    in validation and checkpoints does not count. While the alert is raised the median stands
+    still, so that a slow stretch does not become what is normal.
+    """
+
+    def __init__(self) -> None:
+        self._forget(None)
+
+    def _forget(self, rank: int | None) -> None:
+        self._rank = rank
+        self._newest = -1
+        self._num_seen = 0
+        self._recent: deque[StepRecord] = deque(maxlen=WINDOW)
+        self._waiting: list[StepRecord] = []
+        self._rates: list[float] = []
+        self._unit: _Unit | None = None
+
+    def __call__(self, state: State, active: Collection[Key]) -> Mapping[Key, Condition]:
+        """Return the verdict, once enough batches were seen."""
+        share, key = state.job.alerts.throughput_drop, Key("throughput")
+        rank = next((rank for rank in state.job.ranks if rank.steps), None)
+        if share is None or rank is None or state.job.state != "running":
+            return {}
+        if not self._take(rank, is_raised=key in active):
+            return {}
+        now, usual = _rate(self._recent, self._unit), self._usual()
+        if now is None or usual is None:
+            return {}
+        limit = (1 - share) * usual
+        is_low = now < limit * (1 + MARGIN if key in active else 1.0)
+        rates = f"{units.rate(now)} {self._unit}/s, median so far {units.rate(usual)}, on rank"
+        sign = f"{1 - now / usual:.0%} down" if is_low else "up again"
+        return {key: Condition(is_low, f"throughput is {sign}: {rates} {rank.rank}", rank.rank)}
+
+    def _take(self, rank: RankSnapshot, *, is_raised: bool) -> bool:
+        """Add the batches that are new; tell whether there were any."""
+        if rank.rank != self._rank:
+            self._forget(rank.rank)
+        fresh = []
+        for step in reversed(rank.steps):
+            if step.index <= self._newest:
+                break
+            fresh.append(step)
+        for step in reversed(fresh):
+            self._newest = step.index
+            self._num_seen += 1
+            if self._num_seen > WARM_UP:
+                self._add(step, is_raised=is_raised)
+        return bool(fresh)
+
+    def _add(self, step: StepRecord, *, is_raised: bool) -> None:
+        self._unit = self._unit or _unit_of(step)
+        if len(self._recent) == WINDOW and not is_raised:
+            # What leaves the newest window becomes part of the past that it is compared with.
+            self._waiting.append(self._recent[0])
+            if len(self._waiting) == WINDOW:
+                rate = _rate(self._waiting, self._unit)
+                self._rates += [] if rate is None else [rate]
+                self._waiting = []
+        self._recent.append(step)
+
+    def _usual(self) -> float | None:
+        if len(self._rates) > MAX_WINDOWS:
+            half = len(self._rates) // 2
+            self._rates = self._rates[:half:2] + self._rates[half:]
+        return statistics.median(self._rates) if len(self._rates) >= MIN_WINDOWS else None
+
+
+class StallRule:
+    """No rank has ended a step for a while, and none is in validation or writes a checkpoint."""
+
+    def __init__(self) -> None:
+        self._global_step: int | None = None
+        self._moved = 0.0
+
+    def __call__(self, state: State, active: Collection[Key]) -> Mapping[Key, Condition]:
+        """Return the verdict; before the first step the time counts from the job's start."""
+        job, limit = state.job, state.job.alerts.stall_s
+        if limit is None or job.state != "running":
+            return {}
+        ended = max((rank.steps[-1].end_time for rank in job.ranks if rank.steps), default=0.0)
+        moved = max(ended, job.started, self._moved)
+        has_moved = self._global_step is not None and job.global_step != self._global_step
+        if has_moved or any(rank.phase in PAUSES for rank in job.ranks if rank.state == "running"):
+            # Ranks of other hosts may be known by their step alone.
+            moved = max(moved, state.time)
+        before, self._moved, self._global_step = self._moved, moved, job.global_step
+        still_s = state.time - moved
+        if still_s < limit:
+            stood_s = max(0.0, moved - before) if before else 0.0
+            message = f"training moves on after {units.duration(stood_s)}"
+            return {Key("stall"): Condition(False, message)}
+        where = ", ".join(sorted({rank.phase for rank in job.ranks if rank.phase}))
+        since = f"since step {job.global_step:,}" if job.global_step else "since the start"
+        place = f"; ranks are in {where}" if where else ""
+        message = f"no step for {units.duration(still_s)} {since}{place}"
+        return {Key("stall"): Condition(True, message)}
+
+
+def _unit_of(step: StepRecord) -> _Unit:
+    return "tokens" if step.tokens else "samples" if step.samples else "batches"
+
+
+def _rate(steps: Collection[StepRecord], unit: _Unit | None) -> float | None:
+    """Return the items a second of all batches but the slowest."""
+    if len(steps) < WINDOW or unit is None:
+        return None
+    counted = sorted(steps, key=_own_seconds)[:-1]
+    seconds = sum(map(_own_seconds, counted))
+    amount = sum(1 if unit == "batches" else getattr(step, unit) or 0 for step in counted)
+    return amount / seconds if seconds > 0 and amount > 0 else None
+
+
+def _own_seconds(step: StepRecord) -> float:
+    return step.seconds - sum(phase.seconds for phase in step.phases if phase.name in PAUSES)

@@ -11,9 +11,17 @@ from typing import Literal
 
 import msgspec
 
-from boltmesh.telemetry.cleaning import clean
-from boltmesh.tui.alerts.pace import StallRule, ThroughputRule
-from boltmesh.tui.alerts.rules import Condition, FailureRule, Key, LossRule, Rule, look_at_devices
+from boltmesh.telemetry.sanitize import clean
+from boltmesh.tui.alerts.rules import (
+    Condition,
+    FailureRule,
+    Key,
+    LossRule,
+    Rule,
+    StallRule,
+    ThroughputRule,
+    look_at_devices,
+)
 from boltmesh.tui.state import State
 
 AlertKind = Literal["loss", "throughput", "memory", "temperature", "stall", "failed", "hook"]

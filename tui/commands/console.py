@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 from boltmesh.errors import BoltMeshError
-from boltmesh.tui.clean import clean
-from boltmesh.tui.drawing.glyphs import ASCII, UNICODE
-from boltmesh.tui.drawing.look import Look
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
+from boltmesh.tui.sanitize import clean
 
 OK = 0
 INTERRUPTED = 130
@@ -35,11 +34,11 @@ def as_exit_code() -> Iterator[Callable[[], int]]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def terminal_look(*, ascii_only: bool) -> Look:
+def terminal_look(*, ascii_only: bool) -> Style:
     """Headings and signs are for the eye; in a summary words say the same."""
     encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower().replace("-", "")
     is_ascii = ascii_only or not encoding.startswith("utf") or os.environ.get("TERM") == "linux"
-    return Look(ASCII if is_ascii else UNICODE, has_headings=False, has_signs=False)
+    return Style(ASCII if is_ascii else UNICODE, has_headings=False, has_signs=False)
 
 
 def width() -> int:

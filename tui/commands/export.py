@@ -1,10 +1,22 @@
-"""``boltmesh export-metrics``: a job's figures for other programs."""
+"""``boltmesh export-metrics``: a job's figures for other programs.
+
+``boltmesh export-metrics``: one look at a job, or many, as Prometheus text or CSV.
+"""
 
 import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from boltmesh.tui.commands import places
+from boltmesh.errors import ConfigError, TelemetryError
+from boltmesh.tui.commands import targets
 from boltmesh.tui.commands.console import as_exit_code, write
+from boltmesh.tui.export.prometheus import prometheus_text
+from boltmesh.tui.export.tables import TABLES, csv_text
+from boltmesh.tui.sources.live import Observation, Source
+from boltmesh.tui.sources.replay import ReplaySource
 
 
 def export_metrics(
@@ -31,18 +43,16 @@ def export_metrics(
         run_dir: Where jobs keep their telemetry.
     """
     with as_exit_code() as exit_code:
-        from boltmesh.tui.export.command import check_export, export
-
-        places.check_replay(job, demo=False, replay=replay, at_s=at_s, on_alert=None, once=True)
+        targets.check_replay(job, demo=False, replay=replay, at_s=at_s, on_alert=None, once=True)
         check_export(form=form, table=table, output=output, every_s=every_s, replay=replay)
         source = (
-            places.open_source(job, demo=False, place=run_dir)
+            targets.open_source(job, demo=False, place=run_dir)
             if replay is None
-            else places.open_replay(replay, at_s, has_end=True)
+            else targets.open_replay(replay, at_s, has_end=True)
         )
         with contextlib.closing(source):
             if replay is None and form == "prometheus":
-                places.settled(source)
+                targets.settled(source)
             export(
                 source,
                 form=form,
@@ -52,3 +62,100 @@ def export_metrics(
                 out=write,
             )
     return exit_code()
+
+
+FORMS = ("prometheus", "csv")
+DEFAULT_TABLE = "steps"
+
+
+def check_export(
+    *,
+    form: str,
+    table: str | None,
+    output: Path | None,
+    every_s: float | None,
+    replay: Path | None,
+) -> None:
+    """Refuse what does not go together.
+
+    Raises:
+        ConfigError: One line, which option to leave out or to add.
+    """
+    if form not in FORMS:
+        raise ConfigError(f"--format {form}: there is no such format. Use {' or '.join(FORMS)}.")
+    if table is not None and form != "csv":
+        raise ConfigError("--table chooses what a CSV file has. Add --format csv.")
+    if table is not None and table not in TABLES:
+        raise ConfigError(f"--table {table}: there is no such table. Use {', '.join(TABLES)}.")
+    if every_s is None:
+        return
+    if form == "csv":
+        raise ConfigError("--every renews a Prometheus file. Leave it out, or --format csv.")
+    if replay is not None:
+        raise ConfigError("--every watches a job that runs. Leave out --replay.")
+    if output is None:
+        raise ConfigError("--every renews a file. Add --output FILE.")
+
+
+def export(
+    source: Source,
+    *,
+    form: str,
+    table: str | None,
+    output: Path | None,
+    every_s: float | None,
+    out: Callable[[str], object],
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Write what the source sees, once or, with ``every_s``, until the job ends.
+
+    Raises:
+        ConfigError: The file cannot be made.
+        TelemetryError: The job can no longer be read, or the file no longer written.
+    """
+    is_first = True
+    while True:
+        seen = source.read()
+        parts: Iterable[str] = (prometheus_text(seen),)
+        if form == "csv":
+            parts = csv_text(table or DEFAULT_TABLE, _looks(source, seen))
+        if output is None:
+            for part in parts:
+                out(part)
+        else:
+            _replace(output, parts, is_first=is_first)
+        if every_s is None or seen.job.state != "running":
+            return
+        is_first = False
+        sleep(every_s)
+
+
+def _looks(source: Source, seen: Observation) -> Iterable[Observation]:
+    """Return the looks up to the one that is shown: all of a recording, or this one."""
+    if not isinstance(source, ReplaySource):
+        return (seen,)
+    until = source.position
+    source.seek(source.span()[0])
+    return source.frames(until=until)
+
+
+def _replace(path: Path, parts: Iterable[str], *, is_first: bool) -> None:
+    """Replace a file whole, so that a collector never reads half of one.
+
+    Others may read it, as the umask allows: node_exporter runs as a user of its own.
+    """
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no plain file. Name a file.")
+    # node_exporter reads *.prom alone, and passes this name over.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(temporary, flags, 0o666), "w", encoding="utf-8", newline="") as file:
+            file.writelines(parts)
+        temporary.replace(path)
+    except OSError as error:
+        kind = ConfigError if is_first else TelemetryError
+        raise kind(f"{path} cannot be written: {error.strerror}.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from boltmesh.tui.commands import places
+from boltmesh.tui.commands import targets
 from boltmesh.tui.commands.console import as_exit_code, narrate, print_line, terminal_look, width
 from boltmesh.tui.report import jobs_json, jobs_text
 
@@ -19,7 +19,7 @@ def jobs(
     """List this user's jobs on this or another host, newest first; return the exit code."""
     with as_exit_code() as exit_code:
         hosts = () if ssh is None else (ssh,)
-        found = places.list_jobs(places.place_of(hosts, remote_command, run_dir))
+        found = targets.list_jobs(targets.place_of(hosts, remote_command, run_dir))
         if as_json:
             print_line(jobs_json(found))
         elif found:

@@ -4,7 +4,7 @@ import contextlib
 import shlex
 from pathlib import Path
 
-from boltmesh.tui.commands import places
+from boltmesh.tui.commands import targets
 from boltmesh.tui.commands.console import as_exit_code, narrate
 
 
@@ -22,12 +22,12 @@ def record(
     Ends with the job, after ``for_s`` seconds or with Ctrl-C, which is no failure.
     """
     with as_exit_code() as exit_code:
-        from boltmesh.tui.recording.record import Recording
+        from boltmesh.tui.recording.record import RecordingWriter
         from boltmesh.tui.recording.record import record as keep
 
         with (
-            contextlib.closing(places.open_source(job, demo=False, place=run_dir)) as source,
-            Recording(file, has_force=force) as recording,
+            contextlib.closing(targets.open_source(job, demo=False, place=run_dir)) as source,
+            RecordingWriter(file, has_force=force) as recording,
         ):
             with contextlib.suppress(KeyboardInterrupt):
                 keep(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boltmesh.errors import ConfigError
-from boltmesh.tui.commands import places
+from boltmesh.tui.commands import targets
 from boltmesh.tui.commands.console import (
     OK,
     as_exit_code,
@@ -18,7 +18,7 @@ from boltmesh.tui.commands.console import (
     terminal_look,
     width,
 )
-from boltmesh.tui.drawing.look import Look
+from boltmesh.tui.render.style import Style
 from boltmesh.tui.report import job_json, job_text
 from boltmesh.tui.sources.live import InterruptionError, Source
 from boltmesh.tui.state import fold
@@ -77,14 +77,14 @@ def top(
             raise ConfigError(f"--theme {theme}: there is no such theme. Use {', '.join(THEMES)}.")
         if demo and job is not None:
             raise ConfigError(f"--demo shows no job of yours. Leave out {job} or --demo.")
-        places.check_replay(job, demo=demo, replay=replay, at_s=at_s, on_alert=on_alert, once=once)
+        targets.check_replay(job, demo=demo, replay=replay, at_s=at_s, on_alert=on_alert, once=once)
         if ssh and (demo or replay is not None):
             shown = "--demo" if demo else "--replay"
             raise ConfigError(f"{shown} shows nothing of another host. Leave out {shown} or --ssh.")
         if interval_s is None:
             interval_s = SSH_INTERVAL_S if ssh else INTERVAL_S
-        place = places.place_of(
-            ssh, remote_command, run_dir, interval_s=places.CPU_SAMPLE_S if once else interval_s
+        place = targets.place_of(
+            ssh, remote_command, run_dir, interval_s=targets.CPU_SAMPLE_S if once else interval_s
         )
         is_screen = not (once or as_json)
         if not is_screen and (theme is not None or not has_mouse):
@@ -112,10 +112,10 @@ def top(
             )
             return OK
         if replay is not None:
-            with contextlib.closing(places.open_replay(replay, at_s, has_end=once)) as recording:
+            with contextlib.closing(targets.open_replay(replay, at_s, has_end=once)) as recording:
                 _print_recording(recording, once=once, as_json=as_json, look=look)
             return exit_code()
-        with contextlib.closing(places.open_source(job, demo=demo, place=place)) as source:
+        with contextlib.closing(targets.open_source(job, demo=demo, place=place)) as source:
             if once:
                 _print_once(source, as_json=as_json, look=look)
             else:
@@ -131,19 +131,19 @@ def _open_screen(
     at_s: float | None,
     on_alert: str | None,
     has_mouse: bool,
-    look: Look,
+    look: Style,
     theme: str | None,
-    place: places.Place,
+    place: targets.Place,
     interval_s: float,
 ) -> None:
     source: Source | None
     if replay is not None:
-        source = places.open_replay(replay, at_s)
+        source = targets.open_replay(replay, at_s)
     elif demo:
-        source = places.open_source(None, demo=True, place=None)
+        source = targets.open_source(None, demo=True, place=None)
     else:
-        source = None if places.other_running(job, place) else places.attach(job, place)
-    if source is not None and not places.is_here(place):
+        source = None if targets.other_running(job, place) else targets.attach(job, place)
+    if source is not None and not targets.is_here(place):
         _wait_for_first_look(source)
 
     from boltmesh.tui.app import DashboardApp
@@ -152,8 +152,8 @@ def _open_screen(
     is_alone = demo or replay is not None
     app = DashboardApp(
         source,
-        list_jobs=None if is_alone else lambda: places.list_jobs(place),
-        open_source=None if is_alone else lambda job_id: places.attach(job_id, place),
+        list_jobs=None if is_alone else lambda: targets.list_jobs(place),
+        open_source=None if is_alone else lambda job_id: targets.attach(job_id, place),
         is_ascii=look.glyphs.is_ascii,
         palette=theme,
         interval_s=interval_s,
@@ -169,7 +169,7 @@ def _open_screen(
     if app.settings_note is not None:
         narrate(app.settings_note)
     if app.detached_from is not None and not is_alone:
-        there = "" if places.is_here(place) else f" --ssh {place.remotes[0].host}"
+        there = "" if targets.is_here(place) else f" --ssh {place.remotes[0].host}"
         narrate(
             f"detached from {app.detached_from}, which goes on. 'boltmesh top{there}' attaches "
             f"again."
@@ -185,8 +185,8 @@ def _wait_for_first_look(source: Source) -> None:
         raise
 
 
-def _print_once(source: Source, *, as_json: bool, look: Look) -> None:
-    seen = places.settled(source)
+def _print_once(source: Source, *, as_json: bool, look: Style) -> None:
+    seen = targets.settled(source)
     print_line(job_json(seen) if as_json else job_text(fold(None, seen), width(), look))
 
 
@@ -194,7 +194,7 @@ def _print_until_the_end(source: Source, *, interval_s: float, on_alert: str | N
     with contextlib.ExitStack() as stack:
         watchman = None
         if on_alert is not None:
-            from boltmesh.tui.alerts.watchman import Watchman
+            from boltmesh.tui.alerts.headless import Watchman
 
             watchman = stack.enter_context(contextlib.closing(Watchman(on_alert, say=narrate)))
         is_interrupted = False
@@ -218,7 +218,7 @@ def _print_until_the_end(source: Source, *, interval_s: float, on_alert: str | N
             time.sleep(interval_s)
 
 
-def _print_recording(recording: "ReplaySource", *, once: bool, as_json: bool, look: Look) -> None:
+def _print_recording(recording: "ReplaySource", *, once: bool, as_json: bool, look: Style) -> None:
     """Print the frame that is asked for, or all of them, which waits for no clock."""
     if not once:
         for seen in recording.frames():

@@ -1,13 +1,79 @@
-"""One GPU through NVML. Whatever a model, a driver or a user's rights do not give is None."""
+"""One GPU through NVML. Whatever a model, a driver or a user's rights do not give is None.
+
+Turns counters that only grow into rates, from one look to the next.
+
+Why a GPU does not run at its highest clocks, in words.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TypeVar
 
-from boltmesh.tui.devices.rates import Rates
 from boltmesh.tui.devices.reading import DeviceReading, GpuProcess
-from boltmesh.tui.devices.throttling import throttle_words
+
+
+class Rates:
+    """The rates of a few counters of one thing.
+
+    Args:
+        clock: Monotonic, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last: tuple[float, Mapping[str, float]] | None = None
+
+    def since_last(self, counters: Mapping[str, float]) -> Mapping[str, float]:
+        """Return how much each counter grew a second; nothing for one that was not known before.
+
+        A counter that fell was reset in between, so nothing is known of it either.
+        """
+        now = self._clock()
+        last, self._last = self._last, (now, counters)
+        if last is None or now <= last[0]:
+            return {}
+        before = last[1]
+        return {
+            name: (value - before[name]) / (now - last[0])
+            for name, value in counters.items()
+            if name in before and value >= before[name]
+        }
+
+
+_WORDS = {
+    "GpuIdle": "idle",
+    "ApplicationsClocksSetting": "clocks set lower by hand",
+    "SwPowerCap": "power limit",
+    "HwThermalSlowdown": "hot: hardware slowdown",
+    "HwPowerBrakeSlowdown": "power brake from outside",
+    "SyncBoost": "kept equal with other GPUs",
+    "SwThermalSlowdown": "hot: software slowdown",
+    "DisplayClockSetting": "display setting",
+}
+_GENERAL = "HwSlowdown"
+"""Set together with the two hardware reasons above; alone it means one that has no own bit."""
+
+
+def throttle_words(nvml: ModuleType, bits: int) -> tuple[str, ...]:
+    """Return the reasons that NVML's bit mask names, those that no name is known for as bits."""
+    words = []
+    named = 0
+    for name, word in _WORDS.items():
+        bit = getattr(nvml, f"nvmlClocksEventReason{name}")
+        named |= bit
+        if bits & bit:
+            words.append(word)
+    general = getattr(nvml, f"nvmlClocksEventReason{_GENERAL}")
+    specific = nvml.nvmlClocksEventReasonHwThermalSlowdown
+    specific |= nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown
+    if bits & general and not bits & specific:
+        words.append("hardware slowdown")
+    unknown = bits & ~(named | general)
+    if unknown:
+        words.append(f"unknown reason {unknown:#x}")
+    return tuple(words)
+
 
 Value = TypeVar("Value")
 

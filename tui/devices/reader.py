@@ -1,19 +1,121 @@
-"""Reads everything that this host can tell of one job, once a look."""
+"""Reads everything that this host can tell of one job, once a look.
+
+The host that ranks of a job run on.
+
+The process of one rank, as the operating system sees it.
+"""
 
 import contextlib
 import os
 import socket
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import psutil
 
 from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
-from boltmesh.tui.devices.gpu import Gpu
-from boltmesh.tui.devices.host import Host
-from boltmesh.tui.devices.process import RankProcess
+from boltmesh.tui.devices.gpu import Gpu, Rates
 from boltmesh.tui.devices.reading import DeviceReading
+
+
+class Host:
+    """This host, looked at again and again.
+
+    Args:
+        folder: The run directory, whose disk must not fill up; None: no disk is looked at.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._is_first = True
+
+    def read(self, ranks: tuple[int, ...], name: str, note: str | None) -> DeviceReading:
+        """Return what is true now; the load of its cores is not known at the first look."""
+        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+        busy_percent = psutil.cpu_percent(None)
+        is_first, self._is_first = self._is_first, False
+        free, total = self._disk()
+        return DeviceReading(
+            kind="host",
+            ranks=ranks,
+            name=name,
+            utilization_percent=None if is_first else busy_percent,
+            memory_used_bytes=memory.total - memory.available,
+            memory_total_bytes=memory.total,
+            swap_used_bytes=swap.used,
+            swap_total_bytes=swap.total,
+            num_cores=psutil.cpu_count(),
+            disk_folder=None if self._folder is None else str(self._folder),
+            disk_free_bytes=free,
+            disk_total_bytes=total,
+            note=note,
+        )
+
+    def _disk(self) -> tuple[int | None, int | None]:
+        if self._folder is None:
+            return None, None
+        try:
+            usage = psutil.disk_usage(str(self._folder))
+        except OSError:  # a cleaner took it
+            return None, None
+        return usage.free, usage.total
+
+
+class RankProcess:
+    """A process that is looked at again and again.
+
+    Memory is what is resident and what of it is shared, both for nothing. The proportional share
+    would have the kernel walk all pages of the process for milliseconds, under a lock that the
+    process needs to allocate.
+
+    Args:
+        pid: Of a process that lives.
+        clock: Monotonic, in seconds.
+
+    Raises:
+        psutil.Error: It is gone, or not to be looked at.
+    """
+
+    def __init__(self, pid: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._process = psutil.Process(pid)
+        self._rates = Rates(clock)
+        self._is_first = True
+
+    def read(self, rank: int, host: str, total_bytes: int) -> DeviceReading:
+        """Return what is true now; what is a difference of two looks is not known at the first.
+
+        Raises:
+            psutil.Error: The process is gone.
+        """
+        process = self._process
+        with process.oneshot():
+            cpu_percent = process.cpu_percent(None)
+            memory = process.memory_info()
+            num_threads = process.num_threads()
+            rates = self._rates.since_last(self._disk_bytes())
+        is_first, self._is_first = self._is_first, False
+        return DeviceReading(
+            kind="process",
+            ranks=(rank,),
+            name=host,
+            pid=process.pid,
+            utilization_percent=None if is_first else cpu_percent,
+            memory_used_bytes=memory.rss,
+            memory_total_bytes=total_bytes,
+            shared_memory_bytes=getattr(memory, "shared", None),
+            num_threads=num_threads,
+            disk_read_bytes_per_second=rates.get("read"),
+            disk_written_bytes_per_second=rates.get("written"),
+        )
+
+    def _disk_bytes(self) -> Mapping[str, float]:
+        try:
+            counters = self._process.io_counters()
+        except (psutil.AccessDenied, NotImplementedError, OSError):
+            return {}
+        return {"read": counters.read_bytes, "written": counters.write_bytes}
 
 
 class DeviceReader:

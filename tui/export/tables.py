@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot
-from boltmesh.tui.clean import clean
+from boltmesh.tui.sanitize import clean
 from boltmesh.tui.sources.live import Observation
 
 Cell = str | int | float | None
@@ -20,7 +20,7 @@ Row = tuple[Cell, ...]
 _FORMULA: Final = frozenset("=+-@\t\r")
 
 
-class Table(msgspec.Struct, frozen=True):
+class ExportTable(msgspec.Struct, frozen=True):
     """One kind of row."""
 
     columns: tuple[str, ...]
@@ -125,8 +125,8 @@ def _offload(seen: Observation) -> Iterator[Row]:
             )
 
 
-TABLES: Final[dict[str, Table]] = {
-    "steps": Table(
+TABLES: Final[dict[str, ExportTable]] = {
+    "steps": ExportTable(
         (
             *("job", "rank", "index", "global_step", "epoch", "end_time", "seconds"),
             *("loss", "samples", "tokens"),
@@ -135,15 +135,15 @@ TABLES: Final[dict[str, Table]] = {
         _steps,
         order=2,
     ),
-    "metrics": Table(("job", "metric", "global_step", "value"), _metrics, order=2),
-    "collectives": Table(
+    "metrics": ExportTable(("job", "metric", "global_step", "value"), _metrics, order=2),
+    "collectives": ExportTable(
         (
             *("job", "time", "rank", "axis", "group", "operator", "calls", "payload_bytes"),
             *("calls_per_step", "bytes_per_step", "expected_bytes_per_step", "seconds_per_step"),
         ),
         _collectives,
     ),
-    "ranks": Table(
+    "ranks": ExportTable(
         (
             *("job", "time", "rank", "pipeline", "data", "tensor", "host", "pid", "device"),
             *("state", "phase", "global_step", "epoch", "last_seen"),
@@ -152,7 +152,7 @@ TABLES: Final[dict[str, Table]] = {
         ),
         _ranks,
     ),
-    "offload": Table(
+    "offload": ExportTable(
         (
             *("job", "time", "rank", "place", "direction", "calls", "moved_bytes"),
             *("bytes_per_step", "seconds_per_step", "bytes_per_second"),

@@ -2,14 +2,12 @@
 
 from typing import Final
 
-from boltmesh.tui.drawing.peers import draw_peers
-from boltmesh.tui.drawing.traffic_table import COLUMNS, cells_of, draw_traffic
-from boltmesh.tui.figures.traffic import traffic_rows
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.pages import tabs
-from boltmesh.tui.pages.page import Keys, Page, place, table_draw
-from boltmesh.tui.pages.panel import Panel, Scene
+from boltmesh.tui.pages import page
+from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, place, table_draw
 from boltmesh.tui.pages.table import Table
+from boltmesh.tui.panels.peers import draw_peers
+from boltmesh.tui.panels.traffic import COLUMNS, cells_of, draw_traffic, traffic_rows
 from boltmesh.tui.view import arrange_rows
 
 TRAFFIC = Table(
@@ -23,7 +21,7 @@ TRAFFIC = Table(
 class CommunicationPage:
     """Groups and operators above, who sends to whom below or beside."""
 
-    tab = tabs.COMMUNICATION
+    tab = page.COMMUNICATION
     tables = (TRAFFIC,)
     keys: Keys = ()
 

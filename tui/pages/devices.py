@@ -2,25 +2,25 @@
 
 from typing import Final
 
-from boltmesh.tui.drawing import device_table, process_table
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.pages import tabs
-from boltmesh.tui.pages.page import Keys, Page, place, table_draw
-from boltmesh.tui.pages.panel import Panel, Scene
+from boltmesh.tui.pages import page
+from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, place, table_draw
 from boltmesh.tui.pages.table import Table
+from boltmesh.tui.panels import devices
+from boltmesh.tui.panels import processes as processes_module
 
 DEVICES = Table(
     name="devices",
-    columns=device_table.COLUMNS,
-    draw=device_table.draw_devices,
-    rows=device_table.shown_devices,
+    columns=devices.COLUMNS,
+    draw=devices.draw_devices,
+    rows=devices.shown_devices,
     rank_of=lambda row: min(row.ranks, default=None),
 )
 PROCESSES = Table(
     name="processes",
-    columns=process_table.COLUMNS,
-    draw=process_table.draw_processes,
-    rows=process_table.shown_processes,
+    columns=processes_module.COLUMNS,
+    draw=processes_module.draw_processes,
+    rows=processes_module.shown_processes,
     rank_of=lambda row: int(row.rank),
 )
 
@@ -28,7 +28,7 @@ PROCESSES = Table(
 class DevicesPage:
     """Devices above, processes below."""
 
-    tab = tabs.DEVICES
+    tab = page.DEVICES
     tables = (DEVICES, PROCESSES)
     keys: Keys = (("enter", "its rank"), ("tab", "other table"))
 

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Final
 
-from boltmesh.tui.drawing import event_table, sequences
 from boltmesh.tui.layout.region import VERY_WIDE, Item, Region, stack
-from boltmesh.tui.pages import tabs
-from boltmesh.tui.pages.page import Keys, Page, place, table_draw
-from boltmesh.tui.pages.panel import Panel, Scene
+from boltmesh.tui.pages import page
+from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, place, table_draw
 from boltmesh.tui.pages.table import Table
+from boltmesh.tui.panels import events, sequences
 
 SEQUENCES = Table(
     name="sequences",
@@ -18,9 +17,9 @@ SEQUENCES = Table(
 )
 EVENTS = Table(
     name="events",
-    columns=event_table.COLUMNS,
-    draw=event_table.draw_event_table,
-    rows=event_table.shown_events,
+    columns=events.COLUMNS,
+    draw=events.draw_event_table,
+    rows=events.shown_events,
     rank_of=lambda row: _first_rank(row.ranks),
 )
 
@@ -33,7 +32,7 @@ def _first_rank(ranks: Sequence[int]) -> int | None:
 class EventsPage:
     """The groups' sequence numbers above or at the left, the events below or at the right."""
 
-    tab = tabs.EVENTS
+    tab = page.EVENTS
     tables = (EVENTS, SEQUENCES)
     keys: Keys = (("enter", "its rank"), ("tab", "other table"))
 

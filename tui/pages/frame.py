@@ -2,17 +2,12 @@
 
 import msgspec
 
-from boltmesh.tui.drawing.header import draw_header
-from boltmesh.tui.drawing.keys import draw_keys
-from boltmesh.tui.drawing.line import Line, fit
-from boltmesh.tui.drawing.look import Look
-from boltmesh.tui.drawing.tabs import draw_tabs
-from boltmesh.tui.drawing.timeline import draw_timeline
-from boltmesh.tui.layout.frame import plan_frame
-from boltmesh.tui.layout.region import Region
-from boltmesh.tui.pages.page import Keys, Page, active_table
-from boltmesh.tui.pages.panel import Draw, Panel, Scene
-from boltmesh.tui.pages.tabs import TABS
+from boltmesh.tui.layout.region import Region, plan_frame
+from boltmesh.tui.pages.page import TABS, Draw, Keys, Page, Panel, Scene, active_table
+from boltmesh.tui.render.header import draw_header, draw_timeline
+from boltmesh.tui.render.line import Line, fit
+from boltmesh.tui.render.style import Style
+from boltmesh.tui.render.tabs import draw_keys, draw_tabs
 from boltmesh.tui.session import Recording, Session
 
 
@@ -28,7 +23,7 @@ class Front(msgspec.Struct, frozen=True):
 
 
 def frame_panels(
-    session: Session, front: Front, width: int, height: int, look: Look
+    session: Session, front: Front, width: int, height: int, look: Style
 ) -> list[Panel]:
     """Return everything that stands on the screen of a job."""
     state, recording = session.state, session.recording
@@ -76,7 +71,7 @@ def page_keys(session: Session, page: Page) -> Keys:
     return keys
 
 
-def _bottom(session: Session, front: Front, width: int, look: Look) -> Line:
+def _bottom(session: Session, front: Front, width: int, look: Style) -> Line:
     if front.note:
         return Line(fit(front.note, width, ellipsis=look.glyphs.ellipsis), "warn")
     table = active_table(front.page, session.view)
@@ -87,7 +82,7 @@ def _bottom(session: Session, front: Front, width: int, look: Look) -> Line:
     return line.join(draw_keys((("esc", "all rows"), ("/", "change")), width - line.width))
 
 
-def _time(recording: Recording, look: Look) -> Draw:
+def _time(recording: Recording, look: Style) -> Draw:
     def draw(width: int, _: int) -> list[Line]:
         return [
             draw_timeline(

@@ -2,12 +2,11 @@
 
 from typing import Final
 
-from boltmesh.tui.drawing.memory import COLUMNS, draw_memory, shown_memory
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.pages import tabs
-from boltmesh.tui.pages.page import Keys, Page, table_draw
-from boltmesh.tui.pages.panel import Panel, Scene
+from boltmesh.tui.pages import page
+from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, table_draw
 from boltmesh.tui.pages.table import Table
+from boltmesh.tui.panels.memory import COLUMNS, draw_memory, shown_memory
 
 MEMORY = Table(name="memory", columns=COLUMNS, draw=draw_memory, rows=shown_memory)
 
@@ -15,7 +14,7 @@ MEMORY = Table(name="memory", columns=COLUMNS, draw=draw_memory, rows=shown_memo
 class MemoryPage:
     """One table that fills the screen."""
 
-    tab = tabs.MEMORY
+    tab = page.MEMORY
     tables = (MEMORY,)
     keys: Keys = ()
 

@@ -2,17 +2,14 @@
 
 from typing import Final
 
-from boltmesh.tui.drawing.axis_table import draw_axes
-from boltmesh.tui.drawing.mesh_map import draw_map, map_lines, map_of
-from boltmesh.tui.drawing.place_table import draw_places, num_places
-from boltmesh.tui.figures.axes import axis_rows
-from boltmesh.tui.figures.mesh_map import MeshMap
 from boltmesh.tui.layout.region import GUTTER, Item, Plan, Region, stack
-from boltmesh.tui.pages import tabs
+from boltmesh.tui.pages import page
 from boltmesh.tui.pages.overview import chosen_heat
-from boltmesh.tui.pages.page import Keys, Page, place
-from boltmesh.tui.pages.panel import Panel, Scene
+from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, place
 from boltmesh.tui.pages.table import Table
+from boltmesh.tui.panels.axes import axis_rows, draw_axes
+from boltmesh.tui.panels.mesh_map import MeshMap, draw_map, map_lines, map_of
+from boltmesh.tui.panels.stages import draw_places, num_places
 
 PLACES_WIDTH = 46
 """Columns that the figure by place needs beside the map."""
@@ -28,7 +25,7 @@ LEAST_MAP = 4
 class MeshPage:
     """The map above, the figure by place beside or below it, the axes' traffic at the bottom."""
 
-    tab = tabs.MESH
+    tab = page.MESH
     tables: tuple[Table, ...] = ()
     keys: Keys = (("f", "figure"), ("hjkl", "choose"), ("enter", "one rank"))
 

@@ -2,31 +2,30 @@
 
 from typing import Final
 
-from boltmesh.tui.drawing.chart import draw_chart
-from boltmesh.tui.drawing.communication import draw_communication
-from boltmesh.tui.drawing.diagnosis import diagnosis_lines, draw_diagnosis
-from boltmesh.tui.drawing.events import draw_events
-from boltmesh.tui.drawing.heatmap import HEAT_FIGURES, draw_heatmap, heatmap_lines
-from boltmesh.tui.drawing.metrics import draw_metrics, newest_metrics
-from boltmesh.tui.drawing.phases import draw_phases
-from boltmesh.tui.drawing.throughput import draw_throughput
-from boltmesh.tui.figures.events import timeline
-from boltmesh.tui.figures.step_split import step_split
-from boltmesh.tui.figures.traffic import traffic_rows
 from boltmesh.tui.layout.overview import Contents, plan_overview
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.pages import tabs
-from boltmesh.tui.pages.page import Keys, Page, place, table_draw
-from boltmesh.tui.pages.panel import Draw, Panel, Scene
+from boltmesh.tui.metrics.heat import HEAT_FIGURES
+from boltmesh.tui.metrics.step_time import step_split
+from boltmesh.tui.pages import page
+from boltmesh.tui.pages.page import Draw, Keys, Page, Panel, Scene, place, table_draw
 from boltmesh.tui.pages.ranks import RANKS
 from boltmesh.tui.pages.table import Table
+from boltmesh.tui.panels.chart import draw_chart
+from boltmesh.tui.panels.communication import draw_communication
+from boltmesh.tui.panels.diagnosis import diagnosis_lines, draw_diagnosis
+from boltmesh.tui.panels.events import draw_events, timeline
+from boltmesh.tui.panels.heatmap import draw_heatmap, heatmap_lines
+from boltmesh.tui.panels.metrics import draw_metrics, newest_metrics
+from boltmesh.tui.panels.phases import draw_phases
+from boltmesh.tui.panels.throughput import draw_throughput
+from boltmesh.tui.panels.traffic import traffic_rows
 from boltmesh.tui.state import metric_names
 
 
 class OverviewPage:
     """The first screen of a job."""
 
-    tab = tabs.OVERVIEW
+    tab = page.OVERVIEW
     tables: tuple[Table, ...] = (RANKS,)
     keys: Keys = (("m", "metric"), ("y", "log axis"), ("f", "heat map"), ("enter", "one rank"))
 

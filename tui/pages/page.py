@@ -1,13 +1,49 @@
-"""A page: the panels of one screen of a job, and what its keys work on."""
+"""A page: the panels of one screen of a job, and what its keys work on.
 
-from collections.abc import Sequence
-from typing import Protocol
+What a page is made of.
 
-from boltmesh.tui.drawing.tabs import Tab
+The tabs of the pages, in the order of their digits, known before any page is loaded.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+
 from boltmesh.tui.layout.region import Plan, Region
-from boltmesh.tui.pages.panel import Draw, Panel, Scene
 from boltmesh.tui.pages.table import Table
+from boltmesh.tui.render.line import Line
+from boltmesh.tui.render.style import Style
+from boltmesh.tui.render.tabs import Tab
+from boltmesh.tui.state import State
 from boltmesh.tui.view import View
+
+Draw = Callable[[int, int], list[Line]]
+"""Width and height in cells to lines, top first; missing lines are blank."""
+
+
+class Panel(NamedTuple):
+    """A drawing at its place."""
+
+    name: str
+    region: Region
+    draw: Draw
+
+
+class Scene(msgspec.Struct, frozen=True):
+    """All that a page is a function of."""
+
+    state: State
+    view: View
+    look: Style
+    width: int
+    """Of the whole terminal, which decides on the number of columns."""
+
+    @property
+    def title(self) -> int:
+        """Lines of a panel's heading."""
+        return int(self.look.has_headings)
+
 
 Keys = Sequence[tuple[str, str]]
 """Each key with its word, the most useful first."""
@@ -50,3 +86,18 @@ def table_draw(table: Table, scene: Scene) -> Draw:
 def place(plan: Plan, draws: dict[str, Draw]) -> list[Panel]:
     """Return the panels of a plan."""
     return [Panel(name, region, draws[name]) for name, region in plan.items() if region.height]
+
+
+OVERVIEW: Final = Tab(key="1", name="overview", title="Overview", short="Over")
+RANKS: Final = Tab(key="2", name="ranks", title="Ranks", short="Rank")
+COMMUNICATION: Final = Tab(key="3", name="communication", title="Communication", short="Comm")
+PIPELINE: Final = Tab(key="4", name="pipeline", title="Pipeline", short="Pipe")
+DEVICES: Final = Tab(key="5", name="devices", title="Devices", short="Dev")
+MEMORY: Final = Tab(key="6", name="memory", title="Memory", short="Mem")
+EVENTS: Final = Tab(key="7", name="events", title="Events", short="Evt")
+MESH: Final = Tab(key="8", name="mesh", title="Mesh", short="Mesh")
+PLAN: Final = Tab(key="9", name="plan", title="Plan", short="Plan")
+JOBS: Final = Tab(key="0", name="jobs", title="Jobs", short="Jobs")
+
+PAGE_TABS: Final = (OVERVIEW, RANKS, COMMUNICATION, PIPELINE, DEVICES, MEMORY, EVENTS, MESH, PLAN)
+TABS: Final = (*PAGE_TABS, JOBS)

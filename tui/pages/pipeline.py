@@ -2,15 +2,13 @@
 
 from typing import Final
 
-from boltmesh.tui.drawing.borders import draw_borders
-from boltmesh.tui.drawing.bubble import draw_bubble
-from boltmesh.tui.drawing.gantt import draw_gantt
-from boltmesh.tui.figures.borders import borders
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.pages import tabs
-from boltmesh.tui.pages.page import Keys, Page, place
-from boltmesh.tui.pages.panel import Panel, Scene
+from boltmesh.tui.pages import page
+from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, place
 from boltmesh.tui.pages.table import Table
+from boltmesh.tui.panels.boundaries import borders, draw_borders
+from boltmesh.tui.panels.bubble import draw_bubble
+from boltmesh.tui.panels.gantt import draw_gantt
 
 LINES_BESIDE_RANKS = 7
 """Of the bubble: summary, head of the table, mean, what the signs mean, definitions."""
@@ -19,7 +17,7 @@ LINES_BESIDE_RANKS = 7
 class PipelinePage:
     """The bubble of each stage above, then what crosses the borders, then the last step."""
 
-    tab = tabs.PIPELINE
+    tab = page.PIPELINE
     tables: tuple[Table, ...] = ()
     keys: Keys = ()
 

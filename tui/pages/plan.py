@@ -2,14 +2,13 @@
 
 from typing import Final
 
-from boltmesh.tui.drawing.communication import draw_axis
-from boltmesh.tui.drawing.plan_table import COLUMNS, draw_plan, shown_plan
-from boltmesh.tui.figures.traffic import traffic_rows
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.pages import tabs
-from boltmesh.tui.pages.page import Keys, Page, place, table_draw
-from boltmesh.tui.pages.panel import Panel, Scene
+from boltmesh.tui.pages import page
+from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, place, table_draw
 from boltmesh.tui.pages.table import Table
+from boltmesh.tui.panels.communication import draw_axis
+from boltmesh.tui.panels.plan_table import COLUMNS, draw_plan, shown_plan
+from boltmesh.tui.panels.traffic import traffic_rows
 
 PLAN = Table(name="plan", columns=COLUMNS, draw=draw_plan, rows=shown_plan)
 LEAST_PLAN = 6
@@ -19,7 +18,7 @@ LEAST_PLAN = 6
 class PlanPage:
     """The plan above, and below what the tensor axis moves beside what the plan makes it move."""
 
-    tab = tabs.PLAN
+    tab = page.PLAN
     tables = (PLAN,)
     keys: Keys = (("j k", "one row in full"),)
 

@@ -2,13 +2,12 @@
 
 from typing import Final
 
-from boltmesh.tui.drawing.rank_detail import draw_rank_detail
-from boltmesh.tui.drawing.rank_table import COLUMNS, draw_rank_table, shown_ranks
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.pages import tabs
-from boltmesh.tui.pages.page import Keys, Page, table_draw
-from boltmesh.tui.pages.panel import Panel, Scene
+from boltmesh.tui.pages import page
+from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, table_draw
 from boltmesh.tui.pages.table import Table
+from boltmesh.tui.panels.rank_detail import draw_rank_detail
+from boltmesh.tui.panels.rank_table import COLUMNS, draw_rank_table, shown_ranks
 
 RANKS = Table(
     name="ranks",
@@ -22,7 +21,7 @@ RANKS = Table(
 class RanksPage:
     """All ranks, sorted and filtered as one likes."""
 
-    tab = tabs.RANKS
+    tab = page.RANKS
     tables = (RANKS,)
     keys: Keys = (("enter", "one rank"),)
 
@@ -34,7 +33,7 @@ class RanksPage:
 class RankPage:
     """One rank; reached from wherever a rank is selected."""
 
-    tab = tabs.RANKS
+    tab = page.RANKS
     tables: tuple[Table, ...] = ()
     keys: Keys = (("j k", "next, previous rank"), ("esc", "back"))
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from boltmesh.tui.drawing.browse import column_at
-from boltmesh.tui.drawing.line import Line
+from boltmesh.tui.render.browse import column_at
+from boltmesh.tui.render.line import Line
 from boltmesh.tui.state import State
 from boltmesh.tui.view import TableView
 

@@ -28,7 +28,7 @@ MAX_BETWEEN_KEYS = 600
 between have become as large as a key frame, so that key frames never have most of the file."""
 
 
-class Recording:
+class RecordingWriter:
     """A file that grows by one frame a call; use it as a context.
 
     The file is the user's alone (mode 0600), for it holds what the job's files hold. What was
@@ -118,7 +118,7 @@ class Recording:
 
 def record(
     source: Source,
-    recording: Recording,
+    recording: RecordingWriter,
     *,
     interval_s: float,
     for_s: float | None = None,

@@ -67,7 +67,7 @@ def stream(
 
 
 def _list_jobs(output: BinaryIO, run_dir: Path | None) -> int:
-    from boltmesh.telemetry.reading.reader import list_jobs
+    from boltmesh.telemetry.reader.reader import list_jobs
 
     with _as_frame(output) as codes:
         write_frame(output, encode_jobs(list_jobs(run_dir)))
@@ -76,7 +76,7 @@ def _list_jobs(output: BinaryIO, run_dir: Path | None) -> int:
 
 
 def _follow(output: BinaryIO, which: str | None, run_dir: Path | None, interval_s: float) -> int:
-    from boltmesh.telemetry.reading.reader import list_jobs, open_job
+    from boltmesh.telemetry.reader.reader import list_jobs, open_job
 
     with _as_frame(output) as codes:
         job = open_job(which, run_dir)

@@ -7,9 +7,9 @@ from textual.app import ComposeResult
 from textual.screen import Screen
 from typing_extensions import override
 
-from boltmesh.tui.drawing.look import Look
 from boltmesh.tui.layout.region import has_headings
-from boltmesh.tui.pages.panel import Panel
+from boltmesh.tui.pages.page import Panel
+from boltmesh.tui.render.style import Style
 from boltmesh.tui.theme import Palette
 from boltmesh.tui.widgets.canvas import Canvas, Drawn
 
@@ -28,9 +28,9 @@ class PanelScreen(Screen[None]):
         return cast("DashboardApp", self.app)
 
     @property
-    def look(self) -> Look:
+    def look(self) -> Style:
         """How to draw at the present size."""
-        return Look(self.dashboard.glyphs, has_headings=has_headings(self.size.height))
+        return Style(self.dashboard.glyphs, has_headings=has_headings(self.size.height))
 
     @property
     def palette(self) -> Palette:

@@ -6,10 +6,10 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from typing_extensions import override
 
-from boltmesh.tui.drawing.help import draw_help, help_lines
-from boltmesh.tui.drawing.keys import draw_keys
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.pages.panel import Panel
+from boltmesh.tui.pages.page import Panel
+from boltmesh.tui.panels.help import draw_help, help_lines
+from boltmesh.tui.render.tabs import draw_keys
 from boltmesh.tui.screens.base import PanelScreen
 
 

@@ -5,9 +5,9 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from typing_extensions import override
 
-from boltmesh.tui.pages.book import PAGES
-from boltmesh.tui.pages.tabs import PAGE_TABS
-from boltmesh.tui.screens.pointing import PointingScreen
+from boltmesh.tui.pages.page import PAGE_TABS
+from boltmesh.tui.pages.registry import PAGES
+from boltmesh.tui.screens.mouse import PointingScreen
 from boltmesh.tui.screens.prompt import Prompt
 
 SCRUB_S = 10.0

@@ -9,18 +9,18 @@ from textual import events
 from textual.binding import Binding, BindingType
 from typing_extensions import override
 
-from boltmesh.tui.drawing.jobs import COLUMNS, draw_jobs, shown_jobs
-from boltmesh.tui.drawing.keys import draw_keys
-from boltmesh.tui.drawing.line import Line, fit
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.pages.panel import Panel
+from boltmesh.tui.pages.page import Panel
 from boltmesh.tui.pages.table import hold_window, row_at, title_at
+from boltmesh.tui.panels.jobs import COLUMNS, draw_jobs, shown_jobs
+from boltmesh.tui.render.line import Line, fit
+from boltmesh.tui.render.tabs import draw_keys
 from boltmesh.tui.screens.base import PanelScreen
 from boltmesh.tui.screens.prompt import Prompt
 from boltmesh.tui.view import TableView
 
 if TYPE_CHECKING:
-    from boltmesh.telemetry.reading.reader import JobSummary
+    from boltmesh.telemetry.reader.reader import JobSummary
 
 KEYS = (
     ("enter", "open"), ("j k", "choose"), ("/", "filter"), ("s S", "sort"), ("q", "quit"),

@@ -25,8 +25,8 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from boltmesh.errors import TelemetryError
-from boltmesh.telemetry.cleaning import clean
-from boltmesh.telemetry.reading.reader import JobSummary
+from boltmesh.telemetry.reader.reader import JobSummary
+from boltmesh.telemetry.sanitize import clean
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.sources.patches import Patcher, PatchError
 

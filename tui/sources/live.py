@@ -14,7 +14,7 @@ from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui.devices import DeviceReader, DeviceReading
 
 if TYPE_CHECKING:
-    from boltmesh.telemetry.reading.reader import Job
+    from boltmesh.telemetry.reader.job_reader import JobReader
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class Source(Protocol):
 class LiveSource:
     """A job of this user on this host, running or ended."""
 
-    def __init__(self, job: "Job", *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, job: "JobReader", *, clock: Callable[[], float] = time.time) -> None:
         self._job = job
         self._clock = clock
         self._devices = DeviceReader(job.path.parent)

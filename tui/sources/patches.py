@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from boltmesh.telemetry.cleaning import clean
+from boltmesh.telemetry.sanitize import clean
 
 MAX_ITEMS: Final = 4 << 20
 """Items of sequences and mappings in one patch, copies included: a short patch can copy a lot."""

@@ -15,8 +15,8 @@ from textual.strip import Strip
 from textual.widget import Widget
 from typing_extensions import override
 
-from boltmesh.tui.drawing.line import Line, Role, to_ascii
-from boltmesh.tui.pages.panel import Panel
+from boltmesh.tui.pages.page import Panel
+from boltmesh.tui.render.line import Line, Role, to_ascii
 
 
 class _Piece(NamedTuple):

@@ -2,21 +2,132 @@
 
 It is swap, not a checkpoint. Its name is removed as soon as it is open, so whatever ends the
 process leaves nothing behind, and nobody can take a half-written file for a state to resume from.
+
+The calls to the system that a swap file needs, in one object that a test can replace.
+
+What went wrong with a swap file, said so that somebody can mend it.
 """
 
 import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from boltmesh.errors import ConfigError
-from boltmesh.strategies.offload.disk.cause import ShortTransferError, explain
-from boltmesh.strategies.offload.disk.system import FileCalls
+from boltmesh.errors import ConfigError, OffloadError
 from boltmesh.strategies.offload.disk.transfer import BLOCK_BYTES
-from boltmesh.strategies.offload.memory import PAGE_BYTES, round_up
-from boltmesh.strategies.offload.sizes import describe_bytes
+from boltmesh.strategies.offload.host_memory import PAGE_BYTES, describe_bytes, round_up
+
+
+class FileCalls:
+    """Each method is one call to the operating system, with its arguments and its errors."""
+
+    def read(self, fd: int, into: memoryview, offset: int) -> int:
+        """Fill ``into`` from the file; returns how many bytes came."""
+        return os.preadv(fd, [into], offset)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write ``data``; returns how many bytes went."""
+        return os.pwritev(fd, [data], offset)
+
+    def allocate(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Take the space of a range of the file for good."""
+        os.posix_fallocate(fd, offset, num_bytes)
+
+    def free_bytes(self, fd: int) -> int:
+        """What the file system of the file has left for this user."""
+        status = os.fstatvfs(fd)
+        return status.f_bavail * status.f_frsize
+
+    def sync(self, fd: int) -> None:
+        """Return once the data is on the disk, or raise what went wrong on the way."""
+        os.fdatasync(fd)
+
+    def make_direct(self, fd: int) -> bool:
+        """Ask for transfers around the page cache. Returns whether the file system agrees."""
+        direct = getattr(os, "O_DIRECT", 0)
+        if not direct:
+            return False
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | direct)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return True
+
+
+LARGER = "Free space there, or set strategy.offload_path to a folder on a larger disk"
+OTHER = "Set strategy.offload_path to a folder on another disk"
+RESUME = "; then resume from the last checkpoint, which this does not touch."
+
+ADVICE = {
+    errno.ENOSPC: LARGER,
+    errno.EDQUOT: f"The quota of this user is used up. {LARGER}",
+    errno.EFBIG: "Raise the limit of file sizes (ulimit -f unlimited)",
+    errno.EIO: f"The disk reports a fault; the kernel's log (dmesg) tells which. {OTHER}",
+    errno.EACCES: "Set strategy.offload_path to a folder that this user may write to",
+    errno.ENOMEM: "Leave more memory to the system, or set a smaller strategy.offload_fraction",
+}
+"""What to do, by the kind of error."""
+
+
+class ShortTransferError(OSError):
+    """Fewer bytes were moved than asked for, and the system gave no reason."""
+
+    def __init__(self, at: int, size: int) -> None:
+        super().__init__(errno.EIO, f"the transfer ended at byte {at} of a file of {size}")
+
+
+class DamagedBlockError(OSError):
+    """A block came back other than it was written."""
+
+    def __init__(self, at: int, num_bytes: int) -> None:
+        super().__init__(
+            errno.EIO,
+            f"the {num_bytes} bytes from byte {at} on are not those that were written there",
+        )
+
+
+def explain(
+    error: BaseException, doing: str, *, path: Path, rank: int, free_bytes: int | None
+) -> OffloadError:
+    """The error that ends the run: what failed, on which file, why, and what to set.
+
+    Args:
+        error: What was caught.
+        doing: The action and its object, such as ``"write chunk 3 of the optimizer state to"``.
+        path: The file, by the name that it was created under.
+        rank: Whose file it is.
+        free_bytes: What its file system has left, where that is known.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    free = "" if free_bytes is None else f" ({describe_bytes(free_bytes)} free there)"
+    explained = OffloadError(
+        f"rank {rank} could not {doing} {path}{free}: {_reason(error)}. {_advice(error)}{RESUME}"
+    )
+    explained.errno = number
+    return explained
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ShortTransferError | DamagedBlockError):
+        return str(error.strerror)
+    if isinstance(error, OSError) and error.errno is not None:
+        name = errno.errorcode.get(error.errno, str(error.errno))
+        return f"{os.strerror(error.errno)} ({name})"
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _advice(error: BaseException) -> str:
+    if isinstance(error, ShortTransferError):
+        return f"Something shortened the file, or the disk is full or failing. {LARGER}"
+    if isinstance(error, DamagedBlockError):
+        return f"The disk, its controller or the memory is failing. {OTHER}"
+    number = error.errno if isinstance(error, OSError) else None
+    return ADVICE.get(number, OTHER) if number is not None else OTHER
 
 
 @dataclass(frozen=True)

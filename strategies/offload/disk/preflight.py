@@ -17,11 +17,16 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from boltmesh.strategies.offload.disk.file import Extent
-from boltmesh.strategies.offload.disk.swap import Swap
+from boltmesh.strategies.offload.disk.swap_file import Swap
 from boltmesh.strategies.offload.disk.transfer import BLOCK_BYTES, Ticket
-from boltmesh.strategies.offload.memory import PAGE_BYTES, allocate_host, has_huge_pages
-from boltmesh.strategies.offload.sizes import describe_bytes
-from boltmesh.telemetry.recording.recorder import NullRecorder, Recorder
+from boltmesh.strategies.offload.host_memory import (
+    PAGE_BYTES,
+    allocate_host,
+    describe_bytes,
+    has_huge_pages,
+)
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.recorder import Recorder
 
 log = logging.getLogger("lightning.pytorch")
 """Where people look for what a run says about itself."""

@@ -1,23 +1,191 @@
-"""Runs a step on tensors without data, and keeps what it says about the model's axes."""
+"""Runs a step on tensors without data, and keeps what it says about the model's axes.
+
+Sees every operator of a step and applies the rule for it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, MultiheadAttention, Parameter
+from typing_extensions import override
 
-from boltmesh.strategies.tensor.analysis.atoms import Dim
-from boltmesh.strategies.tensor.analysis.trace import Trace, of_parameters
-from boltmesh.strategies.tensor.analysis.watching import Watch, modules_watched
-from boltmesh.strategies.torch_compat import (
+from boltmesh.strategies.tensor.analysis.op_rules import elementwise, indexing, products, views
+from boltmesh.strategies.tensor.analysis.op_rules.rule import RULES, OperatorCall
+from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim
+from boltmesh.strategies.tensor.analysis.trace import DimTrace, OperatorRecord, of_parameters
+from boltmesh.strategies.torch_compat.autograd import is_in_backward
+from boltmesh.strategies.torch_compat.modules import swapped_state
+from boltmesh.strategies.torch_compat.tensors import (
+    GROUPED_PRODUCT,
+    NEEDS_DATA,
+    DispatchMode,
     FakeTensorMode,
+    OpOverload,
     fake_tensors,
+    is_fake,
     make_fake,
-    swapped_state,
+    schema_of,
     tree_leaves,
+    tree_map_only,
+    written_or_viewed,
 )
+
+_FAMILIES = (products, indexing, indexing, elementwise, elementwise, products, elementwise, views)
+"""Loaded, they have put their rules into the table."""
+
+_VIEWS = frozenset({
+    "_reshape_alias", "_unsafe_view", "alias", "detach", "expand", "permute", "select", "slice",
+    "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
+})  # fmt: skip
+"""What is written to their outputs is written to their input."""
+
+
+class AnalysisMode(DispatchMode):
+    """Applies rules to operators on tensors that depend on parameters.
+
+    What does not depend on a parameter, such as a mask made of the batch, has values and is
+    computed: the code may branch on it. Each rank has all of it, so it is no business of a plan.
+    """
+
+    def __init__(self, trace: DimTrace, persistent: set[int]) -> None:
+        """Watch for a trace; ``persistent`` are the ids of parameters and buffers."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = trace
+        self.persistent = persistent
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
+        if is_in_backward() or not any(map(is_fake, inputs)):
+            return func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
+        if func.namespace == "prim":
+            return result
+        name = schema_of(func).name.split("::")[1]
+        call = OperatorCall(self.trace, name, _named(func, args, kwargs), inputs, _tensors(result))
+        taken = tuple(self.trace.operand(each) for each in inputs)
+        self._apply(func, call)
+        for value, is_write in written_or_viewed(func, args, kwargs):
+            if is_write and id(value) in self.persistent:
+                self.trace.keep_whole(value, name)
+        self._note(call, taken)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is GROUPED_PRODUCT:
+            # For shapes alone, torch insists on a type that its kernels do not insist on.
+            given, named = tree_map_only(Tensor, _in_half, (args, kwargs))
+            return func(*given, **named).to(args[0].dtype)
+        try:
+            return func(*args, **kwargs)
+        except NEEDS_DATA:
+            self.trace.guessed[str(func)] += 1
+            given, named = tree_map_only(Tensor, _ones, (args, kwargs))
+            return func(*given, **named)
+
+    def _apply(self, func: OpOverload, call: OperatorCall) -> None:
+        rule = RULES.get(call.name)
+        if rule is None and torch.Tag.pointwise in func.tags and call.outputs:
+            rule = elementwise.pointwise
+        if rule is None:
+            self.trace.unknown[str(func)] += 1
+            call.forget()
+            return
+        try:
+            rule(call)
+        except (IndexError, KeyError, TypeError, ValueError, AssertionError):
+            # An overload that the rule was not written for.
+            self.trace.unknown[str(func)] += 1
+            call.forget()
+
+    def _note(self, call: OperatorCall, taken: tuple[Any, ...]) -> None:
+        given = tuple(self.trace.operand(each) for each in call.outputs)
+        step = OperatorRecord(call.name, taken, given, tuple(self.trace.stack), tuple(call.needed))
+        self.trace.steps.append(step)
+        if call.name in _VIEWS:
+            self.trace.bases.update({each.key: taken[0].key for each in given})
+
+
+def _in_half(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+
+def _ones(tensor: Tensor) -> Tensor:
+    """A tensor with data in the place of one without."""
+    return torch.ones(tensor.shape, dtype=tensor.dtype) if is_fake(tensor) else tensor
+
+
+def _places(output: Any) -> list[tuple[int | str | None, Any]]:
+    """What a module gave, taken apart by one level."""
+    if isinstance(output, Mapping):
+        return list(output.items())
+    if isinstance(output, list | tuple):
+        return list(enumerate(output))
+    return [(None, output)]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with the defaults of those that were not given."""
+    schema = schema_of(func).arguments
+    named = {each.name: each.default_value for each in schema if each.has_default_value()}
+    named.update({each.name: value for each, value in zip(schema, args, strict=False)})
+    return {**named, **kwargs}
+
+
+@contextmanager
+def modules_watched(root: Module, trace: DimTrace) -> Iterator[None]:
+    """Within it, a trace knows in which modules' forward an operator runs."""
+    handles = []
+    for name, module in root.named_modules():
+        before, after = _hooks(name, trace)
+        handles += [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+    try:
+        yield
+    finally:
+        trace.stack.clear()
+        for each in handles:
+            each.remove()
+
+
+def _hooks(name: str, trace: DimTrace) -> tuple[Any, Any]:
+    def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trace.stack.append(name)
+        taken = trace.module_inputs.setdefault(name, {})
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for place, value in given:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                taken.setdefault(place, trace.operand(value))
+
+    def after(module: Module, args: tuple[Any, ...], output: Any) -> None:
+        if trace.stack:
+            trace.stack.pop()
+        if name in trace.attentions and isinstance(output, tuple) and output[1] is not None:
+            trace.keep_whole(output[1], "weights of each head")
+        for each in _tensors(output):
+            if each.is_floating_point():
+                trace.producers.setdefault(trace.label(each).key, name)
+        if name not in trace.module_outputs:
+            trace.module_outputs[name] = {
+                place: trace.operand(value)
+                for place, value in _places(output)
+                if isinstance(value, Tensor) and value.is_floating_point()
+            }
+
+    return before, after
 
 
 @dataclass(frozen=True)
@@ -43,7 +211,7 @@ class Analysis:
 
     parameters: dict[str, ParameterFacts]
     """By first name, in the order of the model."""
-    trace: Trace
+    trace: DimTrace
     blocks: tuple[str, ...]
     """Names of the repeated blocks."""
     integers: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -78,7 +246,11 @@ def analyse(
     trace = of_parameters(parameters, frozenset(attentions))
     for each in (run, *others):
         with _stand_ins(module, trace, list(names)) as persistent, modules_watched(module, trace):
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), Watch(trace, persistent):
+            with (
+                torch.random.fork_rng(devices=[]),
+                torch.enable_grad(),
+                AnalysisMode(trace, persistent),
+            ):
                 result = each(module)
             for value in tree_leaves(result):
                 if isinstance(value, Tensor):
@@ -122,7 +294,7 @@ def _integers(module: Module) -> dict[str, int]:
 
 
 @contextmanager
-def _stand_ins(module: Module, trace: Trace, names: list[str]) -> Iterator[set[int]]:
+def _stand_ins(module: Module, trace: DimTrace, names: list[str]) -> Iterator[set[int]]:
     """Give a model parameters without data and copies of its buffers; yield the ids of both."""
     mode = fake_tensors()
     swapped: dict[str, Tensor] = {}

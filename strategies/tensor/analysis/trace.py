@@ -1,4 +1,7 @@
-"""Keeps which axes the dimensions of every tensor of a step are, and what was done to them."""
+"""Keeps which axes the dimensions of every tensor of a step are, and what was done to them.
+
+What a traced step told beside its axes: how parameters were used, and where.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,27 +11,96 @@ from math import prod
 
 from torch import Tensor
 
-from boltmesh.strategies.tensor.analysis.atoms import (
+from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     Dim,
     Reason,
     keep_whole,
     length,
     new_dim,
 )
-from boltmesh.strategies.tensor.analysis.records import (
-    Draw,
-    Lookup,
-    Operand,
-    Product,
-    ShapeUse,
-    Step,
-    Use,
-)
-from boltmesh.strategies.torch_compat import is_fake
+from boltmesh.strategies.torch_compat.tensors import is_fake
 
 
 @dataclass(frozen=True)
-class Label:
+class Product:
+    """A matrix product with a parameter."""
+
+    parameter: str
+    contracted: Dim
+    """Of the parameter and of the activation, united."""
+    module: str
+
+
+@dataclass(frozen=True)
+class Use:
+    """A parameter that met an activation element by element, or scaled what a norm gave."""
+
+    parameter: str
+    dims: tuple[Dim, ...]
+    """Of what came out."""
+    module: str
+    is_addend: bool = False
+    """Whether it is added to a matrix product by the same operator, as a bias is."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """An embedding table, or another parameter that integers looked something up in."""
+
+    parameter: str
+    module: str
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random numbers for a tensor."""
+
+    dims: tuple[Dim, ...]
+    module: str
+
+
+@dataclass(frozen=True)
+class ShapeUse:
+    """A view, a split or an expand: the code of a module names sizes of these dimensions."""
+
+    operator: str
+    dims: tuple[Dim, ...]
+    module: str
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that an operator took or gave."""
+
+    key: int
+    """Of the tensor."""
+    dims: tuple[Dim, ...]
+    parameter: str | None
+    is_floating: bool
+    is_zero: bool = False
+    """Whether it is known to have nothing but zeros."""
+
+
+@dataclass(frozen=True)
+class OperatorRecord:
+    """One operator."""
+
+    operator: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    modules: tuple[str, ...]
+    """In whose forwards it ran, outer to inner; the root is the empty name."""
+    needed: Dim = ()
+    """What it needed whole."""
+
+    @property
+    def module(self) -> str:
+        """In whose own forward."""
+        return self.modules[-1] if self.modules else ""
+
+
+@dataclass(frozen=True)
+class TensorLabel:
     """What is known of a tensor."""
 
     key: int
@@ -39,7 +111,7 @@ class Label:
 
 
 @dataclass
-class Trace:
+class DimTrace:
     """All that was seen of one step or of several."""
 
     parameters: dict[str, tuple[Dim, ...]]
@@ -51,7 +123,7 @@ class Trace:
     lookups: list[Lookup] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
     shape_uses: list[ShapeUse] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[OperatorRecord] = field(default_factory=list)
     unknown: Counter[str] = field(default_factory=Counter)
     """Operators without a rule."""
     guessed: Counter[str] = field(default_factory=Counter)
@@ -67,7 +139,7 @@ class Trace:
     stack: list[str] = field(default_factory=list)
     """Modules whose forward runs."""
     _keys: Iterator[int] = field(default_factory=count)
-    _labels: dict[int, Label] = field(default_factory=dict)
+    _labels: dict[int, TensorLabel] = field(default_factory=dict)
     _kept: list[Tensor] = field(default_factory=list)
     """An ``id`` tells tensors apart only while all of them exist."""
 
@@ -96,10 +168,10 @@ class Trace:
         assert len(kept) == tensor.ndim, (len(kept), tensor.shape)
         known = self._labels.get(id(tensor))
         key = next(self._keys) if known is None else known.key
-        self._labels[id(tensor)] = Label(key, kept, parameter)
+        self._labels[id(tensor)] = TensorLabel(key, kept, parameter)
         self._kept.append(tensor)
 
-    def label(self, tensor: Tensor) -> Label:
+    def label(self, tensor: Tensor) -> TensorLabel:
         """What is known of a tensor; of one that is new, nothing."""
         if id(tensor) not in self._labels:
             self.set(tensor, (new_dim(each) for each in tensor.shape))
@@ -139,9 +211,9 @@ class Trace:
         self._kept.clear()
 
 
-def of_parameters(parameters: Mapping[str, Tensor], attentions: frozenset[str]) -> Trace:
+def of_parameters(parameters: Mapping[str, Tensor], attentions: frozenset[str]) -> DimTrace:
     """A trace in which nothing has happened yet: each dimension is an axis of its own."""
     dims = {
         name: tuple(new_dim(each) for each in tensor.shape) for name, tensor in parameters.items()
     }
-    return Trace(dims, attentions)
+    return DimTrace(dims, attentions)

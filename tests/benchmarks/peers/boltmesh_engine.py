@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from boltmesh.strategies.data.zero import Shards
+from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.zero import ZeROStrategy
 from tests.benchmarks.peers.network import build_batches, build_network, loss_of
 from tests.benchmarks.peers.problem import Problem
@@ -60,7 +60,7 @@ class TakeTurns(Callback):
     def _drain(self) -> None:
         axis = self._strategy.data_axis
         axis.synchronize()
-        assert isinstance(axis, Shards)
+        assert isinstance(axis, ZeroAxis)
         assert axis._offload is not None
         for stores in axis._offload.kept.stores:
             for store in stores.states.values():

@@ -14,16 +14,15 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
-from boltmesh.strategies import observe
-from boltmesh.strategies.data.shard_shape import describe_job
-from boltmesh.strategies.data.zero import Shards
+from boltmesh.strategies import telemetry
+from boltmesh.strategies.cost_model.memory import MemoryEstimate, estimate_memory
+from boltmesh.strategies.cost_model.model import ModelShape, ShardingLayout, TensorShape, UnitShape
+from boltmesh.strategies.data_parallel.shard_shape import describe_job
+from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.ddp import DDPStrategy
 from boltmesh.strategies.engine import MeshStrategy
-from boltmesh.strategies.planner.layout import Sharing
-from boltmesh.strategies.planner.memory import MemoryEstimate, estimate_memory
-from boltmesh.strategies.planner.model import ModelShape, TensorShape, UnitShape
 from boltmesh.strategies.zero import ZeROStrategy
-from boltmesh.telemetry.recording.memory_walk import measure
+from boltmesh.telemetry.writer.memory import measure
 from tests.benchmarks.peers.boltmesh_engine import Batches, Module, silence
 from tests.benchmarks.peers.deepspeed_engine import Sharded, memory_config_of
 from tests.benchmarks.peers.network import build_batches, build_network, loss_of
@@ -67,7 +66,7 @@ class Scale(Callback):
         strategy = self._strategy
         assert strategy.model is not None
         tensors = strategy.data_axis.tensors_by_kind(strategy.model, strategy.optimizers)
-        found = measure(tensors or observe.tensors_by_kind(strategy), "host")
+        found = measure(tensors or telemetry.tensors_by_kind(strategy), "host")
         self.weights.kinds = {kind: size for (kind, _), size in found.items()}
         self.weights.planned = plan(strategy, pl_module=args[1], accumulate=self._accumulate)
 
@@ -84,9 +83,9 @@ class Scale(Callback):
 def plan(strategy: MeshStrategy, pl_module: Module, accumulate: int) -> MemoryEstimate:
     """What our own planner says of the same rank."""
     axis = strategy.data_axis
-    if isinstance(axis, Shards):
+    if isinstance(axis, ZeroAxis):
         stage = axis.options.stage
-        return estimate_memory(axis.describe(), Sharing("", stage), axis.describe_job())
+        return estimate_memory(axis.describe(), ShardingLayout("", stage), axis.describe_job())
     shapes = tuple(
         TensorShape(name, tuple(each.shape), is_multiplied=name.endswith("weight"))
         for name, each in pl_module.named_parameters()
@@ -98,7 +97,7 @@ def plan(strategy: MeshStrategy, pl_module: Module, accumulate: int) -> MemoryEs
         compute_dtype=torch.bfloat16 if pl_module.problem.is_bf16 else None,
         is_on_host=True,
     )
-    return estimate_memory(ModelShape("", (UnitShape("", shapes),)), Sharing("", 0), job)
+    return estimate_memory(ModelShape("", (UnitShape("", shapes),)), ShardingLayout("", 0), job)
 
 
 def weigh_ours(

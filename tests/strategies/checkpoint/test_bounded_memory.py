@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from boltmesh.strategies.checkpoint import pieces
+from boltmesh.strategies.checkpoint import chunks
 from boltmesh.strategies.checkpoint.directory import load_directory, save_directory
-from boltmesh.strategies.offload.shard import OffloadedShard, ShardSource
+from boltmesh.strategies.offload.shard_tensor import OffloadedShard, ShardSource
 from tests.support.ranks import run_ranks
 
 COUNT = 6
@@ -64,7 +64,7 @@ def make(world_size: int) -> tuple[dict[str, Any], list[Counted]]:
 
 
 def save_and_load(rank: int, world_size: int, folder: Path) -> Any:
-    pieces.PIECE_BYTES = 2 * 4 * COLUMNS  # two rows
+    chunks.PIECE_BYTES = 2 * 4 * COLUMNS  # two rows
     state, sources = make(world_size)
     save_directory({"state_dict": state}, folder / "a.ckpt")
     saved = Counted.most, [each.num_reads for each in sources]

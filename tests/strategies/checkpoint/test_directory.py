@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint import pieces
+from boltmesh.strategies.checkpoint import chunks
 from boltmesh.strategies.checkpoint.directory import load_directory, save_directory
 from boltmesh.strategies.checkpoint.manifest import MANIFEST, METADATA, REST, find_fault
 from boltmesh.strategies.checkpoint.optimizer_state import load_state, named_state
-from boltmesh.strategies.checkpoint.placeholder import Placeholder, held
+from boltmesh.strategies.checkpoint.shard_reader import Placeholder, held
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.sharded import Odd, adamw, build, train, whole
 
@@ -111,7 +111,7 @@ def test_groups_that_hold_the_same_shards_write_them_once(tmp_path: Path) -> Non
 
 
 def save_in_small_pieces(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    pieces.PIECE_BYTES = 24
+    chunks.PIECE_BYTES = 24
     return save(rank, world_size, folder)
 
 

@@ -15,10 +15,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from boltmesh.errors import CheckpointError
 from boltmesh.run_folder import newest_checkpoint
-from boltmesh.strategies.checkpoint import directory, replacing, shard_writer
+from boltmesh.strategies.checkpoint import atomic_replace, directory, shard_writer
 from boltmesh.strategies.checkpoint.directory import load_directory, save_directory
-from boltmesh.strategies.checkpoint.folders import local
 from boltmesh.strategies.checkpoint.manifest import find_fault
+from boltmesh.strategies.checkpoint.storage import folder as folder_module
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.sharded import build
 
@@ -38,7 +38,7 @@ def save_and_die(rank: int, world_size: int, folder: Path, where: str) -> None:
     rename = Path.rename
 
     def rename_but_the_new_one(path: Path, target: Path) -> Path:
-        if path.name.endswith(replacing.PARTIAL):
+        if path.name.endswith(atomic_replace.PARTIAL):
             die()
         return rename(path, target)
 
@@ -46,11 +46,11 @@ def save_and_die(rank: int, world_size: int, folder: Path, where: str) -> None:
         "rank 0 in its shards": [(shard_writer, "_write", die)],
         "rank 1 in its shards": [(shard_writer, "_write", die)],
         "before the manifest": [(directory, "write_manifest", die)],
-        "before the new name": [(local, "replace", die)],
-        "before the old one is deleted": [(replacing, "remove", die)],
+        "before the new name": [(folder_module, "replace", die)],
+        "before the old one is deleted": [(atomic_replace, "remove", die)],
         "between two names": [
             # As on a file system that cannot exchange names in one step.
-            (replacing, "_exchange", lambda one, other: False),
+            (atomic_replace, "_exchange", lambda one, other: False),
             (Path, "rename", rename_but_the_new_one),
         ],
     }

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.atomic_replace import PARTIAL
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO
-from boltmesh.strategies.checkpoint.replacing import PARTIAL
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import torch
 
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.directory import is_directory, load_directory, save_directory
-from boltmesh.strategies.checkpoint.folders.opening import folder_at
 from boltmesh.strategies.checkpoint.manifest import find_fault
+from boltmesh.strategies.checkpoint.storage.folder import folder_at
 from tests.support.object_store import ObjectStore, install, keys
 from tests.support.ranks import run_ranks
 from tests.support.sharded import build

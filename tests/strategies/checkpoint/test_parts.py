@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint import pieces
+from boltmesh.strategies.checkpoint import chunks
+from boltmesh.strategies.checkpoint.chunks import DimDivision, ElementStretch, TensorPart
 from boltmesh.strategies.checkpoint.directory import load_directory, save_directory
-from boltmesh.strategies.checkpoint.parts import Division, Part, Stretch
-from boltmesh.strategies.checkpoint.placeholder import divided
-from boltmesh.strategies.tensor.sections import Section, runs
+from boltmesh.strategies.checkpoint.shard_reader import divided
+from boltmesh.strategies.tensor.plan import Section, runs
 from tests.support.ranks import run_ranks
 
 PATTERNS: dict[str, tuple[int, list[Section]]] = {
@@ -38,11 +38,13 @@ def whole_tensors() -> dict[str, Tensor]:
     return found
 
 
-def division_of(name: str, size: int, rank: int) -> Division:
+def division_of(name: str, size: int, rank: int) -> DimDivision:
     dim, sections = PATTERNS[name]
     shape = whole_tensors()[name].shape
-    stretches = (Stretch(e.start, e.local_start, e.length) for e in runs(sections, size, rank))
-    return Division(shape, dim, tuple(stretches))
+    stretches = (
+        ElementStretch(e.start, e.local_start, e.length) for e in runs(sections, size, rank)
+    )
+    return DimDivision(shape, dim, tuple(stretches))
 
 
 def by_definition(name: str, size: int, rank: int) -> Tensor:
@@ -77,7 +79,7 @@ def save(rank: int, world_size: int, folder: Path, size: int) -> None:
     state: dict[str, Any] = {"plain": torch.arange(3.0)}
     for name, value in whole_tensors().items():
         division = division_of(name, size, rank % size)
-        state[name] = Part.of(division.cut(value), division)
+        state[name] = TensorPart.of(division.cut(value), division)
     state["second name"] = state["rows"]
     save_directory({"state_dict": state}, folder / "a.ckpt")
 
@@ -118,7 +120,7 @@ def shards_of_parts(rank: int, world_size: int, folder: Path) -> list[str]:
         name: distribute_tensor(division[name].cut(value), mesh["data"], [Shard(0)])
         for name, value in whole_tensors().items()
     }
-    state = {name: Part.of(each, division[name]) for name, each in kept.items()}
+    state = {name: TensorPart.of(each, division[name]) for name, each in kept.items()}
     save_directory({"state_dict": state}, folder / "a.ckpt")
     stored = load_directory(folder / "a.ckpt")["state_dict"]
     wrong = []
@@ -148,7 +150,7 @@ def test_large_parts_are_written_in_pieces(tmp_path: Path) -> None:
 
 
 def save_in_small_pieces(rank: int, world_size: int, folder: Path) -> None:
-    pieces.PIECE_BYTES = 40
+    chunks.PIECE_BYTES = 40
     save(rank, world_size, folder, world_size)
 
 
@@ -160,6 +162,6 @@ def test_a_tensor_of_another_whole_is_refused_by_name() -> None:
 
 def test_what_was_computed_from_a_part_is_not_stored() -> None:
     division = division_of("rows", 2, 0)
-    part = Part.of(torch.zeros(division.local_shape), division)
+    part = TensorPart.of(torch.zeros(division.local_shape), division)
     with pytest.raises(CheckpointError, match="has a part"):
-        pieces.own_chunks(part * 2)
+        chunks.own_chunks(part * 2)

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from boltmesh.conversion.exporting import export
-from boltmesh.conversion.importing import import_checkpoint
+from boltmesh.conversion.export_checkpoint import export
+from boltmesh.conversion.import_checkpoint import import_checkpoint
 from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.strategies import (
     DDPStrategy,
@@ -22,7 +22,7 @@ from boltmesh.strategies import (
     StartingWeights,
     ZeROStrategy,
 )
-from boltmesh.strategies.checkpoint import sharing
+from boltmesh.strategies.checkpoint import shared_fs_check
 from boltmesh.strategies.checkpoint.directory import load_directory
 from boltmesh.strategies.checkpoint.manifest import find_fault
 from tests.support.blocks import Blocks
@@ -215,7 +215,7 @@ def save_apart(rank: int, world_size: int, folder: Path) -> list[str]:
     said.append(str(caught.value))
     # As where each host has a disk of its own.
     with pytest.raises(ConfigError) as caught:
-        sharing._refuse_unshared(str(folder / f"host {rank}"))
+        shared_fs_check._refuse_unshared(str(folder / f"host {rank}"))
     said.append(str(caught.value))
     trainer = build(STRATEGIES["zero"](), world_size=world_size)
     fit(trainer)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from boltmesh.strategies.checkpoint import replacing
-from boltmesh.strategies.checkpoint.replacing import remove, replace
+from boltmesh.strategies.checkpoint import atomic_replace
+from boltmesh.strategies.checkpoint.atomic_replace import remove, replace
 
 
 def make(path: Path, kind: str, content: str) -> Path:
@@ -34,7 +34,7 @@ def test_anything_takes_the_place_of_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, *, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(replacing, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic_replace, "_exchange", lambda one, other: False)
     target = make(tmp_path / "a.ckpt", old, "old")
     replace(make(tmp_path / "a.ckpt.partial", new, "new"), target)
     assert read(target) == "new"
@@ -53,7 +53,7 @@ def test_an_old_one_that_cannot_be_removed_does_not_fail_the_new_one(
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
 
     if not can_exchange:
-        monkeypatch.setattr(replacing, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic_replace, "_exchange", lambda one, other: False)
     target = make(tmp_path / "a.ckpt", "directory", "old")
     partial = make(tmp_path / "a.ckpt.partial", "directory", "new")
     with monkeypatch.context() as patched:
@@ -68,10 +68,10 @@ def test_an_old_one_that_cannot_be_removed_does_not_fail_the_new_one(
 
 def test_this_file_system_exchanges_names_in_one_step(tmp_path: Path) -> None:
     one, other = make(tmp_path / "a", "file", "a"), make(tmp_path / "b", "directory", "b")
-    assert replacing._exchange(one, other)
+    assert atomic_replace._exchange(one, other)
     assert (read(one), read(other)) == ("b", "a")
     with pytest.raises(FileNotFoundError):
-        replacing._exchange(one, tmp_path / "missing")
+        atomic_replace._exchange(one, tmp_path / "missing")
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link", "nothing"])

@@ -6,9 +6,9 @@ import torch
 from torch.nn import Parameter
 
 from boltmesh.strategies.offload.buckets import Bucket, Slot
-from boltmesh.strategies.offload.copies import ParameterCopies
-from boltmesh.strategies.offload.rule import PieceGradient
-from boltmesh.strategies.offload.tiers import ParameterStore
+from boltmesh.strategies.offload.memory_stores import ParameterCopies
+from boltmesh.strategies.offload.store_api import ParameterStore
+from boltmesh.strategies.offload.update_rule import PieceGradient
 
 
 def test_a_shard_whose_padding_alone_reaches_into_the_next_chunk_is_put_whole() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from boltmesh.errors import OffloadError
-from boltmesh.strategies.offload import early, opening
-from boltmesh.strategies.offload.opening import OffloadPlan
-from boltmesh.strategies.torch_compat import local_tensor
+from boltmesh.strategies.offload import step_in_backward, stores
+from boltmesh.strategies.offload.stores import OffloadPlan
+from boltmesh.strategies.torch_compat.tensors import local_tensor
 from tests.support.offloaded import WIDTH, Net, Twin, full
 from tests.support.ranks import RankFailure, run_ranks
 
@@ -28,7 +28,7 @@ def _call(rank: int, world_size: int, check: Callable[[Path], object], folder: P
 
 
 def on_disk(folder: Path, **options: Any) -> Twin:
-    opening.SMALL_NUMEL = 0
+    stores.SMALL_NUMEL = 0
     return Twin(OffloadPlan({"disk": 1.0}, "nvme", folder), never_clips=True, **options)
 
 
@@ -155,7 +155,7 @@ def test_gradients_that_are_not_finite_do_what_they_do_in_torch(tmp_path: Path) 
 
 
 def _little_room(folder: Path) -> None:
-    early.WAITING_BYTES = 1
+    step_in_backward.WAITING_BYTES = 1
     twin = on_disk(folder)
     twin.train(3)
     assert twin.difference() == 0

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from boltmesh.strategies import ZeROStrategy
-from boltmesh.strategies.data.zero import Shards
-from boltmesh.strategies.offload import opening
+from boltmesh.strategies.data_parallel.zero import ZeroAxis
+from boltmesh.strategies.offload import stores
 from tests.support.offloaded import WIDTH, Block, full
 from tests.support.ranks import run_ranks
 
@@ -64,7 +64,7 @@ class Held(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer.strategy, ZeROStrategy)
-        assert isinstance(trainer.strategy.data_axis, Shards)
+        assert isinstance(trainer.strategy.data_axis, ZeroAxis)
         engine = trainer.strategy.data_axis._offload
         if engine is not None:
             held = engine.stored()["gradients"]
@@ -72,7 +72,7 @@ class Held(Callback):
 
 
 def fit(strategy: dict[str, Any], **options: bool) -> tuple[list[Tensor], int]:
-    opening.SMALL_NUMEL = 0
+    stores.SMALL_NUMEL = 0
     module, held = Tied(**options), Held()
     tokens = torch.randint(VOCABULARY, (24,), generator=torch.Generator().manual_seed(6))
     trainer = Trainer(

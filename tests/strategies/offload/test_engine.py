@@ -13,12 +13,12 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LinearLR
 
 from boltmesh.errors import ConfigError, OffloadError
-from boltmesh.strategies.offload import opening
+from boltmesh.strategies.offload import stores
 from boltmesh.strategies.offload.engine import OffloadEngine
-from boltmesh.strategies.offload.opening import OffloadPlan
-from boltmesh.strategies.offload.shard import OffloadedShard
-from boltmesh.strategies.offload.speculation import WARMUP_STEPS
-from boltmesh.strategies.torch_compat import local_tensor
+from boltmesh.strategies.offload.gradient_handler import WARMUP_STEPS
+from boltmesh.strategies.offload.shard_tensor import OffloadedShard
+from boltmesh.strategies.offload.stores import OffloadPlan
+from boltmesh.strategies.torch_compat.tensors import local_tensor
 from tests.support import offloaded
 from tests.support.offloaded import Twin, full, sharded_net
 from tests.support.ranks import RankFailure, run_ranks
@@ -288,7 +288,7 @@ def test_state_that_is_loaded_is_taken_over() -> None:
 
 
 def _later_group(plan: OffloadPlan) -> None:
-    opening.SMALL_NUMEL = 0
+    stores.SMALL_NUMEL = 0
 
     def make(**options: Any) -> Callable[[Any], AdamW]:
         def made(parameters: Any) -> AdamW:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from boltmesh.errors import OffloadError
 from boltmesh.strategies import ZeROStrategy
-from boltmesh.strategies.offload import opening
-from boltmesh.strategies.torch_compat import local_tensor
+from boltmesh.strategies.offload import stores
+from boltmesh.strategies.torch_compat.tensors import local_tensor
 from tests.support.models import Regression, regression_data
 from tests.support.offloaded import full
 from tests.support.ranks import run_ranks
@@ -23,7 +23,7 @@ NVME = {"offload_optimizer": "nvme", "offload_parameters": "nvme"}
 
 
 def make(world_size: int, *, strategy: dict[str, Any] | None = None, **options: Any) -> Trainer:
-    opening.SMALL_NUMEL = 0
+    stores.SMALL_NUMEL = 0
     return Trainer(
         accelerator="cpu",
         devices=world_size,

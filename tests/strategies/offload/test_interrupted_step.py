@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from boltmesh.errors import OffloadError
 from boltmesh.strategies import ZeROStrategy
-from boltmesh.strategies.offload import opening
+from boltmesh.strategies.offload import stores
 from tests.support.offloaded import WIDTH, Block, full
 from tests.support.ranks import run_ranks
 
@@ -51,7 +51,7 @@ def _fail(_: Tensor) -> None:
 
 
 def make(world_size: int, strategy: dict[str, Any], folder: Path) -> Trainer:
-    opening.SMALL_NUMEL = 0
+    stores.SMALL_NUMEL = 0
     saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     return Trainer(
         accelerator="cpu",

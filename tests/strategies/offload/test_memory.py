@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from boltmesh.errors import OffloadError
-from boltmesh.strategies.offload import memory
-from boltmesh.strategies.offload.memory import (
+from boltmesh.strategies.offload import host_memory
+from boltmesh.strategies.offload.host_memory import (
     HUGE_PAGE_BYTES,
     _Pages,
     allocate_host,
@@ -115,7 +115,7 @@ class FakeRuntime:
 
 def test_memory_is_locked_for_cuda_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = FakeRuntime()
-    monkeypatch.setattr(memory, "_cudart", lambda: runtime)
+    monkeypatch.setattr(host_memory, "_cudart", lambda: runtime)
     buffer = allocate_host(3 * HUGE_PAGE_BYTES + 1, device=CUDA)
     assert runtime.registered == {buffer.data_ptr(): 4 * HUGE_PAGE_BYTES}
     half = buffer[100:]
@@ -129,12 +129,12 @@ def test_memory_is_locked_for_cuda_as_long_as_it_lives(monkeypatch: pytest.Monke
 def test_a_forked_process_leaves_lock_and_mapping_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = FakeRuntime()
     inherited: list[_Pages] = []
-    monkeypatch.setattr(memory, "_cudart", lambda: runtime)
-    monkeypatch.setattr(memory, "_INHERITED", inherited)
+    monkeypatch.setattr(host_memory, "_cudart", lambda: runtime)
+    monkeypatch.setattr(host_memory, "_INHERITED", inherited)
     buffer = allocate_host(4096, device=CUDA)
     parent = os.getpid()
     with monkeypatch.context() as child:
-        child.setattr(memory, "os", SimpleNamespace(getpid=lambda: parent + 1))
+        child.setattr(host_memory, "os", SimpleNamespace(getpid=lambda: parent + 1))
         del buffer
         gc.collect()
     assert runtime.registered
@@ -143,7 +143,7 @@ def test_a_forked_process_leaves_lock_and_mapping_alone(monkeypatch: pytest.Monk
 
 
 def test_a_refused_lock_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_cudart", lambda: FakeRuntime(result=2))
+    monkeypatch.setattr(host_memory, "_cudart", lambda: FakeRuntime(result=2))
     with pytest.raises(OffloadError, match=r"did not lock 4 KiB.*ulimit -l unlimited"):
         allocate_host(4096, device=CUDA)
 

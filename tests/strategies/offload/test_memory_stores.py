@@ -6,14 +6,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from boltmesh.strategies.offload.arena import HostArena
-from boltmesh.strategies.offload.host import DeviceStore, HostStore
-from boltmesh.strategies.offload.parameters import (
+from boltmesh.strategies.offload.host_memory import HostArena
+from boltmesh.strategies.offload.memory_stores import (
     DeviceParameterStore,
+    DeviceStore,
     HostParameterStore,
+    HostStore,
     MemoryParameterStore,
 )
-from boltmesh.strategies.offload.tiers import StateStore
+from boltmesh.strategies.offload.store_api import StateStore
 
 CPU = torch.device("cpu")
 

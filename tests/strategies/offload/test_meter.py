@@ -5,8 +5,8 @@ from collections import deque
 import pytest
 import torch
 
-from boltmesh.strategies.offload.meter import CopyMeter
-from boltmesh.telemetry.recording.null_recorder import NullRecorder
+from boltmesh.strategies.offload.streams import CopyMeter
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
 
 
 class Listener(NullRecorder):

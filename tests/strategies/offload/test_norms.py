@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from boltmesh.strategies.grad_norm import joint_norm
 from boltmesh.strategies.offload.buckets import Bucket, Slot
 from boltmesh.strategies.offload.gradients import BucketGradients
-from boltmesh.strategies.offload.lanes import CopyLane
-from boltmesh.strategies.offload.norms import joint_norm
+from boltmesh.strategies.offload.streams import CopyStream
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def held(gradients: list[Tensor], padded: list[tuple[int, ...]]) -> BucketGradie
         Slot(i, str(i), Parameter(torch.zeros(())), tuple(g.shape), shape, torch.float32)
         for i, (g, shape) in enumerate(zip(gradients, padded, strict=True))
     ]
-    made = BucketGradients(Bucket("", slots), CPU, None, CopyLane(CPU))
+    made = BucketGradients(Bucket("", slots), CPU, None, CopyStream(CPU))
     for slot, gradient in zip(slots, gradients, strict=True):
         made.add(slot, gradient)
     return made

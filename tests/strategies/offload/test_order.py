@@ -1,12 +1,12 @@
 """What a step will ask for is what the last one asked for."""
 
-from boltmesh.strategies.offload.order import MAX_RECORDED, AccessOrder
+from boltmesh.strategies.offload.access_trace import MAX_RECORDED, AccessTrace
 
 FORWARD, BACKWARD = [0, 1, 2, 3], [3, 2, 1, 0]
 STEP = FORWARD + BACKWARD
 
 
-def foreseen(order: AccessOrder, asked: list[int]) -> int:
+def foreseen(order: AccessTrace, asked: list[int]) -> int:
     """How many of these requests were the one to expect next."""
     hits = 0
     for index in asked:
@@ -15,8 +15,8 @@ def foreseen(order: AccessOrder, asked: list[int]) -> int:
     return hits
 
 
-def after(steps: list[list[int]]) -> AccessOrder:
-    order = AccessOrder()
+def after(steps: list[list[int]]) -> AccessTrace:
+    order = AccessTrace()
     for step in steps:
         order.begin_step()
         for index in step:
@@ -26,7 +26,7 @@ def after(steps: list[list[int]]) -> AccessOrder:
 
 
 def test_the_first_step_foresees_nothing() -> None:
-    order = AccessOrder()
+    order = AccessTrace()
     order.begin_step()
     assert foreseen(order, STEP) == 0
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from boltmesh.strategies.offload import opening
-from boltmesh.strategies.offload.layout import held_units
-from boltmesh.strategies.offload.parking import ParkingLot
-from boltmesh.strategies.offload.shard import OffloadedShard
-from boltmesh.strategies.torch_compat import local_tensor
+from boltmesh.strategies.offload import stores
+from boltmesh.strategies.offload.bucket_layout import collect_sharded_params
+from boltmesh.strategies.offload.shard_tensor import OffloadedShard
+from boltmesh.strategies.offload.staging import StagingFile
+from boltmesh.strategies.torch_compat.tensors import local_tensor
 from tests.support.offloaded import WIDTH, full, sharded_net
 from tests.support.ranks import run_ranks
 
@@ -18,11 +18,11 @@ CPU = torch.device("cpu")
 
 
 def _park(rank: int, world_size: int, folder: Path) -> None:
-    opening.SMALL_NUMEL = WIDTH + 1
+    stores.SMALL_NUMEL = WIDTH + 1
     net, units = sharded_net()
     other, _ = sharded_net()
-    lot = ParkingLot(folder, device=CPU, rank=rank)
-    for held in held_units(net, units, {}).values():
+    lot = StagingFile(folder, device=CPU, rank=rank)
+    for held in collect_sharded_params(net, units, {}).values():
         lot.park(held)
     x = torch.randn(4, WIDTH)
     for mine, plain in zip(net.parameters(), other.parameters(), strict=True):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from boltmesh.strategies.offload.placement import plan_places
+from boltmesh.strategies.offload.chunk_placement import plan_places
 
 
 def share_of(place: str, numels: list[int], places: list[str]) -> float:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from boltmesh.strategies import ZeROStrategy
-from boltmesh.strategies.offload import opening
+from boltmesh.strategies.offload import stores
 from tests.support.offloaded import WIDTH, Block, full
 from tests.support.ranks import run_ranks
 
@@ -99,7 +99,7 @@ def train(
 
 
 def fit(module: Sampled, strategy: dict[str, Any], accumulate: int) -> list[Tensor]:
-    opening.SMALL_NUMEL = 0
+    stores.SMALL_NUMEL = 0
     generator = torch.Generator().manual_seed(5)
     for each in module.parameters():
         torch.nn.init.uniform_(each, -0.1, 0.1, generator=generator)

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from boltmesh.errors import OffloadError
-from boltmesh.strategies.offload.shard import OffloadedShard, ShardSource
+from boltmesh.strategies.offload.shard_tensor import OffloadedShard, ShardSource
 
 SHAPE = (5, 3)
 

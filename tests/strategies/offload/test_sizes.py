@@ -2,7 +2,7 @@
 
 import pytest
 
-from boltmesh.strategies.offload.sizes import describe_bytes
+from boltmesh.strategies.offload.host_memory import describe_bytes
 
 
 @pytest.mark.parametrize(

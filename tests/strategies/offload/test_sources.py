@@ -10,13 +10,13 @@ from torch.nn import Module
 
 from boltmesh.strategies.checkpoint.directory import load_directory, save_directory
 from boltmesh.strategies.checkpoint.optimizer_state import load_states, named_state
-from boltmesh.strategies.checkpoint.placeholder import held
-from boltmesh.strategies.offload import opening
-from boltmesh.strategies.offload.disk.store import DiskStore
-from boltmesh.strategies.offload.opening import OffloadPlan
-from boltmesh.strategies.offload.shard import OffloadedShard
-from boltmesh.strategies.torch_compat import local_tensor
-from boltmesh.telemetry.recording.null_recorder import NullRecorder
+from boltmesh.strategies.checkpoint.shard_reader import held
+from boltmesh.strategies.offload import stores as stores_module
+from boltmesh.strategies.offload.disk.state_store import DiskStateStore
+from boltmesh.strategies.offload.shard_tensor import OffloadedShard
+from boltmesh.strategies.offload.stores import OffloadPlan
+from boltmesh.strategies.torch_compat.tensors import local_tensor
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from tests.support.faulty_disk import EIO, FaultyCalls, failing
 from tests.support.offloaded import WIDTH, Twin
 from tests.support.ranks import run_ranks
@@ -41,13 +41,13 @@ def _twin(
     folder: Path, calls: FaultyCalls | None = None
 ) -> tuple[Twin, Callable[[], Counter[str]]]:
     """A model on disk, and what tells how many chunks were moved since the last time."""
-    opening.CHUNK_NUMEL = WIDTH * (WIDTH + 1)  # type: ignore[attr-defined]
+    stores_module.CHUNK_NUMEL = WIDTH * (WIDTH + 1)  # type: ignore[attr-defined]
     twin = Twin(OffloadPlan({"disk": 1.0}, path=folder))
     twin.train(2)
     twin.engine.synchronize()
     (stores,) = twin.engine.kept.stores
     state, swap = stores.states["disk"], stores.swap
-    assert isinstance(state, DiskStore)
+    assert isinstance(state, DiskStateStore)
     assert swap is not None
     assert len(state._chunks) == NUM_CHUNKS
     if calls is not None:
@@ -111,7 +111,7 @@ def _step_after_writing(rank: int, world_size: int, folder: Path) -> None:
     for shard in shards:
         shard.write(shard.read() + 1)
     state = twin.engine.kept.stores[0].states["disk"]
-    assert isinstance(state, DiskStore)
+    assert isinstance(state, DiskStateStore)
     assert sum(held.is_deferred for held in state._held.values()) == 1
     with torch.no_grad():
         for reference, shard in zip(twin.reference.parameters(), shards, strict=True):

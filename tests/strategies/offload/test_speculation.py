@@ -2,11 +2,11 @@
 
 import pytest
 
-from boltmesh.strategies.offload.speculation import WARMUP_STEPS, Forecast
+from boltmesh.strategies.offload.gradient_handler import WARMUP_STEPS, ClipPredictor
 
 
-def after_warm_up(squares: list[float], max_norm: float | None) -> Forecast:
-    forecast = Forecast()
+def after_warm_up(squares: list[float], max_norm: float | None) -> ClipPredictor:
+    forecast = ClipPredictor()
     for _ in range(WARMUP_STEPS):
         for key, square in enumerate(squares):
             forecast.add(key, square)
@@ -15,7 +15,7 @@ def after_warm_up(squares: list[float], max_norm: float | None) -> Forecast:
     return forecast
 
 
-def allowed(forecast: Forecast, squares: list[float]) -> list[bool]:
+def allowed(forecast: ClipPredictor, squares: list[float]) -> list[bool]:
     answers = []
     for key, square in enumerate(squares):
         forecast.add(key, square)
@@ -54,7 +54,7 @@ def test_a_large_first_part_foretells_that_the_whole_will_be_clipped() -> None:
 
 
 def test_parts_of_the_other_ranks_count_by_what_they_were() -> None:
-    forecast = Forecast()
+    forecast = ClipPredictor()
     for _ in range(WARMUP_STEPS):
         forecast.add(0, 1.0)
         forecast.finish(norm=10.0, max_norm=10.5, was_clipped=False)

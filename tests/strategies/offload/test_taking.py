@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-from boltmesh.strategies.offload.taking import take_over
+from boltmesh.strategies.offload.optimizer_patch import patch_optimizer
 
 
 class Calls:
@@ -21,7 +21,7 @@ class Calls:
         self.seen: list[str] = []
 
     def take(self) -> Any:
-        return take_over(
+        return patch_optimizer(
             self.optimizer,
             step=lambda _: self.seen.append("step"),
             discard=lambda _, keeps_zeros: self.seen.append(f"discard, zeros {keeps_zeros}"),

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
-from boltmesh.strategies.offload import opening
+from boltmesh.strategies.offload import stores
 from boltmesh.strategies.offload.engine import OffloadEngine
-from boltmesh.strategies.offload.opening import OffloadPlan
+from boltmesh.strategies.offload.stores import OffloadPlan
 from tests.support.offloaded import full
 from tests.support.ranks import run_ranks
 
@@ -33,7 +33,7 @@ class Sidetrack(nn.Module):
 
 
 def _train(rank: int, world_size: int, folder: Path | None) -> list[Tensor]:
-    opening.SMALL_NUMEL = 0
+    stores.SMALL_NUMEL = 0
     torch.manual_seed(0)
     model = Sidetrack()
     mesh = init_device_mesh("cpu", (world_size,))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from boltmesh.strategies.offload.worker import Job, Worker
+from boltmesh.strategies.offload.stepper import Worker, WorkerTask
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def worker() -> Iterator[Worker]:
     made.close()
 
 
-def held_up(worker: Worker) -> tuple[threading.Event, Job]:
+def held_up(worker: Worker) -> tuple[threading.Event, WorkerTask]:
     """Keep the worker busy until the event is set."""
     begun, free = threading.Event(), threading.Event()
 
@@ -24,7 +24,7 @@ def held_up(worker: Worker) -> tuple[threading.Event, Job]:
         begun.set()
         free.wait(10)
 
-    job = worker.submit(Job(stand))
+    job = worker.submit(WorkerTask(stand))
     assert begun.wait(10)
     return free, job
 
@@ -33,8 +33,8 @@ def test_jobs_run_in_order_and_urgent_ones_before_them(worker: Worker) -> None:
     free, _ = held_up(worker)
     done: list[str] = []
     for name in ("first", "second"):
-        worker.submit(Job(lambda name=name: done.append(name)))  # type: ignore[misc]
-    worker.submit(Job(lambda: done.append("urgent")), is_urgent=True)
+        worker.submit(WorkerTask(lambda name=name: done.append(name)))  # type: ignore[misc]
+    worker.submit(WorkerTask(lambda: done.append("urgent")), is_urgent=True)
     free.set()
     worker.drain()
     assert done == ["urgent", "first", "second"]
@@ -43,7 +43,7 @@ def test_jobs_run_in_order_and_urgent_ones_before_them(worker: Worker) -> None:
 def test_a_job_that_has_not_begun_can_be_cancelled_and_no_other(worker: Worker) -> None:
     free, running = held_up(worker)
     done: list[str] = []
-    waiting = worker.submit(Job(lambda: done.append("ran")))
+    waiting = worker.submit(WorkerTask(lambda: done.append("ran")))
     assert worker.cancel(waiting)
     assert waiting.is_done
     assert not worker.cancel(running)
@@ -59,12 +59,12 @@ def test_the_first_error_is_raised_from_then_on_and_nothing_runs_after_it(worker
 
     free, _ = held_up(worker)
     done: list[str] = []
-    failing = worker.submit(Job(fail))
-    after = worker.submit(Job(lambda: done.append("ran")))
+    failing = worker.submit(WorkerTask(fail))
+    after = worker.submit(WorkerTask(lambda: done.append("ran")))
     free.set()
     failing.wait()
     after.wait()
-    for call in (worker.drain, worker.raise_error, lambda: worker.submit(Job(lambda: None))):
+    for call in (worker.drain, worker.raise_error, lambda: worker.submit(WorkerTask(lambda: None))):
         with pytest.raises(OSError, match="the disk is gone"):
             call()
     assert done == []
@@ -76,7 +76,7 @@ def test_it_is_told_what_follows_before_each_job() -> None:
     try:
         free, _ = held_up(worker)
         for chunk in (1, 2, 3):
-            worker.submit(Job(lambda: None, chunk))
+            worker.submit(WorkerTask(lambda: None, chunk))
         free.set()
         worker.drain()
     finally:
@@ -90,7 +90,7 @@ def test_an_error_while_looking_ahead_ends_the_job_too() -> None:
 
     worker = Worker(num_threads=1, look_ahead=fail)
     try:
-        job = worker.submit(Job(lambda: None, 1))
+        job = worker.submit(WorkerTask(lambda: None, 1))
         job.wait()
         with pytest.raises(OSError, match="cannot read ahead"):
             worker.drain()
@@ -103,7 +103,7 @@ def test_its_number_of_threads_is_its_own(worker: Worker) -> None:
     seen: list[int] = []
     other = Worker(num_threads=before + 1)
     try:
-        other.submit(Job(lambda: seen.append(torch.get_num_threads())))
+        other.submit(WorkerTask(lambda: seen.append(torch.get_num_threads())))
         other.drain()
     finally:
         other.close()
@@ -113,7 +113,7 @@ def test_its_number_of_threads_is_its_own(worker: Worker) -> None:
 
 def test_closing_releases_those_who_wait(worker: Worker) -> None:
     free, _ = held_up(worker)
-    waiting = worker.submit(Job(lambda: None))
+    waiting = worker.submit(WorkerTask(lambda: None))
     closing = threading.Thread(target=worker.close)
     closing.start()
     waiting.wait()

@@ -4,16 +4,16 @@ import itertools
 
 import pytest
 
-from boltmesh.strategies.pipeline.asynchronous import (
+from boltmesh.strategies.pipeline.partition.choose import unit_cost
+from boltmesh.strategies.pipeline.partition.cost import UnitUse
+from boltmesh.strategies.pipeline.schedules.bubble import peak_live_bytes, simulate_ideal
+from boltmesh.strategies.pipeline.schedules.orders import (
     asynchronous_timetable,
     num_carried,
     pipedream_2bw,
+    schedule_table,
     with_messages,
 )
-from boltmesh.strategies.pipeline.bubble import peak_live_bytes, simulate_ideal
-from boltmesh.strategies.pipeline.cutting import unit_cost
-from boltmesh.strategies.pipeline.replay.costs import UnitUse
-from boltmesh.strategies.pipeline.schedules import schedule_table
 from boltmesh.telemetry.schedule import (
     NOMINAL,
     Timetable,

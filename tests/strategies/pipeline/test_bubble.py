@@ -5,9 +5,13 @@ import itertools
 import pytest
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.bubble import StageTimes, closed_form_bubble, simulate_ideal
-from boltmesh.strategies.pipeline.kinds import KINDS
-from boltmesh.strategies.pipeline.schedules import schedule_table
+from boltmesh.strategies.pipeline.schedules.bubble import (
+    StageTimes,
+    closed_form_bubble,
+    simulate_ideal,
+)
+from boltmesh.strategies.pipeline.schedules.orders import schedule_table
+from boltmesh.strategies.pipeline.schedules.registry import KINDS
 from boltmesh.telemetry.schedule import Action, Timetable
 
 TIMES = [

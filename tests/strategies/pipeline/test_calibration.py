@@ -15,17 +15,17 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.calibration import prove
-from boltmesh.strategies.pipeline.draws import SharedDraws
-from boltmesh.strategies.pipeline.log_rules import LogRule, MicrobatchWeights
-from boltmesh.strategies.pipeline.microbatches import Rows
-from boltmesh.strategies.pipeline.proofs import Proofs
-from boltmesh.strategies.pipeline.replay.plans import StagePlans
-from boltmesh.strategies.pipeline.replay.units import find_stage_units
-from boltmesh.strategies.pipeline.scalars import SentScalars
-from boltmesh.strategies.pipeline.trial import TailTrial
-from boltmesh.strategies.pipeline.values import ValueSpec
-from boltmesh.strategies.pipeline.weights import StepWeights
+from boltmesh.strategies.pipeline.loss.calibration import prove
+from boltmesh.strategies.pipeline.loss.log_rules import LogRule, MicrobatchWeights
+from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
+from boltmesh.strategies.pipeline.loss.loss_weights import StepWeights
+from boltmesh.strategies.pipeline.loss.trial import TailTrial
+from boltmesh.strategies.pipeline.loss.trial_values import SharedDraws
+from boltmesh.strategies.pipeline.microbatch import Rows
+from boltmesh.strategies.pipeline.microbatch_runs import SentScalars
+from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
+from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
+from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from tests.support.loss_table import Batch, FunctionTrial, batch
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ RULES = {
 WEIGHTS = MicrobatchWeights({0: 5.0, 1: 1.0}, {0: 2.0, 1: 2.0})
 
 
-def rule(proofs: Proofs, name: str, trial: FunctionTrial) -> LogRule:
+def rule(proofs: LossChecks, name: str, trial: FunctionTrial) -> LogRule:
     noted = [
         trial.run(trial.rows(range(2)), values(trial, 2), nullcontext()).logged[name, None]
     ] * 2
@@ -84,7 +84,7 @@ def values(trial: FunctionTrial, rows: int) -> list[Tensor]:
 
 
 def test_logged_values_get_the_rule_that_gives_the_whole() -> None:
-    trial, proofs = FunctionTrial(token_loss, batch(), logs), Proofs(CPU)
+    trial, proofs = FunctionTrial(token_loss, batch(), logs), LossChecks(CPU)
     with pytest.warns(UserWarning, match="logs 'median', which for a batch is neither"):
         found = {name: rule(proofs, name, trial) for name in RULES}
     assert found == RULES
@@ -96,7 +96,7 @@ def test_logged_values_get_the_rule_that_gives_the_whole() -> None:
 def test_a_rule_that_one_batch_leaves_open_is_decided_by_another() -> None:
     even = batch()
     even.labels[:] = even.known
-    proofs = Proofs(CPU)
+    proofs = LossChecks(CPU)
     trial = FunctionTrial(token_loss, even, logs)
     with pytest.warns(UserWarning, match="median"):
         assert rule(proofs, "share", trial) == LogRule("mean", "loss")
@@ -149,7 +149,7 @@ def with_scalar(given: Any, b: Batch) -> Tensor:
 
 def test_a_scalar_of_a_layer_is_worth_its_rows() -> None:
     data = batch()
-    step = Proofs(CPU).of_step(lambda: FunctionTrial(with_scalar, data, scalars=1))
+    step = LossChecks(CPU).of_step(lambda: FunctionTrial(with_scalar, data, scalars=1))
     weights = StepWeights(step.read)
     received = [torch.tensor(each, requires_grad=True) for each in (3.0, 5.0)]
     logits = torch.randn(3, 6, 10, requires_grad=True)

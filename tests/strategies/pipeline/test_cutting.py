@@ -6,8 +6,8 @@ import random
 import pytest
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.cutting import Budget, cut_units
-from boltmesh.strategies.pipeline.split import UnitCost, balanced_split
+from boltmesh.strategies.pipeline.partition.choose import MemoryBudget, cut_units
+from boltmesh.strategies.pipeline.partition.split import UnitCost, balanced_split
 
 
 def block(index: int, seconds: float = 1.0, num_bytes: float = 4e9, kept: float = 0) -> UnitCost:
@@ -51,23 +51,23 @@ def test_no_other_cut_within_the_memory_is_better(seed: int) -> None:
 
 def test_a_first_stage_that_keeps_more_microbatches_gets_fewer_blocks() -> None:
     units = [block(index, num_bytes=1e9, kept=1e9) for index in range(8)]
-    assert sizes(cut_units("auto", units, (0, 1), Budget(100e9, True, (2, 1)))) == [4, 4]
-    assert sizes(cut_units("auto", units, (0, 1), Budget(10e9, True, (2, 1)))) == [3, 5]
+    assert sizes(cut_units("auto", units, (0, 1), MemoryBudget(100e9, True, (2, 1)))) == [4, 4]
+    assert sizes(cut_units("auto", units, (0, 1), MemoryBudget(10e9, True, (2, 1)))) == [3, 5]
     with pytest.raises(ConfigError, match=r"within 9 GB: .* 2 live microbatches"):
-        cut_units("auto", units, (0, 1), Budget(9e9, True, (2, 1)))
+        cut_units("auto", units, (0, 1), MemoryBudget(9e9, True, (2, 1)))
 
 
 def test_a_rank_with_two_stages_keeps_within_its_memory() -> None:
     units = [block(0, 4.0, 1e9), *[block(index) for index in range(1, 6)], block(6, 4.0, 1e9)]
-    budget = Budget(20e9, True, (1, 1, 1, 1))
+    budget = MemoryBudget(20e9, True, (1, 1, 1, 1))
     assert sizes(cut_units("auto", units, (0, 1, 1, 0), budget)) == [1, 3, 2, 1]
-    budget = Budget(16e9, True, (1, 1, 1, 1))
+    budget = MemoryBudget(16e9, True, (1, 1, 1, 1))
     assert sizes(cut_units("auto", units, (0, 1, 1, 0), budget)) == [2, 2, 2, 1]
 
 
 def test_a_cut_of_the_users_is_refused_where_it_does_not_fit() -> None:
     units = [block(index) for index in range(4)]
-    budget = Budget(10e9, True, (1, 1))
+    budget = MemoryBudget(10e9, True, (1, 1))
     assert sizes(cut_units(["block2"], units, (0, 1), budget)) == [2, 2]
     with pytest.raises(ConfigError, match=r"gives rank 1 .* need 12 GB .* it has 10 GB"):
         cut_units(["block1"], units, (0, 1), budget)
@@ -76,5 +76,5 @@ def test_a_cut_of_the_users_is_refused_where_it_does_not_fit() -> None:
 def test_what_a_gpu_has_refuses_nothing_and_warns() -> None:
     units = [block(index) for index in range(4)]
     with pytest.warns(RuntimeWarning, match=r"may not fit into the GPUs. No cut into 2 stages"):
-        stages = cut_units("auto", units, (0, 1), Budget(6e9, False, (1, 1)))
+        stages = cut_units("auto", units, (0, 1), MemoryBudget(6e9, False, (1, 1)))
     assert sizes(stages) == [2, 2]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from boltmesh.strategies.pipeline.deposit import Deposit
+from boltmesh.strategies.pipeline.grad_handoff import GradHandoff
 
 
 def test_gradients_come_with_the_backward_pass_and_are_scaled() -> None:
@@ -12,7 +12,7 @@ def test_gradients_come_with_the_backward_pass_and_are_scaled() -> None:
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     inputs = torch.randn(4, 3)
     wanted = torch.autograd.grad(layer(inputs).mean(), list(layer.parameters()))
-    deposit = Deposit([*layer.parameters(), frozen])
+    deposit = GradHandoff([*layer.parameters(), frozen])
     with deposit.taking():
         loss = layer(inputs).mean() * 6
         loss.backward()
@@ -33,7 +33,7 @@ def test_gradients_are_added_to_those_of_earlier_batches() -> None:
         parameter.grad = gradient.clone()
     inputs = torch.randn(4, 3)
     wanted = torch.autograd.grad(layer(inputs).mean(), list(layer.parameters()))
-    deposit = Deposit(layer.parameters())
+    deposit = GradHandoff(layer.parameters())
     with deposit.taking():
         loss = layer(inputs).mean()
         loss.backward()
@@ -47,7 +47,7 @@ def test_gradients_are_added_to_those_of_earlier_batches() -> None:
 def test_an_error_within_gives_earlier_gradients_back() -> None:
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.full((2,), 5.0)
-    deposit = Deposit([parameter])
+    deposit = GradHandoff([parameter])
     with pytest.raises(ZeroDivisionError), deposit.taking():
         _ = 1 / 0
     assert parameter.grad is not None
@@ -58,7 +58,7 @@ def test_all_ranks_divide_alike_whatever_they_hold_the_total_in() -> None:
     made = []
     for total in (3.0, torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float64)):
         parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-        deposit = Deposit([parameter])
+        deposit = GradHandoff([parameter])
         with deposit.taking():
             (parameter * torch.tensor([1.0, 3.0, 5.0, 7.0])).sum().backward()
         deposit.sign(torch.tensor(1.0), total).backward()
@@ -71,7 +71,7 @@ def test_all_ranks_divide_alike_whatever_they_hold_the_total_in() -> None:
 
 def test_without_any_weight_gradients_are_zeros() -> None:
     parameter = nn.Parameter(torch.ones(2))
-    deposit = Deposit([parameter])
+    deposit = GradHandoff([parameter])
     with deposit.taking():
         (parameter * 0).sum().backward()
     deposit.sign(torch.tensor(float("nan")), 0.0).backward()

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.kinds import KINDS, check_schedule
+from boltmesh.strategies.pipeline.schedules.registry import KINDS, check_schedule
 
 
 @pytest.mark.parametrize(

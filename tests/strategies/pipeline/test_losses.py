@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.log_rules import MicrobatchWeights, note
-from boltmesh.strategies.pipeline.proofs import Proofs
-from boltmesh.strategies.pipeline.weights import StepWeights
+from boltmesh.strategies.pipeline.loss.log_rules import MicrobatchWeights, note
+from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
+from boltmesh.strategies.pipeline.loss.loss_weights import StepWeights
 from tests.support.loss_table import (
     CLASSES,
     SCALE,
@@ -220,7 +220,7 @@ CUTS: dict[str, Sequence[int]] = {
 
 
 def weighed(
-    loss: Loss, logits: Tensor, data: Batch, sizes: Sequence[int], proofs: Proofs
+    loss: Loss, logits: Tensor, data: Batch, sizes: Sequence[int], proofs: LossChecks
 ) -> tuple[Tensor, list[Tensor]]:
     """Return a batch's loss and gradients from its microbatches."""
     step = proofs.of_step(lambda: FunctionTrial(loss, data))
@@ -266,7 +266,7 @@ def test_weighed_microbatches_give_the_batch(name: str, cut: str) -> None:
         logits = logits.detach().float().requires_grad_()
         whole = loss(logits, data)
         wanted = torch.autograd.grad(whole, [logits, WEIGHT, SCALE], allow_unused=True)
-    value, gradients = weighed(loss, logits, data, sizes, Proofs(torch.device("cpu")))
+    value, gradients = weighed(loss, logits, data, sizes, LossChecks(torch.device("cpu")))
     torch.testing.assert_close(value, whole.detach(), rtol=1e-6, atol=1e-7, check_dtype=False)
     for made, one in zip(gradients, wanted, strict=True):
         expected = torch.zeros_like(made) if one is None else one
@@ -278,7 +278,7 @@ def test_what_no_weights_put_together_is_refused(name: str) -> None:
     loss, message = REFUSED[name]
     sizes = CUTS["uneven"]
     logits, data = logits_for(sizes)
-    proofs = Proofs(torch.device("cpu"))
+    proofs = LossChecks(torch.device("cpu"))
     with pytest.raises(ConfigError, match=message) as error:
         weighed(loss, logits.detach().float().requires_grad_(), data, sizes, proofs)
     assert "microbatches=1" in str(error.value)
@@ -297,7 +297,7 @@ def test_what_no_weights_put_together_may_be_one_microbatch() -> None:
 def test_a_batch_in_which_nothing_counts_has_the_loss_of_one_process() -> None:
     logits, data = logits_for([4])
     data.labels[:] = -100
-    value, gradients = weighed(flat, logits, data, [2, 2], Proofs(torch.device("cpu")))
+    value, gradients = weighed(flat, logits, data, [2, 2], LossChecks(torch.device("cpu")))
     assert value.isnan()
     assert flat(logits, data).isnan()
     assert gradients[0].isnan().all() or not gradients[0].any()
@@ -308,7 +308,7 @@ def test_a_batch_in_which_nothing_counts_has_gradients_of_zero_where_one_process
     logits, data = logits_for([4])
     data.labels[:] = -100
     for name in ("a mask, never zero", "sum over a number of tokens", "a mask by index"):
-        step = Proofs(torch.device("cpu")).of_step(partial(FunctionTrial, RIGHT[name], batch()))
+        step = LossChecks(torch.device("cpu")).of_step(partial(FunctionTrial, RIGHT[name], batch()))
         weights = StepWeights(step.read)
         for start in (0, 2):
             scaled, _ = weights.weigh(
@@ -326,7 +326,7 @@ def test_microbatches_without_a_graph_are_worth_nothing() -> None:
 
 def test_a_loss_in_16_bits_is_weighed_in_32() -> None:
     logits, data = logits_for([7])
-    step = Proofs(torch.device("cpu")).of_step(lambda: FunctionTrial(flat, data))
+    step = LossChecks(torch.device("cpu")).of_step(lambda: FunctionTrial(flat, data))
     weights = StepWeights(step.read)
     for start, size in ((0, 4), (4, 3)):
         loss = flat(logits[start : start + size].bfloat16(), data.part(start, size))
@@ -339,7 +339,7 @@ def test_a_loss_in_16_bits_is_weighed_in_32() -> None:
 def test_a_term_that_is_added_to_a_loss_of_one_operator_is_seen() -> None:
     """The old form ends where it begins, and is no form of the new one."""
     logits, data = logits_for([4, 3])
-    proofs = Proofs(torch.device("cpu"))
+    proofs = LossChecks(torch.device("cpu"))
     for loss in (flat, z_loss, flat):
         value, _ = weighed(loss, logits, data, [4, 3], proofs)
         torch.testing.assert_close(value, loss(logits, data).detach())
@@ -348,7 +348,7 @@ def test_a_term_that_is_added_to_a_loss_of_one_operator_is_seen() -> None:
 def test_another_form_of_the_loss_is_proved_when_it_comes() -> None:
     """Such as a term that is added after a number of steps."""
     logits, data = logits_for([7])
-    proofs = Proofs(torch.device("cpu"))
+    proofs = LossChecks(torch.device("cpu"))
     for loss in (RIGHT["mean"], RIGHT["two means over the same"], RIGHT["mean"]):
         value, _ = weighed(loss, logits, data, [4, 3], proofs)
         torch.testing.assert_close(value, loss(logits, data).detach())
@@ -380,7 +380,7 @@ def unmasked(x: Tensor, b: Batch) -> Tensor:
 
 def losses_and_wholes(loss: Loss, batches: Sequence[Batch]) -> list[tuple[Tensor, Tensor]]:
     """Train on batches of 16 rows, one after the other, in four microbatches each."""
-    proofs, found = Proofs(torch.device("cpu")), []
+    proofs, found = LossChecks(torch.device("cpu")), []
     for seed, data in enumerate(batches):
         generator = torch.Generator().manual_seed(seed)
         made = torch.randn(16, TOKENS, CLASSES, generator=generator, dtype=torch.float64)
@@ -406,7 +406,7 @@ def test_what_is_divided_by_a_count_of_few_rows_is_weighed_by_it(
 
 def test_a_batch_that_tells_nothing_makes_no_count_forgotten() -> None:
     """Such as one on which a value is tried that is logged late."""
-    loss, proofs = RARE["a mask, never zero"], Proofs(torch.device("cpu"))
+    loss, proofs = RARE["a mask, never zero"], LossChecks(torch.device("cpu"))
     nothing = rare([])
     of_batches = [(rare([0, 5, 9]), []), (nothing, ["late"]), *[(nothing, [])] * 9]
     for data, logged in [*of_batches, (rare([4, 9]), [])]:
@@ -439,7 +439,7 @@ def test_a_sum_of_all_over_a_count_of_few_rows_is_refused_when_one_comes() -> No
 
 def test_a_number_that_changes_from_batch_to_batch_is_no_count() -> None:
     """Such as a weight of the loss that grows from 1 on."""
-    proofs = Proofs(torch.device("cpu"))
+    proofs = LossChecks(torch.device("cpu"))
     for share in (1.0, 1.0, 0.5, 0.25):
 
         def annealed(x: Tensor, b: Batch, share: float = share) -> Tensor:
@@ -460,7 +460,7 @@ def test_what_overflows_stays_so(factor: float | Tensor) -> None:
     def step(logits: Tensor, data: Batch) -> Tensor:
         return flat(logits, data) * factor
 
-    proofs = Proofs(torch.device("cpu")).of_step(partial(FunctionTrial, step, batch()))
+    proofs = LossChecks(torch.device("cpu")).of_step(partial(FunctionTrial, step, batch()))
     weights = StepWeights(proofs.read)
     for start in (0, 2):
         scaled, weight = weights.weigh(step(logits[start : start + 2], data.part(start, 2)), 2)

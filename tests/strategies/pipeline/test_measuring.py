@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.building.deferred import deferred_init
-from boltmesh.strategies.pipeline.building import UnmadeModel
-from boltmesh.strategies.pipeline.measuring import measure_units
-from boltmesh.strategies.pipeline.replay.absent import is_absent
-from boltmesh.strategies.pipeline.replay.units import find_stage_units
+from boltmesh.strategies.deferred_initialization.deferred import deferred_init
+from boltmesh.strategies.pipeline.partition.cost import measure_units
+from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
+from boltmesh.strategies.pipeline.stage.absent_params import is_absent
+from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.held import held_bytes
 from tests.support.ranks import run_ranks
@@ -64,7 +64,7 @@ BATCH = [torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1))]
 
 
 def measured(module: Net) -> dict[str, float]:
-    unmade = UnmadeModel(module)
+    unmade = DeferredModel(module)
     units = find_stage_units(module)
     return measure_units(
         module, units, "training_step", (BATCH, 0), seed=1, device=CPU, unmade=unmade

@@ -13,12 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, TensorDataset
 
-from boltmesh.strategies import observe
-from boltmesh.strategies.pipeline.bubble import peak_live_bytes
-from boltmesh.strategies.pipeline.runs import RunStage
-from boltmesh.strategies.pipeline.schedules import schedule_table
+from boltmesh.strategies import telemetry
+from boltmesh.strategies.pipeline.microbatch_runs import MicrobatchStage
+from boltmesh.strategies.pipeline.schedules.bubble import peak_live_bytes
+from boltmesh.strategies.pipeline.schedules.orders import schedule_table
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
-from boltmesh.telemetry.recording.memory_walk import measure
+from boltmesh.telemetry.writer.memory import measure
 from tests.support.ranks import run_ranks
 from tests.support.shard_runs import QUIET
 from tests.support.stack import Stack, token_data
@@ -111,9 +111,9 @@ def count_saved(
         activation_checkpointing=recompute,
     )
     saved = Saved()
-    forward = RunStage.forward
+    forward = MicrobatchStage.forward
 
-    def watched(self: RunStage, microbatch: int, received: tuple[Tensor, ...]) -> Any:
+    def watched(self: MicrobatchStage, microbatch: int, received: tuple[Tensor, ...]) -> Any:
         if trainer.global_step == 0:  # whose loss is tried on a few rows besides
             return forward(self, microbatch, received)
         left_out = {each.untyped_storage().data_ptr() for each in module.parameters()}
@@ -121,7 +121,7 @@ def count_saved(
         with saved.of_chunk(self.index, microbatch, left_out):
             return forward(self, microbatch, received)
 
-    RunStage.forward = watched
+    MicrobatchStage.forward = watched
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=2, **QUIET
     )
@@ -215,7 +215,7 @@ def hold(rank: int, world_size: int) -> list[dict[str, int]]:
 
     class Walk(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            found = measure(observe.tensors_by_kind(strategy), "host")
+            found = measure(telemetry.tensors_by_kind(strategy), "host")
             walked.update({kind: size for (kind, _), size in found.items()})
 
     trainer = Trainer(

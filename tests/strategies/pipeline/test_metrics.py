@@ -10,13 +10,18 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from boltmesh.errors import ConfigError, DivergenceError
-from boltmesh.strategies.pipeline.metrics.recording import MetricCalls
-from boltmesh.strategies.pipeline.replay.probe import probe
-from boltmesh.strategies.pipeline.replay.trace import MetricTrace
-from boltmesh.strategies.pipeline.replay.units import find_stage_units
-from boltmesh.strategies.steps.local_metrics import Alone, keep_local, let_gather
-from boltmesh.strategies.steps.metrics import find_metrics, metrics_replaced
-from boltmesh.strategies.steps.stand_ins import answer
+from boltmesh.strategies.dry_run.metrics import (
+    SingleRankMetrics,
+    answer,
+    find_metrics,
+    keep_local,
+    let_gather,
+    metrics_replaced,
+)
+from boltmesh.strategies.pipeline.metrics import MetricCalls
+from boltmesh.strategies.pipeline.stage.trace import MetricTrace
+from boltmesh.strategies.pipeline.stage.trace_step import probe
+from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from tests.support.judged import Judged, Layer, points
 
 PREDICTIONS, TARGETS = torch.eye(3)[[0, 1, 2, 0]], torch.tensor([0, 1, 1, 2])
@@ -45,8 +50,8 @@ def test_metrics_of_modules_lists_and_callbacks_stay_local() -> None:
     before = [each.distributed_available_fn for each in metrics]
     for _ in range(2):
         keep_local([owner, watcher])
-        assert all(isinstance(each.distributed_available_fn, Alone) for each in metrics)
-    assert isinstance(copy.deepcopy(owner).accuracy.distributed_available_fn, Alone)
+        assert all(isinstance(each.distributed_available_fn, SingleRankMetrics) for each in metrics)
+    assert isinstance(copy.deepcopy(owner).accuracy.distributed_available_fn, SingleRankMetrics)
     let_gather([owner, watcher])
     assert [each.distributed_available_fn for each in metrics] == before
 

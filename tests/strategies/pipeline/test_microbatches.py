@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.microbatches import Cutter, even_sizes
+from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, even_sizes
 
 Pair = namedtuple("Pair", ["inputs", "targets"])
 
@@ -43,7 +43,7 @@ def boxes(*counts: int) -> list[dict[str, Any]]:
 
 
 def halves(batch: Any, **options: Any) -> tuple[Any, Any]:
-    first, second = Cutter(**options).cut(batch, 2)[0]
+    first, second = MicrobatchSplitter(**options).cut(batch, 2)[0]
     return first, second
 
 
@@ -60,7 +60,7 @@ def test_nested_batches_are_cut_along_their_rows() -> None:
         "meta": [{"id": number} for number in range(5)],
         "sizes": [2, 3],
     }
-    parts, sizes = Cutter().cut(batch, 2)
+    parts, sizes = MicrobatchSplitter().cut(batch, 2)
     assert sizes == [3, 2]
     first, second = parts
     assert first["pair"].inputs.tolist() == [[0, 1], [2, 3], [4, 5]]
@@ -93,8 +93,8 @@ def test_a_pair_of_tensors_in_a_batch_of_two_is_no_list_of_samples() -> None:
 
 
 def test_strings_alone_have_rows() -> None:
-    assert Cutter().rows({"text": ["a", "b", "c"]}).count == 3
-    assert Cutter().rows((("a", "b"), ("c", "d"))).count == 2
+    assert MicrobatchSplitter().rows({"text": ["a", "b", "c"]}).count == 3
+    assert MicrobatchSplitter().rows((("a", "b"), ("c", "d"))).count == 2
     assert halves((("a", "b"), ("c", "d"))) == ((("a",), ("c",)), (("b",), ("d",)))
 
 
@@ -132,21 +132,23 @@ def test_the_batch_size_of_the_loader_decides_what_a_list_is() -> None:
 
 
 def test_a_later_batch_is_taken_as_the_earlier_ones() -> None:
-    cutter = Cutter(batch_sizes={8})
+    cutter = MicrobatchSplitter(batch_sizes={8})
     cutter.rows([torch.zeros(8, 5)] * 3)
     last = cutter.rows([torch.zeros(3, 5)] * 3)  # as many rows as parts
     assert (last.count, last.samples) == (3, frozenset())
-    cutter = Cutter(batch_sizes={8})
+    cutter = MicrobatchSplitter(batch_sizes={8})
     cutter.rows(images(*[5] * 8))
     assert cutter.rows(images(5, 5, 5)).samples == {"batch"}
     assert cutter.rows(images(5)).count == 1
 
 
 def test_two_tensors_are_parts_where_nothing_says_otherwise() -> None:
-    assert Cutter().rows([torch.zeros(8, 5), torch.zeros(8, 5)]).count == 8
-    assert Cutter(batch_sizes={2}).rows([torch.zeros(8, 5), torch.zeros(7, 5)]).count == 2
-    assert Cutter().rows([torch.zeros(8, 5)]).count == 8
-    assert Cutter(batch_sizes={1}).rows([torch.zeros(8, 5)]).count == 1
+    assert MicrobatchSplitter().rows([torch.zeros(8, 5), torch.zeros(8, 5)]).count == 8
+    assert (
+        MicrobatchSplitter(batch_sizes={2}).rows([torch.zeros(8, 5), torch.zeros(7, 5)]).count == 2
+    )
+    assert MicrobatchSplitter().rows([torch.zeros(8, 5)]).count == 8
+    assert MicrobatchSplitter(batch_sizes={1}).rows([torch.zeros(8, 5)]).count == 1
 
 
 def test_what_a_tokenizer_gives_keeps_its_class_and_its_words() -> None:
@@ -197,4 +199,4 @@ def test_a_microbatch_has_enough_rows_where_the_batch_has(rows: int, sizes: list
 )
 def test_what_cannot_be_cut_is_refused(batch: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Cutter().rows(batch)
+        MicrobatchSplitter().rows(batch)

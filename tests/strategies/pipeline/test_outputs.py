@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from boltmesh.strategies.pipeline.outputs import merge
+from boltmesh.strategies.pipeline.merge import merge
 
 
 def test_rows_are_joined_and_scalars_are_averaged() -> None:

@@ -9,13 +9,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.data.lone import LoneRank
-from boltmesh.strategies.pipeline.building import UnmadeModel
-from boltmesh.strategies.pipeline.context import PipelineContext
-from boltmesh.strategies.pipeline.cutting import Budget
-from boltmesh.strategies.pipeline.placement import divide, place
-from boltmesh.strategies.pipeline.replay.absent import make_absent
-from boltmesh.telemetry.recording.recorder import NullRecorder
+from boltmesh.strategies.data_parallel.axis import SingleRankAxis
+from boltmesh.strategies.pipeline.options import PipelineContext
+from boltmesh.strategies.pipeline.partition.choose import MemoryBudget
+from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
+from boltmesh.strategies.pipeline.partition.placement import divide, place
+from boltmesh.strategies.pipeline.stage.absent_params import make_absent
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -44,16 +44,16 @@ def cut(rank: int, world_size: int, lengths: tuple[int, int]) -> tuple[Any, ...]
     options: dict[str, Any] = {
         "rank_of_stage": (0, 1),
         "split": "auto",
-        "budget": Budget(math.inf, is_asked=False, live=(2, 1)),
+        "budget": MemoryBudget(math.inf, is_asked=False, live=(2, 1)),
         "context": PipelineContext(
             group=group,
             new_group=lambda *_: None,
-            data=LoneRank(),
+            data=SingleRankAxis(),
             device=torch.device("cpu"),
             recorder=NullRecorder(),
             seed=1,
         ),
-        "unmade": UnmadeModel(module),
+        "unmade": DeferredModel(module),
     }
     first = place(module, "training_step", (batch, 0), **options).division
     rank_of = first.ranks_of_parameter
@@ -93,8 +93,8 @@ def divided(module: LightningModule, step: str) -> list[list[str]]:
         split="auto",
         seed=1,
         device=torch.device("cpu"),
-        budget=Budget(math.inf, is_asked=False, live=(2, 1)),
-        unmade=UnmadeModel(module),
+        budget=MemoryBudget(math.inf, is_asked=False, live=(2, 1)),
+        unmade=DeferredModel(module),
         recomputed=set(),
     )
     return [[each.name for each in stage] for stage in division.stages]

@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import DDPStrategy
-from boltmesh.strategies.pipeline.joint_steps import joins_gradients
-from boltmesh.strategies.pipeline.refusals import (
+from boltmesh.strategies.dry_run.unsupported import refuse_run
+from boltmesh.strategies.optimizer_probe import joins_gradients
+from boltmesh.strategies.pipeline.options import (
     STAGES,
     refuse_manual_optimization,
     refuse_optimizers,
 )
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
-from boltmesh.strategies.steps.refusals import refuse_run
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.stack import Stack, token_data
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from boltmesh.strategies.pipeline.relay import Relay
-from boltmesh.strategies.pipeline.replay.absent import is_absent, make_absent
-from boltmesh.strategies.pipeline.replay.units import find_stage_units
+from boltmesh.strategies.pipeline.layerwise_eval import LayerwiseEvaluation
+from boltmesh.strategies.pipeline.stage.absent_params import is_absent, make_absent
+from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from tests.support.pipeline_models import WORDS, Block, Words
 from tests.support.ranks import RankFailure, run_ranks
 
@@ -58,7 +58,7 @@ def model(kind: type[Words]) -> Words:
     return kind().eval()
 
 
-def relay(root: nn.Module, ranks: int) -> Relay:
+def relay(root: nn.Module, ranks: int) -> LayerwiseEvaluation:
     units = find_stage_units(root)
     holders = {name: at * ranks // len(units) for at, name in enumerate(units)}
     group = dist.group.WORLD
@@ -70,7 +70,7 @@ def relay(root: nn.Module, ranks: int) -> Relay:
     between = {root.get_parameter("positions"): 0}
     if rank != 0:
         make_absent(between)
-    return Relay(root, units, holders, between, group, torch.device("cpu"))
+    return LayerwiseEvaluation(root, units, holders, between, group, torch.device("cpu"))
 
 
 def write(rank: int, ranks: int) -> tuple[dict[str, Any], bool]:

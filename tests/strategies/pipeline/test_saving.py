@@ -14,7 +14,7 @@ from torch import Tensor
 
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies import DDPStrategy
-from boltmesh.strategies.pipeline.replay.absent import is_absent
+from boltmesh.strategies.pipeline.stage.absent_params import is_absent
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data

@@ -13,10 +13,13 @@ import pytest
 import torch.distributed.pipelining.schedules as of_torch
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.kinds import KINDS
-from boltmesh.strategies.pipeline.schedules import schedule_table, with_communication
-from boltmesh.strategies.pipeline.table import ScheduleTable
-from boltmesh.strategies.pipeline.verify import check_communication, check_order
+from boltmesh.strategies.pipeline.schedules.orders import (
+    check_communication,
+    check_order,
+    schedule_table,
+    with_communication,
+)
+from boltmesh.strategies.pipeline.schedules.registry import KINDS, ScheduleTable
 from boltmesh.telemetry.schedule import actions
 
 RANKS = range(1, 7)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from boltmesh.strategies.pipeline.signals import NUM_SIGNALS, SharedSignals
+from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, SharedSignals
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data

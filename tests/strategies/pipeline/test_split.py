@@ -6,7 +6,7 @@ import random
 import pytest
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.split import UnitCost, balanced_split, named_split
+from boltmesh.strategies.pipeline.partition.split import UnitCost, balanced_split, named_split
 
 
 def units_of(seconds: list[float], num_bytes: list[float] | None = None) -> list[UnitCost]:

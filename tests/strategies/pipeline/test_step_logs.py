@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torchmetrics import SumMetric
 
-from boltmesh.strategies.pipeline.log_rules import MicrobatchWeights
+from boltmesh.strategies.pipeline.loss.log_rules import MicrobatchWeights
 from boltmesh.strategies.pipeline.step_logs import StepLogs
 
 REFUSED: list[tuple[Any, str]] = [

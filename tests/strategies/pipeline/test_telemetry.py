@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from boltmesh.strategies.engine.pipeline_loops import BUBBLE
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from boltmesh.telemetry.job import ID_VARIABLE, RUN_DIR_VARIABLE
-from boltmesh.telemetry.reading.reader import Job
+from boltmesh.telemetry.reader.job_reader import JobReader
 from boltmesh.telemetry.traffic import CONTROL
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
@@ -79,7 +79,7 @@ def test_a_pipeline_tells_its_bubble_its_traffic_and_what_it_keeps(
     assert len(first) == STEPS * ACCUMULATED
     assert all(each is not None and 0.0 < each < 1.0 for each in first[1:])
     assert {BUBBLE, "mine_step", "mine_epoch"} <= names
-    with Job(tmp_path / "runs" / "told") as job:  # when all ranks have told all
+    with JobReader(tmp_path / "runs" / "told") as job:  # when all ranks have told all
         seen = job.snapshot()
     assert BUBBLE in {point.name for point in seen.history}
     expected = {

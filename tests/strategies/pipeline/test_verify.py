@@ -4,9 +4,13 @@ import dataclasses
 
 import pytest
 
-from boltmesh.strategies.pipeline.schedules import schedule_table, with_communication
-from boltmesh.strategies.pipeline.table import ScheduleTable
-from boltmesh.strategies.pipeline.verify import check_communication, check_order
+from boltmesh.strategies.pipeline.schedules.orders import (
+    check_communication,
+    check_order,
+    schedule_table,
+    with_communication,
+)
+from boltmesh.strategies.pipeline.schedules.registry import ScheduleTable
 from boltmesh.telemetry.schedule import DeadlockError, Order
 
 

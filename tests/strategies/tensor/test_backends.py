@@ -7,13 +7,13 @@ from boltmesh.strategies.tensor.backends import (
     without_sequence,
 )
 from boltmesh.strategies.tensor.plan import (
-    PlannedAxis,
+    PlannedDim,
+    Section,
     ShardedParameter,
     SizeAttribute,
     TensorPlan,
 )
 from boltmesh.strategies.tensor.planning import make_plan
-from boltmesh.strategies.tensor.sections import Section
 from tests.support.planned import analysed
 
 
@@ -23,7 +23,7 @@ def _plan(**backends: str) -> TensorPlan:
     names = ["a.0.w", "a.1.w", "b.w", "c.w", "head"]
     return TensorPlan(
         2,
-        tuple(PlannedAxis(4, (name,), home) for name, home in zip(names, homes, strict=True)),
+        tuple(PlannedDim(4, (name,), home) for name, home in zip(names, homes, strict=True)),
         {
             name: ShardedParameter(name, (name,), (4, 4), 0, (Section(1, 4, 1),), "column", axis)
             for axis, name in enumerate(names)

@@ -3,7 +3,7 @@ from itertools import combinations
 
 import pytest
 
-from boltmesh.strategies.tensor.choosing import EXACT_UP_TO, choose
+from boltmesh.strategies.tensor.planning import EXACT_UP_TO, choose
 
 
 def graph(seed, count):

@@ -1,8 +1,7 @@
 import pytest
 
 from boltmesh.strategies.tensor.hugging_face import disagreements
-from boltmesh.strategies.tensor.planning import make_plan
-from boltmesh.strategies.tensor.user_plan import with_user_plan
+from boltmesh.strategies.tensor.planning import make_plan, with_user_plan
 from tests.support.planned import analysed
 from tests.support.tensor_models import example, hugging_face
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from boltmesh.strategies.building.deferred import deferred_init
-from boltmesh.strategies.building.materialize import materialize
-from boltmesh.strategies.tensor.passing import parameters_lent
+from boltmesh.strategies.deferred_initialization.deferred import deferred_init
+from boltmesh.strategies.deferred_initialization.materialize import materialize
+from boltmesh.strategies.tensor.skip_blocks import parameters_lent
 
 
 class Block(nn.Module):

@@ -3,19 +3,20 @@ import pytest
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.tensor.plan import (
     GatherPoint,
-    PlannedAxis,
+    PlannedDim,
+    Section,
     SequencePlan,
     ShardedParameter,
     SizeAttribute,
     TensorPlan,
-    Whole,
+    Unsharded,
+    from_json,
+    to_json,
 )
-from boltmesh.strategies.tensor.plan_json import from_json, to_json
-from boltmesh.strategies.tensor.sections import Section
 
 PLAN = TensorPlan(
     2,
-    (PlannedAxis(4, ("a.weight", "b.weight"), ("a",)),),
+    (PlannedDim(4, ("a.weight", "b.weight"), ("a",)),),
     {
         "a.weight": ShardedParameter(
             "a.weight",
@@ -27,7 +28,7 @@ PLAN = TensorPlan(
             0,
         )
     },
-    (Whole("norm.weight", "layer norm"),),
+    (Unsharded("norm.weight", "layer norm"),),
     partial=("c",),
     attributes=(SizeAttribute("a", "heads", 4),),
     region_axes=(0,),

@@ -12,10 +12,9 @@ from torch.nn import functional
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import TensorParallelStrategy
-from boltmesh.strategies.tensor import placement, proof
-from boltmesh.strategies.tensor.plan import SizeAttribute, TensorPlan
+from boltmesh.strategies.tensor import placement, verify
+from boltmesh.strategies.tensor.plan import Section, SizeAttribute, TensorPlan
 from boltmesh.strategies.tensor.planning import make_plan
-from boltmesh.strategies.tensor.sections import Section
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.numbered import Losses
 from tests.support.ranks import RankFailure, run_ranks
@@ -224,7 +223,7 @@ def train_slots(
 
     vars(placement)["make_plan"] = faulty
     if not fits:
-        vars(proof)["_free_bytes"] = lambda _: 0
+        vars(verify)["_free_bytes"] = lambda _: 0
     module = Slots(takes_values=takes_values)
     losses = Losses()
     strategy: Any = TensorParallelStrategy(telemetry=False) if world_size > 1 else "auto"

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from boltmesh.strategies.tensor.rehearsal import Rehearsal
+from boltmesh.strategies.dry_run.step import DryRun
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def test_modules_are_in_the_modes_that_they_have_in_the_run(step: str) -> None:
     modes = {name: each.training for name, each in module.named_modules()}
     buffers = {name: each.clone() for name, each in module.named_buffers()}
     batch = torch.randn(3, 4)
-    rehearsal = Rehearsal(module, step, (batch, 0), CPU)
+    rehearsal = DryRun(module, step, (batch, 0), CPU)
 
     outcome = rehearsal.run()
 
@@ -63,6 +63,6 @@ class Drawing(HalfFrozen):
 def test_who_looks_for_draws_sees_those_of_modules_that_are_to_train() -> None:
     module = Drawing()
 
-    Rehearsal(module, "training_step", (torch.randn(3, 4), 0), CPU).forward(module)
+    DryRun(module, "training_step", (torch.randn(3, 4), 0), CPU).forward(module)
 
     assert not any(each.training for each in module.modules())

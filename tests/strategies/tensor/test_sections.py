@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from boltmesh.strategies.tensor.plan import ShardedParameter
-from boltmesh.strategies.tensor.sections import Section, balanced_share, runs
+from boltmesh.strategies.tensor.plan import Section, ShardedParameter, balanced_share, runs
 
 VOCABULARIES = [(1, 1), (7, 2), (8, 2), (31, 4), (50257, 4), (3, 4)]
 

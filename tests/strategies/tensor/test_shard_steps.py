@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.tensor.shard_steps import refuse_optimizers, steps_parts_alike
+from boltmesh.strategies.optimizer_probe import refuse_optimizers, steps_parts_alike
 
 
 class Lars(torch.optim.SGD):

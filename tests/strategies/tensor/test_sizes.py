@@ -9,10 +9,9 @@ from torch.nn import functional
 
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.tensor.analysis.analyse import analyse
-from boltmesh.strategies.tensor.execution.attributes import widths_of
-from boltmesh.strategies.tensor.execution.owners import owners_of
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.planning import make_plan
+from boltmesh.strategies.tensor.runtime.apply import owners_of, widths_of
 
 WIDTH = 32
 

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from boltmesh.strategies.tensor.backends import without_replicated
-from boltmesh.strategies.tensor.plan_table import rows
+from boltmesh.strategies.tensor.plan_report import plan_table, rows
 from boltmesh.strategies.tensor.planning import make_plan
-from boltmesh.strategies.tensor.telling import told
 from boltmesh.telemetry.tensor_plan import WHOLE, PlannedBlocks
 from tests.support.planned import analysed
 
@@ -18,12 +17,12 @@ def proven(name, backend):
 
 def test_every_row_of_the_table_is_told_with_all_that_it_says():
     plan = proven("gpt_fused", "local")
-    for mine, other in zip(told(plan).rows, rows(plan), strict=True):
+    for mine, other in zip(plan_table(plan).rows, rows(plan), strict=True):
         assert {name: getattr(mine, name) for name in mine.__struct_fields__} == vars(other)
 
 
 def test_the_whole_is_counted_whole_and_a_rank_keeps_half_of_what_is_divided():
-    table = told(proven("gpt_fused", "local"))
+    table = plan_table(proven("gpt_fused", "local"))
     found = analysed("gpt_fused").parameters.values()
     assert table.whole_bytes == sum(4 * each.elements for each in found)
     for row in table.rows:
@@ -31,12 +30,12 @@ def test_the_whole_is_counted_whole_and_a_rank_keeps_half_of_what_is_divided():
 
 
 def test_blocks_are_told_by_kind_with_how_they_run():
-    (kind,) = told(proven("gpt_fused", "region")).blocks
+    (kind,) = plan_table(proven("gpt_fused", "region")).blocks
     assert kind == PlannedBlocks("blocks.0", 2, "region")
 
 
 def test_what_did_not_verify_is_whole():
-    table = told(without_replicated(proven("gpt_fused", "replicated")))
+    table = plan_table(without_replicated(proven("gpt_fused", "replicated")))
     inside = [row for row in table.rows if row.pattern.startswith("blocks.")]
     assert {row.style for row in inside} == {WHOLE}
     assert all(row.rank_bytes == row.whole_bytes for row in inside)
@@ -45,4 +44,4 @@ def test_what_did_not_verify_is_whole():
 
 def test_notes_are_told_once_for_all_blocks_that_they_are_about():
     plan = replace(make_plan(analysed("gpt_fused"), 2), notes=("blocks.0 is", "blocks.1 is"))
-    assert told(plan).notes == ("blocks.* is",)
+    assert plan_table(plan).notes == ("blocks.* is",)

@@ -1,8 +1,7 @@
 import pytest
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.tensor.planning import make_plan
-from boltmesh.strategies.tensor.user_plan import with_user_plan
+from boltmesh.strategies.tensor.planning import make_plan, with_user_plan
 from tests.support.planned import analysed, divisions
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.strategies import ZeROStrategy
-from boltmesh.strategies.offload import opening
+from boltmesh.strategies.offload import stores
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
 
@@ -34,7 +34,7 @@ class LooksUp(Stack):
 
 
 def fit(rank: int, world_size: int, ties: bool, options: dict[str, Any] | None) -> list[Tensor]:
-    opening.SMALL_NUMEL = 0
+    stores.SMALL_NUMEL = 0
     seed_everything(1)
     module = LooksUp(ties=ties)
     strategy: Any = "auto"

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.offload.shard import GatheredSource, OffloadedShard
+from boltmesh.strategies.offload.shard_tensor import GatheredSource, OffloadedShard
 from boltmesh.strategies.tiling.apply import apply_tiling
-from boltmesh.strategies.torch_compat import local_tensor, set_local_tensor
+from boltmesh.strategies.torch_compat.tensors import local_tensor, set_local_tensor
 from tests.support.ranks import run_ranks
 
 TILE = 100

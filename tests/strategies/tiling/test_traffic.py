@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.strategies.data.test_shard_traffic import Silent, counted
+from tests.strategies.data_parallel.test_shard_traffic import Silent, counted
 
 pytestmark = pytest.mark.ranks
 

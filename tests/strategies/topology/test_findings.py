@@ -3,15 +3,13 @@
 import pytest
 
 from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.topology.arranging import arrange
-from boltmesh.strategies.topology.findings import find_slow_groups
-from boltmesh.strategies.topology.links import Link
-from boltmesh.strategies.topology.places import Place, Topology
+from boltmesh.strategies.topology.links import Link, RankLocation, Topology
+from boltmesh.strategies.topology.slow_links import arrange, find_slow_groups
 
 
 def hosts(*names: str) -> Topology:
     """Ranks without GPUs, each on the host of that name."""
-    return Topology([Place(name, f"machine of {name}") for name in names])
+    return Topology([RankLocation(name, f"machine of {name}") for name in names])
 
 
 def host_of(
@@ -23,7 +21,9 @@ def host_of(
         for one in range(num_gpus)
         for other in range(one + 1, num_gpus)
     }
-    places = [Place("node-a", "a", f"GPU-{rank}", rank if shows else 0) for rank in range(num_gpus)]
+    places = [
+        RankLocation("node-a", "a", f"GPU-{rank}", rank if shows else 0) for rank in range(num_gpus)
+    ]
     return Topology(places, links)
 
 

@@ -10,9 +10,8 @@ from lightning.pytorch import Trainer
 
 from boltmesh.errors import LayoutError
 from boltmesh.strategies import Parallel3DStrategy, ZeROStrategy
-from boltmesh.strategies.topology import gathering
-from boltmesh.strategies.topology.links import Link
-from boltmesh.strategies.topology.places import Place
+from boltmesh.strategies.topology import gather
+from boltmesh.strategies.topology.links import Link, RankLocation
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -38,7 +37,7 @@ def at_places(rank: int, world_size: int) -> dict[str, Any]:
 
     told = {"here": looked(three(data=2, tensor=2), world_size)}
     name = "abab"[rank]
-    with mock.patch.object(gathering, "this_host", return_value=(name, name)):
+    with mock.patch.object(gather, "this_host", return_value=(name, name)):
         told["tensor"] = looked(three(data=2, tensor=2), world_size)
         told["data"] = looked(three(data=2, pipeline=2), world_size)
         told["one axis"] = looked(three(data=4), world_size)
@@ -53,11 +52,11 @@ def at_places(rank: int, world_size: int) -> dict[str, Any]:
         return {each: Link.NVLINK if fast.get(uuid) == each else Link.NUMA_NODE for each in others}
 
     def on_gpu(host: str, machine: str, device: Any, index: Any) -> Any:
-        return Place(host, machine, ids[rank], rank)
+        return RankLocation(host, machine, ids[rank], rank)
 
     with (
-        mock.patch.object(gathering, "Place", on_gpu),
-        mock.patch.object(gathering, "read_links", links),
+        mock.patch.object(gather, "Place", on_gpu),
+        mock.patch.object(gather, "read_links", links),
     ):
         told["gpus"] = looked(three(data=2, tensor=2), world_size)
         told["asked"] = asked

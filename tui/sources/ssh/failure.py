@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from boltmesh.errors import TelemetryError
-from boltmesh.telemetry.cleaning import clean
+from boltmesh.telemetry.sanitize import clean
 from boltmesh.tui.sources.ssh.remote import MISSING
 
 _SSH_FAILED: Final = 255

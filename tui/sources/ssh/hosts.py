@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from boltmesh.errors import BoltMeshError, TelemetryError
-from boltmesh.telemetry.reading.cause import is_consequence
-from boltmesh.telemetry.reading.reader import JobSummary
+from boltmesh.telemetry.reader.cause import is_consequence
+from boltmesh.telemetry.reader.reader import JobSummary
 from boltmesh.telemetry.snapshot import Event, JobSnapshot, JobState, RankSnapshot
 from boltmesh.tui.sources.live import InterruptionError, Observation, Source
 from boltmesh.tui.sources.ssh.remote import Remote
@@ -25,7 +25,7 @@ LIST_AGAIN_S: Final = 10.0
 _WORST_FIRST: Final[tuple[JobState, ...]] = ("crashed", "failed", "running", "finished")
 
 
-class Look(NamedTuple):
+class HostView(NamedTuple):
     """What one host showed last."""
 
     seen: Observation
@@ -88,7 +88,7 @@ class HostsSource:
         self._remotes = remotes
         self._first = SshSource(remotes[0], job)
         self._others: list[SshSource] = []
-        self._looks: list[Look] = []
+        self._looks: list[HostView] = []
 
     def read(self) -> Observation:
         """Return the job with the ranks of all hosts.
@@ -101,7 +101,7 @@ class HostsSource:
             if not self._others:
                 job_id = seen.job.id
                 self._others = [SshSource(remote, job_id) for remote in self._remotes[1:]]
-            self._looks = [Look(seen), *(Look(source.read()) for source in self._others)]
+            self._looks = [HostView(seen), *(HostView(source.read()) for source in self._others)]
         else:
             self._looks = [
                 self._look(source, last)
@@ -117,14 +117,14 @@ class HostsSource:
             for source in (self._first, *self._others):
                 stack.callback(source.close)
 
-    def _look(self, source: Source, last: Look) -> Look:
+    def _look(self, source: Source, last: HostView) -> HostView:
         try:
-            return Look(source.read())
+            return HostView(source.read())
         except BoltMeshError as error:
             return last._replace(lost=str(error))
 
 
-def merge(looks: Sequence[Look]) -> Observation:
+def merge(looks: Sequence[HostView]) -> Observation:
     """Return one observation of a job from one of each host.
 
     A rank is shown as its own host has it; where that is lost, as another one's summary has it.
@@ -153,7 +153,7 @@ def merge(looks: Sequence[Look]) -> Observation:
     return Observation(time=base.time, job=merged, devices=tuple(devices))
 
 
-def _merge_ranks(looks: Sequence[Look]) -> tuple[RankSnapshot, ...]:
+def _merge_ranks(looks: Sequence[HostView]) -> tuple[RankSnapshot, ...]:
     found: dict[int, tuple[tuple[bool, bool, bool, float], RankSnapshot]] = {}
     for look in looks:
         for rank in look.seen.job.ranks:
@@ -171,7 +171,7 @@ def _merge_ranks(looks: Sequence[Look]) -> tuple[RankSnapshot, ...]:
     return tuple(found[number][1] for number in sorted(found))
 
 
-def _lowest_rank(look: Look) -> tuple[bool, int]:
+def _lowest_rank(look: HostView) -> tuple[bool, int]:
     job: JobSnapshot = look.seen.job
     own = [rank.rank for rank in job.ranks if rank.state != "missing" and not rank.is_summary]
     return look.lost is not None, min(own, default=job.world_size)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from boltmesh.errors import BoltMeshError, TelemetryError
-from boltmesh.telemetry.reading.reader import JobSummary
+from boltmesh.telemetry.reader.reader import JobSummary
 from boltmesh.tui.sources.frames import FrameDecoder, Hello, RemoteError, decode_hello, decode_jobs
 from boltmesh.tui.sources.live import InterruptionError, Observation
 from boltmesh.tui.sources.ssh.connection import ANSWER_S, Connection

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.offload.disk.arena import Arena
+from boltmesh.strategies.offload.host_memory import RangeAllocator
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_parts_never_overlap_and_all_of_it_comes_back(seed: int) -> None:
     chance = random.Random(seed)
     memory = torch.zeros(997, dtype=torch.uint8)
-    arena = Arena(memory)
+    arena = RangeAllocator(memory)
     taken: list[tuple[int, Tensor]] = []
     for number in range(1, 200):
         part = arena.take(chance.randint(1, 300))
@@ -35,14 +35,14 @@ def test_parts_never_overlap_and_all_of_it_comes_back(seed: int) -> None:
 
 
 def test_what_does_not_fit_is_none() -> None:
-    arena = Arena(torch.zeros(10, dtype=torch.uint8))
+    arena = RangeAllocator(torch.zeros(10, dtype=torch.uint8))
     assert arena.take(11) is None
     assert arena.take(10) is not None
     assert arena.take(1) is None
 
 
 def test_an_arena_knows_its_own_parts() -> None:
-    arena = Arena(torch.zeros(10, dtype=torch.uint8))
+    arena = RangeAllocator(torch.zeros(10, dtype=torch.uint8))
     part = arena.take(4)
     assert part is not None
     assert arena.owns(part)
@@ -50,4 +50,4 @@ def test_an_arena_knows_its_own_parts() -> None:
 
 
 def test_an_arena_of_nothing_gives_nothing() -> None:
-    assert Arena(torch.zeros(0, dtype=torch.uint8)).take(1) is None
+    assert RangeAllocator(torch.zeros(0, dtype=torch.uint8)).take(1) is None

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.offload.disk.checksum import block_sum
+from boltmesh.strategies.offload.disk.swap_file import block_sum
 
 PAGE = 4096
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from boltmesh.errors import OffloadError
-from boltmesh.strategies.offload.disk.parameters import DiskParameterStore
-from boltmesh.strategies.offload.disk.store import DiskStore
-from boltmesh.strategies.offload.disk.swap import Swap
+from boltmesh.strategies.offload.disk.param_store import DiskParameterStore
+from boltmesh.strategies.offload.disk.state_store import DiskStateStore
+from boltmesh.strategies.offload.disk.swap_file import Swap
 from tests.support.faulty_disk import (
     EIO,
     ENOSPC,
@@ -52,8 +52,8 @@ def swap(tmp_path: Path, calls: FaultyCalls) -> Swap:
 
 
 @pytest.fixture
-def store(swap: Swap) -> Iterator[DiskStore]:
-    store = DiskStore(swap, device=CPU)
+def store(swap: Swap) -> Iterator[DiskStateStore]:
+    store = DiskStateStore(swap, device=CPU)
     for chunk in range(CHUNKS):
         store.create(chunk, [torch.full((NUMEL,), float(chunk)) for _ in range(3)])
     store.flush()
@@ -61,7 +61,7 @@ def store(swap: Swap) -> Iterator[DiskStore]:
     store.close()
 
 
-def step(store: DiskStore) -> None:
+def step(store: DiskStateStore) -> None:
     """One optimizer step over all chunks, as the engine makes it."""
     for chunk in range(CHUNKS):
         for ahead in range(chunk, min(CHUNKS, chunk + 4)):
@@ -71,7 +71,7 @@ def step(store: DiskStore) -> None:
         store.release(chunk, is_dirty=True)
 
 
-def steps_until_error(store: DiskStore) -> OffloadError:
+def steps_until_error(store: DiskStateStore) -> OffloadError:
     def steps() -> None:
         for _ in range(3):
             step(store)
@@ -81,7 +81,7 @@ def steps_until_error(store: DiskStore) -> OffloadError:
     return caught.value
 
 
-def assert_dead(store: DiskStore, error: OffloadError) -> None:
+def assert_dead(store: DiskStateStore, error: OffloadError) -> None:
     """Every way to the state raises the cause: nobody can save half of a step."""
     actions: list[Callable[[], object]] = [
         lambda: store.acquire(0),
@@ -99,7 +99,7 @@ def assert_dead(store: DiskStore, error: OffloadError) -> None:
 @pytest.mark.parametrize("number", [ENOSPC, EIO, errno.EDQUOT, errno.EFBIG])
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_failed_write_names_chunk_file_space_and_cure(
-    store: DiskStore, calls: FaultyCalls, number: int, after: int
+    store: DiskStateStore, calls: FaultyCalls, number: int, after: int
 ) -> None:
     calls.before_write = failing(number, after=after)
     error = steps_until_error(store)
@@ -118,7 +118,7 @@ def test_a_failed_write_names_chunk_file_space_and_cure(
     assert_dead(store, error)
 
 
-def test_a_failed_read_names_chunk_file_and_cure(store: DiskStore, calls: FaultyCalls) -> None:
+def test_a_failed_read_names_chunk_file_and_cure(store: DiskStateStore, calls: FaultyCalls) -> None:
     calls.before_read = failing(EIO, after=2)
     error = steps_until_error(store)
     assert "rank 1 could not read chunk " in str(error)
@@ -127,7 +127,7 @@ def test_a_failed_read_names_chunk_file_and_cure(store: DiskStore, calls: Faulty
 
 
 def test_an_error_while_nobody_waits_reaches_the_next_call(
-    store: DiskStore, calls: FaultyCalls
+    store: DiskStateStore, calls: FaultyCalls
 ) -> None:
     """The last write of a step fails after the step has returned."""
     failed = threading.Event()
@@ -148,7 +148,7 @@ def test_an_error_while_nobody_waits_reaches_the_next_call(
 
 @pytest.mark.parametrize("fault", [torn, lost])
 def test_a_disk_that_lies_about_a_write_is_found_out_when_it_is_read(
-    store: DiskStore, calls: FaultyCalls, fault: Callable[[int, memoryview, int], int]
+    store: DiskStateStore, calls: FaultyCalls, fault: Callable[[int, memoryview, int], int]
 ) -> None:
     numbers = itertools.count()  # several threads write
 
@@ -166,7 +166,7 @@ def test_a_disk_that_lies_about_a_write_is_found_out_when_it_is_read(
     assert_dead(store, error)
 
 
-def test_a_bug_in_a_transfer_is_raised_too(store: DiskStore, calls: FaultyCalls) -> None:
+def test_a_bug_in_a_transfer_is_raised_too(store: DiskStateStore, calls: FaultyCalls) -> None:
     def stumble(*_: object) -> None:
         raise ZeroDivisionError("oops")
 
@@ -176,19 +176,19 @@ def test_a_bug_in_a_transfer_is_raised_too(store: DiskStore, calls: FaultyCalls)
 
 
 def test_memory_that_is_missing_for_a_read_ahead_is_raised(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+    store: DiskStateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> Tensor:
         raise OffloadError("no memory")
 
     store._held.clear()
-    monkeypatch.setattr("boltmesh.strategies.offload.disk.store.allocate_host", refuse)
+    monkeypatch.setattr("boltmesh.strategies.offload.disk.state_store.allocate_host", refuse)
     with pytest.raises(OffloadError, match="no memory"):
         step(store)
 
 
 def test_creating_on_a_full_disk_is_refused(tmp_path: Path, calls: FaultyCalls) -> None:
-    store = DiskStore(Swap(tmp_path, calls=calls), device=CPU)
+    store = DiskStateStore(Swap(tmp_path, calls=calls), device=CPU)
     calls.free = 4096
     with pytest.raises(OffloadError, match=r"rank 0 could not take .*ENOSPC"):
         store.create(0, [torch.zeros(NUMEL)])
@@ -198,7 +198,7 @@ def test_creating_on_a_full_disk_is_refused(tmp_path: Path, calls: FaultyCalls) 
 # Real faults.
 
 
-def test_a_flipped_bit_on_the_disk_is_found(store: DiskStore, swap: Swap) -> None:
+def test_a_flipped_bit_on_the_disk_is_found(store: DiskStateStore, swap: Swap) -> None:
     step(store)
     store.flush()
     flip_bit(swap, 2 * CHUNK_BYTES + 12_345)
@@ -208,7 +208,7 @@ def test_a_flipped_bit_on_the_disk_is_found(store: DiskStore, swap: Swap) -> Non
     assert_dead(store, error)
 
 
-def test_a_block_in_the_place_of_another_is_found(store: DiskStore, swap: Swap) -> None:
+def test_a_block_in_the_place_of_another_is_found(store: DiskStateStore, swap: Swap) -> None:
     """A disk that mixes up addresses: the block is whole, and not the one that belongs there."""
     step(store)
     store.flush()
@@ -223,7 +223,7 @@ def test_a_block_in_the_place_of_another_is_found(store: DiskStore, swap: Swap) 
 
 
 def test_a_chunk_that_is_damaged_once_read_is_not_handed_out(
-    store: DiskStore, swap: Swap, calls: FaultyCalls
+    store: DiskStateStore, swap: Swap, calls: FaultyCalls
 ) -> None:
     """Read ahead and right, and changed in memory before anybody has asked for it."""
     store._held.clear()
@@ -236,7 +236,7 @@ def test_a_chunk_that_is_damaged_once_read_is_not_handed_out(
     assert_dead(store, caught.value)
 
 
-def test_damage_to_what_is_not_read_again_does_no_harm(store: DiskStore, swap: Swap) -> None:
+def test_damage_to_what_is_not_read_again_does_no_harm(store: DiskStateStore, swap: Swap) -> None:
     step(store)
     store.flush()
     for chunk in (CHUNKS - 1, CHUNKS - 2):  # in memory, and written over by the next step
@@ -251,7 +251,7 @@ def test_damage_to_what_is_not_read_again_does_no_harm(store: DiskStore, swap: S
 
 @pytest.mark.parametrize("num_bytes", [0, 4 * CHUNK_BYTES, 4 * CHUNK_BYTES + 4096 + 700])
 def test_a_file_that_somebody_shortens_is_a_short_read(
-    store: DiskStore, swap: Swap, num_bytes: int
+    store: DiskStateStore, swap: Swap, num_bytes: int
 ) -> None:
     step(store)
     store.flush()
@@ -262,7 +262,7 @@ def test_a_file_that_somebody_shortens_is_a_short_read(
     assert_dead(store, error)
 
 
-def test_a_limit_of_file_sizes_stops_a_write(store: DiskStore) -> None:
+def test_a_limit_of_file_sizes_stops_a_write(store: DiskStateStore) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * CHUNK_BYTES, hard))
     try:
@@ -272,7 +272,9 @@ def test_a_limit_of_file_sizes_stops_a_write(store: DiskStore) -> None:
     assert re.search(r"could not write chunk \d .*\(EFBIG\)\. Raise the limit", str(error))
 
 
-def test_a_file_that_is_closed_under_the_store_is_an_error(store: DiskStore, swap: Swap) -> None:
+def test_a_file_that_is_closed_under_the_store_is_an_error(
+    store: DiskStateStore, swap: Swap
+) -> None:
     os.close(swap.file._fd)
     error = steps_until_error(store)
     swap.file._fd = -1
@@ -283,8 +285,8 @@ FULL_DISK = """
 import sys, torch
 from pathlib import Path
 from boltmesh.errors import OffloadError
-from boltmesh.strategies.offload.disk.store import DiskStore
-from boltmesh.strategies.offload.disk.swap import Swap
+from boltmesh.strategies.offload.disk.state_store import DiskStore
+from boltmesh.strategies.offload.disk.swap_file import Swap
 folder = Path(sys.argv[1])
 (folder / "last.ckpt").write_bytes(b"checkpoint" * 1000)
 try:
@@ -399,6 +401,6 @@ def test_memory_that_is_missing_for_a_shard_is_raised(
     def refuse(*_: object, **__: object) -> Tensor:
         raise OffloadError("no memory")
 
-    monkeypatch.setattr("boltmesh.strategies.offload.disk.parameters.allocate_host", refuse)
+    monkeypatch.setattr("boltmesh.strategies.offload.disk.param_store.allocate_host", refuse)
     with pytest.raises(OffloadError, match="no memory"):
         pass_over(parameters)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from boltmesh.errors import ConfigError, OffloadError
-from boltmesh.strategies.offload.disk.file import SwapFile
-from boltmesh.strategies.offload.disk.system import FileCalls
+from boltmesh.strategies.offload.disk.file import FileCalls, SwapFile
 from tests.support.faulty_disk import EIO, ENOSPC, FaultyCalls, fault
 
 MIB = 1 << 20

@@ -12,9 +12,9 @@ STEPS = """
 import sys
 import torch
 from boltmesh.errors import OffloadError
-from boltmesh.strategies.offload.disk.store import DiskStore
-from boltmesh.strategies.offload.disk.swap import Swap
-from boltmesh.strategies.offload.host import HostStore
+from boltmesh.strategies.offload.disk.state_store import DiskStore
+from boltmesh.strategies.offload.disk.swap_file import Swap
+from boltmesh.strategies.offload.memory_stores import HostStore
 
 CPU = torch.device("cpu")
 place, folder = sys.argv[1:]

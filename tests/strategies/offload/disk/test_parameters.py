@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.offload.disk.parameters import DiskParameterStore
-from boltmesh.strategies.offload.disk.swap import Swap
+from boltmesh.strategies.offload.disk.param_store import DiskParameterStore
+from boltmesh.strategies.offload.disk.swap_file import Swap
 from tests.support.faulty_disk import FaultyCalls
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from boltmesh.strategies.offload.disk.preflight import (
     measure_disk,
     preflight_line,
 )
-from boltmesh.strategies.offload.disk.swap import Swap
-from boltmesh.telemetry.recording.null_recorder import NullRecorder
+from boltmesh.strategies.offload.disk.swap_file import Swap
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from tests.support.faulty_disk import EIO, FaultyCalls, failing
 from tests.support.ranks import run_ranks
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.offload.disk.checksum import block_sum
-from boltmesh.strategies.offload.disk.store import DiskStore
-from boltmesh.strategies.offload.disk.swap import Swap
+from boltmesh.strategies.offload.disk.state_store import DiskStateStore
+from boltmesh.strategies.offload.disk.swap_file import Swap, block_sum
 from tests.support.faulty_disk import FaultyCalls
 
 CPU = torch.device("cpu")
@@ -27,12 +26,12 @@ def calls() -> FaultyCalls:
 
 
 @pytest.fixture
-def make(tmp_path: Path, calls: FaultyCalls) -> Iterator[Callable[..., DiskStore]]:
-    stores: list[DiskStore] = []
+def make(tmp_path: Path, calls: FaultyCalls) -> Iterator[Callable[..., DiskStateStore]]:
+    stores: list[DiskStateStore] = []
 
-    def build(num_chunks: int = 0, num_buffers: int = 4) -> DiskStore:
+    def build(num_chunks: int = 0, num_buffers: int = 4) -> DiskStateStore:
         swap = Swap(tmp_path, max(1, num_chunks) * CHUNK_BYTES, calls=calls)
-        store = DiskStore(swap, device=CPU, num_buffers=num_buffers)
+        store = DiskStateStore(swap, device=CPU, num_buffers=num_buffers)
         stores.append(store)
         for chunk in range(num_chunks):
             store.create(chunk, values(chunk))
@@ -53,14 +52,14 @@ def values(chunk: int, numel: int = NUMEL) -> tuple[Tensor, ...]:
     return tuple(torch.randn(numel, generator=generator) for _ in range(3))
 
 
-def assert_equal(store: DiskStore, chunk: int, expected: tuple[Tensor, ...]) -> None:
+def assert_equal(store: DiskStateStore, chunk: int, expected: tuple[Tensor, ...]) -> None:
     got = store.acquire(chunk)
     assert len(got) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     store.release(chunk, is_dirty=False)
 
 
-def test_chunks_of_any_shape_come_back(make: Callable[..., DiskStore]) -> None:
+def test_chunks_of_any_shape_come_back(make: Callable[..., DiskStateStore]) -> None:
     store = make()
     shapes = [(1, 3), (1024, 3), (1025, 2), (70_001, 1), (1_400_003, 3), (5, 4)]
     kept = {n: values(n, numel)[:1] * count for n, (numel, count) in enumerate(shapes)}
@@ -73,7 +72,7 @@ def test_chunks_of_any_shape_come_back(make: Callable[..., DiskStore]) -> None:
 @pytest.mark.parametrize("num_buffers", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_hints_and_changes_equals_memory(
-    make: Callable[..., DiskStore], seed: int, num_buffers: int
+    make: Callable[..., DiskStateStore], seed: int, num_buffers: int
 ) -> None:
     chance = random.Random(seed)
     store = make(11, num_buffers)
@@ -98,7 +97,7 @@ def test_any_order_of_hints_and_changes_equals_memory(
 
 
 def test_many_threads_in_turn_see_what_the_last_one_released(
-    make: Callable[..., DiskStore],
+    make: Callable[..., DiskStateStore],
 ) -> None:
     store = make(9)
     turn = threading.Lock()
@@ -130,7 +129,7 @@ def test_many_threads_in_turn_see_what_the_last_one_released(
 
 
 def test_threads_that_acquire_different_chunks_at_once_do_not_disturb_each_other(
-    make: Callable[..., DiskStore],
+    make: Callable[..., DiskStateStore],
 ) -> None:
     store = make(12)
     failed: list[BaseException] = []
@@ -158,7 +157,7 @@ def test_threads_that_acquire_different_chunks_at_once_do_not_disturb_each_other
     assert failed == []
 
 
-def test_memory_holds_no_more_than_the_ring(make: Callable[..., DiskStore]) -> None:
+def test_memory_holds_no_more_than_the_ring(make: Callable[..., DiskStateStore]) -> None:
     store = make(12, 3)
     for chunk in range(12):
         store.prefetch(chunk)
@@ -170,7 +169,7 @@ def test_memory_holds_no_more_than_the_ring(make: Callable[..., DiskStore]) -> N
 
 
 def test_reads_run_ahead_and_the_next_begins_when_a_write_is_over(
-    make: Callable[..., DiskStore], calls: FaultyCalls
+    make: Callable[..., DiskStateStore], calls: FaultyCalls
 ) -> None:
     store = make(8)
     first_reads = threading.Semaphore(0)
@@ -194,7 +193,7 @@ def test_reads_run_ahead_and_the_next_begins_when_a_write_is_over(
 
 
 def test_a_chunk_that_is_still_in_memory_is_not_read_again(
-    make: Callable[..., DiskStore], calls: FaultyCalls
+    make: Callable[..., DiskStateStore], calls: FaultyCalls
 ) -> None:
     store = make(6)
     for chunk in range(6):
@@ -207,7 +206,9 @@ def test_a_chunk_that_is_still_in_memory_is_not_read_again(
     assert len(calls.reads) == seen + 1
 
 
-def test_clean_chunks_are_not_written(make: Callable[..., DiskStore], calls: FaultyCalls) -> None:
+def test_clean_chunks_are_not_written(
+    make: Callable[..., DiskStateStore], calls: FaultyCalls
+) -> None:
     store = make(6)
     for chunk in range(6):
         assert_equal(store, chunk, values(chunk))
@@ -215,7 +216,7 @@ def test_clean_chunks_are_not_written(make: Callable[..., DiskStore], calls: Fau
     assert calls.writes == []
 
 
-def test_hints_that_nobody_follows_do_not_block(make: Callable[..., DiskStore]) -> None:
+def test_hints_that_nobody_follows_do_not_block(make: Callable[..., DiskStateStore]) -> None:
     store = make(10, 2)
     for chunk in range(10):
         store.prefetch(chunk)
@@ -224,7 +225,7 @@ def test_hints_that_nobody_follows_do_not_block(make: Callable[..., DiskStore]) 
 
 
 def test_holding_more_chunks_than_buffers_is_a_mistake_that_is_named(
-    make: Callable[..., DiskStore],
+    make: Callable[..., DiskStateStore],
 ) -> None:
     store = make(5, 2)
     store.acquire(0)
@@ -234,7 +235,7 @@ def test_holding_more_chunks_than_buffers_is_a_mistake_that_is_named(
 
 
 def test_flush_returns_when_the_writes_are_over(
-    make: Callable[..., DiskStore], calls: FaultyCalls
+    make: Callable[..., DiskStateStore], calls: FaultyCalls
 ) -> None:
     store = make(2)
     may_write = threading.Event()
@@ -251,7 +252,7 @@ def test_flush_returns_when_the_writes_are_over(
 
 
 def test_the_thread_that_steps_takes_the_checksums_and_each_read_is_verified_once(
-    make: Callable[..., DiskStore], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., DiskStateStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make(9)
     summed: list[tuple[int, int]] = []
@@ -262,7 +263,7 @@ def test_the_thread_that_steps_takes_the_checksums_and_each_read_is_verified_onc
         summed.append((block.data_ptr(), block.numel()))
         return block_sum(block)
 
-    monkeypatch.setattr("boltmesh.strategies.offload.disk.swap.block_sum", sum_and_note)
+    monkeypatch.setattr("boltmesh.strategies.offload.disk.swap_file.block_sum", sum_and_note)
     for chunk in range(9):
         store.prefetch(chunk)
         store.acquire(chunk)[0].add_(1)
@@ -275,7 +276,7 @@ def test_the_thread_that_steps_takes_the_checksums_and_each_read_is_verified_onc
     assert len(summed) == 2 * 9
 
 
-def test_what_is_written_later_has_checksums_too(make: Callable[..., DiskStore]) -> None:
+def test_what_is_written_later_has_checksums_too(make: Callable[..., DiskStateStore]) -> None:
     store = make(9)
     store.acquire(0)[0].fill_(7)
     store.release(0, is_dirty=True, defers_write=True)
@@ -293,7 +294,7 @@ def test_what_is_written_later_has_checksums_too(make: Callable[..., DiskStore])
 
 
 def test_closing_twice_and_with_hints_under_way_is_no_error(
-    make: Callable[..., DiskStore],
+    make: Callable[..., DiskStateStore],
 ) -> None:
     store = make(9)
     for chunk in range(9):
@@ -305,7 +306,7 @@ def test_closing_twice_and_with_hints_under_way_is_no_error(
 
 def test_the_file_is_closed_with_its_last_store(tmp_path: Path) -> None:
     swap = Swap(tmp_path)
-    one, other = DiskStore(swap, device=CPU), DiskStore(swap, device=CPU)
+    one, other = DiskStateStore(swap, device=CPU), DiskStateStore(swap, device=CPU)
     one.close()
     other.create(0, values(0))
     other.flush()

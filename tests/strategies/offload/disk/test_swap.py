@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from boltmesh.strategies.offload.disk.swap import Swap
+from boltmesh.strategies.offload.disk.swap_file import Swap
 from boltmesh.strategies.offload.disk.transfer import BLOCK_BYTES, Ticket
-from boltmesh.strategies.offload.memory import allocate_host
-from boltmesh.telemetry.recording.null_recorder import NullRecorder
+from boltmesh.strategies.offload.host_memory import allocate_host
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from tests.support.faulty_disk import EIO, FaultyCalls, failing
 
 CPU = torch.device("cpu")

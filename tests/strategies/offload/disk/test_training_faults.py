@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from boltmesh.strategies.offload import opening
-from boltmesh.strategies.offload.disk import swap
+from boltmesh.strategies.offload import stores
+from boltmesh.strategies.offload.disk import swap_file
 from tests.parity.resuming import Layout, Run, differences, fit, read_whole
 from tests.support.faulty_disk import EIO, ENOSPC, Call, FaultyCalls, failing, torn
 from tests.support.models import Regression
@@ -55,8 +55,8 @@ def layout(ranks: int, folder: Path) -> Layout:
 
 def many_chunks() -> None:
     """So that a small model has more of them than memory holds."""
-    opening.SMALL_NUMEL = 0
-    opening.CHUNK_NUMEL = 16  # type: ignore[attr-defined]
+    stores.SMALL_NUMEL = 0
+    stores.CHUNK_NUMEL = 16  # type: ignore[attr-defined]
 
 
 def fit_in_many_chunks(rank: int, world_size: int, *arguments: object) -> None:
@@ -74,7 +74,7 @@ def fit_on_failing_disk(
         if rank == failing_rank and module.trainer.global_step == FAILING_STEP:
             setattr(calls, when, make())
 
-    swap.FileCalls = lambda: calls  # type: ignore[attr-defined,assignment]
+    swap_file.FileCalls = lambda: calls  # type: ignore[attr-defined,assignment]
     Regression.on_train_batch_start = begin  # type: ignore[assignment]
     fit_in_many_chunks(rank, world_size, *arguments)
 

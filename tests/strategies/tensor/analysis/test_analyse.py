@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.tensor.analysis.analyse import analyse
-from boltmesh.strategies.tensor.plan_json import to_json
+from boltmesh.strategies.tensor.plan import to_json
 from boltmesh.strategies.tensor.planning import make_plan
 from tests.support.planned import analysed, divisions
 from tests.support.tensor_models import MLP, example, hugging_face
@@ -47,7 +47,7 @@ _SCRIPT = """
 import warnings; warnings.filterwarnings("ignore")
 from tests.support.planned import analysed
 from boltmesh.strategies.tensor.planning import make_plan
-from boltmesh.strategies.tensor.plan_json import to_json
+from boltmesh.strategies.tensor.plan import to_json
 for name in ("gpt_fused", "gpt_one_key_head", "llama", "t5", "mixtral", "chain"):
     print(to_json(make_plan(analysed(name), 2)))
 print(to_json(make_plan(analysed("gemma"), 2, sequence_parallel=True)))

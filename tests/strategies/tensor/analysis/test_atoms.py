@@ -1,15 +1,15 @@
 import pytest
 
-from boltmesh.strategies.tensor.analysis.atoms import (
-    Atom,
+from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     Reason,
-    find,
+    SymbolicDim,
     keep_whole,
     leaves,
     length,
     narrow,
     new_dim,
     regroup,
+    representative,
     unify,
 )
 
@@ -25,7 +25,7 @@ def test_the_same_dimension_seen_twice_is_one_axis():
 
     unify(one, other, WHY)
 
-    assert find(one[0]) is find(other[0])
+    assert representative(one[0]) is representative(other[0])
     assert not one[0].is_whole
 
 
@@ -61,7 +61,7 @@ def test_axes_united_before_are_united_with_all_that_they_were_united_with():
     unify(dims[2], dims[3], WHY)
     unify(dims[1], dims[2], WHY)
 
-    assert len({find(each[0]) for each in dims}) == 1
+    assert len({representative(each[0]) for each in dims}) == 1
 
 
 def test_what_has_to_be_whole_is_so_with_its_parts():
@@ -83,7 +83,7 @@ def test_what_has_to_be_whole_leaves_what_it_is_a_part_of():
     keep_whole(leaves(whole)[1:], Reason("softmax"))
 
     assert not leaves(whole)[0].is_whole
-    assert not find(whole[0]).is_whole
+    assert not representative(whole[0]).is_whole
 
 
 def test_parts_made_later_are_whole_as_well():
@@ -127,11 +127,11 @@ def test_sections_of_a_dimension_are_found_again_by_their_places():
     again = narrow(dim, 0, 4, WHY)
     half = narrow(dim, 8, 4, WHY)
 
-    assert find(first[0]) is find(again[0])
+    assert representative(first[0]) is representative(again[0])
     assert sizes(second) == [8]
-    assert find(second[0]).form == "sections"
+    assert representative(second[0]).form == "sections"
     assert sizes(half) == [4]
-    assert not find(dim[0]).is_whole
+    assert not representative(dim[0]).is_whole
 
 
 def test_overlapping_slices_need_the_dimension_whole():
@@ -140,7 +140,7 @@ def test_overlapping_slices_need_the_dimension_whole():
 
     narrow(dim, 3, 6, WHY)
 
-    assert find(dim[0]).is_whole
+    assert representative(dim[0]).is_whole
 
 
 def test_a_slice_of_rows_of_a_product_is_a_section_of_its_outer_factor():
@@ -169,7 +169,7 @@ def test_a_view_over_sections_needs_them_whole():
 
     regroup([dim], [3, 4], WHY)
 
-    assert find(dim[0]).is_whole
+    assert representative(dim[0]).is_whole
 
 
 @pytest.mark.parametrize("size", [0, 12])
@@ -178,7 +178,7 @@ def test_nothing_and_everything_are_no_sections(size):
 
     narrow(dim, 0, size, WHY)
 
-    assert find(dim[0]).form is None
+    assert representative(dim[0]).form is None
     assert not dim[0].is_whole
 
 
@@ -189,10 +189,10 @@ def test_sections_and_factors_of_the_same_axis_contradict_each_other():
 
     unify(one, other, WHY)
 
-    assert find(one[0]).is_whole
+    assert representative(one[0]).is_whole
     assert all(each.is_whole for each in leaves(other))
 
 
 def test_axes_of_one_element_are_none():
-    assert leaves((Atom(1), Atom(3), Atom(1))) != ()
-    assert sizes((Atom(1), Atom(3), Atom(1))) == [3]
+    assert leaves((SymbolicDim(1), SymbolicDim(3), SymbolicDim(1))) != ()
+    assert sizes((SymbolicDim(1), SymbolicDim(3), SymbolicDim(1))) == [3]

@@ -1,0 +1,147 @@
+"""Commands that turn checkpoints into those of other programs, and back."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from typing_extensions import override
+
+from boltmesh.cli.signals import stopped_cleanly
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?")
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes as Hugging Face writes it: 5GB, 500MB, 2GiB."""
+
+    name = "size"
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        found = _SIZE.fullmatch(str(value).strip())
+        if found is None:
+            self.fail(f"{value!r} is no size. Write 5GB, 500MB or 2GiB.", param, ctx)
+        number, unit, binary = found.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+        if size < 1:
+            self.fail(f"{value!r} is no size: it has to be at least one byte.", param, ctx)
+        return size
+
+
+class PathOrAddress(click.ParamType["str | Path"]):
+    """A path, or an address that fsspec opens: a Path of one would lose a slash."""
+
+    name = "path"
+
+    @override
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | Path:
+        from boltmesh.strategies.checkpoint.storage.addresses import path_or_address
+
+        return path_or_address(value)
+
+
+@click.command()
+@click.argument("checkpoint", type=PathOrAddress())
+@click.option(
+    "--to",
+    "target",
+    type=PathOrAddress(),
+    required=True,
+    help="A .ckpt file, a .safetensors file, or a folder for safetensors.",
+)
+@click.option(
+    "--prefix",
+    help="What to take off the names for safetensors, such as model.; '' takes nothing off. "
+    "[the attribute that holds the model, where there is one only]",
+)
+@click.option("--max-shard-size", type=Size(), help="Of each file in a folder. [5GB]")
+@click.option("--force", is_flag=True, help="Replace what is there.")
+def export(
+    checkpoint: str | Path,
+    target: str | Path,
+    prefix: str | None,
+    max_shard_size: int | None,
+    force: bool,
+) -> int:
+    """Write CHECKPOINT for programs that know nothing of boltmesh.
+
+    A .ckpt has everything, and plain Lightning loads it and resumes from it. safetensors have the
+    weights, under the names of the model that the LightningModule holds: a .safetensors file, or a
+    folder as Hugging Face has them. One tensor is in memory at a time.
+    """
+    from boltmesh.conversion.export_checkpoint import export as write
+
+    with stopped_cleanly(), _Bar() as bar:
+        lines = write(
+            checkpoint,
+            target,
+            prefix=prefix,
+            max_shard_bytes=max_shard_size,
+            force=force,
+            counted=bar.begin,
+        )
+    click.echo("\n".join(lines))
+    return 0
+
+
+@click.command("import")
+@click.argument("source", type=PathOrAddress())
+@click.option("--to", "target", type=PathOrAddress(), required=True, help="The directory to make.")
+@click.option("--prefix", default="", help="Put before the names of safetensors, such as model.")
+@click.option(
+    "--tie",
+    "ties",
+    multiple=True,
+    metavar="NAME=STORED",
+    help="A second name of a tensor of safetensors, such as lm_head.weight=transformer.wte.weight.",
+)
+@click.option("--force", is_flag=True, help="Replace what is there.")
+def import_command(
+    source: str | Path, target: str | Path, prefix: str, ties: tuple[str, ...], force: bool
+) -> int:
+    """Make a checkpoint directory of SOURCE, which every layout loads shard by shard.
+
+    SOURCE is a Lightning file, of which all is kept, or the weights of a model: a safetensors
+    file, or a folder of them as Hugging Face has it. One tensor is in memory at a time.
+    """
+    from boltmesh.conversion.import_checkpoint import import_checkpoint
+
+    pairs = {}
+    for each in ties:
+        name, equals, kept = each.partition("=")
+        if not (name and equals and kept):
+            raise click.BadParameter(f"{each!r} is not NAME=STORED.", param_hint="--tie")
+        pairs[name] = kept
+    with stopped_cleanly():
+        lines = import_checkpoint(source, target, prefix=prefix, ties=pairs, force=force)
+    click.echo("\n".join(lines))
+    return 0
+
+
+class _Bar:
+    """How far it is, on a terminal."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(*error)
+
+    def begin(self, num_bytes: int) -> Callable[[int], Any]:
+        """Show it, where somebody looks; return what counts."""
+        if not sys.stderr.isatty():
+            return lambda _: None
+        self._bar = click.progressbar(length=num_bytes, file=sys.stderr).__enter__()
+        count: Callable[[int], Any] = self._bar.update
+        return count

@@ -1,0 +1,110 @@
+"""Commands that work out what a config or a schedule would do; nothing is trained."""
+
+from pathlib import Path
+
+import click
+
+from boltmesh.cli.config import see_working_directory, takes_config
+
+
+@click.command()
+@takes_config
+@click.option("--strategy", metavar="NAME", help="Show one in detail, for example zero3_nvme.")
+@click.option(
+    "--devices", type=click.IntRange(min=1), help="Ranks of a node. [trainer.devices of CONFIG]"
+)
+@click.option("--size", metavar="NAME", help="Size of the GPT that comes along: 125M to 175B.")
+@click.option(
+    "--cluster",
+    type=click.Path(path_type=Path),
+    help="YAML file with what was measured of the machines: says what fits, and the least time.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(
+    config: str,
+    overrides: tuple[str, ...],
+    strategy: str | None,
+    devices: int | None,
+    size: str | None,
+    cluster: Path | None,
+    as_json: bool,
+) -> int:
+    """Predict the memory and the traffic of every ZeRO stage and offload, or of a mesh.
+
+    Nothing is built: the devices, and the memory, need not be here. Of a config with a pipeline,
+    or with --strategy pipeline, the stages with their cost and memory, and the expected bubble;
+    with --strategy tensor what each rank keeps of which matrix; with --strategy 3d all axes
+    together: the mesh, memory by kind, stages, and bytes of a step by axis. Arguments of that
+    strategy are given as strategy.KEY=VALUE.
+    """
+    from boltmesh.plan.command import plan as predict
+
+    see_working_directory()
+    return predict(
+        config,
+        overrides,
+        strategy=strategy,
+        devices=devices,
+        size=size,
+        cluster=cluster,
+        as_json=as_json,
+    )
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--stages",
+    type=click.IntRange(min=1),
+    required=True,
+    metavar="P",
+    help="Ranks of the pipeline, each with --stages-per-rank stages.",
+)
+@click.option("--microbatches", type=click.IntRange(min=1), required=True, metavar="M")
+@click.option(
+    "--stages-per-rank",
+    type=click.IntRange(min=1),
+    metavar="V",
+    help="[1, or 2 where the schedule is made for several]",
+)
+@click.option(
+    "--forward",
+    type=click.FloatRange(min=0.0, min_open=True),
+    default=1.0,
+    help="Time of one stage for one microbatch, in any unit. [1]",
+)
+@click.option(
+    "--backward",
+    type=click.FloatRange(min=0.0, min_open=True),
+    default=2.0,
+    help="The same; half of it for the input's gradient, half for the weights'. [2]",
+)
+@click.option("--ascii", "ascii_only", is_flag=True, help="Draw with ASCII.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def schedule(
+    name: str,
+    stages: int,
+    microbatches: int,
+    stages_per_rank: int | None,
+    forward: float,
+    backward: float,
+    ascii_only: bool,
+    as_json: bool,
+) -> int:
+    """Draw one step of a pipeline schedule, its bubble, and what it keeps.
+
+    NAME is gpipe, 1f1b, looped_bfs, interleaved_1f1b, zero_bubble, zbv, dualpipev or pipedream_2bw.
+    Stages are taken as equal, and transfers as free.
+    """
+    from boltmesh.plan.schedule import schedule as draw
+
+    return draw(
+        name,
+        stages=stages,
+        microbatches=microbatches,
+        stages_per_rank=stages_per_rank,
+        forward=forward,
+        backward=backward,
+        ascii_only=ascii_only,
+        as_json=as_json,
+    )

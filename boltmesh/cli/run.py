@@ -1,0 +1,139 @@
+"""Commands that train or run a config, and the comparison of its layout with one process."""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from boltmesh.cli.config import CONFIG_HELP, TRACEBACK, see_working_directory, takes_config
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from boltmesh.launch.placement import Placement
+    from boltmesh.launch.rank import Rank
+
+Verb = Literal["fit", "validate", "test", "predict"]
+
+
+def command_of(verb: Verb, summary: str) -> click.Command:
+    """Return ``fit``, ``validate``, ``test`` or ``predict``."""
+
+    @takes_config
+    @click.option("--print-config", is_flag=True, help="Print the merged config, and stop.")
+    @click.option("--dry-run", is_flag=True, help="Build everything, show it, and stop.")
+    @TRACEBACK
+    def command(
+        config: str,
+        overrides: tuple[str, ...],
+        print_config: bool,
+        dry_run: bool,
+        wants_traceback: bool,
+    ) -> int:
+        from boltmesh.launch.rank import Rank
+
+        rank = Rank.enter()
+        rank.wants_traceback = wants_traceback
+        if print_config:
+            return rank.execute(lambda: _print_config(config, overrides))
+        if dry_run:
+            return rank.execute(lambda: _show(verb, config, overrides, rank))
+        return rank.execute(lambda: _start(verb, config, overrides, rank))
+
+    return click.command(verb, help=f"{summary}\n\n{CONFIG_HELP}")(command)
+
+
+@click.command()
+@takes_config
+@click.option("--steps", type=click.IntRange(min=1), default=4, help="Optimizer steps. [4]")
+@TRACEBACK
+def check(config: str, overrides: tuple[str, ...], steps: int, wants_traceback: bool) -> int:
+    """Compare this layout with one process, and name the first difference.
+
+    Trains both for a few optimizer steps on the same data. Exit code 1 when they differ.
+    """
+    from boltmesh.launch.rank import Rank
+
+    rank = Rank.enter()
+    rank.wants_traceback = wants_traceback
+
+    def work() -> int:
+        from boltmesh.check.command import check as compare
+
+        return compare(config, overrides, steps=steps, rank=rank)
+
+    return rank.execute(work)
+
+
+def _print_config(config: str, overrides: Sequence[str]) -> int:
+    from omegaconf import OmegaConf
+
+    from boltmesh.configs.load import load
+
+    print(OmegaConf.to_yaml(load(config, overrides)), end="")
+    return 0
+
+
+def _prepare(
+    verb: Verb, config: str, overrides: Sequence[str], *, for_show: bool
+) -> tuple["DictConfig", "Placement", str]:
+    """The config, where its ranks run, and what errors call it."""
+    from boltmesh.configs.load import find, load
+    from boltmesh.preflight import check_config
+
+    see_working_directory()
+    loaded, source = load(config, overrides), str(find(config))
+    placement = check_config(loaded, source=source, is_fit=verb == "fit", for_show=for_show)
+    return loaded, placement, source
+
+
+def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> int:
+    loaded, placement, source = _prepare(verb, config, overrides, for_show=True)
+
+    from boltmesh.plan.mesh_plan import SEVERAL_AXES, plan_mesh
+    from boltmesh.plan.mesh_text import write_mesh
+    from boltmesh.plan.stage_plan import PIPELINE, plan_stages, write_stages
+    from boltmesh.plan.strategy_options import as_mapping
+    from boltmesh.plan.tensor_plan import TENSOR, plan_tensor, write_tensor
+    from boltmesh.run import RunBuilder, describe
+    from boltmesh.strategies.cost_model.step_time import Machine
+
+    built = RunBuilder(loaded, verb, placement, rank, source=source).build(for_show=True)
+    print(describe(built, loaded, verb, placement))
+    given = as_mapping(loaded.strategy)
+    if verb == "fit" and loaded.strategy.name == PIPELINE:
+        print(f"\n{write_stages(plan_stages(loaded, placement.world_size, given, source=source))}")
+    if verb == "fit" and loaded.strategy.name == TENSOR:
+        made = plan_tensor(loaded, placement.num_local_ranks, given, source=source)
+        print(f"\n{write_tensor(made)}")
+    if verb == "fit" and loaded.strategy.name == SEVERAL_AXES:
+        per_host = placement.world_size // loaded.trainer.num_nodes
+        print(f"\n{write_mesh(plan_mesh(loaded, per_host, given, Machine(), source=source))}")
+    return 0
+
+
+def _start(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> int:
+    loaded, placement, source = _prepare(verb, config, overrides, for_show=False)
+
+    from boltmesh.launch.launch import Supervisor, resume_command
+    from boltmesh.telemetry.job import ID_VARIABLE, NAME_VARIABLE, new_job_id
+
+    os.environ.setdefault(NAME_VARIABLE, loaded.run.name)
+    line = [verb, config, *overrides]
+    rank.resume_command = resume_command(line)
+    if placement.launcher is None:
+        job_id = os.environ.setdefault(ID_VARIABLE, new_job_id())
+        if placement.num_local_ranks > 1:
+            flag = ["--traceback"] if rank.wants_traceback else []
+            return Supervisor(
+                [*line, *flag],
+                num_ranks=placement.num_local_ranks,
+                job_id=job_id,
+                wants_traceback=rank.wants_traceback,
+            ).run()
+
+    from boltmesh.run import run
+
+    run(loaded, verb, placement, rank, source=source)
+    return 0

@@ -1,0 +1,257 @@
+"""Writes the safetensors format one tensor at a time.
+
+The library's writers want every tensor of a file in memory. The format is a header of JSON that
+says where each tensor lies, and their elements, https://huggingface.co/docs/safetensors.
+
+A model as Hugging Face stores it: one file, or a folder with several and an index.
+
+Reads a safetensors file, or a folder of them, without loading their tensors.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from boltmesh.conversion.source import as_bytes, load_value, second_names
+from boltmesh.conversion.writing import written_whole
+from boltmesh.errors import ConfigError
+
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+    "BOOL": "bool", "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+"""Names of the format, and torch's."""
+
+METADATA: dict[str, str] = {"format": "pt"}
+"""What Hugging Face's loaders ask for."""
+
+_HEADER_ALIGNMENT_BYTES = 8
+
+
+def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
+    """Look whether the format has them all.
+
+    Raises:
+        ConfigError: When it lacks one.
+    """
+    names = _names_by_dtype()
+    for name, each in tensors.items():
+        if each.dtype not in names or each.layout != torch.strided:
+            raise ConfigError(
+                f"{name} has dtype {each.dtype} and layout {each.layout}, for which safetensors "
+                f"has no name. Export to a .ckpt file instead."
+            )
+
+
+def write_safetensors(
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    *,
+    metadata: Mapping[str, str],
+    load: Callable[[Tensor, str], Tensor],
+    progress: Callable[[int], Any],
+) -> None:
+    """Write a file and flush it to its medium.
+
+    Args:
+        tensors: By name; may be placeholders.
+        path: The file to be.
+        metadata: Strings for the header.
+        load: Gives the elements of a tensor: contiguous, on the CPU.
+        progress: Called with the number of bytes of each tensor that has been written.
+    """
+    # The widest first, so that each lies at a multiple of its elements' size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    kinds = _names_by_dtype()
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in names:
+        start, end = end, end + num_bytes(tensors[name])
+        header[name] = {
+            "dtype": kinds[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
+    written = json.dumps(header, separators=(",", ":")).encode()
+    written += b" " * (-len(written) % _HEADER_ALIGNMENT_BYTES)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(written)))
+        file.write(written)
+        for name in names:
+            value = load(tensors[name], name)
+            file.write(as_bytes(value))
+            progress(value.nbytes)
+            del value  # before the next one is loaded
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Of all elements of a tensor, also of one that is not loaded."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _names_by_dtype() -> dict[torch.dtype, str]:
+    return {getattr(torch, each): name for name, each in DTYPES.items() if hasattr(torch, each)}
+
+
+SUFFIX = ".safetensors"
+SINGLE = f"model{SUFFIX}"
+INDEX = f"model{SUFFIX}.index.json"
+
+
+def write_model(
+    tensors: Mapping[str, Tensor],
+    target: Path,
+    *,
+    max_shard_bytes: int | None,
+    progress: Callable[[int], Any],
+) -> dict[str, str]:
+    """Write tensors under the names they have here. Tied ones are written once.
+
+    The header of the file that has a tied tensor names its other names, as ``save_model`` of
+    safetensors does.
+
+    Args:
+        tensors: By name; may be placeholders.
+        target: The file to be, or with ``max_shard_bytes`` the folder.
+        max_shard_bytes: No file holds more, unless one tensor does.
+        progress: Called with the number of bytes of each tensor that has been written.
+
+    Returns:
+        Names that were not written, and the names of the tensors they are.
+
+    Raises:
+        CheckpointError: When it could not be written.
+        ConfigError: When safetensors has no name for a dtype, or a tensor could not be read.
+    """
+    aliases = second_names(tensors)
+    stored = {name: each for name, each in tensors.items() if name not in aliases}
+    check_dtypes(stored)
+
+    def write(names: Mapping[str, Tensor], path: Path) -> None:
+        own = {name: kept for name, kept in aliases.items() if kept in names}
+        write_safetensors(
+            names, path, metadata={**own, **METADATA}, load=load_value, progress=progress
+        )
+
+    with written_whole(target) as partial:
+        if max_shard_bytes is None:
+            write(stored, partial)
+        else:
+            partial.mkdir()
+            shards = divide(stored, max_shard_bytes)
+            names = file_names(len(shards))
+            for name, shard in zip(names, shards, strict=True):
+                write(shard, partial / name)
+            if len(shards) > 1:
+                _write_index(dict(zip(names, shards, strict=True)), partial / INDEX)
+    return aliases
+
+
+def divide(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
+    """Share tensors out over files in their order; one that is larger has a file for itself."""
+    shards: list[dict[str, Tensor]] = [{}]
+    taken = 0
+    for name, each in tensors.items():
+        size = num_bytes(each)
+        if shards[-1] and taken + size > max_bytes:
+            shards.append({})
+            taken = 0
+        shards[-1][name] = each
+        taken += size
+    return shards
+
+
+def file_names(count: int) -> list[str]:
+    """As Hugging Face names the files of a model."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{at:05}-of-{count:05}{SUFFIX}" for at in range(1, count + 1)]
+
+
+def _write_index(shards: Mapping[str, Mapping[str, Tensor]], path: Path) -> None:
+    total = sum(num_bytes(each) for shard in shards.values() for each in shard.values())
+    places = {name: file for file, shard in shards.items() for name in shard}
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    with path.open("w", encoding="utf-8") as opened:
+        json.dump(content, opened, indent=2)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+@dataclass
+class StoredModel:
+    """The tensors of a model, mapped, and other names that some of them have."""
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether this is a file of the format, or a folder that has some."""
+    if path.is_dir():
+        return any(path.glob(f"*{SUFFIX}")) or (path / INDEX).is_file()
+    return path.suffix == SUFFIX
+
+
+def open_safetensors(path: Path) -> StoredModel:
+    """Map the tensors of a file, or of all files of a folder.
+
+    Raises:
+        ConfigError: When the library is missing, a file is damaged or not there, or two files
+            have a tensor of one name.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ConfigError(
+            "Reading safetensors needs the package of that name. Install it: "
+            "pip install 'boltmesh[safetensors]'."
+        ) from error
+    model = StoredModel({}, {})
+    for file in _files(path):
+        try:
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                notes: dict[str, str] = opened.metadata() or {}
+                found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from error
+        if twice := sorted(found.keys() & model.tensors.keys()):
+            raise ConfigError(f"{path} has {twice[0]} in more than one file. Remove the old files.")
+        model.tensors |= found
+        model.aliases |= {name: kept for name, kept in notes.items() if kept in found}
+    if not model.tensors:
+        raise ConfigError(f"{path} has no tensors.")
+    return model
+
+
+def _files(path: Path) -> list[Path]:
+    """Those of the index where there is one, so that a file that is missing is missed."""
+    if not path.is_dir():
+        if not path.is_file():
+            raise ConfigError(f"{path} does not exist.")
+        return [path]
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    if not (path / INDEX).is_file():
+        return sorted(path.glob(f"*{SUFFIX}"))
+    try:
+        content: Any = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        files = [path / name for name in sorted(set(content["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path / INDEX} cannot be read: {error}") from error
+    for each in files:
+        if each.parent != path or not each.is_file():
+            raise ConfigError(f"{path / INDEX} names {each.name}, which is not there.")
+    return files

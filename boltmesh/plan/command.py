@@ -1,0 +1,336 @@
+"""``boltmesh plan``: what every ZeRO stage and offload would need, before a rank is started.
+
+Torch-free for the GPT that comes with boltmesh. Any other model is built without memory, which
+needs torch, and its activations are counted on one batch of the config's data.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
+
+from boltmesh.configs.advice import name_choices, nearest
+from boltmesh.configs.load import RECIPE_FOLDER, find, load
+from boltmesh.errors import ConfigError
+from boltmesh.plan.mesh_plan import SEVERAL_AXES, plan_mesh
+from boltmesh.plan.mesh_text import write_mesh
+from boltmesh.plan.stage_plan import PIPELINE, plan_stages, write_stages
+from boltmesh.plan.strategy_options import (
+    AUTO_NOTE,
+    PREFIX,
+    as_mapping,
+    given_to,
+    offload_error,
+    optimizer_copies,
+    own_options,
+    sharing_of,
+    trainer_reads_gradients,
+)
+from boltmesh.plan.tensor_plan import TENSOR, plan_tensor, write_tensor
+from boltmesh.plan.text import StrategyRow, write_row, write_table
+from boltmesh.strategies.cost_model.gpt import GPTSize, describe_gpt, size_named
+from boltmesh.strategies.cost_model.memory import estimate_memory
+from boltmesh.strategies.cost_model.model import (
+    JobShape,
+    ModelShape,
+    ShardingLayout,
+    Widths,
+    widths_of,
+)
+from boltmesh.strategies.cost_model.offload import FP32
+from boltmesh.strategies.cost_model.step_time import Machine, estimate_step_time
+from boltmesh.strategies.cost_model.traffic import estimate_traffic
+from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.registry import STRATEGIES
+from boltmesh.strategy_arguments import check_strategy_name
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+KNOWN_MODEL = (RECIPE_FOLDER.parent / "examples" / "gpt.py").resolve()
+KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
+DIVIDING = (PIPELINE, TENSOR, SEVERAL_AXES)
+"""What has plans of its own: ``stage_plan.py``, ``tensor_plan.py`` and ``mesh_plan.py``."""
+
+REPLICATED = "bolt_replicated"
+"""Of one process over several devices, of which none is like another."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that one command is about."""
+
+    model: ModelShape
+    job: JobShape
+    own: str
+    """The strategy of the config."""
+    sharings: dict[str, ShardingLayout]
+    machine: Machine
+    notes: tuple[str, ...]
+
+    def row(self, name: str) -> StrategyRow:
+        """What one strategy needs."""
+        sharing = self.sharings[name]
+        memory = estimate_memory(self.model, sharing, self.job)
+        return StrategyRow(
+            name=name,
+            is_own=name == self.own,
+            memory=memory,
+            traffic=estimate_traffic(self.model, sharing, self.job),
+            time=estimate_step_time(self.model, sharing, self.job, self.machine),
+            too_large=self.machine.places_too_small_for(memory.peak),
+        )
+
+
+def plan(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    strategy: str | None,
+    devices: int | None,
+    size: str | None,
+    cluster: Path | None,
+    as_json: bool,
+) -> int:
+    """Print the table, or one strategy in detail.
+
+    Raises:
+        ConfigError: When the config cannot be planned.
+    """
+    changes = [*([] if size is None else _size_overrides(size)), *overrides]
+    wanted = None if strategy is None else strategy.removeprefix(PREFIX)
+    loaded = load(config, changes)
+    if wanted == REPLICATED.removeprefix(PREFIX):
+        raise ConfigError(
+            f"{find(config)}: boltmesh plan counts what one rank has, and {REPLICATED} is one "
+            f"process over several devices. Plan --strategy ddp, whose ranks have as much."
+        )
+    named = loaded.strategy.get("name") if wanted is None else f"{PREFIX}{wanted}"
+    if named in DIVIDING:
+        source = str(find(config))
+        check_strategy_name(loaded.strategy.get("name"), source=source)
+        given = given_to(named, loaded, overrides)
+        per_node = ranks_per_node(loaded, devices, source)
+        print(_plan_divided(named, loaded, per_node, given, cluster, source, as_json=as_json))
+        return 0
+    made = make_plan(config, overrides, devices=devices, size=size, cluster=cluster)
+    chosen = list(made.sharings) if strategy is None else [_find_strategy(strategy, made)]
+    rows = [made.row(each) for each in chosen]
+    if as_json:
+        print(json.dumps(_as_data(made, rows)))
+    elif strategy is None:
+        print(write_table(made.model, made.job, rows, made.notes))
+    else:
+        print(write_row(made.model, made.job, rows[0], made.notes))
+    return 0
+
+
+def make_plan(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    devices: int | None = None,
+    size: str | None = None,
+    cluster: Path | None = None,
+) -> Plan:
+    """Describe the model, the job and the strategies of a config."""
+    # What is said on the command line wins over what the size says.
+    changes = [*([] if size is None else _size_overrides(size)), *overrides]
+    loaded, source = load(config, changes), str(find(config))
+    if size is not None and not _is_shipped(loaded.model.class_path, KNOWN_MODEL, "GPT"):
+        raise ConfigError(
+            f"{source}: --size={size} is a size of the GPT that comes with boltmesh, and the model "
+            f"is {loaded.model.class_path}. Leave --size out, and set model.init_args instead."
+        )
+    check_strategy_name(loaded.strategy.get("name"), source=source)
+    widths = widths_of(loaded.trainer.precision)
+    per_node = ranks_per_node(loaded, devices, source)
+    own = loaded.strategy.name
+    given = as_mapping(loaded.strategy)
+    sharings = {
+        name: sharing_of(name, STRATEGIES[name], {})
+        for name in STRATEGIES
+        if name not in (*DIVIDING, REPLICATED)
+    }
+    options = None
+    if own in sharings:
+        options = own_options(STRATEGIES[own], given, source)
+        sharings[own] = sharing_of(own, STRATEGIES[own], given)
+    model, copies, notes = _describe(loaded, widths, options, source)
+    shard_size = None if options is None else options.shard_size
+    job = _job_of(loaded, per_node, shard_size, copies, source)
+    if loaded.trainer.accelerator == "auto":
+        notes += (AUTO_NOTE,)
+    if given.get("activation_checkpointing") is not None:
+        notes += ("activations and work are those without activation_checkpointing",)
+    if not _is_kept_in_fp32(model, widths):
+        precision = loaded.trainer.precision
+        if own in sharings and sharings[own].has_engine:
+            raise offload_error(precision, source)
+        sharings = {name: each for name, each in sharings.items() if not each.has_engine}
+        notes += (f"offload keeps state in fp32, so it cannot be had with precision={precision}",)
+    return Plan(model, job, own, sharings, _read_machine(cluster), notes)
+
+
+def _job_of(
+    config: "DictConfig",
+    per_node: int,
+    shard_size: int | str | None,
+    state_copies: int,
+    source: str,
+) -> JobShape:
+    """Return what the config says of a job, which holds for every strategy."""
+    trainer = config.trainer
+    job = JobShape(
+        num_ranks=per_node * trainer.num_nodes,
+        widths=widths_of(trainer.precision),
+        shard_size=per_node if shard_size == "node" else shard_size,  # type: ignore[arg-type]
+        num_microbatches=trainer.accumulate_grad_batches,
+        state_copies=state_copies,
+        reads_gradients=trainer_reads_gradients(config),
+        is_on_host=trainer.accelerator == "cpu",
+    )
+    if job.num_ranks % job.num_shards:
+        raise ConfigError(
+            f"{source}: strategy.shard_size={job.num_shards} does not divide {job.num_ranks} "
+            f"ranks. Set strategy.shard_size={_divisor(job.num_ranks, job.num_shards)}."
+        )
+    return job
+
+
+def _plan_divided(
+    name: str,
+    config: "DictConfig",
+    per_node: int,
+    given: Mapping[str, Any],
+    cluster: Path | None,
+    source: str,
+    *,
+    as_json: bool,
+) -> str:
+    """Return what is printed of a strategy of ``DIVIDING``."""
+    if name == PIPELINE:
+        stages = plan_stages(config, per_node * config.trainer.num_nodes, given, source=source)
+        return json.dumps(stages.as_data()) if as_json else write_stages(stages)
+    if name == TENSOR:
+        division = plan_tensor(config, per_node, given, source=source)
+        return json.dumps(division.as_data()) if as_json else write_tensor(division)
+    mesh = plan_mesh(config, per_node, given, _read_machine(cluster), source=source)
+    return json.dumps(mesh.as_data()) if as_json else write_mesh(mesh)
+
+
+def _describe(
+    config: "DictConfig", widths: Widths, options: ZeroOptions | None, source: str
+) -> tuple[ModelShape, int, tuple[str, ...]]:
+    """The model, how many copies its optimizer keeps, and what was assumed."""
+    known = _known_batch(config)
+    if known is None or (options is not None and options.blocks is not None):
+        from boltmesh.plan.dry_model import describe_model
+
+        model, made, notes = describe_model(config, options, source=source)
+        name = None if made is None else type(made).__name__
+        arguments: Mapping[str, Any] = {} if made is None else made.defaults
+    else:
+        size = GPTSize.of(as_mapping(config.model.init_args))
+        model, notes = describe_gpt(size, batch=known, widths=widths), ()
+        name, arguments = "AdamW", {}
+    copies, note = optimizer_copies(config, name, arguments)
+    return model, copies, (*notes, *note)
+
+
+def _is_kept_in_fp32(model: ModelShape, widths: Widths) -> bool:
+    return all(
+        widths.store(each.element_bytes) == FP32
+        for unit in model.units
+        for each in unit.tensors
+        if each.is_trained
+    )
+
+
+def _known_batch(config: "DictConfig") -> tuple[int, int] | None:
+    """Windows and tokens of a micro-batch, where model and data are the ones that come along."""
+    if not _is_shipped(config.model.class_path, KNOWN_MODEL, "GPT"):
+        return None
+    if not _is_shipped(config.data.class_path, KNOWN_DATA, "TextData"):
+        return None
+    arguments = config.data.init_args
+    return int(arguments.get("batch_size", 32)), int(arguments.get("block_size", 128))
+
+
+def _is_shipped(class_path: str | None, file: Path, name: str) -> bool:
+    path, _, given = (class_path or "").rpartition(":")
+    return given == name and Path(path).resolve() == file
+
+
+def _size_overrides(name: str) -> list[str]:
+    size = size_named(name)
+    return [f"model.init_args.{key}={value}" for key, value in asdict(size).items()]
+
+
+def _find_strategy(name: str, made: Plan) -> str:
+    full = name if name.startswith(PREFIX) else f"{PREFIX}{name}"
+    if full in made.sharings:
+        return full
+    known = [each.removeprefix(PREFIX) for each in made.sharings]
+    guess = nearest(name, known)
+    hint = f"Did you mean '{guess}'?" if guess else f"Use {name_choices(known, at_most=20)}."
+    raise ConfigError(f"There is no strategy '{name}'. {hint}")
+
+
+def ranks_per_node(config: "DictConfig", devices: int | None, source: str) -> int:
+    """Return the ranks of a node that a plan is for: ``--devices``, or what the config says."""
+    if devices is not None:
+        return devices
+    asked = config.trainer.devices
+    if not isinstance(asked, str) and OmegaConf.is_list(asked):
+        return len(asked)
+    if isinstance(asked, int) and asked > 0:
+        return asked
+    if isinstance(asked, str) and asked.isdigit():
+        return int(asked)
+    raise ConfigError(
+        f"{source}: trainer.devices={asked} depends on the machine that the plan is for. "
+        f"Add --devices 8, or as many as one node of it has."
+    )
+
+
+def _divisor(number: int, near: int) -> int:
+    return min((each for each in range(1, number + 1) if number % each == 0),
+               key=lambda each: abs(each - near))  # fmt: skip
+
+
+def _read_machine(path: Path | None) -> Machine:
+    """Return what a file says of a machine; of none nothing is known."""
+    if path is None:
+        return Machine()
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict):
+        known = ", ".join(each.name for each in fields(Machine))
+        raise ConfigError(f"{path} is no mapping of measured numbers. Its keys are {known}.")
+    return Machine.of(content, source=str(path))
+
+
+def _as_data(made: Plan, rows: Sequence[StrategyRow]) -> dict[str, Any]:
+    """The plan as JSON has it: bytes and seconds, None for what is not known."""
+    return {
+        "schema": 1,
+        "model": {
+            "name": made.model.name,
+            "parameters": made.model.numel,
+            "trained_parameters": made.model.trained_numel,
+            "activations": None
+            if made.model.activations is None
+            else asdict(made.model.activations),
+        },
+        "ranks": made.job.num_ranks,
+        "shards": made.job.num_shards,
+        "notes": list(made.notes),
+        "strategies": [row.as_data() for row in rows],
+    }

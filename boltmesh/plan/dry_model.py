@@ -1,0 +1,246 @@
+"""Describes a config's model without its memory: built from fake tensors, run once for a batch.
+
+Fake tensors have shapes and types and no data, so a model of any size is built in seconds by its
+own code, and its ``training_step`` shows what autograd would keep.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from boltmesh.configs.classes import build
+from boltmesh.launch.log_filters import quiet_lightning
+from boltmesh.plan.dry_step import DryStep, one_line
+from boltmesh.strategies.cost_model.model import (
+    Activations,
+    ModelShape,
+    TensorShape,
+    UnitShape,
+    widths_of,
+)
+from boltmesh.strategies.data_parallel.fully_shard import full_precision_modules
+from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.data_parallel.units import find_units
+from boltmesh.strategies.lightning_compat.trainer import (
+    module_keeps_gradients,
+    module_reads_gradients,
+)
+from boltmesh.strategies.torch_compat.tensors import fake_tensors, tree_leaves, tree_map
+
+_DTYPES = {
+    "16": torch.float16,
+    "32": torch.float32,
+    "64": torch.float64,
+    "bf16": torch.bfloat16,
+}
+"""By what a precision begins with."""
+
+
+@dataclass(frozen=True)
+class NumberTypes:
+    """What a model's numbers are stored and computed in."""
+
+    stored: torch.dtype
+    """Of parameters, and of the floats of a batch."""
+    cast: torch.dtype | None
+    """What autocast computes in; None without autocast."""
+
+    @classmethod
+    def of(cls, precision: str) -> Self:
+        """Return the types of a Trainer's ``precision``.
+
+        Raises:
+            ConfigError: Where they depend on more than its name.
+        """
+        is_autocast = widths_of(precision).is_autocast
+        named = _DTYPES[precision.partition("-")[0]]
+        return cls(torch.float32, named) if is_autocast else cls(named, None)
+
+    @property
+    def is_autocast(self) -> bool:
+        """Whether parameters are computed in another type than they are stored in."""
+        return self.cast is not None
+
+
+def describe_model(
+    config: DictConfig, options: ZeroOptions | None, *, source: str
+) -> tuple[ModelShape, Optimizer | None, tuple[str, ...]]:
+    """Build the model without memory, and describe it.
+
+    Returns:
+        The model; the optimizer that it makes, None where it makes it only beside a Trainer; and
+        what was assumed or not found out.
+
+    Raises:
+        ConfigError: When the model's class or arguments are wrong.
+    """
+    quiet_lightning()
+    types = NumberTypes.of(config.trainer.precision)
+    batch, complaint = first_batch(config, source)
+    with fake_tensors() as mode, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a module without a Trainer
+        module, notes = build_fake(config, types, source)
+        measured = DryStep()
+        if complaint is None:
+            complaint = measured.run(module, tree_map(faked(mode, types.stored), batch), types.cast)
+        optimizer = own_optimizer(module)
+    if complaint is None:
+        how = "counted by running training_step on one batch of the data, without memory"
+        activations = Activations(measured.saved_bytes, measured.transient_bytes, how)
+    else:
+        activations = None
+        notes.append(f"activations are not known: {complaint}")
+    units = shapes_of_units(
+        module, options, multiplied=measured.cast_names, is_autocast=types.is_autocast
+    )
+    return (
+        ModelShape(
+            type(module).__name__,
+            units,
+            buffer_bytes=sum(each.numel() * each.element_size() for each in module.buffers()),
+            activations=activations,
+            forward_flops=measured.flops if activations is not None else None,
+            reads_gradients=module_reads_gradients(module),
+            keeps_gradients=module_keeps_gradients(module),
+        ),
+        optimizer,
+        tuple(notes),
+    )
+
+
+def shapes_of_units(
+    module: LightningModule,
+    options: ZeroOptions | None,
+    *,
+    multiplied: set[str],
+    is_autocast: bool,
+) -> tuple[UnitShape, ...]:
+    """What is gathered together: the units that the strategy finds, then what is left."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    taken: set[Parameter] = set()
+    owned: dict[str, list[Parameter]] = {}
+    adopted: list[Parameter] = []
+    cast = set()
+    found = find_units(module, None if options is None else options.blocks)
+    for name, unit in reversed(found.items()):  # from the inside out
+        own = [each for each in unit.parameters() if each not in taken]
+        if is_autocast:
+            whole = {
+                parameter
+                for each in full_precision_modules(unit)
+                for parameter in each.parameters(recurse=False)
+            }
+            if any(each not in whole for each in own):
+                cast.add(name)
+                adopted += [each for each in own if each in whole]
+                own = [each for each in own if each not in whole]
+        owned[name] = own
+        taken.update(own)
+    layers = _tiling_layers(module)
+    kept = set(adopted)
+    root = [each for each in names if each not in taken and each not in kept]
+
+    def unit_of(name: str, parameters: Sequence[Parameter]) -> UnitShape:
+        tensors = tuple(
+            _shape(names[each], each, multiplied, layers.get(each, ())) for each in parameters
+        )
+        return UnitShape(name, tensors, is_autocast=name in cast, stays_gathered=name == "")
+
+    units = [unit_of(name, owned[name]) for name in found if owned[name]]
+    return (*units, unit_of("", [*root, *adopted]))
+
+
+def _tiling_layers(module: LightningModule) -> dict[Parameter, tuple[str, ...]]:
+    """Which layers could gather a weight in tiles: all that use it have to be of these."""
+    kinds: dict[Parameter, list[str]] = {}
+    for each in module.modules():
+        for name, parameter in each.named_parameters(recurse=False):
+            kind = {nn.Linear: "product", nn.Embedding: "lookup"}.get(type(each), "")
+            kinds.setdefault(parameter, []).append(kind if name == "weight" else "")
+    return {parameter: tuple(each) for parameter, each in kinds.items() if all(each)}
+
+
+def _shape(
+    name: str, parameter: Parameter, multiplied: set[str], layers: tuple[str, ...]
+) -> TensorShape:
+    return TensorShape(
+        name,
+        tuple(parameter.shape),
+        is_trained=parameter.requires_grad,
+        element_bytes=parameter.element_size(),
+        layers=layers,
+        is_multiplied=name in multiplied and parameter.dim() > 1,
+    )
+
+
+def build_fake(
+    config: DictConfig, types: NumberTypes, source: str
+) -> tuple[LightningModule, list[str]]:
+    """Build the model, and return what is missing of it. Called among fake tensors."""
+    with default_dtype(types.stored):  # as Lightning converts a module: fake ones cannot be
+        module: LightningModule = build(config.model, "model", source=source)
+        return module, configure(module)
+
+
+def configure(module: LightningModule) -> list[str]:
+    """Make the layers that a module makes in ``configure_model``; say what is missing."""
+    try:
+        module.configure_model()
+    except Exception as error:  # noqa: BLE001 - whatever it asks a Trainer for
+        return [f"what configure_model makes is not counted: {one_line(error)}"]
+    return []
+
+
+def own_optimizer(module: LightningModule) -> Optimizer | None:
+    """Return the optimizer that a module makes without a Trainer."""
+    try:
+        made = module.configure_optimizers()
+    except Exception:  # noqa: BLE001 - most often it asks a Trainer for the number of steps
+        return None
+    return next((each for each in tree_leaves(made) if isinstance(each, Optimizer)), None)
+
+
+def first_batch(config: DictConfig, source: str) -> tuple[Any, str | None]:
+    """One batch of the training data, or why there is none."""
+    if config.data.class_path is None:
+        return None, "data.class_path is not given, so there is no batch to run"
+    try:
+        data: LightningDataModule = build(config.data, "data", source=source)
+        data.prepare_data()
+        data.setup("fit")
+        return next(iter(data.train_dataloader())), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, the rest can still be planned
+        return None, f"the data gives no batch: {one_line(error)}"
+
+
+def faked(mode: Any, dtype: torch.dtype) -> Callable[[Any], Any]:
+    """What takes the data out of a batch and, like a precision plugin, converts its floats."""
+
+    def fake(each: Any) -> Any:
+        if not isinstance(each, Tensor):
+            return each
+        made = mode.from_tensor(each)
+        return made.to(dtype) if made.is_floating_point() else made
+
+    return fake
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within, new floating point tensors are of another type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,196 @@
+"""One training step of a module without data: what it keeps, what it computes, what it casts.
+
+Puts real tensors of almost no memory in the place of a model's fake ones.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module, Parameter
+from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
+
+from boltmesh.strategies.torch_compat.tensors import (
+    CAST,
+    CPU_ATTENTION,
+    DispatchMode,
+    is_fake,
+    storage_key,
+    tree_leaves,
+)
+
+STEP = "training_step"
+"""The method that plans are made of."""
+
+
+class DryStep:
+    """What one forward and backward pass of a module without data shows."""
+
+    def __init__(self) -> None:
+        self.saved_bytes = 0
+        self.transient_bytes = 0
+        self.flops = 0
+        self.cast_names: set[str] = set()
+        self.saved_by: dict[str, int] = {}
+        """By module of ``attributing``, the bytes of ``saved_bytes`` that it was the first to save;
+        what is saved outside of them has no name."""
+        self._inside: list[str] = []
+
+    @contextlib.contextmanager
+    def attributing(self, modules: Mapping[str, Module]) -> Iterator[None]:
+        """Within, note which of these modules saves what; none holds another one."""
+        handles = []
+        for name, module in modules.items():
+            handles += [
+                module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
+                module.register_forward_hook(lambda *_: self._leave()),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _leave(self) -> None:
+        self._inside.pop()
+
+    def run(self, module: LightningModule, batch: Any, autocast: torch.dtype | None) -> str | None:
+        """Run one training step; return why that is not possible, or None."""
+        names = {storage_key(each): name for name, each in module.named_parameters()}
+        known = set(names) | {storage_key(each) for each in module.buffers()}
+        shapes = {tuple(each.shape) for each in module.parameters()}
+        watch = _Temporaries(names, known, shapes)
+        flops = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
+        saved: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            at = storage_key(tensor)
+            if at not in known and at not in watch.casts:
+                if at not in saved and self._inside:
+                    owner = self._inside[-1]
+                    size = tensor.untyped_storage().nbytes()
+                    self.saved_by[owner] = self.saved_by.get(owner, 0) + size
+                saved.setdefault(at, tensor)
+            return tensor
+
+        module.train()
+        try:
+            with computing_in(autocast), watch:
+                with flops, saved_tensors_hooks(keep, lambda each: each):
+                    output = module.training_step(batch, 0)
+                loss: Any = output["loss"] if isinstance(output, Mapping) else output
+                watch.begin_backward(saved)
+                loss.backward()
+        except Exception as error:  # noqa: BLE001 - the rest of the plan needs no activations
+            return f"training_step cannot run without a Trainer and data: {one_line(error)}"
+        self.saved_bytes = sum(each.untyped_storage().nbytes() for each in saved.values())
+        self.transient_bytes = watch.most_bytes
+        self.flops = flops.get_total_flops()
+        self.cast_names = set(watch.casts.values())
+        return None
+
+
+class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
+    """Notes casts of parameters, and the most that one operator of the backward pass holds."""
+
+    def __init__(
+        self, names: Mapping[int, str], known: set[int], shapes: set[tuple[int, ...]]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names, self.known = names, known
+        self.casts: dict[int, str] = {}
+        self.most_bytes = 0
+        # Gradients of parameters are counted by who reduces them; those of weights come transposed.
+        self._gradient_shapes = shapes | {each[::-1] for each in shapes}
+        self._saved: set[int] | None = None
+        self._alive: list[Tensor] = []
+
+    def begin_backward(self, saved: Mapping[int, Tensor]) -> None:
+        """From here on temporaries count; what is saved, or a parameter, is none."""
+        self._saved = set(saved) | self.known
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is CAST and storage_key(args[0]) in self.names:
+            self.casts[storage_key(made)] = self.names[storage_key(args[0])]
+            self._alive.append(made)  # its address must not be taken by another tensor
+        if self._saved is not None:
+            here = {storage_key(each): each for each in tree_leaves((args, kwargs, made))
+                    if isinstance(each, Tensor)}  # fmt: skip
+            size = sum(
+                each.untyped_storage().nbytes()
+                for at, each in here.items()
+                if at not in self._saved | set(self.casts)
+                and tuple(each.shape) not in self._gradient_shapes
+            )
+            self.most_bytes = max(self.most_bytes, size)
+        return made
+
+
+def _attention_flops(
+    query: Sequence[int],
+    key: Sequence[int],
+    value: Sequence[int],
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> int:
+    """Count the kernel that torch has no formula for; a causal one does half of the products."""
+    batch, heads, rows, width = query
+    products = 2 * batch * heads * rows * key[-2] * (width + value[-1])
+    return products // 2 if is_causal else products
+
+
+def computing_in(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that computes in ``dtype``; with None one that changes nothing."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype=dtype)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's type and message, cut short."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def put_stand_ins(module: Module) -> None:
+    """Put real tensors in the place of fake ones: parameters of one number, all else of zeros."""
+    made: dict[int, Tensor] = {}  # what has several names is one thing
+
+    def stand_in(fake: Tensor) -> Tensor:
+        if id(fake) not in made:
+            made[id(fake)] = _stand_in(fake)
+        return made[id(fake)]
+
+    for part in module.modules():
+        named: list[tuple[str, Tensor]] = []
+        named += part.named_parameters(recurse=False, remove_duplicate=False)
+        named += part.named_buffers(recurse=False, remove_duplicate=False)
+        for name, value in [*named, *vars(part).items()]:
+            if is_fake(value) or (isinstance(value, Parameter) and is_fake(value.data)):
+                setattr(part, name, stand_in(value))
+
+
+def _stand_in(fake: Tensor) -> Tensor:
+    if not isinstance(fake, Parameter):
+        return torch.zeros(fake.shape, dtype=fake.dtype)
+    return Parameter(_one_number(fake.shape, fake.dtype), requires_grad=fake.requires_grad)
+
+
+def reshape_stand_in(parameter: Parameter, shape: Sequence[int]) -> None:
+    """Give a stand-in another shape in place, as that of a rank's part."""
+    parameter.data = _one_number(shape, parameter.dtype)
+
+
+def _one_number(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    # Of two numbers, for one alone is how a parameter of another rank looks.
+    return torch.zeros(2, dtype=dtype)[0].expand(tuple(shape))

@@ -1,0 +1,257 @@
+"""What a job on a mesh of several axes is expected to be, before a rank is started.
+
+``boltmesh plan`` and ``boltmesh fit --dry-run`` print it, see ``mesh_text.py``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from boltmesh.errors import BoltMeshError
+from boltmesh.plan.stage_plan import StagePlanSummary, plan_of
+from boltmesh.plan.strategy_options import AUTO_NOTE, offload_error, trainer_reads_gradients
+from boltmesh.strategies.cost_model.memory import MemoryEstimate
+from boltmesh.strategies.cost_model.model import widths_of
+from boltmesh.strategies.cost_model.step_time import Machine
+from boltmesh.strategies.mesh import AXES, MeshLayout, fit_layout
+from boltmesh.strategies.registry import STRATEGIES
+from boltmesh.strategy_arguments import check_strategy_arguments
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from boltmesh.plan.mesh_rank import MeshJob
+    from boltmesh.plan.tensor_plan import TensorSummary
+    from boltmesh.strategies.data_parallel.expected_traffic import ExtraTraffic
+    from boltmesh.telemetry.traffic import ExpectedTraffic
+
+SEVERAL_AXES = "bolt_3d"
+
+
+@dataclass(frozen=True)
+class PlaceRow:
+    """The ranks at one place of the pipeline, which hold and move alike."""
+
+    ranks: tuple[int, ...]
+    parameters: int
+    """Elements of its stages, and of their layers its part; before the data axis."""
+    memory: MemoryEstimate
+    activation_bytes: int | None
+    """Kept for backward passes at most; None where nobody knows."""
+    idle: float | None
+    """Of the common window; None without a pipeline."""
+    traffic: tuple["ExpectedTraffic", ...]
+    """Of an optimizer step, on one of them."""
+    too_large: tuple[str, ...]
+    """Places that have less memory than this needs."""
+    extra: "ExtraTraffic | None"
+    """Of ZeRO-2 and 3 beside a pipeline."""
+
+    def as_data(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        kept = {kind: asdict(each) for kind, each in self.memory.kept.items()}
+        return {
+            "ranks": list(self.ranks),
+            "parameters": self.parameters,
+            "between_steps": {**kept, "total": asdict(self.memory.between_steps)},
+            "activations": self.activation_bytes,
+            "peak": asdict(self.memory.peak),
+            "peak_moment": self.memory.peak_moment,
+            "moments": self.memory.moments,
+            "idle": self.idle,
+            "traffic": [
+                {
+                    "axis": each.axis,
+                    "operator": each.operator,
+                    "calls": each.calls,
+                    "bytes": each.payload_bytes,
+                    "why": each.why,
+                }
+                for each in self.traffic
+            ],
+            "too_large": list(self.too_large),
+        }
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """A job on a mesh before it runs."""
+
+    model: str
+    parameters: int
+    """Of the whole model."""
+    layout: MeshLayout
+    zero_stage: int
+    num_batches: int
+    """In an optimizer step."""
+    num_microbatches: int
+    """Of a batch; 1 without a pipeline."""
+    places: tuple[PlaceRow, ...]
+    pipeline: StagePlanSummary | None
+    tensor: "TensorSummary | None"
+    is_on_host: bool
+    notes: tuple[str, ...]
+
+    @property
+    def extra(self) -> "ExtraTraffic | None":
+        """Of ZeRO-2 and 3 beside a pipeline, where it is most."""
+        found = [each.extra for each in self.places if each.extra is not None]
+        return max(found, key=lambda each: each.batch_bytes, default=None)
+
+    def as_data(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        extra = None
+        if self.extra is not None:
+            extra = {
+                **asdict(self.extra),
+                "step_bytes": self.extra.step_bytes,
+                "microbatch_bytes": self.extra.per_microbatch(self.num_microbatches),
+            }
+        return {
+            "schema": 1,
+            "mesh": {
+                "model": self.model,
+                "parameters": self.parameters,
+                "sizes": self.layout.sizes,
+                "groups": {axis: self.layout.groups(axis) for axis in AXES},
+                "zero_stage": self.zero_stage,
+                "batches": self.num_batches,
+                "microbatches": self.num_microbatches,
+                "places": [each.as_data() for each in self.places],
+                "pipeline": None if self.pipeline is None else asdict(self.pipeline),
+                "tensor": None if self.tensor is None else asdict(self.tensor),
+                "extra_over_zero1": extra,
+                "is_on_host": self.is_on_host,
+                "notes": list(self.notes),
+            },
+        }
+
+
+def plan_mesh(
+    config: "DictConfig",
+    ranks_per_host: int,
+    given: Mapping[str, Any],
+    machine: Machine,
+    *,
+    source: str,
+) -> MeshPlan:
+    """Put a config's model on its mesh, and work out what that costs.
+
+    Args:
+        config: The whole.
+        ranks_per_host: That each host has.
+        given: Of the strategy's section.
+        machine: What its ranks have.
+        source: The config's file, for errors.
+
+    Raises:
+        ConfigError: When model or data cannot be divided, or options do not fit.
+        LayoutError: When sizes do not fit the ranks, with the nearest that do.
+    """
+    from boltmesh.plan.mesh_model import describe_mesh
+
+    job = _job_of(config, ranks_per_host, given, source)
+    made = describe_mesh(config, job, source=source)
+    pipeline = None
+    if made.pipeline is not None:
+        pipeline = plan_of(made.pipeline, made.state_copies, ())
+    notes = [*made.notes]
+    if config.trainer.accelerator == "auto":
+        notes.append(AUTO_NOTE)
+    if any(each.has_unknown_traffic for each in made.ranks):
+        notes.append(
+            "what the tensor axis moves is not known: its layers cannot be run without ranks"
+        )
+    if pipeline is None and given.get("activation_checkpointing") is not None:
+        notes.append("activations are those without activation_checkpointing")
+    size = job.layout.data * job.layout.tensor
+    return MeshPlan(
+        model=made.name,
+        parameters=made.numel,
+        layout=job.layout,
+        zero_stage=job.sharing.stage,
+        num_batches=job.num_batches,
+        num_microbatches=1 if pipeline is None else len(pipeline.rows),
+        places=tuple(
+            PlaceRow(
+                ranks=tuple(range(at * size, (at + 1) * size)),
+                parameters=each.parameters,
+                memory=each.memory,
+                activation_bytes=each.activation_bytes,
+                idle=None if pipeline is None else pipeline.ranks[at].idle,
+                traffic=each.traffic,
+                too_large=machine.places_too_small_for(each.memory.peak),
+                extra=each.extra,
+            )
+            for at, each in enumerate(made.ranks)
+        ),
+        pipeline=pipeline,
+        tensor=made.tensor,
+        is_on_host=job.is_on_host,
+        notes=tuple(notes),
+    )
+
+
+def _job_of(
+    config: "DictConfig", ranks_per_host: int, given: Mapping[str, Any], source: str
+) -> "MeshJob":
+    """Check options as the strategy does, and find the layout."""
+    entry = STRATEGIES[SEVERAL_AXES]
+    arguments = {**entry.arguments, **{key: each for key, each in given.items() if key != "name"}}
+    door = entry.load()
+    check_strategy_arguments(door, arguments, source=source)
+
+    from boltmesh.plan.dry_model import NumberTypes
+    from boltmesh.plan.mesh_rank import MeshJob
+    from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
+    from boltmesh.strategies.data_parallel.zero import ZeroAxis
+    from boltmesh.strategies.pipeline.options import PipelineOptions, refuse_layout
+    from boltmesh.strategies.tensor.expected_traffic import GroupWithoutRanks
+
+    trainer = config.trainer
+    try:
+        strategy = door(**arguments)
+        layout = fit_layout(
+            world_size=ranks_per_host * trainer.num_nodes,
+            ranks_per_host=ranks_per_host,
+            **{axis: arguments[axis] for axis in AXES if axis in arguments},
+        )
+        stages = PipelineOptions()
+        if layout.pipeline > 1:
+            stages = strategy.pipeline_axis.options
+            stages.num_stages(layout.pipeline)
+            refuse_layout(stages, layout)
+        shards = strategy.data_axis.options if isinstance(strategy.data_axis, ZeroAxis) else None
+        shard_size = layout.data
+        if shards is not None:
+            shard_size = choose_shard_size(
+                layout.groups("data")[0], shards.shard_size, ranks_per_host
+            )
+    except BoltMeshError as error:
+        raise type(error)(f"{source}: strategy: {error}") from error
+    if shards is not None and shards.has_offload and not _keeps_fp32(trainer.precision):
+        raise offload_error(trainer.precision, source)
+    return MeshJob(
+        layout=layout,
+        shard_size=shard_size,
+        shards=shards,
+        stages=stages,
+        layers={
+            "plan": strategy.options.plan,
+            "sequence_parallel": strategy.options.sequence_parallel,
+            "loss_parallel": strategy.options.loss_parallel,
+        },
+        widths=widths_of(trainer.precision),
+        types=NumberTypes.of(trainer.precision),
+        num_batches=trainer.accumulate_grad_batches,
+        has_norm_clipping=bool(trainer.gradient_clip_val)
+        and trainer.gradient_clip_algorithm in {None, "norm"},
+        has_scaler=trainer.precision == "16-mixed",
+        reads_gradients=trainer_reads_gradients(config),
+        is_on_host=trainer.accelerator == "cpu",
+        group=GroupWithoutRanks.of(0, layout.tensor),
+    )
+
+
+def _keeps_fp32(precision: str) -> bool:
+    return precision.endswith("-mixed") or precision == "32-true"

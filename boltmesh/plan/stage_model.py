@@ -1,0 +1,269 @@
+"""Describes the stages of a config's pipeline without the model's memory.
+
+The model is built from fake tensors, and one microbatch of the data shows what each layer keeps.
+Then it is cut as a run cuts it: by the same code, from a look at the same step. Parameters are
+then single numbers that have the shape of the whole.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from boltmesh.errors import ConfigError
+from boltmesh.launch.log_filters import quiet_lightning
+from boltmesh.plan.dry_model import NumberTypes, build_fake, faked, first_batch, own_optimizer
+from boltmesh.plan.dry_step import STEP, DryStep, computing_in, put_stand_ins
+from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
+from boltmesh.strategies.lightning_compat.loops import step_arguments
+from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter
+from boltmesh.strategies.pipeline.options import PipelineOptions
+from boltmesh.strategies.pipeline.partition.choose import MemoryBudget
+from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
+from boltmesh.strategies.pipeline.partition.placement import StageAssignment, divide
+from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
+from boltmesh.strategies.pipeline.schedules.orders import schedule_table
+from boltmesh.strategies.pipeline.schedules.registry import ScheduleTable
+from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
+from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from boltmesh.strategies.torch_compat.tensors import fake_tensors, tree_map
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """What is known of one stage before anything runs."""
+
+    units: tuple[str, ...]
+    """In the order of their calls."""
+    parameters: int
+    """Of its units, those that they share with other stages as well."""
+    cost: float
+    """Of a microbatch, forward and backward; only what it is beside other stages counts."""
+    activation_bytes: int | None
+    """What one microbatch keeps for its backward pass; None where that is not known."""
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """What one rank of the pipeline holds."""
+
+    parameters: int
+    parameter_bytes: int
+    trained_bytes: int
+    """Of these, what gets gradients and optimizer state."""
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """Where a model is cut, and what runs on its parts."""
+
+    division: StageAssignment
+    plans: StagePlans
+    table: ScheduleTable
+
+
+@dataclass(frozen=True)
+class PipelineModel:
+    """A model as a pipeline has it."""
+
+    name: str
+    table: ScheduleTable
+    rows: tuple[int, ...]
+    """Of each microbatch."""
+    stages: tuple[StageModel, ...]
+    ranks: tuple[RankModel, ...]
+    optimizer: tuple[str | None, Mapping[str, Any]]
+    """Name and arguments of the class that the model makes; None where it needs a Trainer."""
+    notes: tuple[str, ...]
+
+
+def describe_stages(
+    config: DictConfig, options: PipelineOptions, num_ranks: int, *, source: str
+) -> PipelineModel:
+    """Cut a config's model as its pipeline will.
+
+    Raises:
+        ConfigError: When the model cannot be built or cut, or its data give no batch.
+    """
+    quiet_lightning()
+    types = NumberTypes.of(config.trainer.precision)
+    batch, complaint = first_batch(config, source)
+    if complaint is not None:
+        raise ConfigError(f"{source}: stages are found by running a batch, and {complaint}.")
+    parts, rows = MicrobatchSplitter().cut(batch, options.num_microbatches(num_ranks))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a module without a Trainer
+        measured = DryStep()
+        with fake_tensors() as mode:
+            module, notes = build_fake(config, types, source)
+            made = own_optimizer(module)
+            with measured.attributing(find_stage_units(module)):
+                part = tree_map(faked(mode, types.stored), parts[0])
+                complaint = measured.run(module, part, types.cast)
+        put_stand_ins(module)
+        args = (converted(parts[0], types.stored), *step_arguments(module, STEP))
+        cut = cut_model(config, module, options, num_ranks, len(parts), args, cast=types.cast)
+    if options.split == "measured":
+        notes.append("split=measured: a run times the layers; here they are counted, as by auto.")
+    if complaint is not None:
+        notes.append(f"activations are not known: {complaint}")
+    stages = cut.division.stages
+    kept = [sum(measured.saved_by.get(unit.name, 0) for unit in each) for each in stages]
+    return pipeline_model(
+        module,
+        cut,
+        rows,
+        kept_bytes=kept if complaint is None else None,
+        optimizer=made,
+        notes=notes,
+    )
+
+
+def cut_model(
+    config: DictConfig,
+    module: LightningModule,
+    options: PipelineOptions,
+    num_ranks: int,
+    num_microbatches: int,
+    args: tuple[Any, ...],
+    *,
+    cast: torch.dtype | None,
+) -> CutModel:
+    """Cut a model of stand-ins as a run cuts it. Its blocks then run again in backward passes.
+
+    Args:
+        config: Which blocks do.
+        module: The whole model, or of each layer the part that a rank of a tensor group has.
+        options: Of the pipeline.
+        num_ranks: Of the pipeline.
+        num_microbatches: Of a batch.
+        args: What a step is called with, a microbatch in the place of its batch.
+        cast: What autocast computes in.
+
+    Raises:
+        ConfigError: When the model cannot be cut so, or there is no such schedule.
+    """
+    table = schedule_table(
+        options.schedule,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        stages_per_rank=options.stages_per_rank,
+    )
+    with computing_in(cast):
+        division, plans = divide(
+            module,
+            STEP,
+            args,
+            rank_of_stage=table.rank_of_stage,
+            split="auto" if options.split == "measured" else options.split,
+            seed=0,
+            device=torch.device("cpu"),
+            budget=_budget_of(options, num_ranks, num_microbatches),
+            unmade=DeferredModel(module),
+            recomputed=_recomputed_blocks(config, module),
+        )
+    return CutModel(division, plans, table)
+
+
+def pipeline_model(
+    module: LightningModule,
+    cut: CutModel,
+    rows: Sequence[int],
+    *,
+    kept_bytes: Sequence[int] | None,
+    optimizer: Optimizer | None,
+    notes: Sequence[str],
+) -> PipelineModel:
+    """Return what is known of a model that was cut.
+
+    Args:
+        module: The whole model, or of each layer the part that a rank of a tensor group has.
+        cut: How it is cut.
+        rows: Of each microbatch.
+        kept_bytes: By stage, what a microbatch keeps for its backward pass; None: not known.
+        optimizer: That the module makes, None where it makes it only beside a Trainer.
+        notes: What was assumed or not found out.
+    """
+    division, table = cut.division, cut.table
+    return PipelineModel(
+        name=type(module).__name__,
+        table=table,
+        rows=tuple(rows),
+        stages=tuple(
+            StageModel(
+                units=tuple(unit.name for unit in members),
+                parameters=sum(_numel(module, unit.name) for unit in members),
+                cost=sum(unit.seconds for unit in members),
+                activation_bytes=None if kept_bytes is None else kept_bytes[stage],
+            )
+            for stage, members in enumerate(division.stages)
+        ),
+        ranks=tuple(
+            _rank(
+                [
+                    parameter
+                    for name, parameter in module.named_parameters()
+                    if rank in division.ranks_of_parameter[name]
+                ]
+            )
+            for rank in range(table.num_ranks)
+        ),
+        optimizer=class_of(optimizer),
+        notes=tuple(notes),
+    )
+
+
+def class_of(optimizer: Optimizer | None) -> tuple[str | None, Mapping[str, Any]]:
+    """Return name and arguments of an optimizer's class; None and nothing where there is none."""
+    return (None, {}) if optimizer is None else (type(optimizer).__name__, optimizer.defaults)
+
+
+def _budget_of(options: PipelineOptions, num_ranks: int, num_microbatches: int) -> MemoryBudget:
+    """What ranks have by the config alone: the devices may be elsewhere."""
+    limit = options.max_memory_bytes
+    return MemoryBudget(
+        math.inf if limit is None else limit,
+        limit is not None,
+        RankPrograms(options, num_ranks, 0).live(num_microbatches),
+    )
+
+
+def _recomputed_blocks(config: DictConfig, module: LightningModule) -> frozenset[Module]:
+    """Let blocks run again in backward passes, as the config says; return those that will."""
+    recomputation = ActivationCheckpointing(
+        OmegaConf.select(config, "strategy.activation_checkpointing")
+    )
+    recomputation.put_on(module)  # nobody runs this model again
+    return recomputation.blocks
+
+
+def _rank(held: Sequence[Parameter]) -> RankModel:
+    return RankModel(
+        parameters=sum(each.numel() for each in held),
+        parameter_bytes=sum(each.numel() * each.element_size() for each in held),
+        trained_bytes=sum(
+            each.numel() * each.element_size() for each in held if each.requires_grad
+        ),
+    )
+
+
+def _numel(module: LightningModule, unit: str) -> int:
+    return sum(each.numel() for each in module.get_submodule(unit).parameters())
+
+
+def converted(batch: Any, dtype: torch.dtype) -> Any:
+    """Convert floats as a precision plugin does."""
+
+    def convert(each: Any) -> Any:
+        is_float = isinstance(each, Tensor) and each.is_floating_point()
+        return each.to(dtype) if is_float else each
+
+    return tree_map(convert, batch)

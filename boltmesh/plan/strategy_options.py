@@ -1,0 +1,131 @@
+"""What plans read of a config: its strategy with its options, and what holds for any strategy.
+
+How much state an optimizer keeps, by its name.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from boltmesh.configs.advice import nearest
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.cost_model.model import ShardingLayout
+from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.registry import Entry
+from boltmesh.strategy_arguments import SHARED
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+PREFIX = "bolt_"
+
+AUTO_NOTE = "accelerator=auto is planned as for GPUs; accelerator=cpu plans for the CPU"
+
+KEPT_KEYS = ("activation_checkpointing", "timeout_s")
+"""Of a config's strategy, what holds for any other one in its place."""
+
+
+def as_mapping(section: Any) -> dict[str, Any]:
+    """Return a section of a config as a plain mapping."""
+    made = OmegaConf.to_container(section, resolve=True)
+    assert isinstance(made, dict)
+    return {str(key): value for key, value in made.items()}
+
+
+def given_to(name: str, config: "DictConfig", overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of a strategy that is planned with a config.
+
+    Args:
+        name: Registered name of the strategy.
+        config: The whole.
+        overrides: ``key=value`` of the command line, which is all that counts of the section where
+            the config's own strategy is another one.
+    """
+    section = as_mapping(config.strategy)
+    section.pop("name", None)
+    if config.strategy.get("name") == name:
+        return section
+    keys = [each.partition("=")[0] for each in overrides]
+    own = {each.removeprefix("strategy.").split(".")[0] for each in keys if "strategy." in each}
+    kept = {key for key in KEPT_KEYS if section.get(key) is not None}
+    return {key: value for key, value in section.items() if key in own | kept}
+
+
+def options_of(entry: Entry, given: Mapping[str, Any]) -> ZeroOptions | None:
+    """The options of a ZeRO strategy; None for plain data parallelism."""
+    if entry.class_name != "ZeROStrategy":
+        return None
+    known = {each.name for each in fields(ZeroOptions)}
+    chosen = {key: value for key, value in {**entry.arguments, **given}.items() if key in known}
+    if chosen.get("blocks") is not None:
+        chosen["blocks"] = tuple(chosen["blocks"])
+    return ZeroOptions(**chosen)
+
+
+def own_options(entry: Entry, given: Mapping[str, Any], source: str) -> ZeroOptions | None:
+    """The config's own, whose mistakes are named as in the config."""
+    if entry.class_name == "ZeROStrategy":
+        known = ["name", *(each.name for each in fields(ZeroOptions)), *SHARED]
+        for key in given:
+            if key not in known:
+                guess = nearest(key, known)
+                hint = f" Did you mean 'strategy.{guess}'?" if guess else ""
+                raise ConfigError(f"{source}: unknown key 'strategy.{key}'.{hint}")
+    try:
+        return options_of(entry, given)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: strategy.{error}") from error
+
+
+def sharing_of(name: str, entry: Entry, given: Mapping[str, Any]) -> ShardingLayout:
+    """What a strategy's name and options mean for the planner."""
+    short = name.removeprefix(PREFIX)
+    options = options_of(entry, given)
+    if options is None:
+        return ShardingLayout(short, 0, keeps_in_buckets=given.get("gradient_as_bucket_view"))
+    return options.sharing(short)
+
+
+def offload_error(precision: str, source: str) -> ConfigError:
+    """Return why nothing is offloaded of weights in another type than fp32."""
+    return ConfigError(
+        f"{source}: trainer.precision={precision} keeps weights in another type than fp32, "
+        f"and offloaded state is fp32. Set trainer.precision=bf16-mixed."
+    )
+
+
+def trainer_reads_gradients(config: "DictConfig") -> bool:
+    """Whether the Trainer itself looks at gradients, as a scaler and clipping by value do."""
+    trainer = config.trainer
+    return bool(trainer.precision == "16-mixed" or trainer.gradient_clip_algorithm == "value")
+
+
+STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "SGD": 0}
+"""Tensors of a parameter's size that torch's optimizers keep as they come."""
+
+
+def optimizer_copies(
+    config: "DictConfig", name: str | None, arguments: Mapping[str, Any]
+) -> tuple[int, tuple[str, ...]]:
+    """Tensors of a parameter's size that an optimizer keeps, and what is assumed where unknown.
+
+    Args:
+        config: Whose own optimizer comes before the model's.
+        name: Of the class that the model makes; None where it makes it beside a Trainer only.
+        arguments: Of it.
+    """
+    if config.optimizer.class_path is not None:
+        name = re.split(r"[.:]", config.optimizer.class_path)[-1]
+        arguments = config.optimizer.init_args
+    if name not in STATE_COPIES:
+        who = (
+            "the optimizer is made beside a Trainer only" if name is None else f"{name} is unknown"
+        )
+        return 2, (f"{who}: two tensors of state for each parameter are assumed, as Adam has",)
+    copies = STATE_COPIES[name]
+    copies += bool(arguments.get("amsgrad")) + (name == "SGD" and bool(arguments.get("momentum")))
+    return copies, ()

@@ -1,0 +1,311 @@
+"""Reads one job: all of its ranks into one snapshot, again and again while it runs."""
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from boltmesh.errors import TelemetryError
+from boltmesh.telemetry.job import (
+    JOB_FILE,
+    JobInfo,
+    RankEnd,
+    rank_file,
+    read_end,
+    read_job,
+)
+from boltmesh.telemetry.reader.cause import Failure, describe_death, job_state
+from boltmesh.telemetry.reader.job_view import (
+    PlansView,
+    clean_mesh,
+    describe,
+    mean_expected,
+    num_ranks,
+    stamp_of,
+    started_at,
+)
+from boltmesh.telemetry.reader.nodes_view import NodesView
+from boltmesh.telemetry.reader.rank_reader import RankReader
+from boltmesh.telemetry.reader.rank_view import RankView, missing_rank
+from boltmesh.telemetry.reader.step_sums import RECENT_STEPS
+from boltmesh.telemetry.sanitize import clean
+from boltmesh.telemetry.snapshot import (
+    SCHEMA_VERSION,
+    Event,
+    JobSnapshot,
+    JobState,
+    RankSnapshot,
+)
+from boltmesh.telemetry.writer.file_records import Status
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MAX_EVENTS = 256
+MAX_STEPS = 65_536
+"""Steps of all ranks together that are kept, so that a thousand ranks fit into a viewer."""
+
+MAX_CHUNKS = 131_072
+MANY_RANKS = 64
+"""Of more ranks than these, only as much is read as is shown."""
+
+RANKS_IN_TURN = 256
+RANKS_A_LOOK = 16
+STILL_RANKS_A_LOOK = 64
+"""Of more ranks than RANKS_IN_TURN, each look reads the collectives and chunks of so many, in turn,
+and where they are, their steps and events of all. Those that have made no step for STILL_S come
+sooner, for in a hang their collectives are what counts; and they cost little, for little is new."""
+
+STILL_S = 10.0
+BRIEF_STEPS = 5
+MOST_BEHIND = 64
+"""Steps that the means of collectives are over where ranks take turns, and records that a rank may
+be behind when its turn comes."""
+
+MIN_STEPS = 64
+"""Steps, and chunks, that are kept of a rank however many there are."""
+
+STARTING_S = 120.0
+"""How long the ranks of a job may take until one of them has opened its file."""
+
+
+class JobReader:
+    """One job's folder, open for reading.
+
+    Args:
+        path: The job's folder.
+
+    Raises:
+        TelemetryError: It is not the folder of a job of this user.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_folder(path)
+        self.path = path
+        self._stamp = stamp_of(path / JOB_FILE)
+        self.info = read_job(path)
+        self._about: dict[str, Any] | None = None
+        self._plans = PlansView(path)
+        self._num_looks = 0
+        self._lines: list[tuple[Event, ...]] = []
+        self._events: tuple[Event, ...] = ()
+        self._ranks: dict[int, RankView] = {}
+        self._absences: dict[int, RankSnapshot] = {}
+        self._nodes = NodesView(path)
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the job's files; the job does not notice."""
+        for rank in self._ranks.values():
+            rank.close()
+        self._ranks.clear()
+
+    def snapshot(self) -> JobSnapshot:
+        """Return what the job's files say now.
+
+        A rank whose file is absent or cannot be trusted is shown as missing, with the reason.
+
+        Raises:
+            TelemetryError: The job's own description can no longer be read.
+        """
+        if (stamp := stamp_of(self.path / JOB_FILE)) != self._stamp:
+            with contextlib.suppress(TelemetryError):  # a cleaner took it: what was read is true
+                self.info = read_job(self.path)
+                self._stamp = stamp
+                self._about = None
+        info = self.info
+        end = read_end(self.path)
+        if end is not None and end.time < info.started:
+            end = None  # of an earlier run under the same id
+        views = self._views()
+        self._num_looks += 1
+        turns = self._turns(views)
+        looks = {
+            view.rank: _with_death(
+                view.look(is_quick=turns is not None and view.rank not in turns), end
+            )
+            for view in views
+        }
+        ranks = self._nodes.fill(
+            [looks.get(rank) or self._absent(rank) for rank in range(num_ranks(info))]
+        )
+        told = {view.rank: view.error_time for view in views}
+        failures = [
+            Failure(
+                rank,
+                rank.last_seen if rank.is_summary else told.get(rank.rank, 0.0),
+                rank.error or "",
+            )
+            for rank in ranks
+            if rank.state == "failed"
+        ]
+        state, cause = job_state(ranks, failures, end)
+        present = [rank for rank in ranks if rank.state != "missing"]
+        started = started_at(info)
+        if not present and state == "running" and time.time() - started > STARTING_S:
+            state, cause = "crashed", "no rank of it has left telemetry that can be read."
+        first = next((view for view in views if view.is_present), None)
+        if self._about is None:
+            self._about = describe(info)
+        return JobSnapshot(
+            **self._about,
+            schema=SCHEMA_VERSION,
+            state=state,
+            started=started,
+            updated=max((rank.last_seen for rank in present), default=started),
+            epoch=max((rank.epoch for rank in present), default=0),
+            global_step=max((rank.global_step for rank in present), default=0),
+            history=first.history() if first else (),
+            metrics=first.metrics() if first else {},
+            samples_per_second=_whole(present, info, "samples_per_second"),
+            tokens_per_second=_whole(present, info, "tokens_per_second"),
+            ranks=ranks,
+            expected=mean_expected(views, [ranks[view.rank] for view in views]),
+            communication_note=next(
+                (note for view in views if (note := view.communication_note)), None
+            ),
+            events=self._newest_events(views),
+            cause=clean(cause, 600) if cause else None,
+            checkpoint=_newest_checkpoint(views),
+            pipeline=self._plans.pipeline,
+            tensor_plan=self._plans.tensor,
+        )
+
+    def _turns(self, views: Sequence[RankView]) -> set[int] | None:
+        """Return the ranks that this look reads whole; None: all."""
+        if len(views) <= RANKS_IN_TURN:
+            return None
+        ranks = [view.rank for view in views]
+        before = time.time() - STILL_S
+        still = [view.rank for view in views if view.is_still_since(before)]
+        return {
+            each[(self._num_looks * number + at) % len(each)]
+            for each, number in ((ranks, RANKS_A_LOOK), (still, STILL_RANKS_A_LOOK))
+            for at in range(min(number, len(each)))
+        }
+
+    def _newest_events(self, views: Sequence[RankView]) -> tuple[Event, ...]:
+        """Return the newest lines of all ranks; sorted anew only when a rank has another one."""
+        lines = [view.events() for view in views]
+        if len(lines) != len(self._lines) or any(
+            now is not before for now, before in zip(lines, self._lines, strict=True)
+        ):
+            self._lines = lines
+            events = [event for each in lines for event in each]
+            self._events = tuple(sorted(events, key=lambda event: event.time)[-MAX_EVENTS:])
+        return self._events
+
+    def peek(self) -> tuple[list[Status], JobState]:
+        """Return where the ranks are and the job's state, without reading what they recorded.
+
+        Only a job that did not end well is read whole, for its state depends on who went first.
+        """
+        statuses = []
+        is_running = False
+        for rank in range(num_ranks(self.info)):
+            with contextlib.suppress(TelemetryError, OSError):
+                reader = self._view(rank).reader
+                reader.peek()
+                if reader.status is not None:
+                    statuses.append(reader.status)
+                    if reader.status.state in {"starting", "running"}:
+                        is_running = True
+                        if not reader.is_alive:
+                            return statuses, self.snapshot().state
+        if any(status.state == "failed" for status in statuses) or not statuses:
+            return statuses, self.snapshot().state
+        return statuses, "running" if is_running else "finished"
+
+    def _views(self) -> list[RankView]:
+        """Return the ranks to look at: of very many those alone that have a file."""
+        number = num_ranks(self.info)
+        if number <= MANY_RANKS:
+            return [self._view(rank) for rank in range(number)]
+        try:
+            names = set(os.listdir(self.path))
+        except OSError:  # a cleaner removed it; what is open stays readable
+            names = set()
+        return [
+            self._view(rank)
+            for rank in range(number)
+            if rank in self._ranks or f"rank-{rank}.bin" in names
+        ]
+
+    def _absent(self, rank: int) -> RankSnapshot:
+        found = self._absences.get(rank)
+        if found is None:
+            found = self._absences[rank] = missing_rank(rank, None)
+        return found
+
+    def _view(self, rank: int) -> RankView:
+        if rank not in self._ranks:
+            shared_by = max(1, num_ranks(self.info))
+            reader = RankReader(
+                rank_file(self.path, rank),
+                keep_steps=max(MIN_STEPS, MAX_STEPS // shared_by),
+                keep_spans=max(MIN_STEPS, MAX_CHUNKS // shared_by),
+                is_brief=shared_by > MANY_RANKS,
+                num_recent=BRIEF_STEPS if shared_by > RANKS_IN_TURN else RECENT_STEPS,
+                most_behind=MOST_BEHIND if shared_by > RANKS_IN_TURN else None,
+            )
+            self._ranks[rank] = RankView(rank, reader)
+        return self._ranks[rank]
+
+
+def check_folder(path: Path) -> None:
+    """Refuse what is no folder of this user's own.
+
+    Raises:
+        TelemetryError: It cannot be read, is a link or a file, or belongs to somebody else.
+    """
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise TelemetryError(f"{path} cannot be read: {error.strerror}.") from error
+    if stat.S_ISLNK(found.st_mode):
+        raise TelemetryError(f"{path} is a link. Name the folder that it leads to.")
+    if not stat.S_ISDIR(found.st_mode):
+        raise TelemetryError(f"{path} is not the folder of a job.")
+    if found.st_uid != os.geteuid():
+        raise TelemetryError(
+            f"{path} belongs to user {found.st_uid}, and this is user {os.geteuid()}. "
+            f"Read it as its owner."
+        )
+
+
+def _with_death(rank: RankSnapshot, end: RankEnd | None) -> RankSnapshot:
+    if end is None or end.rank != rank.rank or rank.state != "dead":
+        return rank
+    return msgspec.structs.replace(rank, error=clean(describe_death(end)))
+
+
+def _whole(ranks: Sequence[RankSnapshot], info: JobInfo, name: str) -> float | None:
+    """Sum a rate over the data axis, counting ranks that share their data once.
+
+    Ranks of the data axis that another host holds are taken to be like those seen here: they
+    step together, with batches of the same size.
+    """
+    shares: dict[int, list[float]] = {}
+    for rank in ranks:
+        value: float | None = getattr(rank, name)
+        if value is None:
+            return None
+        shares.setdefault(rank.coordinates.get("data", 0), []).append(value)
+    if not shares:
+        return None
+    mean = sum(sum(values) / len(values) for values in shares.values()) / len(shares)
+    return mean * max(clean_mesh(info).get("data", 1), len(shares))
+
+
+def _newest_checkpoint(views: Sequence[RankView]) -> str | None:
+    return next((view.checkpoint for view in views if view.checkpoint), None)

@@ -1,0 +1,475 @@
+"""Reads one rank's telemetry file, whatever state it is in.
+
+The file is read, not mapped: a mapping of a file that somebody truncates kills the reader. Each
+look reads the page that always changes and a few bytes of each section, and only where those have
+moved the rest of it: a thousand ranks are read each second by a small part of one core.
+
+Tells whether the process that writes a telemetry file is alive.
+
+Two signs, because each fails alone. The kernel lets go of the writer's ``flock`` when the
+process dies, whatever the reason, but a descendant that inherited the descriptor keeps it. A pid
+with its start time names one process for good, but only within its own pid namespace and where
+there is a ``/proc``.
+
+Reads the series of the metrics, of each only the points that came since the last look.
+"""
+
+import fcntl
+import functools
+import os
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from boltmesh.errors import TelemetryError
+from boltmesh.telemetry import layout
+from boltmesh.telemetry.job import open_private, pid_namespace, process_start_ticks
+from boltmesh.telemetry.layout import SECTIONS, Header
+from boltmesh.telemetry.reader.ring import Change, Ring
+from boltmesh.telemetry.reader.step_sums import RECENT_STEPS
+from boltmesh.telemetry.reader.traffic_reader import TrafficReader
+from boltmesh.telemetry.writer.file_records import (
+    Line,
+    OffloadRow,
+    Span,
+    Status,
+    StepRow,
+    is_final,
+    make_line,
+    make_moved,
+    make_span,
+    make_status,
+    make_step,
+    make_traffic,
+)
+
+CHECK_PID_EVERY_S: Final = 3.0
+"""How often a pid is looked up whose process exists: it may be a zombie, or another process."""
+
+
+class Liveness:
+    """Asks after one writer again and again.
+
+    Args:
+        header: Of its file.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._is_ours = False
+        self._checked_s = -CHECK_PID_EVERY_S
+
+    def is_alive(self, descriptor: int) -> bool:
+        """Return whether the writer of an open telemetry file lives."""
+        if not _is_locked(descriptor):
+            return False
+        header = self._header
+        is_our_namespace = header.pid_namespace != 0 and header.pid_namespace == _namespace(
+            os.getpid()
+        )
+        if not (is_our_namespace and header.start_ticks):
+            return True
+        now = time.monotonic()
+        if now - self._checked_s >= CHECK_PID_EVERY_S:
+            self._checked_s = now
+            self._is_ours = process_start_ticks(header.pid) == header.start_ticks
+        return self._is_ours and _exists(header.pid)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
+
+
+@functools.lru_cache(maxsize=1)
+def _namespace(pid: int) -> int:
+    """Return this process's pid namespace, which stays while its pid does."""
+    return pid_namespace()
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Try a shared lock for an instant; a writer that starts just then tries again."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+_SECTION: Final = SECTIONS["series"]
+_SIZE: Final = _SECTION.record_bytes
+
+Point = tuple[int, int, float]
+"""How many values had come with this one, its global step, the value."""
+
+
+class _Series:
+    """The points of one metric."""
+
+    def __init__(self) -> None:
+        self.newest = b""
+        self.count = 0
+        self.points: list[Point] = []
+
+
+class SeriesReader:
+    """The points of all metrics of one rank."""
+
+    def __init__(self) -> None:
+        self.damaged: set[tuple[int, int]] = set()
+        """Metric and slot of what is no point."""
+        self._series: dict[str, _Series] = {}
+
+    def points(self) -> dict[str, list[Point]]:
+        """Return the points that are known, by metric, oldest first."""
+        return {name: each.points for name, each in self._series.items()}
+
+    def update(self, read: Callable[[int, int], bytes], names: Sequence[str]) -> bool:
+        """Read what is new; return whether anything is."""
+        is_new = False
+        for number, name in enumerate(names):
+            series = self._series.setdefault(name, _Series())
+            base = _SECTION.offset + number * layout.POINTS_PER_SERIES * _SIZE
+            newest = read(base, _SIZE)
+            if newest != series.newest:
+                is_new = True
+                self._read(read, number, base, series)
+                series.newest = newest
+        return is_new
+
+    def _read(
+        self, read: Callable[[int, int], bytes], number: int, base: int, series: _Series
+    ) -> None:
+        content = read(base, layout.POINTS_PER_SERIES * _SIZE)
+        found: dict[int, Point] = {}
+        for slot in range(min(layout.POINTS_PER_SERIES, len(content) // _SIZE)):
+            at = slot * _SIZE
+            point = layout.POINT.unpack(content, at)
+            if point is not None and abs(point[1]) < 1 << 60:
+                found[point[0]] = point
+                self.damaged.discard((number, slot))
+            elif content[at : at + 8] != bytes(8):
+                self.damaged.add((number, slot))
+        series.points = [found[count] for count in sorted(found)]
+
+
+_STATUS: Final = SECTIONS["status"]
+_MEMORY: Final = SECTIONS["memory"]
+_NAMES: Final = SECTIONS["names"]
+
+_NUM_KEPT_TRAFFIC: Final = 256
+"""Records of collectives that are kept beside the sums, for those that are still in flight."""
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A process group as the rank named it."""
+
+    name: str
+    axis: str
+    members: list[tuple[int, int, int]] = []
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """The JSON block: names behind the numbers, and what is constant."""
+
+    groups: list[Group] = []
+    operators: list[str] = []
+    metrics: list[str] = []
+    host: str = ""
+    device: str = ""
+    device_uuid: str | None = None
+    coordinates: dict[str, int] = {}
+    communication_note: str | None = None
+    expected: list[dict[str, Any]] = []
+    expected_memory: list[dict[str, Any]] = []
+    flops_per_batch: float | None = None
+    peak_flops_per_second: float | None = None
+    checkpoint: str | None = None
+    live_microbatches: list[tuple[int, int]] = []
+
+
+class RankReader:
+    """One rank's file, opened when it first appears and kept open when it goes.
+
+    Args:
+        path: Where it is.
+        keep_steps: How many of the newest steps are kept.
+        keep_spans: How many of the newest pipeline chunks are kept.
+        is_brief: Read no more than that needs, and leave the rest unchecked: of very many ranks.
+        num_recent: How many optimizer steps the means of collectives are over.
+        most_behind: As in ``TrafficReader``.
+    """
+
+    num_open = 0
+    """Descriptors that all readers of this process keep."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep_steps: int | None = None,
+        keep_spans: int | None = None,
+        is_brief: bool = False,
+        num_recent: int = RECENT_STEPS,
+        most_behind: int | None = None,
+    ) -> None:
+        self.path = path
+        self._name = os.fspath(path)
+        self._keep_steps, self._keep_spans = keep_steps, keep_spans
+        self._is_brief = is_brief
+        self._num_recent, self._most_behind = num_recent, most_behind
+        self._descriptor: int | None = None
+        self._is_kept = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self.header: Header | None = None
+        self.facts = Facts()
+        self.status: Status | None = None
+        self.memory: tuple[int, ...] | None = None
+        self.phase = 0
+        self.is_alive = False
+        brief = self._is_brief
+        self.steps: Ring[StepRow] = Ring(
+            "steps", layout.STEP, make_step, keep=self._keep_steps, is_brief=brief
+        )
+        self.spans: Ring[Span] = Ring(
+            "spans", layout.SPAN, make_span, keep=self._keep_spans, is_brief=brief
+        )
+        self.events: Ring[Line] = Ring("events", layout.EVENT, make_line, is_brief=brief)
+        self.traffic = TrafficReader(
+            Ring(
+                "traffic",
+                layout.TRAFFIC,
+                make_traffic,
+                keep=_NUM_KEPT_TRAFFIC,
+                is_followed_further=True,
+                is_brief=brief,
+                is_final=is_final,
+            ),
+            num_recent=self._num_recent,
+            most_behind=self._most_behind,
+        )
+        self.offload: Ring[OffloadRow] = Ring(
+            "offload", layout.OFFLOAD, make_moved, keep=self._num_recent + 1, is_brief=brief
+        )
+        self.series = SeriesReader()
+        self.new_steps: list[Change[StepRow]] = []
+        self.changed: set[str] = {"all"}
+        """What is not as it was at the look before, by section; ``all`` of a file seen first."""
+        self.damaged: set[str] = set()
+        self._liveness: Liveness | None = None
+        self._head = b""
+        self._status_page = b""
+        self._has_skipped = False
+        self._names_sequence = 0
+        self._identity: tuple[int, int] | None = None
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            if self._is_kept:
+                self._is_kept = False
+                RankReader.num_open -= 1
+
+    def peek(self) -> None:
+        """Read only who wrote the file, where it is, and whether it lives."""
+        try:
+            self._open()
+            self._read_first_page()
+        finally:
+            self._let_go()
+
+    def read(self, *, is_quick: bool = False) -> None:
+        """Read all that is new.
+
+        Args:
+            is_quick: Of a rank that lives, only where it is, its steps and its events; the rest
+                when it is looked at next.
+
+        Raises:
+            TelemetryError: There is no file that can be trusted; the text says why.
+        """
+        try:
+            is_new = self._open()
+            self.changed = {"all"} if is_new else set()
+            self._read_first_page()
+            size = os.fstat(self._fd).st_size
+            if size < layout.FILE_BYTES:
+                raise TelemetryError(f"it has {size} bytes of {layout.FILE_BYTES}")
+            self._read_facts()
+            self.new_steps = self.steps.update(self.read_at)
+            self.traffic.follow_steps(self.new_steps)
+            if self.new_steps:
+                self.changed.add("steps")
+            if self.events.update(self.read_at):
+                self.changed.add("events")
+            if is_quick and self.is_alive:
+                self._has_skipped = True
+                return
+            if self.spans.update(self.read_at):
+                self.changed.add("spans")
+            if self.offload.update(self.read_at):
+                self.changed.add("offload")
+            counted = self.status.counted if self.status is not None else 0
+            if self.traffic.update(
+                self.read_at,
+                counted,
+                num_named=(len(self.facts.groups), len(self.facts.operators)),
+                is_fresh="status" in self.changed or self._has_skipped,
+            ):
+                self.changed.add("traffic")
+            self._has_skipped = False
+        finally:
+            self._let_go()
+
+    @property
+    def num_damaged(self) -> int:
+        """Records that are not whole, or say what cannot be, among those that were read."""
+        rings = (self.steps, self.spans, self.events, self.offload, self.traffic.ring)
+        in_tables = len(self.traffic.damaged) + len(self.series.damaged) + len(self.damaged)
+        return sum(len(each.damaged) for each in rings) + in_tables
+
+    def read_series(self) -> bool:
+        """Read what is new in the series of the metrics; return whether anything is."""
+        try:
+            self._open()
+            return self.series.update(self.read_at, self.facts.metrics[: layout.MAX_METRICS])
+        finally:
+            self._let_go()
+
+    @property
+    def _fd(self) -> int:
+        assert self._descriptor is not None
+        return self._descriptor
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Return so many bytes at an offset; fewer where the file ends."""
+        part = os.pread(self._fd, size, offset)
+        while len(part) < size and (
+            more := os.pread(self._fd, size - len(part), offset + len(part))
+        ):
+            part += more
+        return part
+
+    def _open(self) -> bool:
+        """Open the file, or the one that has taken its place; return whether it is another one."""
+        try:
+            found = os.lstat(self._name)
+        except FileNotFoundError:
+            if self._descriptor is None:
+                raise TelemetryError("there is no file") from None
+            return False  # a cleaner removed it; what is open stays readable
+        identity = (found.st_dev, found.st_ino)
+        is_new = identity != self._identity
+        if is_new:
+            self.close()
+            self._forget()
+        if self._descriptor is None:
+            try:
+                self._descriptor = open_private(self.path)
+            except OSError as error:
+                raise TelemetryError(error.strerror or str(error)) from error
+            opened = os.fstat(self._descriptor)
+            self._identity = (opened.st_dev, opened.st_ino)
+            if RankReader.num_open < most_open():
+                self._is_kept = True
+                RankReader.num_open += 1
+        return is_new
+
+    def _let_go(self) -> None:
+        """Close a file that there is no room to keep open."""
+        if not self._is_kept:
+            self.close()
+
+    def _read_first_page(self) -> None:
+        """Read the header and the status, and ask before anything else whether the rank lives."""
+        page = self.read_at(0, _STATUS.end)
+        if len(page) < _STATUS.end:
+            layout.parse_header(page[: layout.PAGE])
+            raise TelemetryError(f"it has {len(page)} bytes of {layout.FILE_BYTES}")
+        head = page[: layout.PHASE_OFFSET]
+        if head != self._head or self.header is None:
+            self.header = layout.parse_header(page[: layout.PAGE])
+            self._head = head
+            self._liveness = Liveness(self.header)
+        assert self._liveness is not None
+        lives = self._liveness.is_alive(self._fd)
+        phase = page[layout.PHASE_OFFSET]
+        if (lives, phase) != (self.is_alive, self.phase):
+            self.is_alive, self.phase = lives, phase
+            self.changed.add("phase")
+        slots = page[_STATUS.offset :]
+        if slots != self._status_page:
+            self._status_page = slots
+            self._read_status(slots)
+            self._read_memory()
+
+    def _read_status(self, slots: bytes) -> None:
+        self.changed.add("status")
+        self.damaged.discard("status")
+        fields = _newest(slots, _STATUS, layout.STATUS)
+        status = make_status(fields) if fields is not None else None
+        if status is not None:
+            self.status = status
+        elif slots.strip(b"\0"):
+            self.damaged.add("status")
+
+    def _read_memory(self) -> None:
+        slots = self.read_at(_MEMORY.offset, _MEMORY.end - _MEMORY.offset)
+        self.damaged.discard("memory")
+        fields = _newest(slots, _MEMORY, layout.MEMORY)
+        if fields is not None:
+            self.memory = fields[1:]
+        elif slots.strip(b"\0"):
+            self.damaged.add("memory")
+
+    def _read_facts(self) -> None:
+        following = layout.slot_offset(_NAMES, self._names_sequence + 1)
+        claim = self.read_at(following, 8)
+        if self._names_sequence and int.from_bytes(claim, "little") <= self._names_sequence:
+            return
+        found = layout.newest_names(self.read_at(_NAMES.offset, _NAMES.end - _NAMES.offset))
+        self.damaged.discard("names")
+        if found is None:
+            if claim.strip(b"\0"):
+                self.damaged.add("names")
+            return
+        sequence, text = found
+        if sequence == self._names_sequence:
+            self.damaged.add("names")
+            return
+        try:
+            self.facts = msgspec.json.decode(text, type=Facts)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise TelemetryError(f"its names are damaged: {error}") from error
+        self._names_sequence = sequence
+        self.changed.add("facts")
+
+
+def _newest(slots: bytes, section: layout.Section, record: layout.Record) -> tuple[Any, ...] | None:
+    """Return the newest whole record of a section that is written in turn."""
+    whole = [
+        fields
+        for slot in range(section.capacity)
+        if (fields := record.unpack(slots, slot * section.record_bytes))
+    ]
+    return max(whole, key=lambda fields: fields[0]) if whole else None
+
+
+def most_open() -> int:
+    """Return how many files may stay open: half of what the process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft // 2 if soft > 0 else 1 << 16

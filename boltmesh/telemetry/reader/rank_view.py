@@ -1,0 +1,446 @@
+"""Turns one rank's file into what a snapshot says of that rank.
+
+Says what a rank's memory is for, from what was walked, what torch gave out and the prediction.
+
+Parameters, gradients, optimizer state and buffers are measured. Activations cannot be walked: on
+CUDA they are what the allocator has given out at its peak beyond the kinds that are known, which
+includes what libraries and communication borrow. On the host the rest of the process is ``other``.
+
+Says what a rank moves between its device, its host and its disk, in all and in a step.
+
+Medians, not means: validation and checkpoints read what is offloaded too, and a step between
+which they fell says nothing of the others.
+"""
+
+import contextlib
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any, Final
+
+from boltmesh.errors import TelemetryError
+from boltmesh.telemetry import layout
+from boltmesh.telemetry.layout import OFFLOAD_WAYS
+from boltmesh.telemetry.reader.rank_reader import Facts, RankReader
+from boltmesh.telemetry.reader.step_sums import StepRates
+from boltmesh.telemetry.reader.traffic_view import TrafficView
+from boltmesh.telemetry.sanitize import clean
+from boltmesh.telemetry.snapshot import (
+    MEMORY_KINDS,
+    MEMORY_PLACES,
+    PHASES,
+    Chunk,
+    Event,
+    LiveMicrobatches,
+    Memory,
+    MemoryKind,
+    MetricPoint,
+    OffloadTotal,
+    PhaseTime,
+    RankSnapshot,
+    RankState,
+    StepRecord,
+)
+from boltmesh.telemetry.writer.file_records import MAX_NUMBER, OffloadRow, Status, StepRow
+
+_Key = tuple[str, str]
+
+
+def memory_totals(status: Status | None) -> Memory:
+    """Return the totals as the rank sampled them."""
+    if status is None:
+        return Memory(None, None, None, None)
+    totals = (status.rss, status.allocated, status.reserved, status.peak)
+    return Memory(*(None if each == layout.UNKNOWN else each for each in totals))
+
+
+def memory_kinds(
+    walked: Sequence[int] | None, totals: Memory, predicted: Sequence[Mapping[str, Any]]
+) -> tuple[MemoryKind, ...]:
+    """Return each kind in each place of which anything is known."""
+    measured = _measured(walked, totals)
+    expected = _predicted(predicted)
+    return tuple(
+        MemoryKind(kind, place, measured.get((kind, place)), expected.get((kind, place)))  # type: ignore[arg-type]
+        for kind in MEMORY_KINDS
+        for place in MEMORY_PLACES
+        if (kind, place) in measured or (kind, place) in expected
+    )
+
+
+def _measured(walked: Sequence[int] | None, totals: Memory) -> dict[_Key, int]:
+    if walked is None:
+        return {}
+    keys = [(kind, place) for kind in MEMORY_KINDS for place in MEMORY_PLACES]
+    found = {key: size for key, size in zip(keys, walked, strict=True) if 0 <= size <= MAX_NUMBER}
+    known = {
+        where: sum(size for (_, place), size in found.items() if place == where)
+        for where in MEMORY_PLACES
+    }
+    allocated, reserved = totals.device_allocated_bytes, totals.device_reserved_bytes
+    peak = totals.device_peak_bytes
+    if peak is not None:
+        found["activations", "device"] = max(0, peak - known["device"])
+    if allocated is not None and reserved is not None:
+        found["cache", "device"] = max(0, reserved - allocated)
+    if totals.host_rss_bytes is not None:
+        found["other", "host"] = max(0, totals.host_rss_bytes - known["host"])
+    return found
+
+
+def _predicted(predicted: Sequence[Mapping[str, Any]]) -> dict[_Key, int]:
+    found: dict[_Key, int] = {}
+    for each in predicted[: len(MEMORY_KINDS) * len(MEMORY_PLACES)]:
+        kind, place, size = each.get("kind"), each.get("place"), each.get("predicted_bytes")
+        is_known = kind in MEMORY_KINDS and place in MEMORY_PLACES
+        if is_known and isinstance(size, int) and 0 <= size <= MAX_NUMBER:
+            found[str(kind), str(place)] = size
+    return found
+
+
+_LEAST_STEPS = 3
+
+
+def offload_totals(records: Iterable[OffloadRow]) -> tuple[OffloadTotal, ...]:
+    """Return each way on which anything was moved, from the newest records, oldest first."""
+    known = list(records)
+    if not known:
+        return ()
+    steps = _first_of_each_step(known)
+    return tuple(
+        _total(way, newest, [(each.global_step, each.ways[number]) for each in steps])
+        for number, (way, newest) in enumerate(zip(OFFLOAD_WAYS, known[-1].ways, strict=True))
+        if newest[0]
+    )
+
+
+def _first_of_each_step(records: list[OffloadRow]) -> list[OffloadRow]:
+    """Leave out what was written at the end of the run, behind the last step."""
+    found = records[:1]
+    for record in records[1:]:
+        if record.global_step > found[-1].global_step:
+            found.append(record)
+        elif record.global_step < found[-1].global_step:
+            found = [record]  # another fit of the same process
+    return found
+
+
+def _total(
+    way: tuple[str, str],
+    newest: tuple[int, int, int],
+    steps: list[tuple[int, tuple[int, int, int]]],
+) -> OffloadTotal:
+    moved: list[float] = []
+    busy: list[float] = []
+    for (before, old), (after, new) in pairwise(steps):
+        moved.append(max(0, new[1] - old[1]) / (after - before))
+        busy.append(max(0, new[2] - old[2]) / (after - before) / 1e9)
+    is_known = len(moved) >= _LEAST_STEPS
+    # A run that was too short for a step's median still has a bandwidth.
+    first = steps[0][1] if is_known else (0, 0, 0)
+    recent_bytes, recent_ns = newest[1] - first[1], newest[2] - first[2]
+    place, direction = way
+    return OffloadTotal(
+        place=place,  # type: ignore[arg-type]
+        direction=direction,  # type: ignore[arg-type]
+        calls=newest[0],
+        moved_bytes=newest[1],
+        bytes_per_step=median(moved) if is_known else None,
+        seconds_per_step=median(busy) if is_known else None,
+        bytes_per_second=recent_bytes * 1e9 / recent_ns if recent_bytes > 0 < recent_ns else None,
+    )
+
+
+_NO_TIME: Final = tuple(PhaseTime(name, 0.0) for name in PHASES)
+
+MAX_STAGES_OF_RANK: Final = 64
+"""Of a file that may hold anything."""
+
+
+class RankView:
+    """One rank, looked at again and again.
+
+    What a look finds unchanged is what it was at the look before, the same objects.
+
+    Args:
+        rank: Its number.
+        reader: Its file, which need not exist yet.
+    """
+
+    def __init__(self, rank: int, reader: RankReader) -> None:
+        self.rank = rank
+        self.error_time = 0.0
+        self.reader = reader
+        self._forget()
+
+    def _forget(self) -> None:
+        self.is_present = False
+        self._said: RankSnapshot | None = None
+        self._rates = StepRates()
+        self._steps: deque[StepRecord] = deque()
+        self._chunks: tuple[Chunk, ...] = ()
+        self._events: tuple[Event, ...] = ()
+        self._history: tuple[MetricPoint, ...] | None = None
+        self._traffic: TrafficView | None = None
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.reader.close()
+
+    def look(self, *, is_quick: bool = False) -> RankSnapshot:
+        """Read the file and return what it says; missing, with the reason, when it cannot be.
+
+        ``is_quick`` is as in ``RankReader.read``.
+        """
+        reader = self.reader
+        try:
+            reader.read(is_quick=is_quick)
+        except (TelemetryError, OSError) as error:
+            return self._missing(error)
+        changed = reader.changed
+        if "all" in changed:
+            self._forget()
+        before = self._said if self.is_present else None
+        self.is_present = True
+        if before is None or changed:
+            self._said = before = self._build(changed, before)
+        return before
+
+    def is_still_since(self, time: float) -> bool:
+        """Whether this rank, when it was looked at last, had ended no step since then."""
+        return bool(self._steps) and self._steps[-1].end_time < time
+
+    def _missing(self, error: Exception) -> RankSnapshot:
+        reason = str(error) if os.path.lexists(self.reader.path) else None
+        text = clean(f"{self.reader.path.name}: {reason}") if reason else None
+        if self.is_present or self._said is None or self._said.error != text:
+            self._said = missing_rank(self.rank, text)
+        self.is_present = False
+        return self._said
+
+    def _build(self, changed: set[str], before: RankSnapshot | None) -> RankSnapshot:
+        """Make the snapshot anew, of the parts that have not changed those of ``before``."""
+        reader = self.reader
+        header, status, facts = reader.header, reader.status, reader.facts
+        assert header is not None
+        is_new = before is None
+        if is_new or "facts" in changed or self._traffic is None:
+            self._traffic = TrafficView(facts, header)
+        is_counted = is_new or bool(changed & {"facts", "traffic"})
+        if is_new or reader.new_steps:
+            self._add_steps(from_scratch=is_new)
+        if is_new or "spans" in changed:
+            self._chunks = tuple(
+                Chunk(
+                    step=span.step,
+                    stage=span.stage,
+                    microbatch=span.microbatch,
+                    kind=span.kind,  # type: ignore[arg-type]
+                    start=header.wall_time(span.start_ns),
+                    end=header.wall_time(span.end_ns),
+                )
+                for span in reader.spans.records.values()
+            )
+        if is_new or "events" in changed:
+            self._events = tuple(
+                Event(time, self.rank, kind, clean(message, layout.MAX_MESSAGE))  # type: ignore[arg-type]
+                for time, kind, message in reader.events.records.values()
+            )
+        state = self._state()
+        traffic, view = reader.traffic, self._traffic
+        newest_step = next(reversed(reader.steps.records.values()), None)
+        # The status is a tenth of a second old at most, and the newest step may be newer.
+        where = [each for each in (status, newest_step) if each is not None]
+        in_flight, moved_at = view.in_flight(traffic)
+        seen = [header.wall_s, moved_at, *(each.wall_s for each in where)]
+        memory = memory_totals(status)
+        named = before if before is not None and "facts" not in changed else None
+        return RankSnapshot(
+            rank=self.rank,
+            pid=header.pid,
+            host=named.host if named else clean(facts.host, 100),
+            device=named.device if named else clean(facts.device, 100),
+            device_uuid=named.device_uuid if named else _uuid(facts),
+            state=state,
+            coordinates=named.coordinates if named else _coordinates(facts),
+            phase=PHASES[reader.phase] if status and reader.phase < len(PHASES) else None,
+            global_step=max((each.global_step for each in where), default=0),
+            epoch=max((each.epoch for each in where), default=0),
+            last_seen=max(seen),
+            steps=tuple(self._steps) if before is None or reader.new_steps else before.steps,
+            samples_per_second=self._rates.samples,
+            tokens_per_second=self._rates.tokens,
+            memory=memory,
+            collectives=(
+                view.collectives(traffic) if before is None or is_counted else before.collectives
+            ),
+            in_flight=in_flight,
+            error=self._error() if state == "failed" else None,
+            groups=view.groups(traffic) if before is None or is_counted else before.groups,
+            peers=view.peers(traffic) if before is None or is_counted else before.peers,
+            memory_kinds=memory_kinds(reader.memory, memory, facts.expected_memory),
+            offload=(
+                offload_totals(reader.offload.records.values())
+                if before is None or "offload" in changed
+                else before.offload
+            ),
+            chunks=self._chunks,
+            live_microbatches=tuple(
+                LiveMicrobatches(stage, most)
+                for stage, most in facts.live_microbatches[:MAX_STAGES_OF_RANK]
+                if stage >= 0 and most >= 0
+            ),
+            flops_per_batch=_positive(facts.flops_per_batch),
+            peak_flops_per_second=_positive(facts.peak_flops_per_second),
+            skipped_records=reader.num_damaged,
+        )
+
+    def _add_steps(self, *, from_scratch: bool) -> None:
+        records = self.reader.steps.records
+        if from_scratch:
+            self._rates = StepRates()
+            self._steps.clear()
+        new = (
+            list(records.values())
+            if from_scratch
+            else [each.after for each in self.reader.new_steps]
+        )
+        for step in new:
+            self._rates.push(step)
+            self._steps.append(_step_record(step))
+        while len(self._steps) > len(records):
+            self._steps.popleft()
+        self._history = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the newest value of every metric, of a rank whose series were read."""
+        newest = {
+            clean(name, layout.MAX_NAME): points[-1][2]
+            for name, points in self.reader.series.points().items()
+            if points
+        }
+        loss = next((step.loss for step in reversed(self._steps) if step.loss is not None), None)
+        return newest if loss is None else newest | {"loss": loss}
+
+    def history(self) -> tuple[MetricPoint, ...]:
+        """Return the series of all metrics, the loss of the newest steps without gaps."""
+        with contextlib.suppress(TelemetryError, OSError):
+            if self.reader.read_series():
+                self._history = None
+        if self._history is None:
+            self._history = self._make_history()
+        return self._history
+
+    def _make_history(self) -> tuple[MetricPoint, ...]:
+        steps = [step for step in self._steps if step.loss is not None]
+        points: list[MetricPoint] = []
+        for name, series in self.reader.series.points().items():
+            shown = clean(name, layout.MAX_NAME)
+            newest_thinned = steps[0].global_step if name == "loss" and steps else None
+            points.extend(
+                MetricPoint(shown, global_step, value)
+                for _, global_step, value in series
+                if newest_thinned is None or global_step < newest_thinned
+            )
+        points.extend(
+            MetricPoint("loss", step.global_step, step.loss)
+            for step in steps
+            if step.loss is not None
+        )
+        points.sort(key=lambda point: point.global_step)
+        return tuple(points)
+
+    def events(self) -> tuple[Event, ...]:
+        """Return the lines that this rank wrote for humans."""
+        return self._events if self.is_present else ()
+
+    @property
+    def communication_note(self) -> str | None:
+        """Why communication is not counted."""
+        note = self.reader.facts.communication_note if self.is_present else None
+        return clean(note) if note else None
+
+    @property
+    def expected(self) -> list[dict[str, object]]:
+        """What the strategy says that a step moves, undecoded."""
+        return self.reader.facts.expected
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The newest checkpoint that this rank told of."""
+        path = self.reader.facts.checkpoint if self.is_present else None
+        return clean(path) if path else None
+
+    def _state(self) -> RankState:
+        said = self.reader.status.state if self.reader.status else "starting"
+        if said in {"finished", "failed"} or self.reader.is_alive:
+            return said  # type: ignore[return-value]
+        return "dead"
+
+    def _error(self) -> str | None:
+        for time, kind, message in reversed(self.reader.events.records.values()):
+            if kind == "error":
+                self.error_time = time
+                return clean(message)
+        return "an error that is no longer recorded"
+
+
+def missing_rank(rank: int, error: str | None) -> RankSnapshot:
+    """Return a rank that has no file, or none that can be trusted: ``error`` says why."""
+    return RankSnapshot(
+        rank=rank,
+        pid=None,
+        host="",
+        device="",
+        device_uuid=None,
+        state="missing",
+        coordinates={},
+        phase=None,
+        global_step=0,
+        epoch=0,
+        last_seen=0.0,
+        steps=(),
+        samples_per_second=None,
+        tokens_per_second=None,
+        memory=Memory(None, None, None, None),
+        collectives=(),
+        in_flight=None,
+        error=error,
+    )
+
+
+def _uuid(facts: Facts) -> str | None:
+    return clean(facts.device_uuid, 100) if facts.device_uuid else None
+
+
+def _coordinates(facts: Facts) -> dict[str, int]:
+    return {
+        clean(axis, 40): at
+        for axis, at in list(facts.coordinates.items())[:8]
+        if 0 <= at <= MAX_NUMBER
+    }
+
+
+def _positive(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) and number > 0 else None
+
+
+def _step_record(step: StepRow) -> StepRecord:
+    return StepRecord(
+        index=step.batch_index,
+        global_step=step.global_step,
+        epoch=step.epoch,
+        end_time=step.wall_s,
+        seconds=step.total_ns / 1e9,
+        phases=tuple(
+            # Most phases of most steps are empty, and a viewer holds very many steps.
+            PhaseTime(zero.name, nanoseconds / 1e9) if nanoseconds else zero
+            for zero, nanoseconds in zip(_NO_TIME, step.phases_ns, strict=True)
+        ),
+        loss=step.loss if step.flags & layout.STEP_HAS_LOSS else None,
+        samples=None if step.samples < 0 else step.samples,
+        tokens=None if step.tokens < 0 else step.tokens,
+    )

@@ -1,0 +1,184 @@
+"""What the recent optimizer steps of a rank come to, kept up to date as steps come.
+
+Sums over a window that moves: a look costs what has changed, not the length of the window.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from boltmesh.telemetry import layout
+from boltmesh.telemetry.writer.file_records import StepRow, Traffic
+from boltmesh.telemetry.writer.phases import CHECKPOINT, VALIDATION
+
+RECENT_STEPS: Final = 50
+WARM_UP_STEPS: Final = 2
+"""The first optimizer steps of a run move more: DDP rebuilds its buckets and tells all ranks."""
+
+MAX_KEPT_STEPS: Final = 4096
+"""Batches whose traffic is kept apart; optimizer steps of more batches than this have no mean."""
+
+Key = tuple[int, int, int]
+"""Group, operator and peer as in ``layout.TRAFFIC``."""
+
+
+class StepRates:
+    """Items a second over the recent batches, validation and checkpoints left out.
+
+    Without the first batch of the run as soon as there are others, for it warms up.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, int, int]] = deque()
+        self._sums = [0, 0, 0]
+        self._num_unknown = [0, 0]
+        self._is_first = False
+
+    def push(self, step: StepRow) -> None:
+        """Add the newest batch."""
+        if self._is_first and self._recent:
+            self._pop()
+        self._is_first = step.sequence == 1
+        busy = step.total_ns - step.phases_ns[VALIDATION] - step.phases_ns[CHECKPOINT]
+        self._change((busy, step.samples, step.tokens), 1)
+        self._recent.append((busy, step.samples, step.tokens))
+        if len(self._recent) > RECENT_STEPS:
+            self._pop()
+
+    def _pop(self) -> None:
+        self._change(self._recent.popleft(), -1)
+
+    def _change(self, entry: tuple[int, int, int], sign: int) -> None:
+        self._sums[0] += sign * entry[0]
+        for at in (0, 1):
+            if entry[1 + at] < 0:
+                self._num_unknown[at] += sign
+            else:
+                self._sums[1 + at] += sign * entry[1 + at]
+
+    @property
+    def samples(self) -> float | None:
+        """Samples a second; None where a batch does not say how many it had."""
+        return self._rate(0)
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens a second, likewise."""
+        return self._rate(1)
+
+    def _rate(self, at: int) -> float | None:
+        if self._sums[0] <= 0 or self._num_unknown[at]:
+            return None
+        return self._sums[1 + at] * 1e9 / self._sums[0]
+
+
+class TrafficSums:
+    """Calls, bytes and time by operator over the recent optimizer steps.
+
+    Validation and checkpoints are left out, for no step needs what they move.
+
+    Args:
+        num_recent: How many steps those are.
+    """
+
+    def __init__(self, num_recent: int = RECENT_STEPS) -> None:
+        self.num_steps = 0
+        """Optimizer steps that the sums are over."""
+        self.sums: dict[Key, list[int]] = {}
+        """Calls, payload bytes, nanoseconds, and calls whose time is not known."""
+        self._ends: deque[int] = deque(maxlen=num_recent + 1)
+        self._num_skipped = 0
+        self._global_step: int | None = None
+        self._by_step: dict[int, dict[Key, list[int]]] = {}
+        self._complete_from = 0
+        self._window = (0, 0)
+
+    @property
+    def needed_after(self) -> int:
+        """The batch up to whose end nothing is needed."""
+        return self._ends[0] if len(self._ends) == self._ends.maxlen else 0
+
+    def push(self, step: StepRow) -> None:
+        """Note a batch that has ended."""
+        is_first = step.sequence == 1
+        before = 0 if is_first else self._global_step
+        if is_first:
+            self._num_skipped = WARM_UP_STEPS - 1
+        if before is not None and step.global_step > before:
+            if self._num_skipped:
+                self._num_skipped -= 1
+            else:
+                self._ends.append(step.sequence)
+        self._global_step = step.global_step
+
+    def break_before(self, step: int) -> None:
+        """Forget what was before: of this batch, the beginning may be missing."""
+        self._complete_from = step
+
+    def add(self, record: Traffic, sign: int = 1) -> None:
+        """Add a collective, or take one out with what it said before."""
+        if record.phase in {VALIDATION, CHECKPOINT}:
+            return
+        is_timed = record.done_ns and record.flags & layout.TRAFFIC_IS_TIMED
+        key = (record.group, record.operator, record.peer)
+        values = (
+            1,
+            record.payload_bytes,
+            record.done_ns - record.enqueued_ns if is_timed else 0,
+            0 if is_timed else 1,
+        )
+        of_step = self._by_step.get(record.step)
+        if of_step is None:
+            if record.step <= self.needed_after:
+                return
+            of_step = self._by_step[record.step] = {}
+        _add(of_step, key, values, sign)
+        if self._window[0] < record.step <= self._window[1]:
+            _add(self.sums, key, values, sign)
+
+    def move(self) -> bool:
+        """Move the window to the newest optimizer steps; return whether it has moved."""
+        ends = self._ends
+        if ends and ends[0] < self._complete_from:
+            ends = deque(end for end in ends if end >= self._complete_from)
+        self.num_steps = max(0, len(ends) - 1)
+        before, window = self._window, (ends[0], ends[-1]) if ends else (0, 0)
+        if window == before:
+            return False
+        self._window = window
+        for step in self._between(before, window):
+            was_in = before[0] < step <= before[1]
+            is_in = window[0] < step <= window[1]
+            if was_in != is_in:
+                for key, values in self._by_step.get(step, {}).items():
+                    _add(self.sums, key, values, 1 if is_in else -1)
+            if step <= window[0]:
+                self._by_step.pop(step, None)
+        while len(self._by_step) > MAX_KEPT_STEPS:
+            step = next(iter(self._by_step))
+            for key, values in self._by_step.pop(step).items():
+                if window[0] < step <= window[1]:
+                    _add(self.sums, key, values, -1)
+            self._complete_from = max(self._complete_from, step + 1)
+        return True
+
+    def _between(self, before: tuple[int, int], window: tuple[int, int]) -> Iterable[int]:
+        """Return the batches that may have come into the window or have left it."""
+        came, left = range(before[1] + 1, window[1] + 1), range(before[0], window[0] + 1)
+        is_near = before[0] <= window[0] and before[1] <= window[1]
+        if is_near and len(came) + len(left) < len(self._by_step):
+            return itertools.chain(came, left)
+        return list(self._by_step)
+
+
+def _add(
+    sums: dict[Key, list[int]], key: Key, values: "tuple[int, ...] | list[int]", sign: int
+) -> None:
+    total = sums.get(key)
+    if total is None:
+        total = sums[key] = [0, 0, 0, 0]
+    for at, value in enumerate(values):
+        total[at] += sign * value
+    if not total[0]:
+        del sums[key]

@@ -1,0 +1,213 @@
+"""Counts what this rank sends, by operator and process group.
+
+``torch_compat`` shows every collective; this writes it into the rank's file, gives groups the
+name of their axis, and tells the phase clock which waits are exposed.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import torch.distributed as dist
+
+from boltmesh.errors import TelemetryError
+from boltmesh.telemetry import layout
+from boltmesh.telemetry.traffic import CHECKPOINTS
+from boltmesh.telemetry.writer.phases import COMMUNICATION, PhaseClock
+from boltmesh.telemetry.writer.rank_file import RankFile
+from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES, Ticket
+from boltmesh.telemetry.writer.torch_compat.operators import (
+    ANYBODY,
+    group_ranks,
+    uncounted_operators,
+)
+
+WORLD: Final = "world"
+OTHER: Final = "other"
+
+_SYNCHRONOUS: Final = layout.TRAFFIC_IS_SYNCHRONOUS
+_TIMED: Final = layout.TRAFFIC_IS_TIMED
+
+
+class CommunicationCounter:
+    """Writes each collective of this process into a rank's file, between start and stop.
+
+    Args:
+        file: Where counts and records go.
+        clock: The phases of this rank.
+        is_on_device: Kernels run behind the host, so waits are read from the device's timeline.
+        on_error: Called, at most once, with what went wrong in here; a collective is never stopped.
+    """
+
+    def __init__(
+        self,
+        file: RankFile,
+        clock: PhaseClock,
+        *,
+        is_on_device: bool,
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        self.step = 1
+        """Sequence number of the step record that collectives belong to from now on."""
+        self._file = file
+        self._clock = clock
+        self._is_on_device = is_on_device
+        self._on_error = on_error
+        self._axes: dict[str, str] = {}
+        self._groups: dict[str, int] = {}
+        self._members: dict[str, list[int]] = {}
+        self._operators: dict[str, int] = {}
+        self._beside: set[int] = set()
+        """Groups in which no thread that trains ever waits."""
+        self._is_counting = False
+
+    def start(self) -> str | None:
+        """Begin to count; return why that is not possible or not complete, where it is not."""
+        try:
+            COLLECTIVES.attach(self)
+        except TelemetryError as error:
+            return f"communication is not counted: {error}"
+        self._is_counting = True
+        if uncounted := uncounted_operators():
+            return f"not counted, because this boltmesh does not know them: {', '.join(uncounted)}"
+        return None
+
+    def stop(self) -> None:
+        """Count no more. Safe from inside a collective: the kernels stay until ``remove``."""
+        self._is_counting = False
+
+    def remove(self) -> None:
+        """Count no more, and take the kernels out with the last counter of the process."""
+        COLLECTIVES.detach(self)
+        self._is_counting = False
+
+    def name_group(self, group: dist.ProcessGroup, axis: str) -> None:
+        """Say which axis of the mesh a process group is.
+
+        Ignores what ``new_group`` returns on ranks that are no members.
+        """
+        if not isinstance(group, dist.ProcessGroup):
+            return  # type: ignore[unreachable]
+        name = group.group_name
+        self._axes[name] = axis
+        number = self._file.group_number(name, axis, self._ranks_of(group, name))
+        self._groups[name] = number
+        if axis == CHECKPOINTS:
+            self._beside.add(number)
+
+    def enqueued(
+        self,
+        operator: str,
+        group: dist.ProcessGroup,
+        payload_bytes: int,
+        is_synchronous: bool,
+        is_timed: bool,
+        peer: int | None = None,
+        *,
+        is_wait_told: bool = False,
+    ) -> Ticket | None:
+        """See ``CollectiveObserver``."""
+        if not self._is_counting:
+            return None
+        try:
+            name = group.group_name
+            group_number = self._groups.get(name)
+            if group_number is None:
+                group_number = self._add_group(group, name)
+            operator_number = self._operators.get(operator)
+            if operator_number is None:
+                operator_number = self._file.operator_number(operator)
+                self._operators[operator] = operator_number
+            clock = self._clock
+            ticket = self._file.enqueue(
+                self.step,
+                group_number,
+                operator_number,
+                clock.phase,
+                is_synchronous * _SYNCHRONOUS + is_timed * _TIMED,
+                payload_bytes,
+                0 if peer is None else self._peer_field(group, name, peer),
+            )
+            if self._is_on_device:
+                if is_synchronous and not is_timed and threading.get_ident() == clock.thread:
+                    clock.enter(COMMUNICATION)
+                else:
+                    clock.note_enqueue(ticket[-1], is_synchronous=is_synchronous)
+            elif not is_synchronous and not is_wait_told and threading.get_ident() == clock.thread:
+                # Hooks of DDP that chain collectives enqueue from gloo's threads, when the
+                # backward pass has nothing left to compute.
+                clock.note_enqueue(ticket[-1], is_synchronous=False)
+        except Exception as error:  # noqa: BLE001 - the collective goes on whatever happens here
+            self._fail(error)
+            return None
+        return ticket
+
+    def returned(self, ticket: Ticket) -> None:
+        """See ``CollectiveObserver``."""
+        is_synchronous = ticket[5] & _SYNCHRONOUS
+        if self._is_on_device and is_synchronous and threading.get_ident() == self._clock.thread:
+            self._clock.leave()
+
+    def completed(self, ticket: Ticket, done_ns: int) -> None:
+        """See ``CollectiveObserver``."""
+        try:
+            self._file.complete(ticket, done_ns)
+            if ticket[2] in self._beside:
+                return
+            if ticket[5] & _SYNCHRONOUS:
+                self._clock.note_wait(done_ns - ticket[-1])
+            else:
+                self._clock.note_done(done_ns)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(error)
+
+    def waited(self, ticket: Ticket, begin_ns: int, done_ns: int) -> None:
+        """See ``CollectiveObserver``."""
+        try:
+            self._file.complete(ticket, done_ns)
+            if threading.get_ident() == self._clock.thread:
+                self._clock.note_wait(done_ns - begin_ns)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(error)
+
+    def lost(self, ticket: Ticket) -> None:
+        """See ``CollectiveObserver``."""
+        self._file.lose(ticket)
+
+    def found_peer(self, ticket: Ticket, group: dist.ProcessGroup, peer: int) -> None:
+        """See ``CollectiveObserver``."""
+        if not self._is_counting:
+            return
+        try:
+            field = self._peer_field(group, group.group_name, peer)
+            if field != layout.UNKNOWN_PEER:
+                self._file.find_peer(ticket, field)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail(error)
+
+    def _add_group(self, group: dist.ProcessGroup, name: str) -> int:
+        axis = self._axes.get(name)
+        if axis is None:
+            axis = WORLD if group.size() == self._file.header.world_size else OTHER
+        ranks = self._ranks_of(group, name)
+        number = self._groups[name] = self._file.group_number(name, axis, ranks)
+        return number
+
+    def _ranks_of(self, group: dist.ProcessGroup, name: str) -> list[int]:
+        """Return the members of a group by global rank, asked for once."""
+        ranks = self._members.get(name)
+        if ranks is None:
+            ranks = self._members[name] = group_ranks(group)
+        return ranks
+
+    def _peer_field(self, group: dist.ProcessGroup, name: str, peer: int) -> int:
+        """Return a peer within a group as ``layout.TRAFFIC`` has it."""
+        ranks = self._ranks_of(group, name)
+        if not ANYBODY < peer < len(ranks):
+            return layout.UNKNOWN_PEER
+        return min(ranks[peer] + 1, layout.UNKNOWN_PEER)
+
+    def _fail(self, error: Exception) -> None:
+        if self._is_counting:
+            self._is_counting = False
+            self._on_error(error)

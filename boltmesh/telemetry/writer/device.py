@@ -1,0 +1,162 @@
+"""What a CUDA device knows of a step, read without ever waiting for it.
+
+Kernels run behind the host, so the host's clock says when work was launched, not when it ran.
+Events are recorded on the current stream where phases change, kept in a pool, and read two steps
+later, when ``query()`` says that they have passed. Scalars (the loss) travel the same way: they
+are copied into pinned memory behind the step and read once the step's last event has passed.
+Nothing here synchronises, and NCCL's own timing stays off, for it breaks the overlap
+(https://github.com/pytorch/pytorch/issues/143890).
+"""
+
+from collections import deque
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from boltmesh.telemetry.snapshot import PHASES
+from boltmesh.telemetry.writer.phases import BACKWARD, COMMUNICATION, StepTime
+
+MAX_MARKS: Final = 256
+"""Boundaries marked in a step; further ones lengthen the last phase that was marked."""
+
+PINNED_SCALARS: Final = 1024
+
+
+class _Tail(NamedTuple):
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class StepMarks(NamedTuple):
+    """The events of one step, from the end of the step before to its own."""
+
+    boundaries: list[tuple[int, torch.cuda.Event]]
+    tails: list[_Tail]
+    end: torch.cuda.Event
+
+    def has_passed(self) -> bool:
+        """Tell whether the device has come to the end of the step."""
+        return bool(self.end.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> StepTime:
+        """Return the times on the device; only once it ``has_passed``."""
+        totals = [0] * len(PHASES)
+        ends = [event for _, event in self.boundaries[1:]] + [self.end]
+        for (phase, start), end in zip(self.boundaries, ends, strict=True):
+            totals[phase] += _elapsed_ns(start, end)
+        for tail in self.tails:
+            exposed = min(_elapsed_ns(tail.start, tail.end), totals[BACKWARD])
+            totals[BACKWARD] -= exposed
+            totals[COMMUNICATION] += exposed
+        return StepTime(sum(totals), totals)
+
+
+def _elapsed_ns(start: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    return max(0, int(start.elapsed_time(end) * 1e6))
+
+
+class CudaTimeline:
+    """Marks phases on the current stream of one device."""
+
+    def __init__(self, phase: int) -> None:
+        self._pool: deque[torch.cuda.Event] = deque()
+        self._boundaries = [(phase, self._record())]
+        self._tails: list[_Tail] = []
+        self._tail_start: torch.cuda.Event | None = None
+
+    def mark(self, phase: int) -> None:
+        """See ``Timeline``."""
+        if len(self._boundaries) < MAX_MARKS and not torch.cuda.is_current_stream_capturing():
+            self._boundaries.append((phase, self._record()))
+
+    def mark_enqueue(self) -> None:
+        """See ``Timeline``; the last of a backward pass stays."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if self._tail_start is None:
+            self._tail_start = self._take()
+        self._tail_start.record()
+
+    def mark_backward_end(self) -> None:
+        """See ``Timeline``."""
+        start, self._tail_start = self._tail_start, None
+        if start is not None and len(self._tails) < MAX_MARKS:
+            self._tails.append(_Tail(start, self._record()))
+
+    def end_step(self, phase: int) -> StepMarks:
+        """Close the step; ``phase`` is what comes after it."""
+        marks = StepMarks(self._boundaries, self._tails, self._record())
+        self._boundaries, self._tails = [(phase, self._record())], []
+        return marks
+
+    def recycle(self, marks: StepMarks) -> None:
+        """Take back the events of a step that was read."""
+        self._pool.extend(event for _, event in marks.boundaries)
+        for tail in marks.tails:
+            self._pool.extend(tail)
+        self._pool.append(marks.end)
+
+    def _take(self) -> torch.cuda.Event:
+        if self._pool:
+            return self._pool.pop()
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def _record(self) -> torch.cuda.Event:
+        event = self._take()
+        event.record()
+        return event
+
+
+class ScalarMailbox:
+    """Brings scalars from the device, to be read after an event that was recorded later."""
+
+    def __init__(self) -> None:
+        self._slots = torch.empty(PINNED_SCALARS, dtype=torch.float32, pin_memory=True)
+        self._next = 0
+
+    def send(self, value: Tensor) -> int:
+        """Copy a scalar behind what the stream is doing; return its slot."""
+        slot = self._next % PINNED_SCALARS
+        self._next += 1
+        self._slots[slot].copy_(value.detach().float().mean(), non_blocking=True)
+        return slot
+
+    def read(self, slot: int) -> float:
+        """Return a scalar whose copy is known to have passed."""
+        return float(self._slots[slot])
+
+
+def describe(device: torch.device) -> str:
+    """Return, for example, ``cpu`` or ``cuda:1 (NVIDIA H100)``."""
+    if device.type != "cuda":
+        return str(device)
+    return f"cuda:{device.index or 0} ({torch.cuda.get_device_name(device)})"
+
+
+def uuid(device: torch.device) -> str | None:
+    """Return the device's name as NVML spells it."""
+    if device.type != "cuda":
+        return None
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return f"GPU-{found}" if found else None
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of the caching allocator; None where there is no such device."""
+
+    allocated: int | None = None
+    reserved: int | None = None
+    peak: int | None = None
+
+
+def memory(device: torch.device) -> DeviceMemory:
+    """Return what the allocator has given out, holds, and has given out at most."""
+    if device.type != "cuda":
+        return DeviceMemory()
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    allocated = stats.get("allocated_bytes", {}).get("all", {})
+    reserved = stats.get("reserved_bytes", {}).get("all", {})
+    return DeviceMemory(
+        allocated.get("current", 0), reserved.get("current", 0), allocated.get("peak", 0)
+    )

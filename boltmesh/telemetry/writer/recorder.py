@@ -1,0 +1,446 @@
+"""What the engine and the Lightning callback tell of a running rank.
+
+A ``Recorder`` writes the rank's telemetry file; a ``NullRecorder`` takes the same calls and does
+nothing. ``open_recorder`` returns the one or the other. Whatever goes wrong inside a recorder
+turns it off with one warning: training does not notice.
+"""
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from threading import get_ident
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from boltmesh.telemetry import layout
+from boltmesh.telemetry.hang_detection.watch import start_watch
+from boltmesh.telemetry.job import JobInfo, is_switched_off, record_end
+from boltmesh.telemetry.plan_files import write_plan, write_tensor_plan
+from boltmesh.telemetry.reader.cause import is_consequence
+from boltmesh.telemetry.snapshot import (
+    PHASES,
+    MemoryKind,
+    OffloadDirection,
+    OffloadPlace,
+    PipelinePlan,
+)
+from boltmesh.telemetry.tensor_plan import TensorPlanTable
+from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.telemetry.writer import device as devices
+from boltmesh.telemetry.writer.communication import CommunicationCounter
+from boltmesh.telemetry.writer.fail_safe import guarded, warn_off
+from boltmesh.telemetry.writer.memory import MemorySampler, TensorsByKind
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.offload_counter import OffloadCounter
+from boltmesh.telemetry.writer.phases import DATA, OTHER, VALIDATION, PhaseClock
+from boltmesh.telemetry.writer.rank_file import RankFile
+from boltmesh.telemetry.writer.register import introduce, open_file, open_host
+from boltmesh.telemetry.writer.status_line import StatusLine
+from boltmesh.telemetry.writer.step_queue import EndedStep, StepQueue
+from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES
+
+if TYPE_CHECKING:
+    from boltmesh.telemetry.hang_detection.watch import HangWatch
+    from boltmesh.telemetry.writer.nodes import NodeExchange
+
+__all__ = ["NullRecorder", "Recorder", "open_recorder"]
+
+MAX_PATH: Final = 4096
+
+
+def open_recorder(
+    job: JobInfo,
+    *,
+    rank: int,
+    local_rank: int,
+    device: torch.device,
+    coordinates: dict[str, int],
+) -> "Recorder | NullRecorder":
+    """Open this rank's recorder. Never raises: what prevents it is said in one warning."""
+    if is_switched_off():
+        return NullRecorder()
+    try:
+        return Recorder.open(
+            job, rank=rank, local_rank=local_rank, device=device, coordinates=coordinates
+        )
+    except Exception as error:  # noqa: BLE001 - telemetry never stops training
+        warn_off(error)
+        return NullRecorder()
+
+
+class _Phase:
+    """One phase as a context; holds nothing of its own, so one object serves every use."""
+
+    __slots__ = ("_index", "_recorder")
+
+    def __init__(self, recorder: "Recorder", index: int) -> None:
+        self._recorder = recorder
+        self._index = index
+
+    def __enter__(self) -> None:
+        self._recorder.enter_phase(self._index)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._recorder.leave_phase(error)
+
+
+class Recorder:
+    """Writes what one rank does, from the start of its process group to the end of the run.
+
+    Not for direct construction: ``open_recorder`` or ``Recorder.open``. All methods but
+    ``rank_died``, ``offload`` and ``event`` belong to the thread that trains.
+    """
+
+    def __init__(self, file: RankFile, *, local_rank: int, device: torch.device) -> None:
+        self.is_on = True
+        self._local_rank = local_rank
+        self._compute: tuple[float | None, float | None] = (None, None)
+        self.path = file.path.parent
+        self.last_checkpoint: str | None = None
+        self._file = file
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._timeline = devices.CudaTimeline(OTHER) if self._is_cuda else None
+        self._clock = PhaseClock(self._timeline, COLLECTIVES)
+        self._steps = StepQueue(file, self._timeline)
+        self._counter = CommunicationCounter(
+            file, self._clock, is_on_device=self._is_cuda, on_error=self.turn_off
+        )
+        self._counter.step = file.num_steps + 1
+        self._phases = {name: _Phase(self, index) for index, name in enumerate(PHASES)}
+        self._memory = MemorySampler(file, device)
+        self._status = StatusLine(file, self._clock, self._steps, self._memory)
+        self._offload = OffloadCounter(file)
+        self._failing: tuple[int, int] | None = None
+        self._nodes: NodeExchange | None = None
+        self._live: dict[int, int] = {}
+        self._hangs: HangWatch | None = None
+
+    @classmethod
+    def open(
+        cls,
+        job: JobInfo,
+        *,
+        rank: int,
+        local_rank: int,
+        device: torch.device,
+        coordinates: dict[str, int],
+    ) -> "Recorder":
+        """Create this rank's file in the job's folder and begin to count collectives.
+
+        Raises:
+            TelemetryError: The folder or the file cannot be had.
+            OSError: As the system says it.
+        """
+        file = open_file(job, rank)
+        recorder = None
+        try:
+            recorder = cls(file, local_rank=local_rank, device=device)
+            if local_rank == 0:
+                recorder._nodes = open_host(job, file)
+            note = recorder._counter.start()
+            introduce(job, file, device, coordinates, note)
+            recorder._memory.sample()
+            recorder._status.write()
+        except BaseException:
+            if recorder is not None:
+                recorder._counter.remove()
+            file.close()
+            raise
+        return recorder
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which time belongs to ``name``, one of PHASES.
+
+        Phases nest and are exclusive: the outer one pauses. See [Note: What is exposed
+        communication] in ``phases.py``.
+        """
+        return self._phases[name]
+
+    def enter_phase(self, index: int) -> None:
+        """Enter a phase by its index; ``leave_phase`` has to follow."""
+        if self.is_on and get_ident() == self._clock.thread:
+            try:
+                self._clock.enter(index)
+                self._status.write_phase()
+            except Exception as error:  # noqa: BLE001 - telemetry never stops training
+                self.turn_off(error)
+
+    def leave_phase(self, error: BaseException | None = None) -> None:
+        """Leave the innermost phase; ``error`` is what passes through it."""
+        if self.is_on and get_ident() == self._clock.thread:
+            try:
+                if error is not None and (self._failing is None or self._failing[0] != id(error)):
+                    self._failing = (id(error), self._clock.phase)
+                self._clock.leave()
+                self._status.write_phase()
+            except Exception as failure:  # noqa: BLE001 - telemetry never stops training
+                self.turn_off(failure)
+
+    @guarded
+    def name_group(self, group: ProcessGroup, axis: str) -> None:
+        """Say which axis a process group is: ``data``, ``tensor``, ``pipeline``, ``world``.
+
+        A group that is never named is ``world`` when it holds all ranks, else ``other``.
+        """
+        self._counter.name_group(group, axis)
+
+    @guarded
+    def watch_for_hangs(self, timeout_s: float) -> None:
+        """Say, from now on, why collectives do not advance that take long.
+
+        Args:
+            timeout_s: How long one may take before it ends the run, seconds.
+        """
+        self._hangs = start_watch(
+            self._file, self._clock, timeout_s=timeout_s, progress=self._status.progress
+        )
+
+    @guarded
+    def explain(self, error: BaseException) -> None:
+        """Put into the error by which a collective was given up what is known of its cause."""
+        if self._hangs is not None:
+            self._hangs.explain(error)
+
+    @guarded
+    def expect(self, traffic: Sequence[ExpectedTraffic]) -> None:
+        """Say what one optimizer step should move on this rank."""
+        self._file.write_facts({"expected": msgspec.to_builtins(list(traffic))})
+
+    @guarded
+    def expect_memory(self, kinds: Sequence[MemoryKind]) -> None:
+        """Say what memory this rank should need, by kind and place."""
+        self._file.write_facts({"expected_memory": msgspec.to_builtins(list(kinds))})
+
+    @guarded
+    def watch_memory(self, tensors: TensorsByKind) -> None:
+        """Say which tensors are of which of MEMORY_KINDS; asked every few seconds."""
+        self._memory.watch(tensors)
+
+    @guarded
+    def compute(
+        self, *, flops_per_batch: float | None, peak_flops_per_second: float | None
+    ) -> None:
+        """Say what one batch on this rank takes, and what its device can do at most."""
+        compute = (flops_per_batch, peak_flops_per_second)
+        if compute != self._compute:
+            self._compute = compute
+            self._file.write_facts(
+                {
+                    "flops_per_batch": flops_per_batch,
+                    "peak_flops_per_second": peak_flops_per_second,
+                }
+            )
+
+    @guarded
+    def schedule(self, plan: PipelinePlan) -> None:
+        """Say which schedule the pipeline follows; the same on all ranks."""
+        if self._local_rank == 0:
+            write_plan(plan, self.path)
+
+    @guarded
+    def tensor_plan(self, plan: TensorPlanTable) -> None:
+        """Say how layers are divided over the tensor axis; the same on all ranks."""
+        if self._local_rank == 0:
+            write_tensor_plan(plan, self.path)
+
+    def chunk(self, *, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int) -> None:
+        """Record one microbatch in one stage, outside of validation.
+
+        Args:
+            stage: Of the model, counted over all ranks.
+            microbatch: Of the step, from 0.
+            kind: ``F``, ``B``, ``I`` or ``W``, see ``snapshot.Chunk``.
+            start_ns: On the monotonic clock, when its computation began, what it waited for
+                received.
+            end_ns: When its computation ended, before anything is sent.
+        """
+        if self.is_on and self._clock.phase != VALIDATION:
+            try:
+                number = layout.CHUNK_KINDS.index(kind)
+                self._file.span(
+                    self._status.global_step + 1, stage, microbatch, number, 0, 0, start_ns, end_ns
+                )
+            except Exception as error:  # noqa: BLE001 - telemetry never stops training
+                self.turn_off(error)
+
+    @guarded
+    def live_microbatches(self, peaks: Mapping[int, int]) -> None:
+        """Say how many microbatches each stage has kept at once at most in a batch of training."""
+        if any(most > self._live.get(stage, 0) for stage, most in peaks.items()):
+            self._live = {
+                stage: max(most, self._live.get(stage, 0)) for stage, most in peaks.items()
+            }
+            self._file.write_facts({"live_microbatches": sorted(self._live.items())})
+
+    @guarded
+    def offload(
+        self,
+        place: OffloadPlace,
+        direction: OffloadDirection,
+        num_bytes: int,
+        seconds: float,
+        *,
+        is_alone: bool = False,
+    ) -> None:
+        """Count a transfer that has just ended; from any thread, a few times a step.
+
+        Args:
+            place: What it was read from or written to.
+            direction: ``read`` brings bytes back towards the device, ``write`` takes them away.
+            num_bytes: What was moved.
+            seconds: How long it took, up to now.
+            is_alone: It ended earlier, and nothing else went this way meanwhile.
+        """
+        self._offload.add(place, direction, num_bytes, seconds, is_alone=is_alone)
+
+    @guarded
+    def begin_loop(self, *, epoch: int, global_step: int) -> None:
+        """Say that batches follow: what was before is no part of the first step."""
+        self._clock.restart(DATA)
+        if self._timeline is not None:
+            self._timeline.recycle(self._timeline.end_step(DATA))
+        self._status.begin(epoch, global_step)
+        self._status.write()
+
+    @guarded
+    def end_loop(self) -> None:
+        """Say that no batch follows."""
+        self._clock.rebase(OTHER)
+        self._status.write()
+
+    @guarded
+    def begin_batch(self, *, index: int, epoch: int) -> None:
+        """Say that the batch is there; what passed since ``end_batch`` was waiting for data."""
+        status = self._status
+        status.state = "running"
+        status.batch_index = index
+        status.epoch = epoch
+        self._failing = None
+        self._clock.rebase(OTHER)
+        status.write_phase()
+
+    @guarded
+    def end_batch(
+        self,
+        *,
+        global_step: int,
+        loss: float | Tensor | None,
+        samples: int | None,
+        tokens: int | None,
+    ) -> None:
+        """Close the step: its time is what passed since the step before was closed.
+
+        Args:
+            global_step: Lightning's counter of optimizer steps, after this batch.
+            loss: Read later, so not to be changed in place; of a device, copied behind the step.
+            samples: Items of the batch on this rank.
+            tokens: Tokens of the batch on this rank.
+        """
+        self._clock.rebase(DATA)
+        status = self._status
+        status.global_step = global_step
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            loss = loss.detach()  # a step that waits must not keep its graph
+        host_time = self._clock.take()
+        step = EndedStep(
+            status.batch_index,
+            global_step,
+            status.epoch,
+            time.time(),
+            host_time,
+            loss,
+            samples,
+            tokens,
+        )
+        self._steps.add(step, self._clock.since_ns, DATA)
+        self._counter.step += 1
+        self._offload.after_step(global_step)
+        self._memory.after_step(self._clock.since_ns, is_updated=global_step > status.start_step)
+        status.write_phase()
+        if self._nodes is not None:
+            self._nodes.after_step()
+
+    @guarded
+    def metrics(self, global_step: int, values: Mapping[str, float | Tensor]) -> None:
+        """Add values to the series of their names; tensors on a device arrive steps later."""
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.numel() == 1:
+                self._steps.add_metric(name, global_step, value)
+
+    @guarded
+    def event(self, kind: str, message: str) -> None:
+        """Note a line for a human; of a checkpoint the message is its path."""
+        if kind == "checkpoint":
+            self.last_checkpoint = message
+            # A path may hold bytes that are no text, and be longer than the facts have room for.
+            message = message.encode("utf-8", "backslashreplace").decode()[:MAX_PATH]
+            self._file.write_facts({"checkpoint": message})
+        self._file.event(kind, message)
+
+    def rank_died(self, rank: int, exit_code: int | None) -> None:
+        """Note how another rank of this host died, for the supervisor in this process."""
+        record_end(self.path, rank=rank, exit_code=exit_code)
+
+    def finish(self) -> None:
+        """Say that this rank ended well. The first of ``finish`` and ``fail`` counts."""
+        self._end("finished", self._clock.phase, "end", "finished")
+
+    def fail(self, error: BaseException) -> None:
+        """Say that this rank ended with an exception, in the phase that it came from."""
+        phase = self._clock.phase
+        if self._failing is not None and self._failing[0] == id(error):
+            phase = self._failing[1]
+        said = ""
+        with contextlib.suppress(Exception):  # a user's exception may fail to say what it is
+            said = str(error)
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        self._end("failed", phase, "error", text)
+
+    def _end(self, state: str, phase: int, kind: str, message: str) -> None:
+        """Write the end of the rank; also when telemetry is off, or it would look dead."""
+        if self._status.has_ended:
+            return
+        self._status.end(state)
+        try:
+            self._file.phase(phase)
+            self._offload.write(self._status.global_step)
+            self._status.write()
+            self._file.event(kind, message)
+            self._steps.flush()
+        except Exception as failure:  # noqa: BLE001 - telemetry never stops training
+            self.turn_off(failure)
+        if self._nodes is not None:
+            # Who has lost a peer may have lost the store with it, and must not wait for that.
+            self._nodes.end(is_heard=state == "finished" or not is_consequence(message))
+
+    def close(self) -> None:
+        """Stop counting and let go of the file; without ``fail`` before, the rank ended well."""
+        if self._hangs is not None:
+            self._hangs.stop()
+        self.finish()
+        self.is_on = False
+        with contextlib.suppress(Exception):  # the run is over, and ends as it would without us
+            self._counter.remove()
+        self._file.close()
+
+    def turn_off(self, error: Exception) -> None:
+        """Stop recording after a failure of telemetry itself; warn once."""
+        if self.is_on:
+            self.is_on = False
+            self._counter.stop()
+            with contextlib.suppress(Exception):
+                self._file.event("warning", f"telemetry is off: {type(error).__name__}: {error}")
+            warn_off(error)

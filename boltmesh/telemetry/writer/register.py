@@ -1,0 +1,86 @@
+"""What a rank does once, when it joins the telemetry of its job."""
+
+import functools
+import socket
+from collections.abc import Mapping
+
+import torch
+
+from boltmesh.telemetry.job import (
+    JobInfo,
+    job_path,
+    make_private_folder,
+    rank_file,
+    run_dir,
+    write_job,
+)
+from boltmesh.telemetry.plan_files import remove_plans
+from boltmesh.telemetry.writer import device as devices
+from boltmesh.telemetry.writer.nodes import NodeExchange, remove_nodes
+from boltmesh.telemetry.writer.rank_file import RankFile
+from boltmesh.telemetry.writer.torch_compat.operators import default_store
+
+
+def open_file(job: JobInfo, rank: int) -> RankFile:
+    """Create a rank's file in the job's folder, or continue it.
+
+    Raises:
+        TelemetryError: The folder or the file cannot be had.
+        OSError: As the system says it.
+    """
+    make_private_folder(run_dir())
+    folder = job_path(job.id)
+    make_private_folder(folder)
+    return RankFile(rank_file(folder, rank), rank=rank, world_size=job.world_size)
+
+
+def open_host(job: JobInfo, file: RankFile) -> NodeExchange:
+    """Write what the ranks of this host share, and return its exchange with other hosts.
+
+    For local rank 0 only.
+    """
+    folder = file.path.parent
+    if file.is_new:
+        remove_plans(folder)  # of an earlier run under the same id
+        remove_nodes(folder)
+    write_job(job, folder)
+    return NodeExchange(
+        folder,
+        rank=file.header.rank,
+        world_size=job.world_size,
+        find_store=functools.partial(default_store, f"boltmesh-{job.id}"),
+        say=functools.partial(file.event, "warning"),
+    )
+
+
+def introduce(
+    job: JobInfo,
+    file: RankFile,
+    device: torch.device,
+    coordinates: Mapping[str, int],
+    note: str | None,
+) -> None:
+    """Write what a reader has to know of a rank before its first step.
+
+    Args:
+        job: That it is one rank of.
+        file: Of the rank.
+        device: That it computes on.
+        coordinates: Its place on each axis of the mesh.
+        note: What is not counted of its communication.
+    """
+    name = devices.describe(device)
+    file.write_facts(
+        {
+            "host": socket.gethostname(),
+            "device": name,
+            "device_uuid": devices.uuid(device),
+            "coordinates": coordinates,
+            "communication_note": note,
+            "expected": [],
+        }
+    )
+    # Without its own number, so that a reader can show the ranks of a job as one line.
+    file.event("start", f"on {name}, one of {job.world_size}")
+    if note is not None:
+        file.event("warning", note)

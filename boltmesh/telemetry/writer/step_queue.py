@@ -1,0 +1,148 @@
+"""Holds steps until they are due, or their times and loss have come from the device."""
+
+from collections import deque
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from boltmesh.telemetry import layout
+from boltmesh.telemetry.writer.device import CudaTimeline, ScalarMailbox, StepMarks
+from boltmesh.telemetry.writer.phases import StepTime
+from boltmesh.telemetry.writer.rank_file import RankFile
+
+WRITE_EVERY_NS: Final = 50_000_000
+"""Steps on the host are written together once this has passed: what runs once between the
+kernels of a model runs on a cold cache, and costs several times what it costs in a loop."""
+
+READ_AFTER_STEPS: Final = 2
+"""A step on a device is read once this many further steps were launched, and has passed."""
+
+MAX_UNREAD_STEPS: Final = 16
+"""Steps that may wait for a device; the oldest is then written with the host's times."""
+
+LOSS_EVERY_STEPS: Final = 8
+"""The ring of steps has every loss of late; the series that spans the run needs fewer."""
+
+
+class EndedStep(NamedTuple):
+    """A step that has ended on the host."""
+
+    batch_index: int
+    global_step: int
+    epoch: int
+    wall_s: float
+    host_time: StepTime
+    loss: float | Tensor | None
+    samples: int | None
+    tokens: int | None
+
+
+class _Waiting(NamedTuple):
+    """A step that the device may not have come to the end of."""
+
+    step: EndedStep
+    marks: StepMarks
+    loss_slot: int | None
+    metrics: list[tuple[str, int, int]]
+    """Name, global step and slot."""
+
+
+class StepQueue:
+    """Writes steps: a few at a time on the host, behind the device where there is one.
+
+    Args:
+        file: Where steps and metrics go.
+        timeline: The device's marks; None on the host.
+    """
+
+    def __init__(self, file: RankFile, timeline: CudaTimeline | None) -> None:
+        self._file = file
+        self._timeline = timeline
+        self._mailbox = ScalarMailbox() if timeline is not None else None
+        self._ended: list[EndedStep] = []
+        self._written_ns = 0
+        self._waiting: deque[_Waiting] = deque()
+        self._metrics: list[tuple[str, int, int]] = []
+
+    def add_metric(self, name: str, global_step: int, value: float | Tensor) -> None:
+        """Write a metric, with the step that is being made if it is on the device."""
+        if self._mailbox is not None and isinstance(value, Tensor) and value.is_cuda:
+            self._metrics.append((name, global_step, self._mailbox.send(value)))
+        elif (number := _number(value)) is not None:
+            self._file.point(name, global_step, number)
+
+    def add(self, step: EndedStep, now_ns: int, next_phase: int) -> None:
+        """Take a step that has ended, and write those that are due."""
+        if self._timeline is None:
+            self._ended.append(step)
+            if now_ns - self._written_ns >= WRITE_EVERY_NS:
+                self._written_ns = now_ns
+                self.write_ended()
+            return
+        assert self._mailbox is not None
+        slot = None
+        if isinstance(step.loss, Tensor) and step.loss.is_cuda:
+            slot = self._mailbox.send(step.loss)
+            step = step._replace(loss=None)
+        marks = self._timeline.end_step(next_phase)
+        self._waiting.append(_Waiting(step, marks, slot, self._metrics))
+        self._metrics = []
+        while len(self._waiting) > READ_AFTER_STEPS and self._write_oldest(
+            is_forced=len(self._waiting) > MAX_UNREAD_STEPS
+        ):
+            pass
+
+    def flush(self) -> None:
+        """Write all steps: those that the device has not passed with the host's times."""
+        self.write_ended()
+        while self._waiting:
+            self._write_oldest(is_forced=True)
+
+    def write_ended(self) -> None:
+        """Write the steps that have ended on the host, however few."""
+        ended, self._ended = self._ended, []
+        for step in ended:
+            self._write(step, step.host_time, _number(step.loss))
+
+    def _write_oldest(self, *, is_forced: bool) -> bool:
+        step, marks, slot, metrics = self._waiting[0]
+        assert self._timeline is not None
+        assert self._mailbox is not None
+        if not marks.has_passed():
+            if is_forced:
+                self._waiting.popleft()
+                self._write(step, step.host_time, _number(step.loss))
+            return is_forced
+        self._waiting.popleft()
+        for name, global_step, metric_slot in metrics:
+            self._file.point(name, global_step, self._mailbox.read(metric_slot))
+        loss = _number(step.loss) if slot is None else self._mailbox.read(slot)
+        self._write(step, marks.read(), loss)
+        self._timeline.recycle(marks)
+        return True
+
+    def _write(self, step: EndedStep, time: StepTime, loss: float | None) -> None:
+        sequence = self._file.step(
+            step.batch_index,
+            step.global_step,
+            step.epoch,
+            0 if loss is None else layout.STEP_HAS_LOSS,
+            step.wall_s,
+            time.total_ns,
+            *time.phases_ns,
+            0.0 if loss is None else loss,
+            layout.UNKNOWN if step.samples is None else step.samples,
+            layout.UNKNOWN if step.tokens is None else step.tokens,
+        )
+        if loss is not None and sequence % LOSS_EVERY_STEPS == 1:
+            self._file.point("loss", step.global_step, loss)
+
+
+def _number(value: float | Tensor | None) -> float | None:
+    """Return a value on the host, the mean of what is no scalar; None for other devices."""
+    if not isinstance(value, Tensor):
+        return None if value is None else float(value)
+    if not value.is_cpu:
+        return None
+    return float((value.to(torch.float64).mean() if value.ndim else value).item())

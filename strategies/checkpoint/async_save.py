@@ -1,0 +1,178 @@
+"""Saves beside training: what is to be written is copied at once, and written by a thread.
+
+One save at a time. Whoever wants the next, or the end of the run, waits for it and gets its error.
+What is to be deleted because of it is deleted behind it, and stays when it fails.
+
+Refuses what would look at a checkpoint, or count on it, before it is complete.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from io import BytesIO
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.checkpoint.chunks import OffloadedChunk, Snapshot, own_chunks, own_part
+from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO, save_into
+from boltmesh.strategies.checkpoint.shard_writer import in_stored_order, is_written_here
+
+
+class AsyncSave:
+    """The save that is under way, if one is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._behind: list[Callable[[], None]] = []
+        self._is_running = False
+        self._error: BaseException | None = None
+
+    def start(self, write: Callable[[], None], *behind: Callable[[], None]) -> None:
+        """Write in a thread, then do what comes behind; nothing may be under way, see ``wait``."""
+        assert self._thread is None
+        self._is_running = True
+        self._behind = list(behind)
+        # A daemon, so that a rank whose peers hang can end.
+        self._thread = threading.Thread(
+            target=self._run, args=(write,), name="boltmesh-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Do something once the save that is under way is complete; never when it fails."""
+        with self._lock:
+            if self._error is not None:
+                return
+            if self._is_running:
+                self._behind.append(action)
+                return
+        action()
+
+    def wait(self) -> None:
+        """Return when nothing is under way; raise, once, what has gone wrong."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, write: Callable[[], None]) -> None:
+        action: Callable[[], None] | None = write
+        while action is not None:
+            try:
+                action()
+            except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits
+                with self._lock:
+                    self._error, self._is_running = error, False
+                    self._behind.clear()
+                return
+            with self._lock:
+                action = self._behind.pop(0) if self._behind else None
+                self._is_running = action is not None
+
+
+def take_snapshot(tensors: Mapping[str, Any], *, writes_plain: bool) -> dict[str, Any]:
+    """Copy this rank's part of nested dictionaries of tensors into host memory.
+
+    Args:
+        tensors: As ``save_directory`` divides a checkpoint.
+        writes_plain: Whether this rank writes what is no shard.
+    """
+    copied = {
+        path: _copy(tensor, writes_plain=writes_plain)
+        # What is kept elsewhere is read in the order in which it lies there.
+        for path, tensor in sorted(_leaves(tensors), key=lambda leaf: in_stored_order(leaf[1]))
+    }
+    return _like(tensors, copied)
+
+
+def serialised(value: Mapping[str, Any]) -> bytes:
+    """Return what ``torch.save`` makes of a value, as it is now."""
+    with BytesIO() as stream:
+        save_into(dict(value), stream)
+        return stream.getvalue()
+
+
+def _leaves(
+    tensors: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            yield (*path, name), value
+        else:
+            yield from _leaves(value, (*path, name))
+
+
+def _like(
+    tensors: Mapping[str, Any],
+    copied: Mapping[tuple[str, ...], Snapshot],
+    path: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Return the copies in the nesting and the order of ``tensors``."""
+    made: dict[str, Any] = {}
+    for name, value in tensors.items():
+        at = (*path, name)
+        made[name] = copied[at] if isinstance(value, Tensor) else _like(value, copied, at)
+    return made
+
+
+def _copy(tensor: Tensor, *, writes_plain: bool) -> Snapshot:
+    if not is_written_here(tensor, writes_plain=writes_plain):
+        return Snapshot.of(tensor, [], None)
+    part = own_part(tensor)
+    value = part.read() if isinstance(part, OffloadedChunk) else part
+    copied = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    with torch.no_grad():
+        copied.copy_(value.to_local() if isinstance(value, DTensor) else value)
+    return Snapshot.of(tensor, own_chunks(tensor), copied)
+
+
+def refuse_beside(
+    trainer: Trainer, checkpoint_io: CheckpointIO, *, keeps_state_on_disk: bool
+) -> None:
+    """Refuse what cannot be right with ``async_save=True``.
+
+    Args:
+        trainer: Whose callbacks save.
+        checkpoint_io: What writes files.
+        keeps_state_on_disk: Whether a copy may not fit into memory.
+
+    Raises:
+        ConfigError: Naming it, and what to do instead.
+    """
+    if keeps_state_on_disk:
+        raise ConfigError(
+            "async_save=True copies this rank's share of model and optimizer into host memory, and "
+            "offload to 'nvme' is for what does not fit there. Leave one of them out."
+        )
+    if not isinstance(checkpoint_io, AtomicCheckpointIO):
+        raise ConfigError(
+            f"async_save=True writes checkpoints itself and would never call "
+            f"{type(checkpoint_io).__name__}. Leave one of them out."
+        )
+    named: dict[tuple[object, object], ModelCheckpoint] = {}
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        if callback.save_last == "link":
+            raise ConfigError(
+                "ModelCheckpoint(save_last='link') would link to a checkpoint that async_save=True "
+                "has not written yet. Use save_last=True, or leave it out: the newest complete "
+                "checkpoint is the last."
+            )
+        place = (callback.dirpath, callback.filename)
+        if place in named:
+            raise ConfigError(
+                f"Two ModelCheckpoints save under the same name ({callback.filename!r} in "
+                f"{callback.dirpath!r}), and with async_save=True the second cannot see that the "
+                f"first has taken it. Give one of them a filename or dirpath of its own."
+            )
+        named[place] = callback

@@ -1,0 +1,317 @@
+"""How much memory one rank needs, by kind and place: between two steps, and at the step's peak.
+
+Between steps is what telemetry counts: shards with their padding, gradients that stay until they
+are zeroed, optimizer state. The peak adds gathered units, collectives' buffers and activations at
+the fullest of its moments. It counts tensors: what Python, torch's libraries and the allocator's
+fragments take comes on top.
+
+Sources: ZeRO, Rajbhandari et al. 2020, section 5, https://arxiv.org/abs/1910.02054; what is in
+flight follows ``fully_shard``'s own order of allocations.
+
+How full the device is while a backward pass goes through the units, last one first.
+
+Per unit there are three moments: its backward begins, its gradients are complete, they are copied
+into the reduction. ``fully_shard`` gathers one unit ahead (stage 3), frees a unit's parameters
+before its gradients are reduced, and keeps the input of a reduction until the next unit's.
+
+How much memory one rank of a pipeline needs, whose gradients come all at once.
+
+Between two steps it holds what any rank of its data axis holds. Within the batches of a step whole
+parameters stand beside shards, and the gradients of a batch are made from nothing beside those of
+the batch, or the step, before: they are added, and reduced, when all of the batch are there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from boltmesh.strategies.cost_model.model import (
+    Activations,
+    Bytes,
+    JobShape,
+    ModelShape,
+    ShardingLayout,
+    UnitShape,
+    total,
+)
+from boltmesh.strategies.cost_model.offload import fetched_ahead, offloaded_state, parameter_copies
+from boltmesh.strategies.cost_model.traffic import InFlightMemory
+
+
+class BackwardPass:
+    """The backward pass of the last micro-batch of a step.
+
+    Args:
+        flight: The units, and how large they are gathered.
+        activations: What the forward pass has left.
+        stage: Of ZeRO.
+        is_accumulated: There were micro-batches before this one.
+        gradients: Bytes of this rank's shares of all gradients, on the device.
+    """
+
+    def __init__(
+        self,
+        flight: InFlightMemory,
+        activations: Activations,
+        *,
+        stage: int,
+        is_accumulated: bool,
+        gradients: int,
+    ) -> None:
+        self.flight = flight
+        self.activations = activations
+        self.stage = stage
+        self.is_freed = stage == 3
+        self.is_whole = stage == 1 and is_accumulated
+        self.is_shared = stage > 1 and is_accumulated
+        self.gradients = gradients
+
+    def most(self) -> int:
+        """The most bytes at one time, beside what a rank keeps."""
+        tiles = max((each.backward() for each in self.flight.tiles), default=0)
+        return max(self._moments()) + tiles
+
+    def _moments(self) -> Iterator[int]:
+        flight = self.flight
+        order = list(reversed(flight.freed))
+        gathered = flight.roots_gathered() if self.is_freed else flight.all_gathered()
+        whole = flight.all_gradients() if self.is_whole else 0
+        # When a root's gradients come is its author's business: a head's early, an embedding's
+        # late.
+        of_roots = 0 if self.is_whole else sum(map(flight.gradient, flight.roots))
+        saved, before = self.activations.saved_bytes, 0
+        yield gathered + whole + self._shares(0) + saved + self.activations.transient_bytes
+        for at, unit in enumerate(order):
+            held = gathered + whole + of_roots + self._shares(at)
+            remaining = saved * (len(order) - at) // len(order)
+            after = saved * (len(order) - at - 1) // len(order)
+            own = flight.gathered(unit)
+            ahead = self._ahead(order, at)
+            if self.is_freed:
+                held += own
+            gradient = 0 if self.is_whole else flight.gradient(unit)
+            yield held + ahead + before + remaining
+            yield held + ahead + before + gradient + after
+            if self.is_freed:
+                held -= own
+            else:
+                gathered -= own
+                held -= own
+            before = flight.reduced(unit)
+            yield held + ahead + gradient + before + after
+            if self.is_whole:
+                whole -= flight.gradient(unit, accumulated=True)
+        held = gathered + whole + of_roots + self._shares(len(order))
+        yield held + before
+        yield held + max(map(flight.reduced, flight.roots), default=0)
+
+    def _ahead(self, order: list[UnitShape], at: int) -> int:
+        if not self.is_freed or at + 1 == len(order):
+            return 0
+        return self.flight.collective(order[at + 1])
+
+    def _shares(self, num_done: int) -> int:
+        """This rank's shares of the gradients that were reduced so far."""
+        if self.is_shared:
+            return self.gradients
+        return self.gradients * num_done // max(1, len(self.flight.freed))
+
+
+NO_ACTIVATIONS = Activations(0, 0, "not known")
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The memory of one rank; the first one, whose shards are never smaller than another's."""
+
+    kept: dict[str, Bytes]
+    """Between two steps, by kind as telemetry names them."""
+    peak: Bytes
+    """The most at one time within a step; of host and disk what is reserved throughout."""
+    peak_moment: str
+    """When the device is fullest."""
+    moments: dict[str, int]
+    """Bytes on the device at each moment that was compared."""
+
+    @property
+    def between_steps(self) -> Bytes:
+        """Everything that is kept."""
+        return total(self.kept.values())
+
+
+def estimate_memory(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> MemoryEstimate:
+    """Estimate what one rank needs."""
+    model = model.in_tiles(sharing.tile_bytes)
+    if sharing.stage == 0:
+        kept, moments = _replicas(model, sharing, job)
+    else:
+        kept, moments = _shards(model, sharing, job)
+    moment = max(moments, key=lambda each: moments[each])
+    everything = total(kept.values())
+    peak = Bytes(moments[moment], everything.host, everything.disk)
+    if job.is_on_host:
+        kept = {kind: each.on_host() for kind, each in kept.items()}
+        moments = {name: size + peak.host for name, size in moments.items()}
+        peak = peak.on_host()
+    return MemoryEstimate(kept, peak, moment, moments)
+
+
+def _replicas(
+    model: ModelShape, sharing: ShardingLayout, job: JobShape
+) -> tuple[dict[str, Bytes], dict[str, int]]:
+    """Everything whole, as DistributedDataParallel has it."""
+    parameters, gradients = _stored(model, job, 1), _stored(model, job, 1, trained=True)
+    state = job.state_copies * gradients
+    activations = model.activations or NO_ACTIVATIONS
+    base = parameters + state + model.buffer_bytes
+    saved = activations.saved_bytes + _casts(model, job, is_sharded=False)
+    kept = {
+        "parameters": Bytes(parameters),
+        "gradients": Bytes(gradients),
+        "optimizer": Bytes(state),
+        "buffers": Bytes(model.buffer_bytes),
+    }
+    # Gradients are in the buckets that DDP reduces where nobody looks at them; those of the batches
+    # before the last one are added up beside them.
+    is_in_buckets = sharing.keeps_in_buckets
+    if is_in_buckets is None:
+        is_in_buckets = not (model.reads_gradients or job.reads_gradients)
+    buckets = 0 if is_in_buckets else gradients
+    held = gradients + (buckets if job.num_microbatches == 1 else gradients)
+    moments = {
+        "forward pass": base + held + saved,
+        "backward pass": base + held + saved + activations.transient_bytes,
+        "optimizer step": base + gradients + buckets,
+    }
+    return kept, moments
+
+
+def _shards(
+    model: ModelShape, sharing: ShardingLayout, job: JobShape
+) -> tuple[dict[str, Bytes], dict[str, int]]:
+    """Shares of everything, and what is gathered for a while."""
+    flight = InFlightMemory(model.units, job)
+    activations = model.activations or NO_ACTIVATIONS
+    shares = _stored(model, job, job.num_shards, trained=True)
+    if sharing.has_engine:
+        offloaded = offloaded_state(model, sharing, job)
+        parameters = parameter_copies(model, sharing, job)
+        gradients, state = offloaded.gradients, offloaded.state
+        is_accumulated_there = job.num_microbatches > 1 or job.is_on_host
+        shares = shares if is_accumulated_there else gradients.device
+    else:
+        parameters = Bytes(_stored(model, job, job.num_shards))
+        gradients = Bytes(shares)
+        state = Bytes(job.state_copies * shares)
+    kept = {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": state,
+        "buffers": Bytes(model.buffer_bytes),
+    }
+    base = parameters.device + state.device + model.buffer_bytes
+    base += fetched_ahead(model, sharing, job)
+    is_accumulated = job.num_microbatches > 1
+    whole = flight.all_gradients() if sharing.stage == 1 and is_accumulated else 0
+    saved = activations.saved_bytes + _casts(model, job, is_sharded=True)
+    backward = BackwardPass(
+        flight,
+        replace(activations, saved_bytes=saved),
+        stage=sharing.stage,
+        is_accumulated=is_accumulated,
+        gradients=shares,
+    )
+    first = flight.forward(is_freed=sharing.stage == 3)
+    if sharing.stage == 3 or sharing.has_engine or model.keeps_gradients:
+        first += gradients.device  # of the step before: zeroed after the forward pass
+    else:
+        first = max(first, gradients.device)  # freed as units are gathered
+    if sharing.stage < 3 and is_accumulated:
+        # Units stay gathered for the batches that follow, with their gradients in stage 1.
+        later = flight.all_gathered() + (whole or gradients.device)
+        first = max(first, later)
+    moments = {
+        "forward pass": base + first + saved,
+        "backward pass": base + backward.most(),
+        "optimizer step": base + gradients.device,
+    }
+    return kept, moments
+
+
+def _stored(model: ModelShape, job: JobShape, num_shards: int, *, trained: bool = False) -> int:
+    """Bytes of a rank's shards at rest, of all parameters or of the trained ones."""
+    return sum(
+        each.padded_numel(num_shards) * job.widths.store(each.element_bytes)
+        for unit in model.units
+        for each in unit.tensors
+        if each.is_trained or not trained
+    )
+
+
+def _casts(model: ModelShape, job: JobShape, *, is_sharded: bool) -> int:
+    """Copies that autocast keeps of what is not gathered in what it computes in."""
+    if job.widths.computed is None:
+        return 0
+    return job.widths.computed * sum(
+        each.numel
+        for unit in model.units
+        if not (is_sharded and unit.is_autocast)
+        for each in unit.tensors
+        if each.is_multiplied
+    )
+
+
+def estimate_late_memory(
+    model: ModelShape,
+    sharing: ShardingLayout,
+    job: JobShape,
+    *,
+    activation_bytes: int,
+    bucket_bytes: int,
+    num_versions: int = 1,
+) -> MemoryEstimate:
+    """Estimate what one rank needs.
+
+    Args:
+        model: What the rank holds: its stages, and of them its part.
+        sharing: How that is shared out over the data axis.
+        job: Of the data axis.
+        activation_bytes: What it keeps for its backward passes at most.
+        bucket_bytes: Copies of gradients that replicas have under way at once.
+        num_versions: Of the trained parameters, and of their gradients: two where batches are
+            finished behind the next optimizer step.
+    """
+    kept = estimate_memory(replace(model, activations=None), sharing, job).kept
+    kept["parameters"] += _times(kept["gradients"], num_versions - 1)
+    kept["gradients"] = _times(kept["gradients"], num_versions)
+    place = "host" if job.is_on_host else "device"
+    held = {kind: getattr(amount, place) for kind, amount in kept.items()}
+    gradients = held.pop("gradients")
+    base = sum(held.values())
+    if sharing.stage == 0 or job.num_shards == 1:
+        buckets = min(bucket_bytes, gradients) if job.num_ranks > 1 else 0
+        moments = {
+            "batch": base + 2 * gradients + activation_bytes,
+            "averaging gradients": base + 2 * gradients + buckets,
+            "optimizer step": base + gradients,
+        }
+    else:
+        flight = InFlightMemory(model.units, job)
+        whole, made = flight.all_gathered(), flight.all_gradients()
+        # Stage 1 adds the batches of a step up before it reduces.
+        before = made if sharing.stage == 1 and job.num_microbatches > 1 else gradients
+        reduced = max((flight.reduced(each) for each in flight.units), default=0)
+        moments = {
+            "batch": base + whole + made + before + activation_bytes,
+            "reducing gradients": base + whole + made + before + reduced,
+            "optimizer step": base + gradients,
+        }
+    moment = max(moments, key=lambda each: moments[each])
+    everything = total(kept.values())
+    peak = Bytes(moments[moment], everything.host, everything.disk)
+    if job.is_on_host:
+        peak = Bytes(0, moments[moment], everything.disk)
+    return MemoryEstimate(kept, peak, moment, moments)
+
+
+def _times(amount: Bytes, count: int) -> Bytes:
+    return Bytes(amount.device * count, amount.host * count, amount.disk * count)

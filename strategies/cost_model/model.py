@@ -1,0 +1,284 @@
+"""What the planner knows of a model: the shapes of its tensors, by the unit that gathers them.
+
+A description comes from arithmetic for a model that is known (``gpt.py``), or from the module
+itself, built without memory; the estimates do not care which.
+
+How many bytes an element takes in each of its forms, by the Trainer's precision.
+
+Bytes by place.
+
+What is planned for: how a model is shared out, and the job that it runs in.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from math import prod
+from operator import add
+
+from boltmesh.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of an element.
+
+    Without autocast gradients are reduced as they are; with it in fp32, whatever is computed in.
+    """
+
+    stored: int | None
+    """Of a parameter and its gradient between steps; None is what the model builds."""
+    computed: int | None
+    """Of a parameter when it is gathered, and of its whole gradient; None is as stored."""
+    reduced: int | None
+    """Of a gradient on its way between ranks; None is as computed."""
+
+    def store(self, element_bytes: int) -> int:
+        """Bytes of an element at rest."""
+        return self.stored or element_bytes
+
+    def compute(self, element_bytes: int, *, is_autocast: bool = True) -> int:
+        """Bytes of a gathered element."""
+        chosen = self.computed if is_autocast else None
+        return chosen or self.store(element_bytes)
+
+    def reduce(self, element_bytes: int, *, is_autocast: bool = True) -> int:
+        """Bytes of an element of a reduction."""
+        return self.reduced or self.compute(element_bytes, is_autocast=is_autocast)
+
+    @property
+    def is_autocast(self) -> bool:
+        """Whether parameters are computed in another type than they are stored in."""
+        return self.computed is not None
+
+
+_WIDTHS = {
+    "32-true": Widths(None, None, None),
+    "64-true": Widths(8, None, None),
+    "16-true": Widths(2, None, None),
+    "bf16-true": Widths(2, None, None),
+    "16-mixed": Widths(None, 2, 4),
+    "bf16-mixed": Widths(None, 2, 4),
+}
+
+
+def widths_of(precision: str) -> Widths:
+    """Return the widths of a Trainer's ``precision``.
+
+    Raises:
+        ConfigError: Where they depend on more than its name.
+    """
+    if precision not in _WIDTHS:
+        raise ConfigError(
+            f"trainer.precision={precision} stores weights as its library decides, which cannot "
+            f"be planned. Plan with trainer.precision=bf16-mixed."
+        )
+    return _WIDTHS[precision]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes in the device's memory, in the host's and on a disk, of one rank."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.device + other.device, self.host + other.host, self.disk + other.disk)
+
+    @classmethod
+    def at(cls, place: str, num_bytes: float) -> "Bytes":
+        """So many bytes in one place."""
+        return cls(**{place: round(num_bytes)})
+
+    def on_host(self) -> "Bytes":
+        """The same where the device has no memory but the host's."""
+        return Bytes(0, self.device + self.host, self.disk)
+
+    def items(self) -> list[tuple[str, int]]:
+        """Place and bytes, for every place."""
+        return [("device", self.device), ("host", self.host), ("disk", self.disk)]
+
+
+def total(amounts: Iterable[Bytes]) -> Bytes:
+    """Return the sum of any number of amounts."""
+    return reduce(add, amounts, Bytes())
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """One parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_trained: bool = True
+    element_bytes: int = 4
+    """As the model builds it."""
+    layers: tuple[str, ...] = ()
+    """What computes with it and could gather it in tiles: ``product`` for a Linear, ``lookup`` for
+    an Embedding; several where it is tied."""
+    is_multiplied: bool = False
+    """Read by a matrix product, for which autocast makes and keeps a copy unless the parameter is
+    gathered in what autocast computes in."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return prod(self.shape)
+
+    def is_larger_than(self, num_bytes: int) -> bool:
+        """Whether it is gathered in tiles of so many bytes."""
+        return bool(self.layers) and self.numel * self.element_bytes > num_bytes
+
+    def padded_numel(self, num_shards: int) -> int:
+        """Elements of a shard with its padding: ``fully_shard`` cuts rows, ceil(rows / shards)."""
+        rows = self.shape[0] if self.shape else 1
+        return -(-rows // num_shards) * (self.numel // rows if rows else 0)
+
+    def shard_numel(self, num_shards: int, rank: int = 0) -> int:
+        """Elements of the shard of one rank, which for the last ranks are fewer, or none."""
+        rows = self.shape[0] if self.shape else 1
+        each = -(-rows // num_shards)
+        mine = min(each, max(0, rows - rank * each))
+        return mine * (self.numel // rows if rows else 0)
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """Parameters that are gathered, and whose gradients are reduced, in one collective."""
+
+    name: str
+    """Dotted name of the module; empty for what no unit below the root owns."""
+    tensors: tuple[TensorShape, ...]
+    is_autocast: bool = True
+    """Gathered in what autocast computes in, where there is autocast; else as it is stored."""
+    stays_gathered: bool = False
+    """Not freed between forward and backward pass in stage 3: the root."""
+    tile_bytes: int | None = None
+    """The unit is one weight that is gathered in tiles of so many bytes, as it is stored."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole unit."""
+        return sum(each.numel for each in self.tensors)
+
+    @property
+    def trained_numel(self) -> int:
+        """Elements that get gradients."""
+        return sum(each.numel for each in self.tensors if each.is_trained)
+
+    def padded_numel(self, num_shards: int, *, trained: bool = False) -> int:
+        """Elements of one rank's padded shards, of all tensors or of the trained ones."""
+        return sum(
+            each.padded_numel(num_shards) for each in self.tensors if each.is_trained or not trained
+        )
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a forward pass of one micro-batch leaves for its backward pass, on one rank."""
+
+    saved_bytes: int
+    """Kept until the backward pass; parameters and casts of them are not counted."""
+    transient_bytes: int
+    """Largest temporary results of the backward pass on top of that."""
+    how: str
+    """How this is known, in words."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model as the planner sees it."""
+
+    name: str
+    units: tuple[UnitShape, ...]
+    """In the order of the forward pass; the root last."""
+    buffer_bytes: int = 0
+    activations: Activations | None = None
+    """None where nobody could tell."""
+    forward_flops: int | None = None
+    """Of the matrix products of one micro-batch on one rank, forward only."""
+    reads_gradients: bool = False
+    """Whether its hooks may look at gradients between backward pass and step."""
+    keeps_gradients: bool = False
+    """Whether it zeroes gradients by code of its own, or looks at them before they are."""
+
+    def step_flops(self, num_microbatches: int) -> int | None:
+        """Floating-point operations of an optimizer step; backward costs twice as much again."""
+        return None if self.forward_flops is None else 3 * num_microbatches * self.forward_flops
+
+    def in_tiles(self, tile_bytes: int | None) -> "ModelShape":
+        """Return the model with every weight that is larger than this as a unit of its own."""
+        if tile_bytes is None:
+            return self
+        units: list[UnitShape] = []
+        for unit in self.units:
+            if unit.tile_bytes is not None:
+                units.append(unit)
+                continue
+            tiled = [each for each in unit.tensors if each.is_larger_than(tile_bytes)]
+            rest = tuple(each for each in unit.tensors if each not in tiled)
+            units += [UnitShape(each.name, (each,), tile_bytes=tile_bytes) for each in tiled]
+            units.append(replace(unit, tensors=rest))
+        return replace(self, units=tuple(units))
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(each.numel for each in self.units)
+
+    @property
+    def trained_numel(self) -> int:
+        """Elements of the trained ones."""
+        return sum(each.trained_numel for each in self.units)
+
+
+@dataclass(frozen=True)
+class ShardingLayout:
+    """Which part of the model's state a rank keeps, and where."""
+
+    name: str
+    """As a config calls it, for example ``zero3_nvme``."""
+    stage: int
+    """0 is plain data parallelism; 1, 2 and 3 are ZeRO's."""
+    state_shares: Mapping[str, float] = field(default_factory=dict)
+    """Share of the optimizer state on ``host`` and ``disk``; what remains is on the device. Empty
+    without offload of the optimizer."""
+    parameter_place: str = "device"
+    """Where shards wait to be gathered: ``device``, ``host`` or ``disk``."""
+    tile_bytes: int | None = None
+    """Larger weights are gathered in tiles of about this size."""
+    keeps_in_buckets: bool | None = None
+    """Whether replicas have their gradients in the buckets that they reduce; None: where nobody
+    looks at them."""
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether the optimizer steps outside of the device, with fp32 masters of its own."""
+        return bool(self.state_shares)
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """What is the same for every way to share a model out."""
+
+    num_ranks: int
+    """Of the data axis."""
+    widths: Widths
+    shard_size: int | None = None
+    """Ranks that hold one copy of the state together; by default all."""
+    num_microbatches: int = 1
+    """Batches of a rank in an optimizer step."""
+    state_copies: int = 2
+    """Tensors of a parameter's size that the optimizer keeps: 2 for Adam, 1 for momentum."""
+    optimizer: str = "AdamW"
+    reads_gradients: bool = False
+    """The Trainer itself looks at gradients, as a scaler and clipping by value do."""
+    is_on_host: bool = False
+    """The ranks compute on the CPU: device and host are one memory."""
+
+    @property
+    def num_shards(self) -> int:
+        """Parts that the state of a copy is cut into."""
+        return self.shard_size or self.num_ranks

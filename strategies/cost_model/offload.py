@@ -1,0 +1,201 @@
+"""What offloading puts where: state in flat fp32 chunks, gradients beside them, parameter copies.
+
+The engine keeps a master parameter and the optimizer's moments in fp32, whatever the precision,
+and a second copy of each parameter in what it is computed in, for all-gathers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from boltmesh.strategies.cost_model.model import (
+    Bytes,
+    JobShape,
+    ModelShape,
+    ShardingLayout,
+    TensorShape,
+    UnitShape,
+)
+from boltmesh.strategies.offload.chunk_placement import plan_places
+
+FP32 = 4
+
+CHUNK_NUMEL = 8 << 20
+"""Elements of a chunk at most."""
+
+RING_CHUNKS = 4
+"""Chunks of a disk in host memory at one time: read ahead, stepped, written back."""
+
+SMALL_NUMEL = 1 << 16
+"""A shard of fewer elements stays on the device."""
+
+WINDOW_BYTES = 64 << 20
+"""Host memory for parameters on a disk, those in use and the next ones, at least ..."""
+WINDOW_UNITS = 3
+"""... that of so many units."""
+
+AHEAD = 4
+"""Shards that are copied from the host to a device before they are asked for."""
+
+ALIGNMENT = {"device": 1, "host": 64, "disk": 4096}
+"""What a stored tensor's length is rounded up to, bytes."""
+
+
+@dataclass(frozen=True)
+class BucketShape:
+    """The parameters of a unit that are stepped together, or that no optimizer steps."""
+
+    unit: UnitShape
+    tensors: tuple[TensorShape, ...]
+    num_states: int
+    """Flat fp32 tensors: the master parameter, and the optimizer's."""
+
+
+@dataclass(frozen=True)
+class OffloadEstimate:
+    """What the engine holds of one rank's share."""
+
+    state: Bytes
+    """Master parameters and moments; of a disk also the ring in host memory."""
+    gradients: Bytes
+    """Kept from the backward pass until the step is committed."""
+    numels: dict[str, int]
+    """Elements that are stepped, by place."""
+
+
+def build_buckets(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> list[BucketShape]:
+    """Return what the engine takes over: roots first, then blocks, then what comes in tiles.
+
+    Frozen parameters only where shards leave the device.
+    """
+    made = []
+    order = sorted(
+        model.units, key=lambda each: (each.tile_bytes is not None, not each.stays_gathered)
+    )
+    for unit in order:
+        trained = tuple(each for each in unit.tensors if each.is_trained)
+        frozen = tuple(each for each in unit.tensors if not each.is_trained)
+        if trained:
+            made.append(BucketShape(unit, trained, 1 + job.state_copies))
+        if frozen and sharing.parameter_place != "device":
+            made.append(BucketShape(unit, frozen, 1))
+    return made
+
+
+def offloaded_state(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> OffloadEstimate:
+    """Place the chunks as the engine does: what arrives last in a backward pass on the device."""
+    buckets = build_buckets(model, sharing, job)
+    chunks = [(bucket, numel) for bucket in buckets for numel in cut_chunks(bucket, job.num_shards)]
+    arriving = chunks[::-1]
+    sizes = [numel * bucket.num_states for bucket, numel in arriving]
+    places = plan_places(sizes, sharing.state_shares)
+    state, numels = Bytes(), dict.fromkeys(ALIGNMENT, 0)
+    on_host: set[BucketShape] = set()
+    kept_on_device, on_disk = 0, []
+    for (bucket, numel), place in zip(arriving, places, strict=True):
+        num_bytes = bucket.num_states * _stored(numel * FP32, place)
+        state += Bytes.at(place, num_bytes)
+        if place == "disk":
+            on_disk.append(num_bytes)
+        if bucket.num_states > 1:
+            numels[place] += numel
+            if place == "device":
+                kept_on_device += numel
+            else:
+                on_host.add(bucket)
+    state += Bytes.at("host", _ring(on_disk[::-1]))
+    if job.is_on_host:
+        # Gradients stay where they were reduced until they are stepped with, which ends within
+        # the step: nothing of them is kept.
+        return OffloadEstimate(state, Bytes(), numels)
+    # A gradient waits where its step happens; a bucket that is stepped in two places waits whole.
+    waiting = sum(sum(cut_chunks(each, job.num_shards)) for each in on_host)
+    gradients = Bytes(device=FP32 * kept_on_device, host=FP32 * waiting)
+    return OffloadEstimate(state, gradients, numels)
+
+
+def cut_chunks(bucket: BucketShape, num_shards: int) -> Iterator[int]:
+    """Give the elements of each chunk of a bucket.
+
+    Parameters lie one after the other with their padding; a chunk ends between two of them where
+    it can.
+    """
+    start = end = 0
+    for each in bucket.tensors:
+        before, end = end, end + each.padded_numel(num_shards)
+        if end - start <= CHUNK_NUMEL:
+            continue
+        if before > start:
+            yield before - start
+            start = before
+        while end - start > CHUNK_NUMEL:
+            yield CHUNK_NUMEL
+            start += CHUNK_NUMEL
+    if end > start:
+        yield end - start
+
+
+def parameter_copies(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> Bytes:
+    """Where the shards are that all-gathers read."""
+    buckets = build_buckets(model, sharing, job)
+    copies, on_disk = Bytes(), [0]
+    for bucket in buckets:
+        of_bucket = 0
+        for each in bucket.tensors:
+            numel = each.padded_numel(job.num_shards)
+            place = sharing.parameter_place if numel >= SMALL_NUMEL else "device"
+            num_bytes = _stored(_copy_bytes(each, bucket.unit, job), place)
+            copies += Bytes.at(place, num_bytes)
+            of_bucket += num_bytes if place == "disk" else 0
+        on_disk.append(of_bucket)
+    copies += Bytes.at("host", min(sum(on_disk), _window(max(on_disk))))
+    taken = {each.name for bucket in buckets for each in bucket.tensors}
+    others = sum(
+        each.padded_numel(job.num_shards) * job.widths.store(each.element_bytes)
+        for unit in model.units
+        for each in unit.tensors
+        if each.name not in taken
+    )
+    return copies + Bytes(others)
+
+
+def fetched_ahead(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> int:
+    """Bytes on the device of shards that wait there for the next gathers."""
+    if sharing.parameter_place == "device" or job.is_on_host:
+        return 0
+    sizes = [
+        [
+            _copy_bytes(each, unit, job)
+            for each in unit.tensors
+            if each.padded_numel(job.num_shards) >= SMALL_NUMEL
+        ]
+        for unit in model.units
+    ]
+    if sharing.parameter_place == "disk":
+        of_units = list(map(sum, sizes))
+        return min(sum(of_units), _window(max(of_units, default=0)))
+    return sum(sorted((each for unit in sizes for each in unit), reverse=True)[: AHEAD + 1])
+
+
+def _ring(sizes: list[int]) -> int:
+    """Buffers for chunks of these sizes, made in this order: each as large as any so far."""
+    if len(sizes) > RING_CHUNKS:
+        return RING_CHUNKS * max(sizes)
+    return sum(accumulate(sizes, max))
+
+
+def _window(largest_bytes: int) -> int:
+    return max(WINDOW_BYTES, WINDOW_UNITS * largest_bytes)
+
+
+def _copy_bytes(tensor: TensorShape, unit: UnitShape, job: JobShape) -> int:
+    is_autocast = unit.is_autocast
+    if unit.tile_bytes is not None:
+        is_autocast = "lookup" not in tensor.layers  # what one layer reads uncast, is kept so
+    width = job.widths.compute(tensor.element_bytes, is_autocast=is_autocast)
+    return tensor.padded_numel(job.num_shards) * width
+
+
+def _stored(num_bytes: int, place: str) -> int:
+    unit = ALIGNMENT[place]
+    return -(-max(1, num_bytes) // unit) * unit

@@ -1,0 +1,157 @@
+"""The least time that a step can take on a machine whose speeds were measured.
+
+Computing, moving between ranks, stepping on the host and moving to and from a disk overlap with
+each other at best completely, so the slowest of them bounds the step; what does not overlap comes
+on top. Nothing is predicted from a speed that nobody gave.
+
+Bytes per parameter of a host's step: 4 come in, Adam reads four tensors and writes three, 4 go out
+(ZeRO-Offload's count without its casts, which are made on the device here).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.cost_model.model import Bytes, JobShape, ModelShape, ShardingLayout
+from boltmesh.strategies.cost_model.offload import FP32, offloaded_state, parameter_copies
+from boltmesh.strategies.cost_model.traffic import estimate_traffic
+
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured speeds and sizes, each None where it is not known; those of one rank."""
+
+    device_gib: float | None = None
+    """Memory of the device that can be had."""
+    host_gib: float | None = None
+    """Host memory that a rank can have."""
+    disk_gib: float | None = None
+    """Free space on the disk for a rank."""
+    device_tflops: float | None = None
+    """What matrix products of the model's sizes and precision reach."""
+    network_gb_s: float | None = None
+    """What a rank sends to the others while it receives as much, 10^9 bytes a second."""
+    bus_gb_s: float | None = None
+    """Between device and host, one direction."""
+    host_gb_s: float | None = None
+    """Host memory, reads and writes together, as Adam uses it."""
+    disk_read_gb_s: float | None = None
+    disk_write_gb_s: float | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, source: str) -> "Machine":
+        """Take measured numbers from a mapping.
+
+        Raises:
+            ConfigError: For a key that does not exist, or a value that is no positive number.
+        """
+        known = [each.name for each in fields(cls)]
+        for key, value in given.items():
+            if key not in known:
+                raise ConfigError(f"{source}: unknown key '{key}'. Use {', '.join(known)}.")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                raise ConfigError(
+                    f"{source}: {key}={value} is no measured number. Write one above 0, or leave "
+                    f"the key out."
+                )
+        return cls(**{str(key): float(value) for key, value in given.items()})
+
+    def size_of(self, place: str) -> float | None:
+        """Bytes that a place has."""
+        gib: float | None = getattr(self, f"{place}_gib")
+        return None if gib is None else gib * 2**30
+
+    def places_too_small_for(self, needed: Bytes) -> tuple[str, ...]:
+        """Return the places that are known to have less than this."""
+        return tuple(
+            place
+            for place, num_bytes in needed.items()
+            if (room := self.size_of(place)) is not None and num_bytes > room
+        )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of each part of a step by itself; None where a speed is missing."""
+
+    computing_s: float | None
+    network_s: float | None
+    bus_s: float | None
+    host_s: float | None
+    disk_s: float | None
+
+    @property
+    def least_s(self) -> float | None:
+        """The slowest part, which is the least that a step takes; None unless all are known."""
+        parts = [getattr(self, each.name) for each in fields(self)]
+        return None if any(each is None for each in parts) else max(parts)
+
+    @property
+    def slowest(self) -> str | None:
+        """Which part that is."""
+        if self.least_s is None:
+            return None
+        names = {each.name: getattr(self, each.name) for each in fields(self)}
+        return max(names, key=lambda name: names[name]).removesuffix("_s")
+
+
+def estimate_step_time(
+    model: ModelShape, sharing: ShardingLayout, job: JobShape, machine: Machine
+) -> StepTime:
+    """Return the least time of each part."""
+    model = model.in_tiles(sharing.tile_bytes)
+    flops = model.step_flops(job.num_microbatches)
+    sent = sum(each.wire_bytes for each in estimate_traffic(model, sharing, job))
+    moved = _moved(model, sharing, job)
+    reading = _seconds(moved.read, machine.disk_read_gb_s)
+    writing = _seconds(moved.written, machine.disk_write_gb_s)
+    return StepTime(
+        computing_s=None if flops is None else _seconds(flops / 1e3, machine.device_tflops),
+        network_s=_seconds(sent, machine.network_gb_s),
+        bus_s=_seconds(0 if job.is_on_host else max(moved.up, moved.down), machine.bus_gb_s),
+        host_s=_seconds(moved.host, machine.host_gb_s),
+        disk_s=None if reading is None or writing is None else max(reading, writing),
+    )
+
+
+@dataclass(frozen=True)
+class _OffloadBytes:
+    """Bytes that offloading moves in a step of one rank."""
+
+    up: int = 0
+    """From the device to the host: gradients, fp32."""
+    down: int = 0
+    """To the device: new parameters in fp32 where they stay there, else shards to be gathered."""
+    host: int = 0
+    """Reads and writes of host memory."""
+    read: int = 0
+    """From a disk."""
+    written: int = 0
+
+
+def _moved(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> _OffloadBytes:
+    if not sharing.has_engine:
+        return _OffloadBytes()
+    numels = offloaded_state(model, sharing, job).numels
+    outside = numels["host"] + numels["disk"]
+    chunk_bytes = FP32 * (1 + job.state_copies)
+    # In and out over the bus, and Adam's own: it reads the gradient and the chunk, and writes that.
+    host = outside * (FP32 + FP32 + chunk_bytes + chunk_bytes + FP32)
+    read = written = numels["disk"] * chunk_bytes
+    down = outside * FP32
+    if sharing.parameter_place != "device":
+        copies = parameter_copies(model, sharing, job)
+        shards = copies.disk or copies.host
+        down = 2 * job.num_microbatches * shards
+        if sharing.parameter_place == "disk":
+            read, written = read + down, written + shards
+    return _OffloadBytes(outside * FP32, down, host, read, written)
+
+
+def _seconds(num_bytes: float, gb_s: float | None) -> float | None:
+    if num_bytes == 0:
+        return 0.0
+    return None if gb_s is None else num_bytes / (gb_s * GIGA)

@@ -1,0 +1,229 @@
+"""What one optimizer step moves between the ranks of the data axis, by operator.
+
+Bytes are of the whole side of a collective, as telemetry counts them; on the wire each of W ranks
+sends and receives (W-1)/W of them, and twice that for an all-reduce.
+
+Weights that are gathered in tiles: what is there at one time, and what a step moves.
+
+What gathering and reducing units takes beside what a rank keeps, as ``fully_shard`` does it.
+
+A gathered unit is allocated twice for a moment: the collective's output, and the parameters that
+it is copied out to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from boltmesh.strategies.cost_model.model import JobShape, ModelShape, ShardingLayout, UnitShape
+from boltmesh.strategies.tiling.plan import TilePlan
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One weight in tiles, on the ranks of a job."""
+
+    unit: UnitShape
+    plan: TilePlan
+    job: JobShape
+
+    @classmethod
+    def of(cls, unit: UnitShape, job: JobShape) -> "Tiles":
+        """Cut the weight of a unit that has ``tile_bytes``."""
+        (weight,) = unit.tensors
+        assert unit.tile_bytes is not None
+        rows = weight.shape[0]
+        row_bytes = weight.numel // rows * job.widths.store(weight.element_bytes)
+        return cls(unit, TilePlan.of(rows, row_bytes, job.num_shards, unit.tile_bytes), job)
+
+    @property
+    def tile_numel(self) -> int:
+        """Elements of a gathered tile."""
+        (weight,) = self.unit.tensors
+        return self.plan.ranks * self.plan.tile_rows * (weight.numel // weight.shape[0])
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements of all tiles, with their padding."""
+        (weight,) = self.unit.tensors
+        return self.plan.ranks * weight.padded_numel(self.plan.ranks)
+
+    def forward(self) -> int:
+        """Bytes of the two tiles that exist at a time; a rank alone has a copy where it casts."""
+        width = max(map(self._width, self.unit.tensors[0].layers))
+        if self.plan.ranks > 1:
+            return 2 * self.tile_numel * width
+        (weight,) = self.unit.tensors
+        is_cast = width != self.job.widths.store(weight.element_bytes)
+        return self.tile_numel * width if is_cast else 0
+
+    def backward(self) -> int:
+        """The same in the backward pass, with the gradients of a tile: made, and being reduced."""
+        if not self.unit.trained_numel:
+            return self.forward()
+        return self.forward() + 2 * self.tile_numel * FP32
+
+    def gathers(self) -> tuple[int, int]:
+        """Collectives and bytes of a micro-batch: a product gathers again in its backward pass."""
+        calls = size = 0
+        for layer in self.unit.tensors[0].layers:
+            passes = 2 if layer == "product" else 1
+            calls += passes * self.plan.count
+            size += passes * self.whole_numel * self._width(layer)
+        return calls, size
+
+    def reductions(self) -> tuple[int, int]:
+        """Collectives and bytes of a micro-batch, in fp32 at least."""
+        if not self.unit.trained_numel:
+            return 0, 0
+        (weight,) = self.unit.tensors
+        width = max(FP32, self.job.widths.store(weight.element_bytes))
+        num_layers = len(weight.layers)
+        return num_layers * self.plan.count, num_layers * self.whole_numel * width
+
+    def _width(self, layer: str) -> int:
+        """Autocast casts for matrix products, not for lookups."""
+        (weight,) = self.unit.tensors
+        is_autocast = layer == "product"
+        return self.job.widths.compute(weight.element_bytes, is_autocast=is_autocast)
+
+
+class InFlightMemory:
+    """Bytes in flight over the units of a model, on the device of one rank."""
+
+    def __init__(self, units: Sequence[UnitShape], job: JobShape) -> None:
+        self.units = [each for each in units if each.tensors and each.tile_bytes is None]
+        self.tiles = [Tiles.of(each, job) for each in units if each.tile_bytes is not None]
+        self.job = job
+        self.roots = [each for each in self.units if each.stays_gathered]
+        self.freed = [each for each in self.units if not each.stays_gathered]
+
+    def gathered(self, unit: UnitShape) -> int:
+        """The whole parameters of a unit."""
+        return sum(
+            self._padded(each.padded_numel(self.job.num_shards))
+            * self.job.widths.compute(each.element_bytes, is_autocast=unit.is_autocast)
+            for each in unit.tensors
+        )
+
+    def gradient(self, unit: UnitShape, *, accumulated: bool = False) -> int:
+        """The whole gradients of a unit; accumulated without reducing, in the reduction's type."""
+        widths = self.job.widths
+        width = widths.reduce if accumulated else widths.compute
+        return sum(
+            each.numel * width(each.element_bytes, is_autocast=unit.is_autocast)
+            for each in unit.tensors
+            if each.is_trained
+        )
+
+    def reduced(self, unit: UnitShape) -> int:
+        """The input of a unit's reduce-scatter."""
+        return sum(
+            self._padded(each.padded_numel(self.job.num_shards))
+            * self.job.widths.reduce(each.element_bytes, is_autocast=unit.is_autocast)
+            for each in unit.tensors
+            if each.is_trained
+        )
+
+    def collective(self, unit: UnitShape) -> int:
+        """The output of a unit's all-gather; a rank alone gathers nothing."""
+        return self.gathered(unit) if self.job.num_shards > 1 else 0
+
+    def all_gathered(self) -> int:
+        """Every unit at once, as stages 1 and 2 have it between forward and backward pass."""
+        return sum(map(self.gathered, self.units))
+
+    def all_gradients(self) -> int:
+        """All gradients whole, as stage 1 accumulates them."""
+        return sum(self.gradient(each, accumulated=True) for each in self.units)
+
+    def forward(self, *, is_freed: bool) -> int:
+        """The most at one time in a forward pass."""
+        largest = max((self.collective(each) for each in self.units), default=0)
+        tiles = max((each.forward() for each in self.tiles), default=0)
+        if not is_freed:
+            return self.all_gathered() + largest
+        copied_out = max((self.gathered(u) + self.collective(u) for u in self.freed), default=0)
+        return self.roots_gathered() + max(copied_out, largest) + tiles
+
+    def roots_gathered(self) -> int:
+        """What stays gathered throughout."""
+        return sum(map(self.gathered, self.roots))
+
+    def _padded(self, shard_numel: int) -> int:
+        return shard_numel * self.job.num_shards
+
+
+NORM_BYTES = 8
+"""Of a norm of gradients over several ranks: its square travels as one number in fp64."""
+
+OVERFLOW_BYTES = 4
+"""Of what a gradient scaler keeps: whether gradients are finite, in single precision."""
+
+
+@dataclass(frozen=True)
+class OperatorBytes:
+    """One operator in one optimizer step of one rank."""
+
+    operator: str
+    """``all-gather``, ``reduce-scatter`` or ``all-reduce``."""
+    calls: int | None
+    """None where only the bytes are known."""
+    whole_bytes: int
+    wire_bytes: int
+    """What this rank sends, and as much again that it receives."""
+
+
+def estimate_traffic(
+    model: ModelShape, sharing: ShardingLayout, job: JobShape
+) -> list[OperatorBytes]:
+    """Return what a step moves; nothing for a rank that is alone."""
+    if sharing.stage == 0:
+        whole = sum(
+            each.numel * job.widths.store(each.element_bytes)
+            for unit in model.units
+            for each in unit.tensors
+            if each.is_trained
+        )
+        return _all_reduce(None, whole, job.num_ranks)
+    model = model.in_tiles(sharing.tile_bytes)
+    flight, batches = InFlightMemory(model.units, job), job.num_microbatches
+    num_shards = job.num_shards
+    gathers = reductions = gathered = reduced = 0
+    averages = averaged = 0
+    for unit in flight.units:
+        is_trained = unit.trained_numel > 0
+        rounds = 1
+        if sharing.stage == 3:
+            rounds = batches if unit.stays_gathered else 2 * batches
+        gathers += rounds
+        gathered += rounds * flight.gathered(unit)
+        if is_trained:
+            rounds = 1 if sharing.stage == 1 else batches
+            reductions += rounds
+            reduced += rounds * flight.reduced(unit)
+            # Copies of the model average each shard as it is reduced.
+            averages += rounds
+            averaged += rounds * (flight.reduced(unit) // num_shards)
+    for tiles in flight.tiles:
+        calls, size = tiles.gathers()
+        gathers, gathered = gathers + batches * calls, gathered + batches * size
+        calls, size = tiles.reductions()
+        reductions, reduced = reductions + batches * calls, reduced + batches * size
+        averages += batches * calls // tiles.plan.count
+        averaged += batches * size // num_shards
+    moved: list[OperatorBytes] = []
+    if num_shards > 1:
+        share = (num_shards - 1) / num_shards
+        moved.append(OperatorBytes("all-gather", gathers, gathered, round(gathered * share)))
+        moved.append(OperatorBytes("reduce-scatter", reductions, reduced, round(reduced * share)))
+    num_copies = job.num_ranks // num_shards
+    return moved + _all_reduce(averages, averaged, num_copies)
+
+
+def _all_reduce(calls: int | None, whole_bytes: int, num_ranks: int) -> list[OperatorBytes]:
+    if num_ranks == 1 or not whole_bytes:
+        return []
+    wire = round(2 * whole_bytes * (num_ranks - 1) / num_ranks)
+    return [OperatorBytes("all-reduce", calls, whole_bytes, wire)]

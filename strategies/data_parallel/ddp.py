@@ -1,0 +1,180 @@
+"""Replicas: every rank of the data axis holds the whole model, gradients are averaged.
+
+The work is done by torch's ``DistributedDataParallel``; this part decides its options, its
+communication hook and what a step is expected to move.
+
+Source: PyTorch Distributed, Li et al. 2020, https://arxiv.org/abs/2006.15704
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.futures import Future
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from boltmesh.strategies.data_parallel.axis import AxisContext, DataAxis
+from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
+from boltmesh.strategies.lightning_compat import prepare_for_backward
+from boltmesh.strategies.torch_compat.communication import Replica, device_index, flush_static_graph
+from boltmesh.telemetry.snapshot import MemoryKind
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+COMPRESSIONS = ("bf16", "powersgd")
+
+_POWERSGD_MIN_RATE = 2.0
+"""torch's default: a gradient is compressed when that halves it at least."""
+
+
+@dataclass(frozen=True)
+class DdpOptions:
+    """What ``DDPStrategy`` was asked for; see there."""
+
+    bucket_cap_mb: float = 25.0
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool | None = None
+    """None: where nothing of the user's can look at gradients."""
+    gradient_compression: str | None = None
+    powersgd_rank: int = 1
+    powersgd_start_step: int = 1000
+
+
+class DdpAxis(DataAxis):
+    """The data axis of plain data parallelism."""
+
+    def __init__(self, options: DdpOptions) -> None:
+        self.options = options
+        self._is_static_graph_flushed = False
+        self._is_graph_known = False
+
+    @override
+    def wrap(self, module: Module, context: AxisContext) -> Module:
+        options, group, device = self.options, context.group, context.device
+        self.other_shares = context.norm_shares
+        # DDP copies and reduces on its own stream; without a side stream here its construction
+        # would order itself behind the default one.
+        # https://docs.pytorch.org/docs/stable/notes/cuda.html#use-nn-parallel-distributeddataparallel
+        stream: AbstractContextManager[object] = nullcontext()
+        if device.type == "cuda":
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream = torch.cuda.stream(side)
+        with stream:
+            wrapped = Replica(
+                module,
+                device_ids=device_index(device),
+                process_group=group,
+                bucket_cap_mb=options.bucket_cap_mb,
+                static_graph=options.static_graph,
+                find_unused_parameters=options.find_unused_parameters,
+                gradient_as_bucket_view=self._keeps_in_buckets(context),
+            )
+        self._is_static_graph_flushed = False
+        self._is_graph_known = False
+        self._register_compression(wrapped, group)
+        return wrapped
+
+    def _keeps_in_buckets(self, context: AxisContext) -> bool:
+        chosen = self.options.gradient_as_bucket_view
+        return not context.reads_gradients if chosen is None else chosen
+
+    def _register_compression(self, wrapped: DistributedDataParallel, group: ProcessGroup) -> None:
+        if self.options.gradient_compression == "bf16":
+            wrapped.register_comm_hook(group, bf16_hook)
+        elif self.options.gradient_compression == "powersgd":
+            state = PowerSGDState(
+                process_group=group,
+                matrix_approximation_rank=self.options.powersgd_rank,
+                start_powerSGD_iter=self.options.powersgd_start_step,
+                min_compression_rate=_POWERSGD_MIN_RATE,
+            )
+            wrapped.register_comm_hook(state, powerSGD_hook)
+
+    @override
+    @contextmanager
+    def no_sync(self, module: Module) -> Iterator[None]:
+        if not isinstance(module, DistributedDataParallel):
+            yield
+        elif module.static_graph and not self._is_graph_known:
+            # DDP learns a static graph from its first backward pass and has to reduce in it. The
+            # averages that this leaves behind stay what they are when they are averaged again.
+            self._is_graph_known = True
+            yield
+        else:
+            with module.no_sync():
+                yield
+
+    @override
+    def before_manual_backward(self, module: Module, loss: torch.Tensor) -> None:
+        # Under manual optimisation the forward pass must not arm the reducer: each
+        # ``manual_backward`` does, for its own loss.
+        if isinstance(module, DistributedDataParallel):
+            prepare_for_backward(module, loss)
+
+    @override
+    def after_manual_backward(self, module: Module) -> None:
+        if (
+            isinstance(module, DistributedDataParallel)
+            and module.static_graph
+            and not self._is_static_graph_flushed
+        ):
+            flush_static_graph(module)
+            self._is_static_graph_flushed = True
+
+    @override
+    def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
+        # Valid from the third step on: DDP rebuilds its buckets once, in the second.
+        if not isinstance(module, DistributedDataParallel):
+            return []
+        parameters = [p for p in module.module.parameters() if p.requires_grad]
+        whole = sum(p.numel() * p.element_size() for p in parameters)
+        compression = self.options.gradient_compression
+        if compression == "bf16":
+            payload, why = 2 * sum(p.numel() for p in parameters), "gradients in bf16"
+        elif compression == "powersgd":
+            payload = sum(self._powersgd_bytes(p) for p in parameters)
+            why = f"PowerSGD factors of rank {self.options.powersgd_rank}"
+        else:
+            payload, why = whole, "gradients of the trainable parameters, once per optimizer step"
+        traffic = [ExpectedTraffic("data", "allreduce", payload, None, why)]
+        if self.options.find_unused_parameters:
+            extra = 4 * len(parameters)
+            why = f"{why}; a map of the used parameters, 4 bytes each"
+            traffic = [ExpectedTraffic("data", "allreduce", payload + extra, None, why)]
+        buffers = sum(b.numel() * b.element_size() for b in module.modules_buffers)
+        if buffers:
+            why = "buffers of the first data rank, before a synchronised forward pass"
+            traffic.append(ExpectedTraffic("data", "broadcast", buffers, None, why))
+        return traffic
+
+    @override
+    def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
+        return expected_held_memory(module, optimizers)
+
+    def _powersgd_bytes(self, parameter: torch.Tensor) -> int:
+        """Bytes after the warm-up: both factors where that pays, the gradient itself elsewhere."""
+        numel, size = parameter.numel(), parameter.element_size()
+        if parameter.dim() < 2:
+            return numel * size
+        rows = parameter.shape[0]
+        columns = numel // rows
+        rank = min(rows, columns, self.options.powersgd_rank)
+        factors = (rows + columns) * rank
+        return (factors if factors * _POWERSGD_MIN_RATE < numel else numel) * size
+
+
+def bf16_hook(group: ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Torch's bf16 compression under another name.
+
+    torch refuses its own hook by name unless NCCL is there; gloo reduces bf16 just as well.
+    """
+    hook: Future[torch.Tensor] = default_hooks.bf16_compress_hook(group, bucket)
+    return hook

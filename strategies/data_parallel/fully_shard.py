@@ -1,0 +1,382 @@
+"""Puts ``fully_shard`` on a LightningModule, and keeps what is known of the result.
+
+What the forward pass goes through when parameters are sharded.
+
+Which parameters of a block autocast uses in fp32, and who gathers those.
+
+Under autocast a block is gathered in what autocast computes in, since its matrix products would
+make that copy anyway. Norms and embeddings are not multiplied: autocast reads them in fp32, on the
+CPU it even refuses a layer norm of mixed types. One collective has one type, so these few are
+gathered with the root, which stays in fp32.
+
+Takes the shards of a unit out of memory before the next unit is made.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, ModuleList, Parameter
+from typing_extensions import override
+
+from boltmesh.strategies.data_parallel.axis import AxisContext
+from boltmesh.strategies.data_parallel.cpu_collectives import CpuCollectives
+from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.data_parallel.param_state import (
+    BufferSync,
+    ParamRemap,
+    ScalarParams,
+    scalars_of,
+)
+from boltmesh.strategies.data_parallel.shard_mesh import ShardMesh
+from boltmesh.strategies.data_parallel.uneven_inputs import JoinedGathers, UnitGather
+from boltmesh.strategies.data_parallel.units import find_units
+from boltmesh.strategies.data_parallel.unsupported import (
+    refuse_lost_write,
+    refuse_mixed_types,
+    refuse_parameters,
+)
+from boltmesh.strategies.deferred_initialization.materialize import prepare_unit
+from boltmesh.strategies.offload.bucket_layout import held_alone, held_unit
+from boltmesh.strategies.offload.staging import StagingFile
+from boltmesh.strategies.parameter_access import register_units
+from boltmesh.strategies.tiling.apply import apply_tiling
+from boltmesh.strategies.tiling.weight import TiledWeight
+from boltmesh.strategies.torch_compat.fsdp import StepUnits, WriteDetector, is_gathered, share_hooks
+from boltmesh.strategies.torch_compat.fsdp_hooks import gather_for_training, keep_for_derivatives
+
+
+class RootModule(Module):
+    """Holds the LightningModule as ``DistributedDataParallel`` does.
+
+    The hooks that gather and free what no unit below owns sit here and not on the LightningModule:
+    they run once around a whole ``training_step``, however often that calls ``self(...)``, also
+    when it never does. And the LightningModule's parameters keep their names.
+
+    Args:
+        module: The whole model.
+        adopted: Modules within units whose parameters are gathered here all the same.
+    """
+
+    def __init__(self, module: LightningModule, adopted: Iterable[Module] = ()) -> None:
+        super().__init__()
+        self.module = module
+        self.adopted = ModuleList(adopted)
+        self.is_running = False
+        """Whether a step of the LightningModule is under way: under manual optimisation, backward
+        passes and optimizer steps happen within."""
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.is_running = True
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self.is_running = False
+
+
+_MULTIPLYING = (
+    nn.Bilinear,
+    nn.Linear,
+    nn.MultiheadAttention,
+    nn.PReLU,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.modules.conv._ConvNd,  # noqa: SLF001 - the base of all convolutions
+)
+"""Modules of torch whose parameters autocast casts, vectors included."""
+
+_LOOKING_UP = (nn.Embedding, nn.EmbeddingBag)
+
+
+def full_precision_modules(unit: Module) -> list[Module]:
+    """Return the modules of a unit whose own parameters stay in fp32 under autocast.
+
+    A matrix of an author's own module is taken for a factor of a product, which large ones are.
+    """
+    return [each for each in unit.modules() if _owns_shardable(each) and not _is_cast(each)]
+
+
+def is_any_cast(unit: Module) -> bool:
+    """Whether autocast casts parameters of a unit, so that gathering them cast pays."""
+    return any(_is_cast(each) for each in unit.modules() if _owns_shardable(each))
+
+
+def _is_cast(module: Module) -> bool:
+    if isinstance(module, _LOOKING_UP):
+        return False
+    if isinstance(module, _MULTIPLYING):
+        return True
+    return any(each.dim() > 1 for each in module.parameters(recurse=False))
+
+
+def _owns_shardable(module: Module) -> bool:
+    """Whether a module has parameters itself that no unit within has taken."""
+    return any(not isinstance(each, DTensor) for each in module.parameters(recurse=False))
+
+
+def open_parking(options: ZeroOptions, context: AxisContext) -> StagingFile | None:
+    """Where shards wait for the offload engine; None where they wait on the device."""
+    if options.offload_parameters != "nvme":
+        return None
+    assert options.offload_path is not None
+    return StagingFile(
+        options.offload_path,
+        device=context.device,
+        rank=dist.get_rank(),
+        recorder=context.recorder,
+    )
+
+
+def park_unit(
+    parking: StagingFile | None,
+    module: Module,
+    unit: Module,
+    tiled: Sequence[TiledWeight],
+    context: AxisContext,
+) -> None:
+    """Park what a unit has just been cut into.
+
+    Args:
+        parking: Where to; None leaves everything where it is.
+        module: The user's module: its parameters' names are the names in messages.
+        unit: A module of ``fully_shard``.
+        tiled: Weights below it that no unit gathers.
+        context: Of the data axis.
+    """
+    if parking is None:
+        return
+    assert isinstance(unit, FSDPModule)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    alone = [
+        held_alone(each.name, each.parameter, each.kept_dtype(context.compute_dtype))
+        for each in tiled
+    ]
+    parking.park([*held_unit(unit, names), *alone])
+
+
+@dataclass
+class ShardedModel:
+    """A LightningModule whose parameters are shards."""
+
+    module: LightningModule
+    root: RootModule
+    """What the forward pass goes through; a unit itself."""
+    units: dict[str, FSDPModule]
+    """What is gathered as one, by name within the LightningModule; the root's is empty."""
+    cast: set[str]
+    """Names of the units that are gathered in what autocast computes in."""
+    mesh: ShardMesh
+    attendance: JoinedGathers
+    buffers: BufferSync
+    tiled: list[TiledWeight]
+    """Weights that no unit gathers: their layers do, tile by tile."""
+    scalars: ScalarParams
+    """Parameters that cannot be sharded."""
+    step_units: StepUnits
+    """All units, for what every step does with them."""
+    writes: WriteDetector | None
+    """To parameters while they are gathered; None where the axis gathers by itself."""
+    successors: ParamRemap
+    """Of the parameters that the module's author made."""
+    on_host: CpuCollectives | None
+    """How units are gathered and reduced on the CPU; None on a device."""
+    absent: frozenset[Parameter] = frozenset()
+    """Parameters of which the ranks of the data axis have no values: other stages hold them."""
+
+    @property
+    def root_unit(self) -> FSDPModule:
+        """The root as FSDP2 sees it."""
+        return self.units[""]
+
+    def reshard_stale(self) -> None:
+        """Free gathered copies of units whose shards somebody has written to since."""
+        stale = {} if self.writes is None else self.writes.stale()
+        for unit in dict.fromkeys(stale.values()):
+            unit.reshard()
+
+    def refuse_stale(self) -> None:
+        """Refuse a loss of gathered copies whose shards somebody has written to since.
+
+        Raises:
+            ConfigError: Naming a parameter.
+        """
+        for name in {} if self.writes is None else self.writes.stale():
+            refuse_lost_write(name)
+
+    def reshard(self) -> None:
+        """Free every gathered copy, so that the next use gathers what the shards are now."""
+        self.step_units.reshard()
+        self.scalars.put_back()
+
+    def give_back_memory(self) -> None:
+        """Return to the system what no reduction uses now."""
+        if self.on_host is not None:
+            self.on_host.give_back()
+
+
+def shard_model(
+    module: LightningModule, options: ZeroOptions, context: AxisContext
+) -> ShardedModel:
+    """Shard a module in place.
+
+    Collective over the data axis: every rank gets its share of the first rank's parameters.
+    """
+    refuse_parameters(module, has_offload=options.has_offload)
+    mesh = build_mesh(options, context)
+    is_freed = options.stage == 3
+    units = find_units(module, options.blocks)
+    cast: set[str] = set()
+    adopted: list[Module] = []
+    tiled: list[TiledWeight] = []
+    parking = open_parking(options, context)
+    successors = ParamRemap()
+    for name, unit in reversed(units.items()):  # from the inside out
+        refuse_mixed_types(name, unit)
+        prepare_unit(unit, device=context.device, group=context.group, name=name)
+        left_out: list[Module] = []
+        with successors.of_parameters(unit):
+            in_tiles = _tile(unit, name, options, mesh)
+            tiled += in_tiles
+            if context.compute_dtype is not None and is_any_cast(unit):
+                cast.add(name)
+                left_out = full_precision_modules(unit)
+                adopted += left_out
+            fully_shard(
+                unit,
+                mesh=mesh.mesh,
+                reshard_after_forward=is_freed,
+                mp_policy=precision_policy(context.compute_dtype, is_cast=name in cast),
+                ignored_params={
+                    *(p for each in left_out for p in each.parameters(recurse=False)),
+                    *(each.parameter for each in tiled),
+                    *scalars_of(unit),
+                },
+            )
+        park_unit(parking, module, unit, in_tiles, context)
+    refuse_mixed_types("", module)
+    prepare_unit(module, device=context.device, group=context.group)
+    with successors.of_parameters(module):
+        in_tiles = _tile(module, "", options, mesh)
+        tiled += in_tiles
+        root = RootModule(module, adopted)
+        fully_shard(
+            root,
+            mesh=mesh.mesh,
+            # None: the root stays gathered from its forward on, as it is needed again at once.
+            reshard_after_forward=None if is_freed else False,
+            mp_policy=precision_policy(context.compute_dtype, is_cast=False),
+            ignored_params={*(each.parameter for each in tiled), *scalars_of(module)},
+        )
+        scalars = ScalarParams(module, mesh.mesh, context.group)
+    successors.take_places(module)
+    park_unit(parking, module, root, in_tiles, context)
+    sharded = as_units([*units.items(), ("", root)])
+    register_units(sharded.values())
+    keep_for_derivatives(
+        list(reversed(sharded.values())),  # the root, which nearly every loss goes through, first
+        lambda: [*(each.parameter for each in tiled), *scalars.parameters],
+    )
+    gathers = _gathers_of(sharded, tiled, context.compute_dtype, is_freed=is_freed)
+    return ShardedModel(
+        module,
+        root,
+        sharded,
+        cast,
+        mesh,
+        JoinedGathers(gathers, context.group, context.device),
+        BufferSync(module, context.group),
+        tiled,
+        scalars,
+        StepUnits(sharded.values()),
+        WriteDetector(sharded.values(), refuse_lost_write),
+        successors,
+        CpuCollectives.where_needed(
+            sharded.values(), context.device, takes_gradients_away=options.has_offload
+        ),
+    )
+
+
+def build_mesh(options: ZeroOptions, context: AxisContext) -> ShardMesh:
+    """Cut the data axis into groups that shard. Collective over it."""
+    return ShardMesh.build(
+        context.group,
+        context.device,
+        shard_size=options.shard_size,
+        ranks_per_node=context.ranks_per_node,
+        timeout=context.timeout,
+    )
+
+
+def as_units(modules: Iterable[tuple[str, Module]]) -> dict[str, FSDPModule]:
+    """Return modules of ``fully_shard``, which changes their class, as what they are now."""
+    units: dict[str, FSDPModule] = {}
+    for name, each in modules:
+        assert isinstance(each, FSDPModule)
+        gather_for_training(each)
+        share_hooks(each)
+        units[name] = each
+    return units
+
+
+def _tile(unit: Module, name: str, options: ZeroOptions, mesh: ShardMesh) -> list[TiledWeight]:
+    if options.tile_linear_bytes is None:
+        return []
+    return apply_tiling(unit, options.tile_linear_bytes, mesh.mesh, name=name)
+
+
+def precision_policy(compute_dtype: torch.dtype | None, *, is_cast: bool) -> MixedPrecisionPolicy:
+    """Return in which types a unit is gathered and reduced; ``compute_dtype`` is autocast's.
+
+    Blocks are gathered in that type, for half the traffic and memory, the root as it is. Gradients
+    are reduced in fp32. Inputs stay as they are: autocast decides about those.
+    """
+    if compute_dtype is None:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=compute_dtype if is_cast else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+
+
+def _gathers_of(
+    units: Mapping[str, FSDPModule],
+    tiled: Iterable[TiledWeight],
+    compute_dtype: torch.dtype | None,
+    *,
+    is_freed: bool,
+) -> dict[Module, UnitGather]:
+    """Return what is gathered, by the module in whose forward that happens.
+
+    Args:
+        units: By name; the root, whose name is empty, stays gathered.
+        tiled: What no unit gathers.
+        compute_dtype: What autocast computes in.
+        is_freed: Whether units are freed behind their forward.
+    """
+    gathers: dict[Module, UnitGather] = {}
+    for name, unit in units.items():
+        assert isinstance(unit, Module)
+        gathers[unit] = _gather_of(unit, is_freed=is_freed and name != "")
+    for weight in tiled:
+        for layer in weight.layers:
+            dtype = weight.gathered_dtype(layer, compute_dtype)
+            gathers[layer] = UnitGather(lambda: True, partial(weight.attend, dtype))
+    return gathers
+
+
+def _gather_of(unit: FSDPModule, *, is_freed: bool) -> UnitGather:
+    def take_part() -> None:
+        unit.unshard()
+        if is_freed:
+            unit.reshard()
+
+    return UnitGather(lambda: not is_gathered(unit), take_part)

@@ -1,0 +1,269 @@
+"""Parameters without rows: there is nothing to shard, so every rank keeps them whole.
+
+A learned temperature is one number. Between steps a replicated DTensor stands in its place, so that
+optimizers and checkpoints see one kind of parameter; within a step it is a plain tensor, since the
+forward pass computes with plain tensors. Both are the same memory.
+
+Lets what an author did to a parameter hold for what sharding puts in its place.
+
+Authors mark parameters with attributes by which they are put into groups of an optimizer, hang
+hooks on their gradients, collect them in lists, and give them to optimizers, all before a strategy
+sees the model. Sharding makes other objects: a shard, and a whole parameter within a step.
+
+Lets parameters be frozen and trained again though each of them exists twice.
+
+The optimizer holds the shard of a parameter, the forward pass uses the gathered whole. FSDP2 makes
+the whole follow the shard when it gathers; what stays gathered has to be told, before a forward
+pass (``StepUnits.follow_shards``) and by what is here within one.
+
+Keeps the buffers of all ranks those of the first one, as ``DistributedDataParallel`` does.
+
+Every buffer is sent, masks and rotary tables that never change too: batch norm, codebooks and
+averages are written without a trace in the tensor, so nobody can tell which have changed. What is
+sent follows from the model alone, and so is the same on every rank.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.deferred_initialization.recording import map_leaves, tensors_of
+from boltmesh.strategies.torch_compat.autograd import move_gradient_hooks
+from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
+from boltmesh.strategies.torch_compat.modules import buffers_of, set_parameter
+from boltmesh.strategies.torch_compat.tensors import local_tensor
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+
+def scalars_of(module: Module) -> set[Parameter]:
+    """Return the parameters below a module that have no rows."""
+    return {each for each in module.parameters() if each.dim() == 0}
+
+
+class ScalarParams:
+    """The scalars of a model.
+
+    Args:
+        module: Holds them as plain parameters, alike on all ranks.
+        mesh: Of the shards beside them.
+        group: The data axis, over which their gradients are averaged.
+        absent: Parameters that these ranks have no values of, and that are left as they are.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        mesh: DeviceMesh,
+        group: ProcessGroup,
+        *,
+        absent: Set[Parameter] = frozenset(),
+    ) -> None:
+        self._group = group
+        self._places: list[tuple[Module, str, Parameter]] = []
+        replicated = {each: _replicate(each, mesh) for each in scalars_of(module) - absent}
+        for owner in module.modules():
+            own = list(owner.named_parameters(recurse=False, remove_duplicate=False))
+            for name, parameter in own:
+                if parameter in replicated:
+                    self._places.append((owner, name, replicated[parameter]))
+        for owner in {place[0] for place in self._places}:
+            owner.register_state_dict_pre_hook(self._put_back_hook)  # type: ignore[no-untyped-call]
+            owner.register_load_state_dict_pre_hook(self._put_back_hook)  # type: ignore[no-untyped-call]
+        self.put_back()
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """The replicated ones, what optimizers hold."""
+        return list(dict.fromkeys(parameter for _, _, parameter in self._places))
+
+    def take_out(self) -> None:
+        """Put plain tensors in place, for a forward pass."""
+        plain: dict[Parameter, Tensor] = {}
+        for each in self.parameters:
+            plain[each] = _Plain.apply(each, self._group)  # type: ignore[no-untyped-call]
+        for owner, name, parameter in self._places:
+            set_parameter(owner, name, plain[parameter])
+
+    def put_back(self) -> None:
+        """Put the parameters in place."""
+        for owner, name, parameter in self._places:
+            set_parameter(owner, name, parameter)
+
+    def _put_back_hook(self, *_: object) -> None:
+        self.put_back()
+
+    def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
+        """Give what one optimizer step moves."""
+        trained = [each for each in self.parameters if each.requires_grad]
+        if trained and self._group.size() > 1:
+            moved = num_batches * sum(each.element_size() for each in trained)
+            calls = num_batches * len(trained)
+            why = "gradients of parameters without rows, once per batch"
+            yield ExpectedTraffic("data", "allreduce", moved, calls, why)
+
+
+class _Plain(torch.autograd.Function):
+    """The number itself; the gradient is averaged over the data axis."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, parameter: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group, ctx.like = group, parameter
+        plain = local_tensor(parameter)
+        return plain.view_as(plain)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0] / ctx.group.size()
+        dist.all_reduce(gradient, group=ctx.group)
+        mesh, placements = ctx.like.device_mesh, ctx.like.placements
+        return DTensor.from_local(gradient, mesh, placements, run_check=False), None
+
+
+def _replicate(parameter: Parameter, mesh: DeviceMesh) -> Parameter:
+    placements = [Replicate()] * mesh.ndim
+    value = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
+    return Parameter(value, requires_grad=parameter.requires_grad)
+
+
+class ParamRemap:
+    """Which parameters stand for those that an author has made."""
+
+    def __init__(self) -> None:
+        # Weak: what nobody else holds is whole, and in nobody's way.
+        self._of: MutableMapping[Tensor, Parameter] = WeakTensorKeyDictionary()
+
+    @contextmanager
+    def of_parameters(self, unit: Module) -> Iterator[None]:
+        """Around what shards parameters below a module."""
+        before = [
+            (owner, key, parameter)
+            for owner in unit.modules()
+            for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+            if not isinstance(parameter, DTensor)
+        ]
+        marks = {parameter: dict(vars(parameter)) for _, _, parameter in before}
+        yield
+        for owner, key, parameter in before:
+            successor = getattr(owner, key)
+            if successor is parameter or parameter in self._of:
+                continue
+            vars(successor).update(marks[parameter])
+            move_gradient_hooks(parameter, successor)
+            self._of[parameter] = successor
+
+    def take_places(self, root: Module) -> None:
+        """Put them where modules hold parameters beside their own: in plain containers."""
+        for module in root.modules():
+            for key, value in list(vars(module).items()):
+                is_registered = key in {"_parameters", "_buffers", "_modules"}
+                if is_registered or type(value) not in {list, tuple, dict}:
+                    continue
+                if any(each in self._of for each in tensors_of(value)):
+                    vars(module)[key] = map_leaves(self._successor, value)
+
+    def take_over(self, optimizers: Iterable[Optimizer], module: Module) -> None:
+        """Put them into optimizers that were made before.
+
+        Raises:
+            ConfigError: For parameters that are neither the module's nor have been, which
+                nobody would reduce the gradients of.
+        """
+        known = set(module.parameters())
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for number, parameter in enumerate(group["params"]):
+                    successor = self._successor(parameter)
+                    if successor is not parameter:
+                        _refuse_state(optimizer, parameter)
+                        group["params"][number] = successor
+                    elif parameter.requires_grad and parameter not in known:
+                        raise ConfigError(
+                            f"{type(optimizer).__name__} updates a parameter of the shape "
+                            f"{tuple(parameter.shape)} that is none of "
+                            f"{type(module).__name__}'s, so no gradients of it would be averaged. "
+                            f"Make the optimizer in configure_optimizers, of self.parameters()."
+                        )
+
+    def _successor(self, value: Any) -> Any:
+        return self._of.get(value, value) if isinstance(value, Tensor) else value
+
+
+def _refuse_state(optimizer: Optimizer, parameter: Tensor) -> None:
+    if optimizer.state.get(parameter):
+        raise ConfigError(
+            f"{type(optimizer).__name__} was made before the model was sharded, and has state of "
+            f"a whole parameter of the shape {tuple(parameter.shape)}. Make it in "
+            f"configure_optimizers."
+        )
+
+
+_TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
+
+
+def follow_toggles(module: LightningModule, follow: Callable[[], None]) -> None:
+    """Call ``follow`` after each ``toggle_optimizer`` and ``untoggle_optimizer`` of this module.
+
+    Manual optimisation switches between optimizers in the middle of a step, while parameters are
+    gathered, and Lightning knows the shards only.
+    """
+    forget_toggles(module)
+    for name in _TOGGLES:
+        vars(module)[name] = _followed(getattr(module, name), follow)
+
+
+def forget_toggles(module: LightningModule) -> None:
+    """Undo ``follow_toggles``."""
+    for name in _TOGGLES:
+        vars(module).pop(name, None)
+
+
+def _followed(toggle: Callable[..., None], follow: Callable[[], None]) -> Callable[..., None]:
+    def call(*args: object, **kwargs: object) -> None:
+        toggle(*args, **kwargs)
+        follow()
+
+    return call
+
+
+class BufferSync:
+    """The buffers of a module, on all ranks of a group.
+
+    Args:
+        module: The whole model.
+        group: The ranks.
+        holds: Whether these ranks have the model's value of a buffer, by its name; None: of all.
+    """
+
+    def __init__(
+        self, module: Module, group: ProcessGroup, *, holds: Callable[[str], bool] | None = None
+    ) -> None:
+        self._module, self._group, self._holds = module, group, holds
+
+    def held(self) -> list[Tensor]:
+        """Return the buffers that ``send`` sends."""
+        if self._holds is None:
+            return buffers_of(self._module)
+        return [each for name, each in self._module.named_buffers() if self._holds(name)]
+
+    def send(self) -> None:
+        """Send the first rank's buffers. Collective."""
+        if self._group.size() == 1:
+            return
+        buffers = [each.detach() for each in self.held()]
+        if buffers:
+            broadcast_coalesced(buffers, self._group)

@@ -1,0 +1,249 @@
+"""Replicas of a pipeline: its gradients are averaged once per optimizer step, when all are made.
+
+``DistributedDataParallel`` goes along with one forward pass of the module and the backward pass of
+its graph. A pipeline has neither: its gradients are in ``.grad`` at once, at the end of a batch.
+
+Lets all ranks have gradients of the same parameters, where gradients come all at once.
+
+Averages gradients that are all there, in flat buckets of a bounded size.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError, DivergenceError
+from boltmesh.strategies.data_parallel.axis import AxisContext, PipelineDataAxis
+from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
+from boltmesh.strategies.data_parallel.param_state import BufferSync
+from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
+from boltmesh.telemetry.snapshot import MemoryKind
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+FLAG: Final = torch.int32
+"""Of what ranks tell each other for each trained parameter, and for the loss."""
+
+
+def agree_on_gradients(
+    trained: Sequence[Parameter], group: ProcessGroup, device: torch.device, *, has_loss: bool
+) -> list[Parameter]:
+    """Return the parameters that have a gradient on any rank: zeros, where this one has none.
+
+    Without a gradient on any rank there is none, which optimizers tell from zeros. Collective.
+
+    Args:
+        trained: Alike on all ranks.
+        group: The ranks.
+        device: That they communicate from.
+        has_loss: Whether the batch gave one on this rank.
+
+    Raises:
+        ConfigError: For sparse gradients.
+        DivergenceError: When some ranks have a loss and others have none.
+    """
+    flags = [int(has_loss), *(int(each.grad is not None) for each in trained)]
+    counted = torch.tensor(flags, dtype=FLAG, device=device)
+    dist.all_reduce(counted, group=group)
+    num_losses, *counts = counted.tolist()
+    size = group.size()
+    if num_losses not in {0, size}:
+        raise DivergenceError(
+            f"training_step gave a loss on {num_losses} of {size} data ranks and None on the "
+            f"others, in the last batch before an optimizer step. Return a loss on all of them: "
+            f"one that is zero times an output has no influence."
+        )
+    used = [each for each, count in zip(trained, counts, strict=True) if count]
+    for each in used:
+        if each.grad is None:
+            each.grad = torch.zeros_like(each)
+        elif each.grad.layout != torch.strided:
+            raise ConfigError(
+                f"A parameter of the shape {tuple(each.shape)} has a sparse gradient, and "
+                f"pipelines average dense ones. Leave sparse=True out of its embedding."
+            )
+    return used
+
+
+def agreement_bytes(num_trained: int) -> int:
+    """Return the bytes of one agreement."""
+    return FLAG.itemsize * (1 + num_trained)
+
+
+_IN_FLIGHT = 2
+"""Buckets under way at once: one is filled or emptied while the other is reduced."""
+
+
+@dataclass
+class _Reduction:
+    work: Work | None
+    flat: Tensor
+    members: Sequence[Tensor]
+    """What ``flat`` is copied into; empty where it is the gradient itself."""
+
+
+def divide_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    """Return tensors in their order, in groups of one type and at most ``bucket_bytes``.
+
+    One that is larger by itself is alone. Equal shapes and types make equal buckets on all ranks.
+    """
+    buckets: list[list[Tensor]] = []
+    room = 0
+    for each in tensors:
+        size = each.numel() * each.element_size()
+        if not buckets or size > room or buckets[-1][0].dtype != each.dtype:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append(each)
+        room -= size
+    return buckets
+
+
+@torch.no_grad()
+def average(gradients: Sequence[Tensor], group: ProcessGroup, bucket_bytes: int) -> None:
+    """Replace gradients by their averages over a group, in place. Collective.
+
+    As ``DistributedDataParallel`` does it: each rank's are divided, then added up.
+
+    Args:
+        gradients: Of equal shapes and types on all ranks.
+        group: The ranks.
+        bucket_bytes: How much goes in one message.
+    """
+    under_way: deque[_Reduction] = deque()
+    for bucket in divide_into_buckets(gradients, bucket_bytes):
+        if len(under_way) == _IN_FLIGHT:
+            _finish(under_way.popleft())
+        under_way.append(_begin(bucket, group))
+    while under_way:
+        _finish(under_way.popleft())
+
+
+def _begin(bucket: Sequence[Tensor], group: ProcessGroup) -> _Reduction:
+    is_flat = len(bucket) == 1 and bucket[0].is_contiguous()
+    flat = bucket[0] if is_flat else torch.cat([each.reshape(-1) for each in bucket])
+    members = () if is_flat else tuple(bucket)
+    flat.div_(group.size())
+    return _Reduction(dist.all_reduce(flat, group=group, async_op=True), flat, members)
+
+
+def _finish(reduction: _Reduction) -> None:
+    if reduction.work is not None:
+        reduction.work.wait()
+    for member, part in zip(reduction.members, _parts(reduction), strict=True):
+        member.copy_(part)
+
+
+def _parts(reduction: _Reduction) -> Iterator[Tensor]:
+    at = 0
+    for member in reduction.members:
+        yield reduction.flat[at : at + member.numel()].view(member.shape)
+        at += member.numel()
+
+
+BUCKET_BYTES = 25 << 20
+"""Of a message, as ``DistributedDataParallel`` has it."""
+
+
+class PipelineDdpAxis(PipelineDataAxis):
+    """The data axis of replicas whose gradients come all at once. Of one rank, it does nothing."""
+
+    def __init__(self) -> None:
+        self._context: AxisContext | None = None
+        self._held: Collection[Parameter] = ()
+        self._buffers: BufferSync | None = None
+
+    @override
+    def wrap(self, module: Module, context: AxisContext) -> Module:
+        self._context, self.other_shares = context, context.norm_shares
+        self._held = list(module.parameters()) if context.held is None else context.held
+        self._buffers = BufferSync(module, context.group, holds=context.holds_buffer)
+        share_state(self._held, self._buffers, context.group)
+        return module
+
+    # A batch.
+
+    @override
+    def begin_batch(self) -> None:
+        if self._is_synchronised and self._buffers is not None:
+            self._buffers.send()
+
+    @override
+    def _finish(self, *, has_loss: bool) -> bool:
+        context = self._context
+        if not self._is_synchronised or context is None or context.group.size() == 1:
+            return False
+        used = agree_on_gradients(self._trained(), context.group, context.device, has_loss=has_loss)
+        gradients = [each.grad for each in used if each.grad is not None]
+        average(gradients, context.group, BUCKET_BYTES)
+        return True
+
+    def _trained(self) -> list[Parameter]:
+        return [each for each in self._held if each.requires_grad]
+
+    # Outside of batches.
+
+    @override
+    def begin_evaluation(self, num_batches: float, *, draws_batches: bool) -> None:
+        if self._buffers is not None:
+            self._buffers.send()
+
+    @override
+    def release(self) -> None:
+        self._context = self._buffers = None
+
+    # What is to be expected.
+
+    @override
+    def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
+        if self._context is None or self._context.group.size() == 1:
+            return []
+        held = self._buffers.held() if self._buffers is not None else ()
+        return replica_traffic(self._trained(), _size(held))
+
+    @override
+    def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
+        return expected_held_memory(module, optimizers, self._held)
+
+
+def replica_traffic(trained: Sequence[Tensor], buffer_bytes: int) -> list[ExpectedTraffic]:
+    """Return what an optimizer step of several pipelines moves over the data axis on one rank.
+
+    Args:
+        trained: Parameters of its stages that get gradients.
+        buffer_bytes: Of the buffers that it sends.
+    """
+    flags = agreement_bytes(len(trained))
+    calls = 1 + len(divide_into_buckets(trained, BUCKET_BYTES))
+    why = "gradients of the parameters held here, once per optimizer step; 4 bytes for each"
+    traffic = [ExpectedTraffic("data", "allreduce", _size(trained) + flags, calls, why)]
+    if buffer_bytes:
+        why = "buffers of the first data rank, before a synchronised batch"
+        traffic.append(ExpectedTraffic("data", "broadcast", buffer_bytes, None, why))
+    return traffic
+
+
+def share_state(parameters: Iterable[Parameter], buffers: BufferSync, group: ProcessGroup) -> None:
+    """Give all ranks what the first one has of a model. Collective over the group.
+
+    Args:
+        parameters: That these ranks hold.
+        buffers: Likewise.
+        group: The ranks.
+    """
+    values = [each.detach() for each in parameters]
+    if group.size() > 1 and values:
+        broadcast_coalesced(values, group)
+    buffers.send()
+
+
+def _size(tensors: Sequence[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)

@@ -1,0 +1,316 @@
+"""Shards of a pipeline: ZeRO where the gradients of a batch come all at once.
+
+Between optimizer steps every rank of the data axis has a share of its stages' parameters and of
+their optimizer state. For the batches of a step parameters are gathered once; when the gradients of
+all are made they are reduced once, and each rank steps its share. That is stage 1.
+
+[Note: Stages 2 and 3 go by batch]
+What the gradients of a microbatch are divided by is known at the end of its batch, and pipelines of
+other data ranks may cut a batch into fewer microbatches, so nothing is reduced or gathered for a
+microbatch. Stage 2 reduces after every batch, so that no whole gradient is kept from one batch of
+an accumulation window to the next; stage 3 frees the parameters there too. Without accumulation
+both move what stage 1 moves. With k batches in a step, stage 2 moves each gradient k - 1 times
+more, and stage 3 each parameter also.
+
+Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
+
+Parameters without rows where gradients come all at once: whole on every rank, averaged once.
+
+Puts ``fully_shard`` on what a rank of a pipeline holds, without its hooks.
+
+FSDP2 gathers and reduces as forward and backward passes run through its units. A pipeline runs
+microbatches of several stages in turns, in orders that FSDP2 does not know, splits backward passes,
+and knows only at the end of a batch what its gradients are divided by. So the units are holders
+around the blocks, which nobody calls: FSDP2 keeps the shards, and gathers and reduces when told.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from boltmesh.strategies.data_parallel.axis import AxisContext, PipelineDataAxis
+from boltmesh.strategies.data_parallel.cpu_collectives import CpuCollectives
+from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
+from boltmesh.strategies.data_parallel.expected_traffic import PipelineZeroTraffic, ZeroEstimate
+from boltmesh.strategies.data_parallel.fully_shard import (
+    RootModule,
+    ShardedModel,
+    as_units,
+    build_mesh,
+    precision_policy,
+)
+from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.data_parallel.param_state import BufferSync, ParamRemap, ScalarParams
+from boltmesh.strategies.data_parallel.pipeline_ddp import agree_on_gradients, share_state
+from boltmesh.strategies.data_parallel.shard_mesh import ShardMesh
+from boltmesh.strategies.data_parallel.uneven_inputs import JoinedGathers
+from boltmesh.strategies.data_parallel.units import find_units
+from boltmesh.strategies.data_parallel.unsupported import refuse_mixed_types, refuse_parameters
+from boltmesh.strategies.data_parallel.zero import ZeroAxis
+from boltmesh.strategies.deferred_initialization.materialize import lay_in_rows
+from boltmesh.strategies.parameter_access import register_units
+from boltmesh.strategies.torch_compat.autograd import share_gradient_hooks
+from boltmesh.strategies.torch_compat.fsdp import (
+    StepUnits,
+    forget_step,
+    gather_units,
+    reduce_gradients,
+)
+from boltmesh.strategies.torch_compat.modules import set_parameter
+from boltmesh.strategies.torch_compat.tensors import dtensor_like, local_tensor
+from boltmesh.telemetry.snapshot import MemoryKind
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+
+class PipelineScalarParams(ScalarParams):
+    """Replicated between steps, and within them plain parameters over the same memory."""
+
+    def __init__(
+        self,
+        module: Module,
+        mesh: DeviceMesh,
+        group: ProcessGroup,
+        *,
+        absent: Set[Parameter] = frozenset(),
+    ) -> None:
+        self._whole: dict[Parameter, Parameter] = {}
+        """By the replicated one, what stands in its place in the batches of a step."""
+        super().__init__(module, mesh, group, absent=absent)
+
+    @override
+    def take_out(self) -> None:
+        for owner, name, parameter in self._places:
+            if parameter not in self._whole:
+                value = local_tensor(parameter.detach())
+                whole = Parameter(value, requires_grad=parameter.requires_grad)
+                share_gradient_hooks(parameter, whole)
+                self._whole[parameter] = whole
+            set_parameter(owner, name, self._whole[parameter])
+
+    def average(self) -> None:
+        """Hand averages of the gradients over to the replicated ones, and put these in place.
+
+        Collective over the axis; all ranks have gradients of the same ones.
+        """
+        for parameter, whole in self._whole.items():
+            if whole.grad is None:
+                continue
+            gradient = whole.grad / self._group.size()
+            dist.all_reduce(gradient, group=self._group)
+            made = dtensor_like(gradient, parameter)
+            parameter.grad = made if parameter.grad is None else parameter.grad + made
+        self.forget()
+
+    def forget(self) -> None:
+        """Put the replicated ones in place, and let go of gradients."""
+        self._whole = {}
+        self.put_back()
+
+
+class _Holder(Module):
+    """A block under another module, whose forward pass nobody runs."""
+
+    def __init__(self, block: Module) -> None:
+        super().__init__()
+        self.block = block
+
+
+def shard_late(module: LightningModule, options: ZeroOptions, context: AxisContext) -> ShardedModel:
+    """Shard in place what a rank holds of a module.
+
+    Collective over the data axis: every rank gets its share of the first rank's parameters.
+    """
+    refuse_parameters(module, has_offload=options.has_offload)
+    lay_in_rows(module.modules())
+    held = set(module.parameters() if context.held is None else context.held)
+    buffers = BufferSync(module, context.group, holds=context.holds_buffer)
+    share_state([each for each in module.parameters() if each in held], buffers, context.group)
+    mesh = build_mesh(options, context)
+    absent = frozenset(each for each in module.parameters() if each not in held)
+    # What the holders outside of one are not to shard.
+    taken: set[Parameter] = {*absent, *(each for each in held if each.dim() == 0)}
+    found: dict[str, Module] = {}
+    successors = ParamRemap()
+    for name, unit in reversed(find_units(module, options.blocks).items()):  # from the inside out
+        if all(each in taken for each in unit.parameters()):
+            continue
+        refuse_mixed_types(name, unit)
+        with successors.of_parameters(unit):
+            found[name] = _shard(_Holder(unit), mesh, taken)
+        taken |= set(unit.parameters())
+    refuse_mixed_types("", module)
+    root = RootModule(module, found.values())
+    with successors.of_parameters(module):
+        found[""] = _shard(root, mesh, taken)
+        scalars = PipelineScalarParams(module, mesh.mesh, context.group, absent=absent)
+    successors.take_places(module)
+    # What the optimizer steps first is gathered first; offload steps in the order of the model.
+    units = as_units(reversed(found.items()))
+    register_units(units.values())
+    return ShardedModel(
+        module,
+        root,
+        units,
+        set(),
+        mesh,
+        JoinedGathers({}, context.group, context.device),
+        buffers,
+        [],
+        scalars,
+        StepUnits(units.values()),
+        None,
+        successors,
+        CpuCollectives.where_needed(
+            units.values(), context.device, takes_gradients_away=options.has_offload
+        ),
+        absent,
+    )
+
+
+def _shard(unit: Module, mesh: ShardMesh, ignored: set[Parameter]) -> Module:
+    fully_shard(
+        unit,
+        mesh=mesh.mesh,
+        reshard_after_forward=False,
+        # Gradients of microbatches are added up in the type of what is gathered: that of the
+        # parameters, also under autocast.
+        mp_policy=precision_policy(None, is_cast=False),
+        ignored_params=ignored,
+    )
+    return unit
+
+
+class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
+    """The data axis of ZeRO beside a pipeline; see [Note: Stages 2 and 3 go by batch]."""
+
+    has_late_gradients = True
+
+    @override
+    def wrap(self, module: Module, context: AxisContext) -> Module:
+        assert isinstance(module, LightningModule)
+        self._context, self.other_shares = context, context.norm_shares
+        if self.sharded is None or self.sharded.module is not module:
+            self.sharded = shard_late(module, self.options, context)
+        else:
+            # The run before may have ended by an error.
+            forget_step(self.sharded.root_unit)
+            self._scalars.forget()
+        self.sharded.mesh.name_groups(context.recorder)
+        self._follow_scaler(context)
+        return module
+
+    @property
+    def shard_group(self) -> ProcessGroup:
+        """The ranks that share one copy of what they hold."""
+        return self._model.mesh.shard_group
+
+    # A batch.
+
+    @override
+    def begin_batch(self) -> None:
+        if self._is_synchronised:
+            self._model.buffers.send()
+        self._gather()
+
+    def _gather(self) -> None:
+        """Put whole parameters in the places of shards. Collective over the axis."""
+        self._refuse_lost()
+        model = self._model
+        gather_units(model.root_unit, model.units.values())
+        model.step_units.follow_shards()
+        model.scalars.take_out()
+
+    @override
+    def _finish(self, *, has_loss: bool) -> bool:
+        is_last, stage = self._is_synchronised, self.options.stage
+        if stage == 1 and not is_last:
+            return False
+        assert self._context is not None
+        context, model = self._context, self._model
+        agree_on_gradients(self._trained(), context.group, context.device, has_loss=has_loss)
+        model.root_unit.set_reshard_after_backward(is_last or stage == 3)
+        reduce_gradients(model.root_unit)
+        self._scalars.average()
+        # Of an earlier batch of a window shards add up, and are looked at when all have.
+        return is_last
+
+    @property
+    def _scalars(self) -> PipelineScalarParams:
+        scalars = self._model.scalars
+        assert isinstance(scalars, PipelineScalarParams)
+        return scalars
+
+    def _trained(self) -> list[Parameter]:
+        """Return what gets gradients: whole parameters within a batch, shards outside of it."""
+        assert self._context is not None
+        held = self._context.held
+        parameters = self._model.module.parameters() if held is None else held
+        return [each for each in parameters if each.requires_grad]
+
+    @override
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._model.reshard()  # for who looks at parameters between two batches of a window
+
+    # Evaluation.
+
+    @override
+    def begin_evaluation(self, num_batches: float, *, draws_batches: bool) -> None:
+        self._model.buffers.send()
+        self._gather()
+
+    @override
+    def evaluation_batch(self, is_last: Callable[[], bool]) -> AbstractContextManager[None]:
+        self._gather()  # nothing, unless somebody has saved a checkpoint since
+        return nullcontext()
+
+    @override
+    def run_out_of_batches(self, num_served: int) -> None:
+        pass  # nothing is gathered for a single batch
+
+    # What is to be expected.
+
+    @property
+    @override
+    def _expectations(self) -> ZeroEstimate:
+        assert self._context is not None
+        # Whole parameters are of the type of their shards, also under autocast.
+        context = replace(self._context, compute_dtype=None)
+        return ZeroEstimate(self._model, self.options, context)
+
+    @override
+    def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
+        if self.options.has_offload:
+            return self._expectations.memory(optimizers)
+        assert self._context is not None
+        return expected_held_memory(module, optimizers, self._context.held)
+
+    @override
+    def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
+        return self.describe_traffic().expected()
+
+    def describe_traffic(self) -> PipelineZeroTraffic:
+        """What the axis moves in an optimizer step, and what it would in another stage."""
+        assert self._context is not None
+        context, model = self._context, self._model
+        known = self._expectations
+        buffers = sum(each.numel() * each.element_size() for each in model.buffers.held())
+        trained = (each for each in model.scalars.parameters if each.requires_grad)
+        return PipelineZeroTraffic(
+            replace(known.shape, buffer_bytes=buffers),
+            known.sharing,
+            known.job,
+            num_trained=len(self._trained()),
+            scalar_bytes=tuple(each.element_size() for each in trained),
+            num_norms=int(context.has_norm_clipping),
+            has_scaler=context.scaler is not None,
+        )

@@ -1,0 +1,106 @@
+"""Which ranks of the data axis share one copy of the model, and which hold copies."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from boltmesh.errors import LayoutError
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class ShardMesh:
+    """The data axis as ``fully_shard`` wants it, and its groups."""
+
+    mesh: DeviceMesh
+    """One dimension, or ``(replicate, shard)`` when several groups hold the same shards."""
+    shard_group: ProcessGroup
+    """The ranks that hold one copy together; the whole axis without replication."""
+    replica_group: ProcessGroup | None
+    """The ranks that hold the same shards, None without replication."""
+
+    @property
+    def shard_size(self) -> int:
+        """Over how many ranks a copy is sharded."""
+        return self.shard_group.size()
+
+    def name_groups(self, recorder: Recorder | NullRecorder) -> None:
+        """Say that traffic within these groups is the data axis's."""
+        for group in (self.shard_group, self.replica_group):
+            if group is not None:
+                recorder.name_group(group, "data")
+
+    @classmethod
+    def build(
+        cls,
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        shard_size: int | str | None,
+        ranks_per_node: int,
+        timeout: timedelta | None = None,
+    ) -> "ShardMesh":
+        """Cut the data axis into groups that shard, and groups that replicate across them.
+
+        Collective over ``group``. Neighbours share a copy, so that gathers stay inside a node.
+        ``timeout`` is that of collectives in the new groups.
+
+        Raises:
+            LayoutError: When ``shard_size`` does not divide the axis, or a node's share of it.
+        """
+        ranks = dist.get_process_group_ranks(group)
+        size = choose_shard_size(ranks, shard_size, ranks_per_node)
+        if size == len(ranks):
+            return cls(DeviceMesh.from_group(group, device.type), group, None)
+        rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        shards = _own_group(rows, "shard", timeout)
+        replicas = _own_group(columns, "replicate", timeout)
+        mesh = DeviceMesh.from_group(
+            [replicas, shards],
+            device.type,
+            mesh=torch.tensor(rows),
+            mesh_dim_names=("replicate", "shard"),
+        )
+        return cls(mesh, shards, replicas)
+
+
+def choose_shard_size(ranks: list[int], asked: int | str | None, ranks_per_node: int) -> int:
+    """Return over how many ranks to shard; ``ranks`` are the global ones of the data axis.
+
+    Raises:
+        LayoutError: When they cannot be cut like that.
+    """
+    count = len(ranks)
+    if asked is None:
+        return count
+    if asked != "node":
+        if count % int(asked):
+            fitting = [size for size in range(1, count + 1) if count % size == 0]
+            raise LayoutError(
+                f"shard_size={asked} cuts the {count} ranks of the data axis into groups of "
+                f"unequal size. Use {' or '.join(map(str, fitting))}."
+            )
+        return int(asked)
+    nodes: dict[int, int] = {}
+    for rank in ranks:
+        nodes[rank // ranks_per_node] = nodes.get(rank // ranks_per_node, 0) + 1
+    if len(set(nodes.values())) > 1:
+        raise LayoutError(
+            f"shard_size='node' needs as many ranks of the data axis on every node, and there are "
+            f"{', '.join(map(str, nodes.values()))}. Use a number that divides {count}."
+        )
+    return nodes[ranks[0] // ranks_per_node]
+
+
+def _own_group(cut: list[list[int]], name: str, timeout: timedelta | None) -> ProcessGroup:
+    """Make the group of ``cut`` that this rank is in. Its members call this, and nobody else."""
+    mine = next(ranks for ranks in cut if dist.get_rank() in ranks)
+    group = dist.new_group(mine, timeout, use_local_synchronization=True, group_desc=f"data_{name}")
+    assert isinstance(group, ProcessGroup)
+    return group

@@ -1,0 +1,136 @@
+"""Lets ranks evaluate different numbers of batches though every gather needs all of them.
+
+Prediction gives each rank its own share of the samples, and loaders without a length end when they
+end. A rank that has run out then has to take part in the gathers of those that have not. What
+these will gather only their own forward pass decides (a model that generates calls its blocks as
+often as it likes), so in batches that not all ranks have, each gather is announced: every rank says
+which unit it needs next, or none, and all gather the same one. Batches that all ranks have cost
+nothing.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+_NOTHING, _NEXT_BATCH, _FIRST_UNIT = 0, 1, 2
+"""What a rank may say: it has run out; it begins a batch; from here on, which unit it needs."""
+
+
+@dataclass(frozen=True)
+class UnitGather:
+    """One unit as somebody who does not run it sees it."""
+
+    is_needed: Callable[[], bool]
+    """Whether the unit's next forward will gather. Alike on all ranks that are equally far."""
+    take_part: Callable[[], None]
+    """Do what gathering the unit in a forward pass does, all of it. Collective."""
+
+
+class JoinedGathers:
+    """Keeps the gathers of an evaluation complete.
+
+    Args:
+        units: What is gathered, by the module in whose forward that happens.
+        group: The ranks that evaluate together.
+        device: Where this group's tensors have to be.
+    """
+
+    def __init__(
+        self, units: Mapping[Module, UnitGather], group: ProcessGroup, device: torch.device
+    ) -> None:
+        self._gathers = list(units.values())
+        self._group, self._device = group, device
+        self._in_common = 0.0
+        self._batch = 0
+        self._is_announcing = False
+        self._is_attending = False
+        self._are_counts_known = True
+        self._draws_batches = False
+        self._has_attended = False
+        for number, module in enumerate(units):
+            module.register_forward_pre_hook(partial(self._before_forward, number), prepend=True)
+
+    def begin(self, num_batches: float, *, draws_batches: bool) -> None:
+        """Exchange how many batches each rank has. Collective.
+
+        Args:
+            num_batches: Of this rank; infinity where nobody knows.
+            draws_batches: Steps draw their batches themselves, and find out only then that there is
+                none left.
+        """
+        self._draws_batches = draws_batches
+        self._has_attended = False
+        counts = torch.tensor([num_batches, -num_batches], dtype=torch.float64, device=self._device)
+        dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=self._group)
+        fewest, most = counts[0].item(), -counts[1].item()
+        self._batch = 0
+        self._are_counts_known = math.isfinite(most)
+        self._in_common = math.inf if fewest == most and self._are_counts_known else fewest
+
+    @contextmanager
+    def batch(self, is_last: Callable[[], bool]) -> Iterator[None]:
+        """Around one batch's step. ``is_last`` is asked after it."""
+        if self._draws_batches:
+            self._is_announcing = True
+        elif not self._are_counts_known:
+            self._is_announcing = bool(self._exchange(_NEXT_BATCH)[1])
+        else:
+            self._is_announcing = self._batch >= self._in_common
+        self._batch += 1
+        try:
+            yield
+        finally:
+            self._is_announcing = False
+        if is_last():
+            self._attend()
+
+    def run_out(self, num_served: int) -> None:
+        """Called when this rank's loaders have nothing more to give, after so many batches.
+
+        Some loops ask one batch ahead: then this is not the end, and a step is still to come.
+        """
+        if num_served <= self._batch:
+            self._is_announcing = False
+            self._attend()
+
+    def is_settling(self) -> bool:
+        """Whether the ranks settle among themselves which unit is gathered next."""
+        return self._is_announcing or self._is_attending
+
+    @property
+    def _is_uneven(self) -> bool:
+        """Whether ranks may end at different times."""
+        return self._draws_batches or not self._are_counts_known or self._in_common != math.inf
+
+    def _attend(self) -> None:
+        """Take part in what others gather until they have run out too; once."""
+        if self._has_attended or not self._is_uneven:
+            return
+        self._has_attended = self._is_attending = True
+        while (said := self._exchange(_NOTHING)[0]) != _NOTHING:
+            if said != _NEXT_BATCH:
+                self._gathers[said - _FIRST_UNIT].take_part()
+        self._is_attending = False
+
+    def _before_forward(self, number: int, *_: object) -> None:
+        if not self._is_announcing or not self._gathers[number].is_needed():
+            return
+        mine = number + _FIRST_UNIT
+        # Ranks that are elsewhere are served first; then it is this one's turn.
+        while (said := self._exchange(mine)[0]) != mine:
+            self._gathers[said - _FIRST_UNIT].take_part()
+
+    def _exchange(self, mine: int) -> list[int]:
+        """Return the largest of what the ranks say, and whether any has run out. Collective."""
+        said: Tensor = torch.tensor([mine, int(mine == _NOTHING)], device=self._device)
+        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
+        values: list[int] = said.tolist()
+        return values

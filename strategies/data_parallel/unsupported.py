@@ -1,0 +1,192 @@
+"""What cannot be right with parts of a model, refused before it goes wrong silently."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import (
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.dry_run.unsupported import refuse_undividable
+from boltmesh.strategies.optimizer_probe import multiplies_matrices
+from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
+
+_CALLBACKS: dict[type[Callback], tuple[str, str]] = {
+    StochasticWeightAveraging: (
+        "averages whole parameters into a copy that it made while it was whole",
+        "Average the last checkpoints instead, or use bolt_ddp.",
+    ),
+    WeightAveraging: (
+        "averages whole parameters into a copy that it made while it was whole",
+        "Average the last checkpoints instead, or use bolt_ddp.",
+    ),
+    ModelPruning: (
+        "masks whole parameters and renames them",
+        "Prune in one process, before or after the run.",
+    ),
+}
+
+
+_OPTIMIZERS: dict[type[Optimizer], str] = {
+    torch.optim.Adafactor: "squares norms of rows in place",
+    torch.optim.LBFGS: "takes products of whole gradients",
+}
+if hasattr(torch.optim, "Muon"):  # new in torch 2.9
+    _OPTIMIZERS[torch.optim.Muon] = "makes whole matrices orthogonal"
+
+
+def refuse_callbacks(callbacks: Iterable[Callback], strategy: str) -> None:
+    """Refuse callbacks that would take a rank's part of the model for the whole.
+
+    Args:
+        callbacks: Of the Trainer.
+        strategy: The name of the class that gives each rank a part.
+
+    Raises:
+        ConfigError: Naming the callback and what to do instead.
+    """
+    for callback in callbacks:
+        for kind, (why, instead) in _CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise ConfigError(
+                    f"{type(callback).__name__} {why}: with {strategy} every rank would work on "
+                    f"its part alone. {instead}"
+                )
+
+
+def refuse_lone_saves(callbacks: Iterable[Callback]) -> None:
+    """Refuse callbacks that save on the rank that fails, while the others may be anywhere.
+
+    Raises:
+        ConfigError: Naming the callback.
+    """
+    for callback in callbacks:
+        saves_on_exception = getattr(callback, "save_on_exception", False)
+        if isinstance(callback, OnExceptionCheckpoint) or saves_on_exception:
+            raise ConfigError(
+                f"{type(callback).__name__} saves when a rank fails, and a checkpoint of shards "
+                f"needs all ranks. Take it out and save as you go, with "
+                f"ModelCheckpoint(every_n_train_steps=...)."
+            )
+
+
+def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that need more of a gradient than a shard of it.
+
+    Raises:
+        ConfigError: Naming the optimizer.
+    """
+    for optimizer in optimizers:
+        for kind, why in _OPTIMIZERS.items():
+            if isinstance(optimizer, kind):
+                raise _refused(optimizer, why)
+        if multiplies_matrices(optimizer):
+            raise _refused(optimizer, "multiplies or factors whole matrices")
+
+
+def _refused(optimizer: Optimizer, why: str) -> ConfigError:
+    return ConfigError(
+        f"{type(optimizer).__name__} {why}, and with ZeROStrategy a rank has its shards alone. Use "
+        f"bolt_ddp, or an optimizer that works on each element by itself, such as AdamW."
+    )
+
+
+def refuse_empty_share(dataloader: object, group: ProcessGroup, device: torch.device) -> None:
+    """Refuse a loader that has batches for some ranks and none for others.
+
+    A rank without any batch runs no loop, and gathers need all of them. Collective over ``group``.
+
+    Raises:
+        ConfigError: On every rank, with the numbers of batches.
+    """
+    length = sized_len(dataloader)
+    lengths = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    lengths[group.rank()] = 1 if length is None else length
+    dist.all_reduce(lengths, group=group)
+    counts: list[int] = lengths.tolist()
+    if min(counts) == 0 < max(counts):
+        raise ConfigError(
+            f"Ranks {[rank for rank, count in enumerate(counts) if not count]} of the data axis "
+            f"would get no batch of {type(dataloader).__name__}, others up to {max(counts)}, and "
+            f"gathering parameters needs every rank. Use a smaller batch_size, or fewer ranks."
+        )
+
+
+def refuse_parameters(module: LightningModule, *, has_offload: bool) -> None:
+    """Refuse parameters that cannot be sharded.
+
+    Raises:
+        ConfigError: Naming the parameter.
+    """
+    refuse_undividable(
+        module,
+        instead="Use the Trainer that did it for this run too, or build the module anew and load a "
+        "checkpoint.",
+        sparse="which cannot be shared out by rows",
+    )
+    for name, each in module.named_modules():
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.max_norm is not None:
+            raise ConfigError(
+                f"{name!r} of {type(module).__name__} has max_norm={each.max_norm}, and would "
+                f"shorten rows of a gathered copy, which its shards know nothing of. Leave "
+                f"max_norm out, or use bolt_ddp."
+            )
+    for name, parameter in module.named_parameters():
+        if has_accumulation_hooks(parameter):
+            raise ConfigError(
+                f"{name!r} of {type(module).__name__} has a post-accumulate-grad hook, and its "
+                f"gradient is made in whole parameters and kept in shards. Do it in "
+                f"on_after_backward, or use bolt_ddp."
+            )
+        if has_offload and parameter.dim() == 0:
+            raise ConfigError(
+                f"{name!r} of {type(module).__name__} is a scalar, and offloaded state is kept by "
+                f"rows. Make it a tensor of one element, torch.nn.Parameter(torch.ones(1)), or "
+                f"leave offload_optimizer out."
+            )
+
+
+def refuse_lost_write(name: str) -> None:
+    """Refuse a write to one of a parameter's shard and gathered copy, and not to the other.
+
+    Args:
+        name: Of the parameter, within the root.
+
+    Raises:
+        ConfigError: Naming the parameter.
+    """
+    raise ConfigError(
+        f"{name.removeprefix('module.')!r} was changed in place while it was gathered, in a step "
+        f"or in a hook: its shard and the gathered copy are not the same any more. Change it "
+        f"inside of boltmesh.strategies.gathered_parameters(module, writes=True)."
+    )
+
+
+def refuse_mixed_types(unit_name: str, unit: Module) -> None:
+    """Refuse a unit whose trained parameters are of several types: one collective has one.
+
+    Raises:
+        ConfigError: Naming a parameter of each type.
+    """
+    examples: dict[torch.dtype, str] = {}
+    for name, parameter in unit.named_parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            examples.setdefault(parameter.dtype, f"{unit_name}.{name}" if unit_name else name)
+    if len(examples) > 1:
+        listed = " and ".join(f"{name!r} is {dtype}" for dtype, name in examples.items())
+        raise ConfigError(
+            f"{listed}, and gradients of one unit are reduced together, in one type. Convert them "
+            f"to one type, freeze one of them, or set blocks so that they are in different units."
+        )

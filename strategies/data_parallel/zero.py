@@ -1,0 +1,442 @@
+"""Shards: the ranks of the data axis hold a share each of what replicas would hold whole.
+
+The work is done by torch's ``fully_shard``, in all three stages; this part decides what is
+gathered together, when it is freed again, and when gradients are reduced.
+
+Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
+
+Puts the offload engine beside a sharded model.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from boltmesh.strategies import grad_norm
+from boltmesh.strategies.cost_model.model import JobShape, ModelShape
+from boltmesh.strategies.data_parallel.axis import AxisContext, DataAxis
+from boltmesh.strategies.data_parallel.dtensor_errors import explain_direct_use
+from boltmesh.strategies.data_parallel.early_zero_grad import EarlyZeroGrad
+from boltmesh.strategies.data_parallel.expected_traffic import ZeroEstimate
+from boltmesh.strategies.data_parallel.fully_shard import ShardedModel, open_parking, shard_model
+from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.data_parallel.order_check import OrderCheck
+from boltmesh.strategies.data_parallel.param_state import follow_toggles, forget_toggles
+from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
+from boltmesh.strategies.data_parallel.shard_shape import held_tensors
+from boltmesh.strategies.data_parallel.unsupported import refuse_optimizers
+from boltmesh.strategies.grad_norm import NormShare, ShardShare
+from boltmesh.strategies.offload.disk.preflight import announce_disks
+from boltmesh.strategies.offload.engine import OffloadEngine
+from boltmesh.strategies.offload.stores import OffloadPlan
+from boltmesh.strategies.torch_compat.fsdp import forget_step
+from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
+from boltmesh.telemetry.snapshot import MemoryKind
+from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.telemetry.writer.memory import StoredBytes
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+
+Held = Mapping[str, Sequence[Tensor | StoredBytes]]
+
+
+def open_engine(
+    model: ShardedModel, options: ZeroOptions, context: AxisContext
+) -> OffloadEngine | None:
+    """The engine that the options ask for, None where nothing leaves the device."""
+    if not options.has_offload:
+        return None
+    engine = OffloadEngine(
+        OffloadPlan(options.shares, options.offload_parameters, options.offload_path),
+        device=context.device,
+        rank=dist.get_rank(),
+        ranks_per_node=context.ranks_per_node,
+        compute_dtypes={
+            each.parameter: each.kept_dtype(context.compute_dtype) for each in model.tiled
+        },
+        recorder=context.recorder,
+        shares=context.norm_shares,
+        absent=model.absent,
+    )
+    # The root is gathered first: it holds what the blocks leave, embeddings among it.
+    names = ["", *(name for name in model.units if name)]
+    engine.attach(model.module, {name: model.units[name] for name in names})
+    return engine
+
+
+def with_stored(held: Held, engine: OffloadEngine | None) -> Held:
+    """Add what the engine holds to what tensors show."""
+    if engine is None:
+        return held
+    total = {kind: list(tensors) for kind, tensors in held.items()}
+    for kind, stored in engine.stored().items():
+        total.setdefault(kind, []).extend(stored)
+    return total
+
+
+class ZeroAxis(DataAxis):
+    """The data axis of ZeRO."""
+
+    is_sharded = True
+    has_late_gradients = False
+    """Whether the gradients of a batch come all at once, when it is over."""
+
+    def __init__(self, options: ZeroOptions) -> None:
+        self.options = options
+        self.sharded: ShardedModel | None = None
+        """None before a module was wrapped."""
+        self._context: AxisContext | None = None
+        self._guard: OrderCheck | None = None
+        self._stale: EarlyZeroGrad | None = None
+        self._offload: OffloadEngine | None = None
+        self._forget_scaler: Callable[[], None] = _nothing
+        self._step_hooks: list[RemovableHandle] = []
+        self._has_ended_step = False
+        self._lost: Exception | None = None
+        """Why there are no parameters until a checkpoint is loaded: a step of a run before this
+        one ended half-way."""
+
+    @property
+    @override
+    def serves_one_rank(self) -> bool:
+        return self.options.has_offload or self.options.tile_linear_bytes is not None
+
+    @override
+    def shard_groups(self, ranks: Sequence[int], *, ranks_per_node: int) -> list[list[int]]:
+        size = choose_shard_size(list(ranks), self.options.shard_size, ranks_per_node)
+        if size in {1, len(ranks)}:
+            return []
+        return [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+
+    @override
+    def wrap(self, module: Module, context: AxisContext) -> Module:
+        assert isinstance(module, LightningModule)
+        self._context, self.other_shares = context, context.norm_shares
+        if self.sharded is None or self.sharded.module is not module:
+            self.sharded = shard_model(module, self.options, context)
+            self.sharded.root.register_forward_pre_hook(self._before_forward, prepend=True)
+            self._guard = self._build_guard(context)
+            if self.options.stage < 3:  # stage 3 gathers little at a time
+                self._stale = EarlyZeroGrad(self.sharded.root, self.sharded.units)
+        else:
+            forget_step(self.sharded.root_unit)  # the run before may have ended by an error
+        sharded = self.sharded  # kept in a second fit, and in an evaluation after one
+        sharded.mesh.name_groups(context.recorder)
+        is_automatic = module.automatic_optimization
+        # Under manual optimisation backward passes and steps happen within the root's forward,
+        # which gathers but once.
+        sharded.root_unit.set_reshard_after_backward(is_automatic, recurse=False)
+        if not is_automatic:
+            follow_toggles(module, self._follow_shards)
+        if self._guard is not None:
+            self._guard.start()
+        self._follow_scaler(context)
+        return sharded.root
+
+    def _follow_scaler(self, context: AxisContext) -> None:
+        if context.scaler is not None and context.group.size() > 1:
+            self._forget_scaler()
+            self._forget_scaler = agree_on_overflow(context.scaler, context.group)
+
+    def _build_guard(self, context: AxisContext) -> OrderCheck | None:
+        if context.group.size() == 1:
+            return None
+        model = self._model
+        guard = OrderCheck(
+            context.group,
+            is_settled=model.attendance.is_settling,
+            timeout=context.timeout,
+            on_stuck=self._fail,
+        )
+        guard.watch(model.units, model.root)
+        for weight in model.tiled:
+            weight.note = guard.note
+        return guard
+
+    def _fail(self, error: BaseException) -> None:
+        assert self._context is not None
+        self._context.recorder.fail(error)
+
+    def _note(self, text: str) -> None:
+        """Say what this rank is about to do together with the others."""
+        if self._guard is not None:
+            self._guard.note(text)
+
+    @override
+    def explain(self, error: BaseException) -> None:
+        if self.sharded is not None:
+            explain_direct_use(error, self.sharded.module, self.sharded.tiled)
+        if self._guard is not None:
+            self._guard.explain(error)
+
+    def _before_forward(self, root: Module, *_: object) -> None:
+        self._refuse_lost()
+        self._model.reshard_stale()
+        self._follow_shards()
+        if self._stale is not None:
+            assert self._context is not None
+            self._stale.end()
+            if torch.is_grad_enabled() and self._context.zeroes_gradients():
+                self._stale.begin()
+        if root.training and torch.is_grad_enabled() and self._is_synchronised:
+            self._model.buffers.send()
+
+    def _refuse_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def _follow_shards(self) -> None:
+        self._model.step_units.follow_shards()
+        self._model.scalars.take_out()
+
+    @property
+    def _model(self) -> ShardedModel:
+        assert self.sharded is not None
+        return self.sharded
+
+    @override
+    def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
+        refuse_optimizers(optimizers)
+        assert self._context is not None
+        self._model.successors.take_over(optimizers, self._model.module)
+        self._forget_steps()
+        self._step_hooks = [
+            each.register_step_post_hook(self._after_step)
+            for each in optimizers
+            if hasattr(each, "register_step_post_hook")  # Lightning takes anything that can step
+        ]
+        if self._stale is not None:
+            self._stale.optimizers = optimizers
+        if self._offload is not None:
+            if not optimizers:
+                return  # an evaluation of what a run has left
+            parking = open_parking(self.options, self._context)
+            self._lost = self._offload.restore(parking) or self._lost
+        self._offload = open_engine(self._model, self.options, self._context)
+        if self._offload is not None:
+            self._offload.adopt(
+                optimizers,
+                exposes_gradients=reads_gradients,
+                never_clips=not self._context.has_norm_clipping,
+                comes_late=self.has_late_gradients,
+            )
+            if self.options.uses_disk:
+                world = dist.group.WORLD  # ranks of other axes write to disks, too
+                assert world is not None
+                announce_disks(
+                    self._offload.disk_report,
+                    group=world,
+                    recorder=self._context.recorder,
+                )
+            self._model.reshard()
+
+    def _forget_steps(self) -> None:
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks.clear()
+
+    # Within a step.
+
+    _is_synchronised = True
+
+    @override
+    @contextmanager
+    def no_sync(self, module: Module) -> Iterator[None]:
+        self._set_last(is_last=False)
+        try:
+            with self._offload.no_sync() if self._offload is not None else nullcontext():
+                yield
+        finally:
+            self._set_last(is_last=True)
+            if not self._model.root.is_running:  # the backward pass of this batch is over
+                self._model.scalars.put_back()
+
+    @override
+    def before_manual_backward(self, module: Module, loss: Tensor) -> None:
+        self._model.refuse_stale()
+
+    def _set_last(self, *, is_last: bool) -> None:
+        self._is_synchronised = is_last
+        # Copies of the model average each reduction. A sum that FSDP2 keeps would be averaged only
+        # when its unit runs in the last batch again, which a unit need not do.
+        if self.options.stage == 3:
+            return
+        root = self._model.root_unit
+        # Parameters do not change within an accumulation window, so both stages keep them
+        # gathered; stage 1 also keeps the gradients whole, and reduces them once.
+        root.set_reshard_after_backward(is_last)
+        if self.options.stage == 1:
+            root.set_requires_gradient_sync(is_last)
+            root.set_is_last_backward(is_last)
+
+    @override
+    def after_optimizer_step(self, module: Module, optimizer: Optimizer) -> None:
+        # Not where the optimizer's own hook has been here: a scaler may leave a step out.
+        if not self._has_ended_step:
+            self._end_step()
+        self._has_ended_step = False
+
+    def _after_step(self, *_: object) -> None:
+        """Called by an optimizer itself: under manual optimisation nobody else need tell."""
+        self._end_step()
+        self._has_ended_step = True
+
+    def _end_step(self) -> None:
+        if self._guard is not None:
+            self._guard.end_step()
+        # A forward pass without a backward pass leaves gathered copies behind, and the step has
+        # just made them old.
+        self._model.reshard()
+        if self._model.root.is_running:
+            self._model.root_unit.unshard()
+            self._model.scalars.take_out()
+
+    @override
+    def parameters_loaded(self) -> None:
+        self._lost = None
+        self._model.reshard()
+
+    @override
+    def synchronize(self) -> None:
+        self._refuse_lost()
+        if self._offload is not None:
+            self._offload.synchronize()
+
+    @property
+    @override
+    def keeps_state_on_disk(self) -> bool:
+        return self.options.uses_disk
+
+    @property
+    @override
+    def has_whole_steps(self) -> bool:
+        if self._lost is not None:
+            return False
+        return self._offload is None or self._offload.has_whole_steps
+
+    @override
+    def prepare_state(self, optimizer: Optimizer) -> None:
+        if self._offload is not None:
+            self._offload.prepare_state(optimizer)
+
+    @override
+    def state_loaded(self, optimizer: Optimizer) -> None:
+        if self._offload is not None:
+            self._offload.absorb_state(optimizer)
+
+    # Gradients.
+
+    @property
+    @override
+    def own_shares(self) -> Sequence[NormShare]:
+        return (ShardShare(self._model.mesh.shard_group),)
+
+    @override
+    def clip_by_norm(
+        self, optimizer: Optimizer, parameters: Iterable[Parameter], max_norm: float
+    ) -> Tensor:
+        self._note("clips its gradients")
+        if self._offload is not None:
+            return self._offload.clip(optimizer, max_norm)
+        given = list(parameters)
+        if self._has_nothing(given):
+            return torch.zeros(())
+        return self.norms.clip(given, max_norm)
+
+    @override
+    def gradient_norm(self, optimizer: Optimizer) -> float | None:
+        self._note("takes the norm of its gradients")
+        if self._offload is not None:
+            return self._offload.gradient_norm(optimizer)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if self._has_nothing(parameters):
+            return None
+        return self.norms.norm(parameters).item()
+
+    def _has_nothing(self, parameters: Iterable[Parameter]) -> bool:
+        """Whether there is no gradient on any rank: those of the data axis alone see that alike."""
+        return not self.other_shares and not grad_norm.gradients_of(parameters)
+
+    # Evaluation.
+
+    @override
+    def begin_evaluation(self, num_batches: float, *, draws_batches: bool) -> None:
+        self._model.buffers.send()
+        self._model.attendance.begin(num_batches, draws_batches=draws_batches)
+
+    @override
+    def evaluation_batch(self, is_last: Callable[[], bool]) -> AbstractContextManager[None]:
+        return self._model.attendance.batch(is_last)
+
+    @override
+    def run_out_of_batches(self, num_served: int) -> None:
+        self._model.attendance.run_out(num_served)
+
+    @override
+    def end_evaluation(self) -> None:
+        self._model.reshard()
+
+    @override
+    def release(self) -> None:
+        self._forget_scaler()
+        self._forget_scaler = _nothing
+        self._forget_steps()
+        if self._guard is not None:
+            self._guard.stop()
+        if self.sharded is not None:
+            try:
+                self.sharded.reshard()  # which refuses the first write that would be lost
+            finally:
+                self._close(self.sharded)
+
+    def _close(self, sharded: ShardedModel) -> None:
+        sharded.reshard()
+        if self._offload is not None:
+            self._offload.close()
+        sharded.give_back_memory()
+        forget_toggles(sharded.module)
+
+    # What is to be expected.
+
+    @property
+    def _expectations(self) -> ZeroEstimate:
+        assert self._context is not None
+        return ZeroEstimate(self._model, self.options, self._context)
+
+    @override
+    def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
+        return self._expectations.traffic()
+
+    @override
+    def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
+        return self._expectations.memory(optimizers)
+
+    def describe(self) -> ModelShape:
+        """The model as the planner sees it."""
+        return self._expectations.shape
+
+    def describe_job(self) -> JobShape:
+        """The run as the planner sees it."""
+        return self._expectations.job
+
+    @override
+    def tensors_by_kind(
+        self, module: Module, optimizers: Sequence[Optimizer]
+    ) -> Mapping[str, Sequence[Tensor | StoredBytes]] | None:
+        if self.sharded is None:
+            return None
+        return with_stored(held_tensors(self.sharded, optimizers), self._offload)
+
+
+def _nothing() -> None:
+    """What there is to undo where nothing was done."""

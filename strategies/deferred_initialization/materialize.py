@@ -1,0 +1,221 @@
+"""Makes the modules of one unit real: on the device, and alike on every rank of a group.
+
+Called for the units of a model bottom-up, each right before it is sharded, so that no rank ever
+holds more than one unit beside its shards.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.deferred_initialization.deferred import is_deferred, replay
+from boltmesh.strategies.deferred_initialization.recording import map_leaves, tensors_of
+from boltmesh.strategies.offload.host_memory import give_back_free_memory
+from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
+
+_LARGE_BYTES = 1 << 20
+
+
+@torch.no_grad()
+def prepare_unit(
+    unit: nn.Module | Sequence[nn.Module],
+    *,
+    device: torch.device,
+    group: ProcessGroup,
+    name: str = "",
+) -> None:
+    """Make a unit's parameters and buffers real, on ``device``, with the first rank's values.
+
+    Collective over ``group``. Parameters that ``deferred_init`` has deferred are replayed, by the
+    first rank alone: the others only receive them. Those on plain ``meta`` are set by their
+    module's ``reset_parameters``. What is real is moved. Modules below that ``fully_shard`` has
+    sharded already are left alone, and so are single parameters that are DTensors. Parameters of
+    ``meta`` become other objects, one and the same wherever the unit uses it. Rows lie one behind
+    the other afterwards.
+
+    Args:
+        unit: A module, or several that are sharded as one.
+        device: Where to.
+        group: Ranks that are to hold the same values.
+        name: The unit's dotted name, for messages.
+
+    Raises:
+        ConfigError: When a module on ``meta`` has no ``reset_parameters``.
+    """
+    modules = own_modules([unit] if isinstance(unit, nn.Module) else unit, name)
+    prepare_modules(modules, device=device, group=group)
+    lay_in_rows(modules)
+
+
+def lay_in_rows(modules: Iterable[nn.Module]) -> None:
+    """Lay modules' own parameters out row by row: FSDP2 takes no ``channels_last``, say."""
+    for module in modules:
+        for _, each in own_tensors(module):
+            if isinstance(each, nn.Parameter) and not each.is_contiguous():
+                each.data = each.data.contiguous()
+
+
+@torch.no_grad()
+def prepare_modules(
+    modules: dict[nn.Module, str], *, device: torch.device, group: ProcessGroup
+) -> None:
+    """Make what some modules hold themselves real, as ``prepare_unit`` does; not their children's.
+
+    Args:
+        modules: With their dotted names, parents first.
+        device: Where to.
+        group: Ranks that are to hold the same values.
+    """
+    give_back_free_memory()  # of the unit before, which has been sharded
+    _make_modules(modules, device, has_values=group.rank() == 0)
+    made = [tensor for module in modules for _, tensor in own_tensors(module)]
+    broadcast_tensors(made, group)
+
+
+@torch.no_grad()
+def materialize(module: nn.Module, device: torch.device | str = "cpu") -> None:
+    """Make what is on ``meta``, deferred or plain, in this process alone; the rest is moved.
+
+    For a model that is built under ``deferred_init`` and used without a strategy. Every rank of a
+    strategy that keeps whole models does so too, and then takes the values of the first one.
+
+    Raises:
+        ConfigError: When a module on ``meta`` has no ``reset_parameters``.
+    """
+    _make_modules(own_modules([module], ""), torch.device(device), has_values=True)
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Give every rank of the group its first rank's values, in place. Collective over ``group``."""
+    if group.size() == 1:
+        return
+    different = [each.detach() for each in dict.fromkeys(tensors)]
+    # What is small goes together; what is large would need as much again for that.
+    if small := [each for each in different if each.nbytes < _LARGE_BYTES]:
+        broadcast_coalesced(small, group)
+    for tensor in different:
+        if tensor.nbytes >= _LARGE_BYTES:
+            flat = tensor.contiguous().view(-1)
+            dist.broadcast(flat, group=group, group_src=0)
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))
+
+
+def _make_modules(modules: dict[nn.Module, str], device: torch.device, *, has_values: bool) -> None:
+    known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def make(tensor: Tensor, name: str, *, has_values: bool) -> Tensor:
+        if id(tensor) not in known:
+            # The old one is kept too: its id must not become another tensor's.
+            known[id(tensor)] = tensor, _make(tensor, name, device, has_values=has_values)
+        return known[id(tensor)][1]
+
+    to_reset = [module for module, path in modules.items() if is_to_reset(module, path)]
+    for module, path in modules.items():
+        for key, tensor in own_tensors(module):
+            made = make(tensor, f"{path}.{key}".lstrip("."), has_values=has_values)
+            if made is not tensor:
+                setattr(module, key, made)
+        make_attributes(module, lambda tensor: make(tensor, "", has_values=True))
+    # Children first: a parent may set what its children have just reset.
+    for module in reversed(to_reset):
+        module.reset_parameters()  # type: ignore[operator]
+
+
+def _make(tensor: Tensor, name: str, device: torch.device, *, has_values: bool) -> Tensor:
+    """Return the tensor on the device: itself, moved, where it is real."""
+    if not tensor.is_meta:
+        tensor.data = tensor.data.to(device)
+        return tensor
+    if is_deferred(tensor) and has_values:
+        made = make_values(tensor, name, device)
+    else:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        vars(made).update(vars(tensor))  # authors mark parameters with attributes
+    return made
+
+
+def make_values(tensor: Tensor, name: str, device: torch.device) -> Tensor:
+    """Make what a deferred tensor holds, on a device, in memory of its own."""
+    made = replay(tensor, name).to(device).contiguous()
+    if made.untyped_storage().nbytes() > made.nbytes:
+        made = made.clone()  # of a view, which would keep the whole
+    give_back_free_memory()
+    return made
+
+
+def is_to_reset(module: nn.Module, path: str) -> bool:
+    """Whether a module's own tensors are on plain ``meta``, so that it has to set them itself.
+
+    Raises:
+        ConfigError: When it cannot.
+    """
+    own = dict(own_tensors(module))
+    bare = [key for key, each in own.items() if each.is_meta and not is_deferred(each)]
+    if not bare:
+        return False
+    what = f"{path or 'The model'} ({type(module).__name__})"
+    if not callable(getattr(module, "reset_parameters", None)):
+        raise ConfigError(
+            f"{what} was constructed on the meta device and has no reset_parameters() that could "
+            f"set its {bare[0]!r}. Construct the model under boltmesh.strategies.deferred_init() "
+            f"instead, which does what __init__ does, or define reset_parameters()."
+        )
+    if len(bare) < len(own):
+        real = next(key for key in own if key not in bare)
+        raise ConfigError(
+            f"{what} has its {bare[0]!r} on the meta device and values in its {real!r}, which "
+            f"reset_parameters() would overwrite. Construct the model under "
+            f"boltmesh.strategies.deferred_init(), or all of this module on one device."
+        )
+    return True
+
+
+def own_modules(roots: Sequence[nn.Module], name: str) -> dict[nn.Module, str]:
+    """Return the modules of a unit with their dotted names, parents first."""
+    found: dict[nn.Module, str] = {}
+
+    def visit(module: nn.Module, path: str) -> None:
+        if module in found:
+            return
+        found[module] = path
+        for key, child in module.named_children():
+            if not isinstance(child, FSDPModule):
+                visit(child, f"{path}.{key}".lstrip("."))
+
+    for root in roots:
+        visit(root, name)
+    return found
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's own parameters and buffers that nobody has sharded."""
+    own = {
+        **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+        **dict(module.named_buffers(recurse=False, remove_duplicate=False)),
+    }
+    for key, tensor in own.items():
+        if not isinstance(tensor, DTensor):
+            yield key, tensor
+
+
+def make_attributes(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Make what a module keeps beside its parameters and buffers, also in plain containers."""
+
+    def make_deferred(value: Any) -> Any:
+        return make(value) if isinstance(value, Tensor) and is_deferred(value) else value
+
+    registered = ("_parameters", "_buffers", "_modules")
+    for key, value in list(vars(module).items()):
+        is_plain = isinstance(value, Tensor) or type(value) in {list, tuple, dict}
+        if key not in registered and is_plain and any(map(is_deferred, tensors_of(value))):
+            setattr(module, key, map_leaves(make_deferred, value))

@@ -1,0 +1,287 @@
+"""The dispatch mode behind ``deferred_init``: decides for each operator what happens to it.
+
+Large tensors that are made from nothing are made on ``meta``. Operators on them are recorded; where
+that cannot be, because somebody asks for values, they run on values that are made for the moment.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.deferred_initialization.operator_effects import (
+    default_generator,
+    gives_tensors,
+    is_factory,
+    is_random,
+    is_value_free,
+    takes_device,
+    written_by,
+)
+from boltmesh.strategies.deferred_initialization.recording import (
+    Geometry,
+    Operation,
+    RecordedInput,
+    Recording,
+    covers_storage,
+    map_leaves,
+    recording_of,
+    tensors_of,
+)
+from boltmesh.strategies.offload.host_memory import give_back_free_memory
+from boltmesh.strategies.torch_compat.tensors import CAST, DispatchMode, OpOverload, schema_of
+
+META = torch.device("meta")
+
+
+def _is_deferred(tensor: Tensor) -> bool:
+    return recording_of(tensor) is not None
+
+
+class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator that runs under ``deferred_init``."""
+
+    def __init__(self, recording: Recording, min_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = recording
+        self.min_bytes = max(1, min_bytes)  # torch gives empty tensors real storages
+        self._is_paused = False
+        self._scratch: dict[torch.device, Tensor] = {}
+        self._modules: list[nn.Module] = []
+        self._given: list[RecordedInput] = []
+        """Large real tensors that the recording refers to."""
+        self._home = torch.get_default_device()
+        if self._home.type == "meta":
+            self._home = torch.device("cpu")
+
+    # What modules register.
+
+    def see_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
+        """Called by torch for each parameter that a module gets."""
+        self._modules.append(module)
+
+    def see_module(self, module: nn.Module, name: str, child: Any) -> None:
+        """Called by torch for each child that a module gets: copied ones are seen here only."""
+        if child is not None:
+            self._modules.append(child)
+
+    def make_buffer(self, module: nn.Module, name: str, buffer: Any) -> Any:
+        """Called by torch for each buffer that a module gets: buffers are real."""
+        if not isinstance(buffer, Tensor) or not _is_deferred(buffer):
+            return None
+        return self.make(buffer)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the deferred parameters of all modules that were made."""
+        seen: set[nn.Module] = set()
+        for module in self._modules:
+            for _, each in module.named_modules(memo=seen):
+                yield from filter(_is_deferred, each.parameters(recurse=False))
+
+    # What operators do.
+
+    @override
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if self._is_paused:
+            return func(*args, **kwargs)
+        home = self._home
+        given = tensors_of([args, kwargs])
+        deferred = [each for each in given if _is_deferred(each)]
+        if deferred:
+            home = self.recording.home(deferred[0])
+        if kwargs.get("device") is not None:
+            home = torch.device(kwargs["device"])
+            if home.type == "meta":
+                home = kwargs["device"] = self._home
+        if deferred:
+            return self._apply(func, args, kwargs, home)
+        if is_factory(func):
+            shape = self._on_meta(func, args, kwargs)
+            if isinstance(shape, Tensor) and shape.nbytes >= self.min_bytes:
+                return self._record(func, args, kwargs, shape, home)
+        self._keep_given(written_by(func, args, kwargs))
+        return func(*args, **kwargs)
+
+    def _apply(self, func: OpOverload, args: Any, kwargs: Any, home: torch.device) -> Any:
+        """Run an operator of which an argument is deferred."""
+        if torch.Tag.inplace_view in func.tags:
+            if func.overloadpacket is torch.ops.aten.resize_:
+                raise ConfigError(
+                    "The construction resizes a tensor in place, which deferred_init() cannot do "
+                    "later. Make it in its final size."
+                )
+            # Turns the tensor and not its content, or gives it another one's.
+            change = self.defer if _is_deferred(args[0]) else self.make
+            return func(*map_leaves(change, args), **kwargs)
+        written = written_by(func, args, kwargs)
+        is_moved = func is CAST and kwargs.get("device") is not None
+        if is_moved or not gives_tensors(func) or not all(map(_is_deferred, written)):
+            return self._run_now(func, args, kwargs)
+        try:
+            outputs = self._on_meta(func, args, kwargs)
+        except (NotImplementedError, RuntimeError):
+            # No shape without values; or an error of the construction, which is raised now.
+            outputs = self._run_now(func, args, kwargs)
+            if not written:
+                return outputs
+            outputs = written[0]
+        return self._record(func, args, kwargs, outputs, home)
+
+    def _run_now(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run an operator on values, made for the moment."""
+        written = written_by(func, args, kwargs)
+        if any(map(_is_deferred, written)) and (
+            len(written) > 1 or len(schema_of(func).returns) > 1
+        ):
+            raise ConfigError(
+                f"The construction uses {func}, which deferred_init() cannot do later: it writes "
+                f"to several tensors in a way that depends on values. Construct the module that "
+                f"does so outside of the context."
+            )
+        self._keep_given(written)
+        if is_random(func) and any(map(_is_deferred, written)):
+            return None  # is drawn when it is recorded
+        args, kwargs = (map_leaves(self.make, each) for each in (args, kwargs))
+        return func(*args, **kwargs)
+
+    def make(self, value: Any) -> Any:
+        """Return what a deferred tensor holds at the moment, and anything else as it is."""
+        if not isinstance(value, Tensor) or not _is_deferred(value):
+            return value
+        before, self._is_paused = self._is_paused, True
+        try:
+            return self.recording.replay(self.recording.view(value))
+        finally:
+            self._is_paused = before
+
+    def defer(self, value: Any) -> Any:
+        """Return a deferred copy of a real tensor, and anything else as it is."""
+        if not isinstance(value, Tensor) or _is_deferred(value):
+            return value
+        copy = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
+        return self._record(torch.ops.aten.clone.default, (value,), {}, copy, value.device)
+
+    def _on_meta(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run an operator for the shapes of its outputs, without values."""
+
+        def shape_of(value: Any) -> Any:
+            if not isinstance(value, Tensor) or _is_deferred(value):
+                return value
+            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
+
+        args, kwargs = map_leaves(shape_of, args), map_leaves(shape_of, kwargs)
+        of_device = {"generator", "pin_memory"}
+        kwargs = {key: None if key in of_device else each for key, each in kwargs.items()}
+        if takes_device(func):
+            kwargs["device"] = META
+        return func(*args, **kwargs)
+
+    def _record(
+        self, func: OpOverload, args: Any, kwargs: Any, outputs: Any, home: torch.device
+    ) -> Any:
+        """Note an operator, unless it only looks at a tensor in another way."""
+        written = written_by(func, args, kwargs)
+        flat = tensors_of(outputs)
+        made = [(i, each) for i, each in enumerate(flat) if not _is_deferred(each)]
+        if not written and not made:
+            return outputs
+        generator, state = None, None
+        if is_random(func):
+            generator = kwargs.get("generator") or default_generator(home)
+            state = generator.get_state()
+            self._draw(func, args, kwargs)
+        numbers = {i: self.recording.adopt(each, home) for i, each in made}
+        inputs = [each for each in tensors_of([args, kwargs]) if _is_deferred(each)]
+        read = {self.recording.view(each).storage for each in inputs}
+        changed = {self.recording.view(each).storage for each in written}
+        sources = {
+            self.recording.view(each).storage
+            for each in inputs
+            if all(each is not other for other in written)
+        }
+        replaced = {
+            self.recording.view(each).storage
+            for each in written
+            if is_value_free(func) and covers_storage(each)
+        } - sources
+        self.recording.append(
+            Operation(
+                function=func,
+                args=map_leaves(self._note, args),
+                kwargs=map_leaves(self._note, kwargs),
+                reads=frozenset(read - replaced),
+                writes=frozenset(changed | set(numbers.values())),
+                overwrites=frozenset(replaced | set(numbers.values())),
+                makes=tuple((i, numbers[i], Geometry.of(each)) for i, each in made),
+                default_dtype=torch.get_default_dtype(),
+                generator=generator,
+                random_state=state,
+            )
+        )
+        return outputs
+
+    def _note(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if _is_deferred(value):
+            return self.recording.view(value)
+        given = RecordedInput(
+            value, is_copied=value.nbytes < self.min_bytes or value.is_inference()
+        )
+        if value.nbytes >= self.min_bytes:
+            self._given.append(given)
+        return given
+
+    def _draw(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        """Draw what the operator draws, for its generator to move on."""
+        first = args[0] if args and is_value_free(func) else None
+
+        def stand_in(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not _is_deferred(value):
+                return value.clone() if isinstance(value, Tensor) else value
+            if first is None or value is not first:
+                return self.make(value)
+            return self._scratch_like(first)
+
+        func(*map_leaves(stand_in, args), **map_leaves(stand_in, kwargs))
+        if not written_by(func, args, kwargs):
+            give_back_free_memory()  # it has made a tensor of its own to draw into
+
+    def _scratch_like(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without a purpose, as large as a deferred one.
+
+        Its memory is kept until the construction ends: were it freed, what is made meanwhile would
+        come to lie in it, and the next one would need another place.
+        """
+        shape, home = Geometry.of(tensor), self.recording.home(tensor)
+        needed = tensor.untyped_storage().nbytes()
+        scratch = self._scratch.get(home)
+        if scratch is None or scratch.nbytes < needed:
+            self._scratch.pop(home, None)
+            scratch = None  # before the larger one is made
+            scratch = self._scratch[home] = torch.empty(needed, dtype=torch.uint8, device=home)
+        empty = torch.empty(0, dtype=shape.dtype, device=home)
+        return empty.set_(scratch.untyped_storage(), shape.offset, shape.size, shape.stride)
+
+    def _keep_given(self, written: list[Tensor]) -> None:
+        """Copy the real tensors that the recording refers to and that are about to change."""
+        if not written or not self._given:
+            return
+        storages = {each.untyped_storage().data_ptr() for each in written}
+        kept = []
+        for given in self._given:
+            if given.tensor.untyped_storage().data_ptr() in storages:
+                given.copy()
+            else:
+                kept.append(given)
+        self._given = kept

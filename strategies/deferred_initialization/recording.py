@@ -1,0 +1,299 @@
+"""What was done to tensors that do not exist yet, so that it can be done later.
+
+A recording is a list of operators. A deferred tensor is a tensor on ``meta`` whose storage carries
+a mark, the recording and a number, so that views, ``Parameter`` objects and copies of the tensor
+object all lead to the same history; the recording lives as long as a marked storage does.
+
+Storages that do not exist yet, and tensors that show parts of them.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.torch_compat.tensors import OpOverload, times_written
+
+
+class Content(dict[int, Tensor]):
+    """Storages of a replay that exist at the moment: a tensor that owns the storage, by number.
+
+    One that is asked for before anything was written to it, is made, with nothing in it.
+    """
+
+    def __init__(self, spaces: "list[Space]") -> None:
+        super().__init__()
+        self._spaces = spaces
+
+    def __missing__(self, number: int) -> Tensor:
+        space = self._spaces[number]
+        made = torch.empty(space.num_bytes, dtype=torch.uint8, device=space.home)
+        return self.setdefault(number, made)
+
+
+@dataclass(frozen=True)
+class Space:
+    """A storage that does not exist."""
+
+    home: torch.device
+    """Where it would be."""
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Which elements of a storage a tensor shows."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Geometry":
+        """The geometry of any tensor."""
+        offset = int(tensor.storage_offset())
+        return cls(tuple(tensor.size()), tuple(tensor.stride()), offset, tensor.dtype)
+
+
+@dataclass(frozen=True)
+class View:
+    """A deferred tensor as an operator saw it."""
+
+    storage: int
+    geometry: Geometry
+
+    def of(self, content: Content) -> Tensor:
+        """The same view of the storage that now exists."""
+        owner = content[self.storage]
+        shape = self.geometry
+        empty = torch.empty(0, dtype=shape.dtype, device=owner.device)
+        return empty.set_(owner.untyped_storage(), shape.offset, shape.size, shape.stride)
+
+
+def covers_storage(tensor: Tensor) -> bool:
+    """Whether a tensor shows every element of its storage, each once."""
+    expected = 1
+    for step, length in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if length != 1 and step != expected:
+            return False
+        expected *= length
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+_MARK = "_boltmesh_deferred"
+
+
+class RecordedInput:
+    """A real tensor that an operator read, as it was then.
+
+    Small ones are copied; a large one is only referred to, and copied when it is about to change.
+    """
+
+    def __init__(self, tensor: Tensor, *, is_copied: bool) -> None:
+        self.tensor = tensor  # itself: an alias made below autograd counts its changes apart
+        self.is_copied = False
+        self.version = 0 if is_copied else times_written(tensor)
+        if is_copied:
+            self.copy()
+
+    def copy(self) -> None:
+        """Keep the value apart from the tensor."""
+        self.tensor = self.tensor.detach().clone()
+        self.is_copied = True
+
+    def value(self) -> Tensor:
+        """The tensor as it was.
+
+        Raises:
+            ConfigError: When somebody changed it after the recording had ended.
+        """
+        if not self.is_copied and times_written(self.tensor) != self.version:
+            raise ConfigError(
+                f"A tensor of shape {tuple(self.tensor.shape)} was copied into a parameter under "
+                f"deferred_init() and changed afterwards, before the parameter was made. Change a "
+                f"clone of it."
+            )
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator with all that it depends on."""
+
+    function: OpOverload
+    args: tuple[Any, ...]
+    """As they were, with each tensor replaced by a ``View`` or a ``Given``."""
+    kwargs: dict[str, Any]
+    reads: frozenset[int]
+    """Storages whose content it needs, those that it changes in part among them."""
+    writes: frozenset[int]
+    overwrites: frozenset[int]
+    """Those of ``writes`` whose earlier content it neither needs nor leaves anything of."""
+    makes: tuple[tuple[int, int, Geometry], ...]
+    """Which of its outputs have storages of their own: the output, the storage, what it shows."""
+    default_dtype: torch.dtype
+    generator: torch.Generator | None
+    random_state: Tensor | None
+    """What the generator held before, for an operator that draws random numbers."""
+
+    def run(self, content: Content) -> None:
+        """Do it again, on storages that exist."""
+
+        def real(value: Any) -> Any:
+            if isinstance(value, View):
+                return value.of(content)
+            return value.value() if isinstance(value, RecordedInput) else value
+
+        args, kwargs = map_leaves(real, self.args), map_leaves(real, self.kwargs)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.default_dtype)
+        try:
+            if self.generator is None:
+                outputs = self.function(*args, **kwargs)
+            else:
+                outputs = self._run_random(self.generator, args, kwargs)
+        finally:
+            torch.set_default_dtype(before)
+        flat = tensors_of(outputs)
+        for position, storage, geometry in self.makes:
+            content[storage] = _with_geometry(flat[position], geometry)
+
+    def _run_random(self, generator: torch.Generator, args: Any, kwargs: Any) -> Any:
+        now = generator.get_state()
+        assert self.random_state is not None
+        generator.set_state(self.random_state)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            generator.set_state(now)
+
+
+def _with_geometry(tensor: Tensor, geometry: Geometry) -> Tensor:
+    """Return the tensor as ``meta`` had laid it out, which later views rely on."""
+    if Geometry.of(tensor) == geometry:
+        return tensor
+    size = geometry.offset + sum(
+        (length - 1) * step for length, step in zip(geometry.size, geometry.stride, strict=True)
+    )
+    owner = torch.empty(size + 1, dtype=geometry.dtype, device=tensor.device)
+    owner.as_strided(geometry.size, geometry.stride, geometry.offset).copy_(tensor)
+    return owner
+
+
+@dataclass
+class Recording:
+    """What was done under one ``deferred_init()``.
+
+    Operators are kept in the order in which they ran. A storage is replayed by those that wrote it
+    since it was last overwritten, and by what these in turn needed, each at its own time.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    _writers: dict[int, list[int]] = field(default_factory=dict)
+    """Which operators wrote a storage, by its number."""
+    _spaces: list[Space] = field(default_factory=list)
+
+    def adopt(self, tensor: Tensor, home: torch.device) -> int:
+        """Take a new ``meta`` storage in, which would be on ``home`` if it existed."""
+        number = len(self._spaces)
+        self._spaces.append(Space(home, tensor.untyped_storage().nbytes()))
+        setattr(tensor.untyped_storage(), _MARK, (self, number))
+        return number
+
+    def home(self, tensor: Tensor) -> torch.device:
+        """The device on which a deferred tensor would be."""
+        return self._spaces[self._number(tensor)].home
+
+    def view(self, tensor: Tensor) -> View:
+        """Note which elements of which storage a deferred tensor shows."""
+        return View(self._number(tensor), Geometry.of(tensor))
+
+    def append(self, operation: Operation) -> None:
+        """Note that an operator ran."""
+        for storage in operation.writes:
+            self._writers.setdefault(storage, []).append(len(self.operations))
+        self.operations.append(operation)
+
+    @torch.no_grad()
+    def replay(self, view: View) -> Tensor:
+        """Make a deferred tensor, on its home device; random generators are left as they are.
+
+        No more than the tensor and what one operator needs beside it exists at any time.
+        """
+        numbers = self._history(view.storage)
+        last_use = {
+            storage: number
+            for number in numbers
+            for storage in self.operations[number].reads | self.operations[number].writes
+        }
+        content = Content(self._spaces)
+        for number in numbers:
+            operation = self.operations[number]
+            operation.run(content)
+            for storage in operation.reads | operation.writes:
+                if last_use[storage] == number and storage != view.storage:
+                    content.pop(storage, None)
+        return view.of(content)
+
+    def _history(self, storage: int) -> list[int]:
+        """Return the operators that decide what is in a storage now, in their order."""
+        chosen: set[int] = set()
+        queue = [-number for number in self._writers_before(storage, len(self.operations))]
+        heapq.heapify(queue)
+        while queue:
+            number = -heapq.heappop(queue)
+            if number in chosen:
+                continue
+            chosen.add(number)
+            for read in self.operations[number].reads:
+                for each in self._writers_before(read, number):
+                    heapq.heappush(queue, -each)
+        return sorted(chosen)
+
+    def _writers_before(self, storage: int, number: int) -> Iterator[int]:
+        """Yield the writers of a storage since it was last overwritten, latest first."""
+        for writer in reversed(self._writers.get(storage, [])):
+            if writer < number:
+                yield writer
+                if storage in self.operations[writer].overwrites:
+                    return
+
+    def _number(self, tensor: Tensor) -> int:
+        recording, number = getattr(tensor.untyped_storage(), _MARK)
+        assert recording is self
+        return int(number)
+
+
+def recording_of(tensor: Tensor) -> Recording | None:
+    """The recording that a tensor is deferred in; None for every other tensor."""
+    try:
+        mark = getattr(tensor.untyped_storage(), _MARK, None)
+    except NotImplementedError:  # a sparse tensor
+        return None
+    return None if mark is None else mark[0]
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to what the lists, tuples and dictionaries of an operator's call hold."""
+    if isinstance(value, (list, tuple)):
+        made = [map_leaves(function, each) for each in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, dict):
+        return {key: map_leaves(function, each) for key, each in value.items()}
+    return function(value)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of an operator's arguments or outputs, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in tensors_of(each)]
+    return []

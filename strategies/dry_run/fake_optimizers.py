@@ -1,0 +1,191 @@
+"""Lets a step that optimises by hand run where there are no optimizers yet.
+
+What a step may ask of the Trainer before a run has it: optimizers and their schedules.
+
+A model is divided by a look at what its step does with the first batch, and
+``configure_optimizers`` is called when it is divided. Steps that log the learning rate ask for
+optimizers all the same.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
+
+
+class _Same(list[Any]):
+    """A list that has its one item at every place."""
+
+    @override
+    def __getitem__(self, index: Any) -> Any:
+        return self if isinstance(index, slice) else super().__getitem__(0)
+
+
+class _AnyParamGroup(dict[str, Any]):
+    """A parameter group that has every option."""
+
+    def __missing__(self, key: str) -> Any:
+        return _Same([0.0]) if key == "betas" else 0.0
+
+
+class _LazyOptimizer(Optimizer):
+    def __init__(self, module: Module) -> None:
+        super().__init__(list(module.parameters()), {"lr": 0.0})
+        self.param_groups = _Same([_AnyParamGroup(self.param_groups[0])])
+
+
+@contextmanager
+def fake_optimizers(strategy: Strategy, module: Module) -> Iterator[None]:
+    """Within, a step finds an optimizer and a schedule whose rates are 0, where there are none yet.
+
+    Args:
+        strategy: Of the run.
+        module: What the step belongs to.
+    """
+    if strategy.optimizers or next(module.parameters(), None) is None:
+        yield
+        return
+    optimizer = _LazyOptimizer(module)
+    schedule = LambdaLR(optimizer, lambda _: 0.0)
+    schedule.get_last_lr = lambda: _Same([0.0])  # type: ignore[method-assign]
+    before = strategy.lr_scheduler_configs
+    strategy.optimizers = [optimizer]
+    strategy.lr_scheduler_configs = [LRSchedulerConfig(schedule)]
+    try:
+        yield
+    finally:
+        strategy.optimizers = []
+        strategy.lr_scheduler_configs = before
+
+
+_MANUAL = (
+    *("optimizers", "lr_schedulers", "manual_backward", "toggle_optimizer", "untoggle_optimizer"),
+    "clip_gradients",
+)
+
+
+@contextmanager
+def manual_optimization_stub(module: LightningModule) -> Iterator[dict[int, Tensor]]:
+    """Within, a module optimises by stand-ins: backward passes run, and no parameter is stepped.
+
+    Toggling freezes what it freezes. Gradients are collected where an optimizer would step.
+
+    Args:
+        module: With ``automatic_optimization = False``.
+
+    Yields:
+        The sum of the gradients of all steps, by identity of the parameter.
+    """
+    optimizers, schedulers = _configured(module)
+    collected: dict[int, Tensor] = {}
+    stand_ins = [_FakeOptimizer(each, collected) for each in optimizers]
+    toggled: dict[Any, bool] = {}
+
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def toggle(optimizer: Any) -> None:
+        own = {id(each) for each in _parameters(optimizer)}
+        for each in (parameter for other in optimizers for parameter in _parameters(other)):
+            if id(each) not in own:
+                toggled.setdefault(each, each.requires_grad)
+                each.requires_grad_(False)
+
+    def untoggle(optimizer: Any) -> None:
+        for each, trains in toggled.items():
+            each.requires_grad_(trains)
+        toggled.clear()
+
+    def one_or_all(found: list[Any]) -> Any:
+        return found[0] if len(found) == 1 else found
+
+    acts: dict[str, Any] = {
+        "optimizers": lambda *_, **__: one_or_all(stand_ins),
+        "lr_schedulers": lambda: one_or_all(schedulers) if schedulers else None,
+        "manual_backward": backward,
+        "toggle_optimizer": toggle,
+        "untoggle_optimizer": untoggle,
+        "clip_gradients": lambda *_, **__: None,
+    }
+    before = {name: vars(module)[name] for name in _MANUAL if name in vars(module)}
+    vars(module).update(acts)
+    try:
+        yield collected
+    finally:
+        untoggle(None)
+        for name in _MANUAL:
+            del vars(module)[name]
+        vars(module).update(before)
+
+
+class _FakeOptimizer:
+    """Looks like an optimizer and steps nothing."""
+
+    def __init__(self, optimizer: Optimizer, collected: dict[int, Tensor]) -> None:
+        self.optimizer = optimizer
+        self._collected = collected
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self, closure: Any = None, **_: Any) -> None:
+        """Take note of the gradients."""
+        if closure is not None:
+            closure()
+        for each in _parameters(self.optimizer):
+            if each.grad is not None:
+                known = self._collected.get(id(each))
+                grad = each.grad.detach()
+                self._collected[id(each)] = grad.clone() if known is None else known + grad
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget them."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Nothing is synchronised here."""
+        yield
+
+
+class _FakeScheduler:
+    """Looks like a scheduler that does not move."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Stay."""
+
+
+def _configured(module: LightningModule) -> tuple[list[Optimizer], list[Any]]:
+    """Return what ``configure_optimizers`` makes, optimizers and schedulers."""
+    found = module.configure_optimizers()
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
+        entries, schedulers = list(found[0]), list(found[1])
+    else:
+        entries, schedulers = list(found) if isinstance(found, (list, tuple)) else [found], []
+    optimizers = []
+    for each in entries:
+        if isinstance(each, dict):
+            optimizers.append(each["optimizer"])
+            schedulers += [each["lr_scheduler"]] if each.get("lr_scheduler") else []
+        elif each is not None:
+            optimizers.append(each)
+    kept = [each["scheduler"] if isinstance(each, dict) else each for each in schedulers]
+    return optimizers, [_FakeScheduler(each) for each in kept]
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [each for group in optimizer.param_groups for each in group["params"]]

@@ -1,0 +1,287 @@
+"""Takes the place of the methods of a module's metrics while a run of a step lasts.
+
+Keeps metrics from adding up over ranks that have all seen the same.
+
+Metrics that are asked in the place of a module's own, whose state has to stay as it is.
+"""
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.torch_compat.tensors import functions_unwatched
+
+METHODS = ("forward", "update", "compute", "reset")
+
+MetricKind = Metric | MetricCollection
+
+
+@dataclass(frozen=True)
+class MetricCall:
+    """A call of a method of a metric by the step."""
+
+    name: str
+    """Where the metric is in the module."""
+    metric: MetricKind
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    do: Callable[[], Any]
+    """Makes the call."""
+
+
+Act = Callable[[MetricCall], Any]
+
+
+def find_metrics(root: Module) -> dict[str, MetricKind]:
+    """Return all metrics and collections of metrics by dotted name."""
+    return {name: each for name, each in root.named_modules() if isinstance(each, MetricKind)}
+
+
+@contextmanager
+def metrics_replaced(metrics: Mapping[str, MetricKind], act: Act) -> Iterator[None]:
+    """Within, ``act`` is told of calls of metrics instead, and what it returns is what they return.
+
+    Calls that metrics make of one another are their own. Whoever watches functions of torch sees
+    none that is called meanwhile.
+    """
+    replacement = _Replacement(act)
+    kept = []
+    for name, metric in metrics.items():
+        attributes, before = vars(metric), methods_aside(metric)
+        kept.append((attributes, before))
+        for method in METHODS:
+            attributes[method] = partial(replacement.call, name, metric, method, before)
+    try:
+        yield
+    finally:
+        for attributes, before in kept:
+            for method in METHODS:
+                del attributes[method]
+            attributes.update(before)
+
+
+def methods_aside(metric: MetricKind) -> dict[str, Any]:
+    """Take methods that stand on the instance away; return them."""
+    attributes = vars(metric)
+    return {key: attributes.pop(key) for key in METHODS if key in attributes}
+
+
+class _Replacement:
+    def __init__(self, act: Act) -> None:
+        self.act = act
+        self.is_inside = False
+
+    def call(
+        self,
+        name: str,
+        metric: MetricKind,
+        method: str,
+        before: Mapping[str, Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        own = before.get(method) or getattr(type(metric), method).__get__(metric)
+        if self.is_inside:
+            return own(*args, **kwargs)
+        self.is_inside = True
+        try:
+            with functions_unwatched():
+                do = partial(own, *args, **kwargs)
+                return self.act(MetricCall(name, metric, method, args, kwargs, do))
+        finally:
+            self.is_inside = False
+
+
+class SingleRankMetrics:
+    """Tells a metric that there is nobody to gather states from.
+
+    Args:
+        before: What the metric asked until then.
+    """
+
+    def __init__(self, before: Callable[[], bool]) -> None:
+        self.before = before
+
+    def __call__(self) -> bool:
+        """Whether other ranks saw other batches."""
+        return False
+
+
+class GroupMetrics:
+    """Gathers a metric's state over some ranks.
+
+    Args:
+        group: These ranks.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        """Return the state of each rank. Collective over the group."""
+        return gather_all_tensors(state, self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupMetrics":
+        return self  # a group cannot be copied
+
+
+def keep_local(owners: Iterable[object]) -> None:
+    """Let metrics compute from what their own rank has seen, which is everything.
+
+    Without it they gather over all ranks of the job, and count every batch once for each of them.
+    Safe to call again, for metrics that were made since.
+
+    Args:
+        owners: The module, callbacks: what may hold metrics.
+
+    Raises:
+        ConfigError: When a metric is told to gather over other ranks.
+    """
+    for name, metric in metrics_of(owners):
+        _refuse_own(name, metric)
+        if not isinstance(metric.distributed_available_fn, SingleRankMetrics):
+            metric.distributed_available_fn = SingleRankMetrics(metric.distributed_available_fn)
+
+
+def let_gather(owners: Iterable[object]) -> None:
+    """Undo :func:`keep_local` and :func:`gather_over`."""
+    for _, metric in metrics_of(owners):
+        if isinstance(metric.dist_sync_fn, GroupMetrics):
+            metric.dist_sync_fn = None
+        if isinstance(metric.distributed_available_fn, SingleRankMetrics):
+            metric.distributed_available_fn = metric.distributed_available_fn.before
+
+
+def gather_over(owners: Iterable[object], group: ProcessGroup) -> None:
+    """Let metrics gather over ranks that saw different batches alone; over one rank, not at all.
+
+    Safe to call again, for metrics that were made since. Undone by :func:`let_gather`.
+
+    Args:
+        owners: The module, callbacks: what may hold metrics.
+        group: The ranks that saw different batches.
+
+    Raises:
+        ConfigError: When a metric is told to gather over other ranks.
+    """
+    if group.size() == 1:
+        keep_local(owners)
+        return
+    for name, metric in metrics_of(owners):
+        if isinstance(metric.dist_sync_fn, GroupMetrics):
+            metric.dist_sync_fn.group = group
+            continue
+        _refuse_own(name, metric)
+        metric.dist_sync_fn = GroupMetrics(group)
+
+
+def metrics_of(owners: Iterable[object]) -> Iterator[tuple[str, Metric]]:
+    """Return the metrics that objects hold, in attributes, in lists and dictionaries of these."""
+    seen: set[int] = set()
+    for owner in owners:
+        for path, each in _held(owner):
+            if isinstance(each, Metric) and id(each) not in seen:
+                seen.add(id(each))
+                yield path, each
+
+
+def _held(owner: object) -> Iterator[tuple[str, Any]]:
+    modules = owner.named_modules() if isinstance(owner, Module) else [("", owner)]
+    for prefix, holder in modules:
+        yield prefix, holder
+        for name, value in vars(holder).items():
+            if isinstance(holder, Module) and name == "_modules":
+                continue
+            where = f"{prefix}.{name}" if prefix else f"{type(owner).__name__}.{name}"
+            members = value.values() if isinstance(value, dict) else [value]
+            for each in value if isinstance(value, list | tuple) else members:
+                if isinstance(each, Module) and name != "_trainer":
+                    yield from ((f"{where}.{path}", inner) for path, inner in each.named_modules())
+
+
+def _refuse_own(name: str, metric: Metric) -> None:
+    if metric.dist_sync_fn is not None:
+        _refuse(name, metric, "by a dist_sync_fn of its own", "dist_sync_fn")
+    if metric.process_group is not None and dist.get_world_size(metric.process_group) > 1:
+        size = dist.get_world_size(metric.process_group)
+        _refuse(name, metric, f"over a process_group of {size} ranks", "process_group")
+
+
+def _refuse(name: str, metric: Metric, how: str, argument: str) -> None:
+    raise ConfigError(
+        f"The metric {name!r} ({type(metric).__name__}) gathers its state {how}, and ranks that "
+        f"share a model see the same batches: it would count each of them several times. Leave "
+        f"{argument} out; the metric is right without it."
+    )
+
+
+_KNOWN: dict[int, tuple[Any, MetricKind]] = {}
+"""By identity of the metric, whose hash changes with its state: a reference that tells whether it
+is still that one, and its stand-in."""
+
+
+def stand_in(metric: MetricKind) -> MetricKind:
+    """Return a copy without state, on the metric's device, that talks to no other rank."""
+    known = _KNOWN.get(id(metric))
+    if known is None or known[0]() is not metric or _device(known[1]) != _device(metric):
+        known = _KNOWN[id(metric)] = (weakref.ref(metric, _forget(id(metric))), copy_of(metric))
+    known[1].reset()
+    return known[1]
+
+
+def answer(metric: MetricKind, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a method of a metric could give for these arguments, without using it.
+
+    NaN where the metric refuses them: they may hold nothing that means anything.
+    """
+    if method in {"update", "reset"}:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a value that nobody will see
+            return getattr(stand_in(metric), method)(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - whatever a metric raises
+        return torch.tensor(torch.nan)
+
+
+def copy_of(metric: MetricKind) -> MetricKind:
+    """Return a copy with its state, on the metric's device, that talks to no other rank."""
+    # While methods are replaced, a copy would have the replacements.
+    aside = [
+        (vars(each), methods_aside(each))
+        for each in metric.modules()
+        if isinstance(each, MetricKind)
+    ]
+    try:
+        made = copy.deepcopy(metric)
+    finally:
+        for attributes, methods in aside:
+            attributes.update(methods)
+    for each in made.modules():
+        if isinstance(each, Metric):
+            each.distributed_available_fn = SingleRankMetrics(each.distributed_available_fn)
+    return made
+
+
+def _device(metric: MetricKind) -> Any:
+    return next((each.device for each in metric.modules() if isinstance(each, Metric)), None)
+
+
+def _forget(key: int) -> Any:
+    return lambda _: _KNOWN.pop(key, None)

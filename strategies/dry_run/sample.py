@@ -1,0 +1,142 @@
+"""A first look at the data, by which a model is divided before it takes any memory.
+
+The loaders of the run are not touched: the user's own is asked once more, and the generators of
+random numbers stand afterwards as they stood before.
+"""
+
+import warnings
+from collections.abc import Generator, Iterator
+from copy import deepcopy
+from functools import partial
+from typing import Any, NamedTuple
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.lightning_compat.loops import requested_loader, transferred_to_host
+from boltmesh.strategies.random_state import capture_random_state, restore_random_state
+
+
+class Sample(NamedTuple):
+    """What a run is about to see."""
+
+    batch: Any
+    batch_sizes: set[int]
+    """How many rows its loaders give, where they say so."""
+
+
+def sample_batch(trainer: Trainer) -> Sample:
+    """Return a batch of the loop that is about to run, on the CPU, as the module's hooks leave it.
+
+    Raises:
+        ConfigError: When the loaders give none.
+    """
+    state = capture_random_state()
+    try:
+        loader = requested_loader(trainer)
+        batch = _first_batch(loader)
+        return Sample(transferred_to_host(trainer, batch), batch_sizes(loader))
+    finally:
+        restore_random_state(state)
+
+
+def batch_sizes(loader: Any) -> set[int]:
+    """Return how many rows the batches of a loader have, those of the last one as well.
+
+    Empty where nobody knows before they come.
+    """
+    if isinstance(loader, CombinedLoader):
+        loader = loader.iterables
+    if isinstance(loader, dict):
+        loader = list(loader.values())
+    if isinstance(loader, list | tuple):
+        return {size for each in loader for size in batch_sizes(each)}
+    if not isinstance(loader, DataLoader):
+        return set()
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if not isinstance(size, int):
+        return set()
+    try:
+        last = len(loader.sampler) % size  # type: ignore[arg-type]
+    except TypeError:
+        return {size}
+    return {size, last} - {0}
+
+
+def _first_batch(loader: Any) -> Any:
+    if isinstance(loader, CombinedLoader):
+        loader = loader.iterables
+    if isinstance(loader, dict):
+        return {key: _first_batch(each) for key, each in loader.items()}
+    if isinstance(loader, list | tuple) and not _is_of_numbers(loader):
+        return type(loader)(_first_batch(each) for each in loader)
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        return _collated(loader)
+    if _gives_once(loader):
+        raise ConfigError(
+            f"The dataloader is an iterator ({type(loader).__name__}), which gives each batch "
+            f"once, and the first one is looked at before the run to find out how the model is "
+            f"divided. Give a DataLoader, a list, or an object whose __iter__ begins anew."
+        )
+    for batch in _aside(loader):
+        if batch is not None:
+            return batch
+    raise ConfigError(
+        "The dataloader gives no batch, and one is needed to find out how the model is divided. "
+        "Give it data."
+    )
+
+
+def _aside(loader: Any) -> Any:
+    """Return what to take a batch from: a copy where its data count themselves how far they are."""
+    is_in_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
+    data = loader.dataset if isinstance(loader, DataLoader) else loader
+    if is_in_workers or not isinstance(data, Iterator):
+        return loader
+    try:
+        return deepcopy(loader)
+    except Exception as error:  # noqa: BLE001 - of whatever it has: generators, files, locks
+        warnings.warn(
+            f"{type(data).__name__} is its own iterator and cannot be copied ({error}), so the "
+            f"first look at the data asks it for a batch. If its __iter__ does not begin anew, the "
+            f"run goes on with the second one.",
+            stacklevel=2,
+        )
+        return loader
+
+
+def _gives_once(loader: Any) -> bool:
+    """Whether a loader is an iterator that never begins anew: a generator, or one of Python's."""
+    is_pythons = type(loader).__module__ in {"builtins", "itertools"}
+    return isinstance(loader, Generator) or (isinstance(loader, Iterator) and is_pythons)
+
+
+def _collated(loader: DataLoader[Any]) -> Any:
+    """The loader's first batch, without its workers."""
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    batches = map(partial(_collate, loader), sampler)
+    batch = next((each for each in batches if each is not None), None)  # the Trainer skips them too
+    if batch is None:
+        raise ConfigError(
+            "The dataloader is empty, and a batch is needed to find out how the model is divided. "
+            "Give it data, or a smaller batch_size where drop_last=True leaves none."
+        )
+    return batch
+
+
+def _collate(loader: DataLoader[Any], indices: Any) -> Any:
+    """Return the batch of these indices, or of the one where the dataset makes batches itself."""
+    dataset: Any = loader.dataset
+    collate: Any = loader.collate_fn
+    if loader.batch_sampler is None:
+        return collate(dataset[indices])
+    if hasattr(dataset, "__getitems__"):
+        return collate(dataset.__getitems__(indices))
+    return collate([dataset[index] for index in indices])
+
+
+def _is_of_numbers(loaders: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether it is a loader itself, as Lightning sees it: one that gives numbers or names."""
+    return all(isinstance(each, int | float | str) for each in loaders)

@@ -1,0 +1,210 @@
+"""Runs the user's own step beside the run: once, quietly, without dropout, leaving no trace.
+
+What is compared of two such runs is everything that training would use: the loss, every gradient,
+and the outputs of the repeated blocks.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from boltmesh.strategies.dry_run.fake_optimizers import manual_optimization_stub
+from boltmesh.strategies.dry_run.metrics import find_metrics
+from boltmesh.strategies.dry_run.no_side_effects import (
+    modules_unchanged,
+    no_side_effects,
+    patched_log,
+    random_state_unchanged,
+)
+from boltmesh.strategies.torch_compat.tensors import tree_leaves
+
+Around = Callable[[], AbstractContextManager[Any]]
+"""Enters what a step of training or evaluation runs in."""
+
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+_FUNCTIONS = {
+    "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
+    "alpha_dropout_", "feature_dropout", "feature_dropout_", "feature_alpha_dropout",
+    "feature_alpha_dropout_",
+}  # fmt: skip
+
+
+@dataclass
+class DryRunOutcome:
+    """What one run of a step gave."""
+
+    values: list[Tensor] = field(default_factory=list)
+    """What the step returned, the loss for one, and what it logged, in order."""
+    probed: dict[str, list[Tensor]] = field(default_factory=dict)
+    """By name of a probe, the first tensor of the output of each of its calls."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """By first name, of the parameters that got one."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A step of a module with a batch of its own data.
+
+    Args:
+        module: Whose step it is.
+        step: The method.
+        args: What it is called with: a batch, and what comes behind it.
+        device: Where it runs.
+        probes: Modules whose outputs are to be compared, by name.
+    """
+
+    module: LightningModule
+    step: str
+    args: tuple[Any, ...]
+    device: torch.device
+    probes: Mapping[str, Module] = field(default_factory=dict)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are gradients."""
+        return self.step == "training_step"
+
+    def forward(self, module: Module) -> Any:
+        """Run the step and return what it returns: with its graph, for who looks at operators.
+
+        Args:
+            module: This one's; as analyses call it.
+        """
+        assert module is self.module
+        with self._untraced(), torch.set_grad_enabled(self.trains):
+            if self.trains:
+                _let_draw(self.module)
+            return self._call()[0]
+
+    def run(self, *, has_backward: bool = True) -> DryRunOutcome:
+        """Run the step, and its backward pass where it trains.
+
+        Args:
+            has_backward: Whether it does; without, nothing is kept for one.
+        """
+        outcome = DryRunOutcome()
+        trains = self.trains and has_backward
+        parameters = dict(self.module.named_parameters())
+        before = {name: each.grad for name, each in parameters.items()}
+        for each in parameters.values():
+            each.grad = None
+        try:
+            logged: list[Any] = []
+            with self._untraced(), self._probed(outcome), torch.set_grad_enabled(trains):
+                with patched_log(self.module, lambda name, value, *_, **__: logged.append(value)):
+                    result, collected = self._call()
+                outcome.values = _tensors_of([result, logged])
+                if trains and self.module.automatic_optimization:
+                    loss = result.get("loss") if isinstance(result, Mapping) else result
+                    if isinstance(loss, Tensor) and loss.requires_grad:
+                        loss.backward()  # type: ignore[no-untyped-call]
+            names = {id(each): name for name, each in parameters.items()}
+            outcome.gradients = {names[key]: each for key, each in collected.items()}
+            for name, each in parameters.items():
+                if each.grad is not None:
+                    outcome.gradients[name] = each.grad
+        finally:
+            for name, each in parameters.items():
+                each.grad = before[name]
+        return outcome
+
+    def _call(self) -> tuple[Any, dict[int, Tensor]]:
+        step = getattr(self.module, self.step)
+        args = copy.deepcopy(self.args)  # which steps may change in place
+        if self.trains and not self.module.automatic_optimization:
+            with manual_optimization_stub(self.module) as collected:
+                return step(*args), collected
+        return step(*args), {}
+
+    @contextmanager
+    def _untraced(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(random_state_unchanged(self.device))
+            stack.enter_context(modules_unchanged(self.module.modules()))
+            stack.enter_context(no_side_effects(self.module, find_metrics(self.module)))
+            for each in self.module.modules():
+                if isinstance(each, _DROPOUTS):
+                    each.p = 0.0  # also where a block runs again, in another thread
+            if not self.trains:  # for training Lightning leaves every module in its own mode
+                self.module.eval()
+            stack.enter_context(WithoutDropout())
+            yield
+
+    @contextmanager
+    def _probed(self, outcome: DryRunOutcome) -> Iterator[None]:
+        handles = [
+            each.register_forward_hook(partial(_keep_output, outcome.probed.setdefault(name, [])))
+            for name, each in self.probes.items()
+        ]
+        try:
+            yield
+        finally:
+            for each in handles:
+                each.remove()
+
+
+def _let_draw(module: Module) -> None:
+    """Put modules in training mode, to see all that may ever draw: a hook may do so later.
+
+    What is frozen and in evaluation mode is so for good, with all that is in it.
+    """
+    own = list(module.parameters())
+    if own and not module.training and not any(each.requires_grad for each in own):
+        return
+    module.training = True
+    for each in module.children():
+        _let_draw(each)
+
+
+def _tensors_of(tree: Any) -> list[Tensor]:
+    found = [each for each in tree_leaves(tree) if isinstance(each, Tensor | float | int)]
+    return [torch.as_tensor(each).detach() for each in found]
+
+
+def _keep_output(values: list[Tensor], module: Module, args: Any, output: Any) -> None:
+    first = next((each for each in tree_leaves(output) if isinstance(each, Tensor)), None)
+    if first is not None and first.is_floating_point():
+        values.append(first.detach())
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Within, no function of torch drops anything: what is drawn depends on what is divided."""
+
+    @override
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in _FUNCTIONS:
+            if "p" in given or len(args) < 2:
+                given["p"] = 0.0
+            else:
+                args = (args[0], 0.0, *args[2:])
+        elif name == "scaled_dot_product_attention":
+            if len(args) > _DROPOUT_AT:
+                args = (*args[:_DROPOUT_AT], 0.0, *args[_DROPOUT_AT + 1 :])
+            else:
+                given["dropout_p"] = 0.0
+        return func(*args, **given)
+
+
+_DROPOUT_AT = 4
+"""Where attention takes the probability."""

@@ -1,0 +1,155 @@
+"""What several axes refuse: what their ranks would do apart, and parameters without parts.
+
+Finds hooks of the user's that take a norm of the gradients that one rank has.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.lightning_compat.loops import draws_from_iterator
+from boltmesh.strategies.lightning_compat.trainer import callbacks_of
+
+_GRADIENT_HOOKS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
+_LOCAL_NORMS: dict[str, Callable[..., Any]] = {
+    "grad_norm": grad_norm,
+    "get_total_norm": torch.nn.utils.get_total_norm,
+}
+
+
+def refuse_local_norms(owner: object, *, sees: str) -> None:
+    """Refuse hooks that would take one rank's gradients for the model's.
+
+    Args:
+        owner: The module, or a callback.
+        sees: What such a hook would see, in words.
+
+    Raises:
+        ConfigError: Naming the hook and what to call instead.
+    """
+    for hook in _GRADIENT_HOOKS:
+        function = getattr(type(owner), hook, None)
+        if function is None or function.__module__.startswith("lightning."):
+            continue
+        for name, norm in _LOCAL_NORMS.items():
+            if _uses(function, name, norm) and not hasattr(owner, name):
+                raise ConfigError(
+                    f"{type(owner).__name__}.{hook} calls {name}, which would see {sees}. Take "
+                    f"trainer.strategy.gradient_norm(optimizer), the norm over all ranks of the "
+                    f"model, and clip by self.clip_gradients or torch.nn.utils.clip_grad_norm_."
+                )
+
+
+def _uses(function: Any, name: str, target: object) -> bool:
+    """Whether a function's own lines name another one, as a global or as an attribute."""
+    code = getattr(function, "__code__", None)
+    if code is None or not any(name in each.co_names for each in with_inner(code)):
+        return False
+    return function.__globals__.get(name, target) is target
+
+
+def with_inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of those that are written within it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from with_inner(each)
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """Why the ranks of an axis cannot, as messages go on behind what was asked."""
+
+    dataloader_iter: str
+    """A step that draws batches itself."""
+    batch_size_finder: str
+    """The callback, and what to use instead."""
+    sync_batchnorm: str
+    """Lightning's option, and what to do instead."""
+    gradients: str
+    """What a hook on one rank sees of them."""
+
+
+def refuse_run(
+    trainer: Trainer,
+    module: LightningModule,
+    step: str,
+    *,
+    synchronises_norms: bool,
+    because: Reasons,
+) -> None:
+    """Refuse what each rank would do apart, with its part of the model.
+
+    Args:
+        trainer: About to run.
+        module: What it runs.
+        step: The method that it begins with.
+        synchronises_norms: Whether batch norms are to be made of all ranks' batches.
+        because: What the axis is to blame for.
+
+    Raises:
+        ConfigError: Naming it, and what to do instead.
+    """
+    if draws_from_iterator(module, step):
+        raise ConfigError(
+            f"{type(module).__name__}.{step} takes a dataloader_iter, and "
+            f"{because.dataloader_iter}. Let it take a batch."
+        )
+    callbacks = callbacks_of(trainer)
+    if any(isinstance(each, BatchSizeFinder) for each in callbacks):
+        raise ConfigError(
+            f"The batch size finder tries sizes until memory runs out, {because.batch_size_finder}"
+        )
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    if synchronises_norms:
+        raise ConfigError(f"sync_batchnorm=True {because.sync_batchnorm}")
+    for each in (module, *callbacks):
+        refuse_local_norms(each, sees=because.gradients)
+
+
+def refuse_undividable(module: LightningModule, *, instead: str, sparse: str) -> None:
+    """Refuse parameters that cannot be divided, or that somebody has divided already.
+
+    Args:
+        module: About to be divided.
+        instead: What to do where another strategy has done it.
+        sparse: What is the matter with sparse gradients, as the message goes on.
+
+    Raises:
+        ConfigError: Naming the parameter.
+    """
+    kind = type(module).__name__
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"{name!r} of {kind} is sharded already, by another strategy. {instead}"
+            )
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(
+                f"{name!r} of {kind} has no shape yet, so nobody can say what its shards are. Run "
+                f"a forward pass of the lazy module in configure_model, or name its sizes."
+            )
+    for name, each in module.named_modules():
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse:
+            raise ConfigError(
+                f"{name!r} of {kind} makes sparse gradients, {sparse}. Build it with sparse=False."
+            )

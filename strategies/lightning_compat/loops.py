@@ -1,0 +1,201 @@
+"""Where a loop of validation, test or prediction stands.
+
+Where the loop that trains stands.
+
+Loaders, what they give, and what steps are called with.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.trainer.connectors.data_connector import (
+    _get_distributed_sampler,
+    _request_dataloader,
+)
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.data import _update_dataloader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DataLoader
+
+
+def training_loaders(trainer: Trainer) -> list[Any]:
+    """The loaders of the fit loop as it iterates over them, after samplers were put in."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def prefetched_batches(trainer: Trainer) -> int:
+    """How many batches the fit loop has fetched and not yet used (loaders without a length)."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def is_epoch_over(trainer: Trainer) -> bool:
+    """Whether the batch in work, or the last one done, is the last of its epoch."""
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def validation_follows(trainer: Trainer) -> bool:
+    """Whether the fit loop will validate before it trains on the next batch."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher is not None and bool(trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher))
+
+
+def batches_to_skip(trainer: Trainer) -> int:
+    """How many batches of the current epoch a restored fit loop has used."""
+    loop = trainer.fit_loop
+    if not loop.is_resuming and not loop.restarting:
+        return 0
+    used = int(loop.epoch_loop.batch_progress.current.ready)
+    return 0 if loop.epoch_loop.batch_progress.is_last_batch else used
+
+
+def restart_fetching(trainer: Trainer) -> None:
+    """Make the fit loop ask its loaders for new iterators."""
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is not None:
+        iter(fetcher)
+
+
+def loggers_follow(trainer: Trainer) -> bool:
+    """Whether loggers are given what the batch in work logs."""
+    return bool(trainer._logger_connector.should_update_logs or getattr(trainer, "fast_dev_run", 0))
+
+
+def _evaluating_loop(trainer: Trainer) -> Any:
+    return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+
+
+def evaluation_length(trainer: Trainer) -> float:
+    """Return how many batches this rank evaluates, infinity where nobody knows.
+
+    Valid from the start of validation, test or prediction on.
+    """
+    loop = _evaluating_loop(trainer)
+    if any(sized_len(each) is None for each in loop._combined_loader.flattened):
+        return math.inf  # a limit says how many there are at most
+    return float(sum(loop.max_batches))
+
+
+def draws_batches(trainer: Trainer) -> bool:
+    """Whether the steps of an evaluation take an iterator instead of a batch."""
+    return isinstance(_evaluating_loop(trainer)._data_fetcher, _DataLoaderIterDataFetcher)
+
+
+class _WatchedBatches:
+    """An iterator over batches that says when it ends."""
+
+    def __init__(
+        self, batches: Iterator[Any], num_served: int, on_end: Callable[[int], None]
+    ) -> None:
+        self._batches, self._num_served, self._on_end = batches, num_served, on_end
+
+    def __iter__(self) -> "_WatchedBatches":
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._on_end(self._num_served)
+            raise
+        self._num_served += 1
+        return batch
+
+
+def watch_batches(trainer: Trainer, on_end: Callable[[int], None]) -> None:
+    """Call ``on_end`` with the number of batches given when an evaluation's loaders end.
+
+    A loader may end before the length that it or a limit tells, which the loop learns only here.
+    """
+    fetcher = _evaluating_loop(trainer)._data_fetcher
+    fetched_ahead = len(getattr(fetcher, "batches", ()))
+    if fetcher.done and not fetched_ahead:
+        on_end(0)  # it has looked already, and will not again
+    fetcher.iterator = _WatchedBatches(fetcher.iterator, fetched_ahead, on_end)
+
+
+def evaluation_is_over(trainer: Trainer) -> bool:
+    """Whether the batch in work, or the last one done, is this rank's last of the evaluation."""
+    fetcher = _evaluating_loop(trainer)._data_fetcher
+    return fetcher is None or bool(fetcher.done)
+
+
+def evaluation_batch_index(trainer: Trainer) -> int:
+    """How many batches of this evaluation came before the one in work, over all its loaders."""
+    return int(_evaluating_loop(trainer).batch_progress.current.ready) - 1
+
+
+def gives_last_batch(trainer: Trainer) -> bool:
+    """Whether the running loop's loaders have no batch after the one that was fetched last."""
+    loop: Any = trainer.fit_loop if trainer.training else _evaluating_loop(trainer)
+    return loop._data_fetcher is not None and bool(loop._data_fetcher.done)
+
+
+def rank_loader(
+    loader: DataLoader[Any], rank: int, num_replicas: int, stage: RunningStage
+) -> DataLoader[Any]:
+    """The loader that the Trainer would make of ``loader`` for one rank of a data axis."""
+    sampler = _get_distributed_sampler(
+        loader,
+        shuffle=stage == RunningStage.TRAINING,
+        overfit_batches=0,
+        mode=stage,
+        num_replicas=num_replicas,
+        rank=rank,
+    )
+    return _update_dataloader(loader, sampler, mode=stage)
+
+
+def requested_loader(trainer: Trainer) -> Any:
+    """What the user's hook gives for the loop that is about to run; a new one, as a rule."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        return _request_dataloader(trainer.fit_loop._data_source)
+    assert trainer.state.fn is not None
+    loop: Any = {
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }[trainer.state.fn]
+    loaders = _request_dataloader(loop._data_source)
+    # Evaluations run one loader after the other.
+    return loaders[0] if isinstance(loaders, list | tuple) else loaders
+
+
+def transferred_to_host(trainer: Trainer, batch: Any) -> Any:
+    """A batch after the module's hooks around its transfer, on the CPU."""
+    module = trainer.lightning_module
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, 0)
+    return module._apply_batch_transfer_handler(batch, torch.device("cpu"), 0)
+
+
+def step_arguments(module: LightningModule, step: str) -> tuple[int, ...]:
+    """What the loops call a step with behind its batch, for the first batch of the first loader.
+
+    The index of the batch and that of the loader are given where the step has them.
+    """
+    method = getattr(module, step)
+    if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
+        return ()
+    has_loader = is_param_in_hook_signature(method, "dataloader_idx", explicit=True)
+    return (0, 0) if has_loader and step != "training_step" else (0,)
+
+
+def draws_from_iterator(module: LightningModule, step: str) -> bool:
+    """Whether a step takes an iterator over batches instead of a batch."""
+    return is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
+
+
+def seed_workers(loader: object, rank: int) -> None:
+    """Seed a loader's workers as the Trainer is about to, by another rank than the global one."""
+    is_asked = int(os.environ.get("PL_SEED_WORKERS", "0"))
+    if is_asked and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)

@@ -1,0 +1,343 @@
+"""Gradients from their arrival until their step: collected, weighed, stepped with ahead of it.
+
+A bucket whose last gradient is in is stepped at once where that may be: as a guess, which can be
+taken back (``speculation``), or for good (``early``).
+
+When a bucket may be stepped before the norm of all gradients is known.
+
+A step is right when nothing gets clipped. A guess that was wrong costs a correction of 2.7 steps,
+so guesses are made only while they are likely to hold.
+
+What the coming step of a bucket is to do, by the optimizer's settings at this moment.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from boltmesh.strategies.grad_norm import HasSquaredNorm
+from boltmesh.strategies.offload.buckets import Bucket, Slot
+from boltmesh.strategies.offload.gradients import BucketGradients
+from boltmesh.strategies.offload.host_memory import HostArena
+from boltmesh.strategies.offload.state import OffloadedState
+from boltmesh.strategies.offload.step_in_backward import BackwardStepper
+from boltmesh.strategies.offload.stepper import BucketStep, Stepper, WorkerTask
+from boltmesh.strategies.offload.streams import CopyStream
+from boltmesh.strategies.offload.update_rule import Update
+from boltmesh.strategies.torch_compat.autograd import after_gradient
+from boltmesh.strategies.torch_compat.tensors import local_tensor
+
+WARMUP_STEPS = 10
+"""Early gradients are clipped often, and the second moment, close to zero, loses digits when a
+step is corrected: up to a tenth of the step at the first, 8e-6 of it from the tenth on."""
+
+
+class ClipPredictor:
+    """Predicts from the squares that have arrived whether the whole norm will be clipped."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.max_norm: float | None = None
+        self._was_clipped = False
+        self._last_running: dict[int, float] = {}
+        self._last_total = math.inf
+        self._running: dict[int, float] = {}
+        self._sum = 0.0
+
+    def add(self, key: int, square: float) -> None:
+        """Take the square of a bucket's norm, on this rank, in the order of arrival."""
+        self._sum += square
+        self._running[key] = self._sum
+
+    def allows(self, key: int) -> bool:
+        """Whether to step the bucket whose square was added last.
+
+        The sum so far, of this rank, is a lower bound of the whole. Scaled by how much of the
+        whole had arrived at the same bucket in the step before, it is a forecast.
+        """
+        if self.steps < WARMUP_STEPS or self._was_clipped or not math.isfinite(self._sum):
+            return False
+        if self.max_norm is None:
+            return True
+        limit = self.max_norm * self.max_norm
+        before = self._last_running.get(key)
+        if self._sum > limit or before is None or not math.isfinite(self._last_total):
+            return False
+        return before == 0 or self._sum / before * self._last_total <= limit
+
+    def finish(self, *, norm: float | None, max_norm: float | None, was_clipped: bool) -> None:
+        """Learn from a whole step. ``norm`` is of all ranks, None where nobody asked for it."""
+        self.steps += 1
+        self.max_norm = max_norm
+        self._was_clipped = was_clipped
+        self._last_total = math.inf if norm is None else norm * norm
+        self._last_running = self._running
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what has arrived since the last step: the gradients were thrown away."""
+        self._running = {}
+        self._sum = 0.0
+
+
+def plan_step(
+    kept: OffloadedState, optimizer: Optimizer, bucket: Bucket, gradients: BucketGradients
+) -> BucketStep:
+    """Return the step of a bucket with these gradients."""
+    updates = plan_updates(kept, optimizer, bucket, gradients.slots)
+    return BucketStep(kept.rules[optimizer], gradients, updates)
+
+
+def plan_updates(
+    kept: OffloadedState, optimizer: Optimizer, bucket: Bucket, slots: Collection[Slot]
+) -> dict[Slot, Update]:
+    """Return the settings and the number of the coming step for those of a bucket's slots."""
+    rule = kept.rules[optimizer]
+    updates: dict[Slot, Update] = {}
+    for group in optimizer.param_groups:
+        settings = None
+        for parameter in group["params"]:
+            own, slot = kept.place.get(parameter, (None, None))
+            if own is not bucket or slot not in slots or slot is None:
+                continue
+            settings = settings or rule.settings(group)
+            state = optimizer.state.get(parameter) or {}
+            updates[slot] = Update(settings, int(state.get("step", 0)) + 1)
+    return updates
+
+
+class GradientHandler:
+    """The gradients of the coming step.
+
+    Args:
+        kept: Whose they are.
+        stepper: Steps with them.
+        device: Where they arrive.
+        lane: Where copies to the host run.
+        exposes_gradients: They stay in ``.grad`` until the step.
+        comes_late: They come all at once, and are taken when somebody asks for them.
+    """
+
+    def __init__(
+        self,
+        kept: OffloadedState,
+        stepper: Stepper,
+        *,
+        device: torch.device,
+        lane: CopyStream,
+        exposes_gradients: bool,
+        comes_late: bool = False,
+    ) -> None:
+        self.exposes_gradients = exposes_gradients
+        self._is_watching = not (exposes_gradients or comes_late)
+        self.forecast = ClipPredictor()
+        self.early = BackwardStepper()
+        self.clipped: set[Optimizer] = set()
+        """Optimizers whose gradients have been clipped so far."""
+        self._kept = kept
+        self._stepper = stepper
+        self._device = device
+        self._lane = lane
+        self._arena = HostArena(device)
+        self._host_gradients: dict[Bucket, Tensor] = {}
+        self._gradients: dict[Bucket, BucketGradients] = {}
+        self._weighing: dict[Bucket, WorkerTask] = {}
+        self._expected: dict[Bucket, int] = {}
+        self._never_guessed: set[Bucket] = set()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._is_blocked = False
+
+    def watch(self, buckets: Sequence[Bucket]) -> None:
+        """Take the gradients of new buckets from now on."""
+        for bucket in buckets:
+            if self._kept.owner[bucket] is None:
+                continue
+            is_stepped_away = any(chunk.place != "device" for chunk in bucket.chunks)
+            if self._device.type != "cpu" and is_stepped_away:
+                self._host_gradients[bucket] = self._arena.take(bucket.numel, torch.float32)
+            if self._is_watching:
+                for slot in bucket.slots:
+                    hook = partial(self._arrive, bucket, slot)
+                    self._hooks.append(after_gradient(slot.parameter, hook))
+        trained = [each for each, owner in self._kept.owner.items() if owner is not None]
+        self.early.limit(trained)
+
+    def step_early(
+        self, units: Mapping[str, FSDPModule], layers: Mapping[str, Sequence[Module]]
+    ) -> None:
+        """Step with them for good as they come; see ``BackwardStepper.start``."""
+        if self._is_watching:
+            self.early.start(units, layers)
+
+    def close(self) -> None:
+        """Take no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.early.close()
+
+    # As they arrive.
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around all backward passes of an accumulation but the last: ``.grad`` adds them up."""
+        self._is_blocked = True
+        try:
+            yield
+        finally:
+            self._is_blocked = False
+
+    def _arrive(self, bucket: Bucket, slot: Slot, parameter: Parameter) -> None:
+        """A gradient is complete on this rank; called within the stream that reduced it."""
+        if self._is_blocked or parameter.grad is None:
+            return
+        self.early.check(bucket, "has another gradient")
+        self.unguess(bucket)
+        gradients = self._gradients_of(bucket)
+        gradients.add(slot, local_tensor(parameter.grad))
+        parameter.grad = None  # FSDP2 would add the next one into memory that is being read
+        if self.early.allows(bucket, gradients.num_arrivals):
+            self._step_early(bucket)
+            return
+        expected = self._expected.get(bucket, len(bucket.slots))
+        if gradients.num_arrivals == expected:
+            gradients.send()
+            weigh = WorkerTask(partial(self._weigh, bucket, gradients))
+            self._weighing[bucket] = self._stepper.worker.submit(weigh, is_urgent=True)
+
+    def _step_early(self, bucket: Bucket) -> None:
+        optimizer = self._kept.owner[bucket]
+        assert optimizer is not None
+        gradients = self._gradients.pop(bucket)
+        gradients.send()
+        step = plan_step(self._kept, optimizer, bucket, gradients)
+        self.early.begin(bucket, step, self._stepper)
+
+    def _gradients_of(self, bucket: Bucket) -> BucketGradients:
+        found = self._gradients.get(bucket)
+        if found is None:
+            if bucket in self._host_gradients:
+                self._stepper.wait(bucket)  # its memory may still be read
+            host = self._host_gradients.get(bucket)
+            found = BucketGradients(bucket, self._device, host, self._lane)
+            self._gradients[bucket] = found
+        return found
+
+    def _weigh(self, bucket: Bucket, gradients: BucketGradients) -> None:
+        """On the worker: the bucket's part of the norm, and whether to step it at once."""
+        self.forecast.add(id(bucket), gradients.square())
+        if bucket in self._never_guessed or not self.forecast.allows(id(bucket)):
+            return
+        optimizer = self._kept.owner[bucket]
+        assert optimizer is not None
+        if not self._may_differ_by_timing(bucket, is_clipped=optimizer in self.clipped):
+            return
+        step = plan_step(self._kept, optimizer, bucket, gradients)
+        rule = step.rule
+        is_reversible = all(rule.is_reversible(each.settings) for each in step.updates.values())
+        if is_reversible and not self._kept.copies.is_written_once(bucket):
+            self._stepper.guess(bucket, step)
+
+    def _may_differ_by_timing(self, bucket: Bucket, *, is_clipped: bool) -> bool:
+        """Whether it does no harm that rounding depends on how far a guess has come.
+
+        A chunk that is clipped is stepped once or stepped and corrected. Copies of a shard on
+        several ranks would drift apart: nothing makes them equal again.
+        """
+        if torch.are_deterministic_algorithms_enabled():
+            return False
+        return not (is_clipped and any(each.has_copies for each in bucket.slots))
+
+    def collect(self, bucket: Bucket) -> None:
+        """Take what is left in ``.grad``: of earlier micro-batches, exposed, or come late."""
+        for slot in bucket.slots:
+            gradient = slot.parameter.grad
+            if gradient is not None:
+                self.early.check(bucket, "has another gradient")
+                self.unguess(bucket)
+                self._gradients_of(bucket).add(slot, local_tensor(gradient))
+                if not self.exposes_gradients:
+                    slot.parameter.grad = None
+        if bucket in self._gradients:
+            self._gradients[bucket].send()
+
+    def drop(self, bucket: Bucket) -> None:
+        """Nobody will step with them."""
+        if bucket in self._gradients:
+            self.unguess(bucket)
+            del self._gradients[bucket]
+
+    def unguess(self, bucket: Bucket) -> None:
+        """Somebody needs the parameters of a bucket between its gradient and the step."""
+        if (job := self._weighing.pop(bucket, None)) is not None:
+            job.wait()
+        if self._stepper.is_guessed(bucket):
+            self._never_guessed.add(bucket)
+            self._stepper.undo(bucket)
+            self._stepper.wait(bucket)  # the undo reads gradients that are about to change
+
+    def present(self, buckets: Sequence[Bucket]) -> list[HasSquaredNorm]:
+        """Return what there is of the gradients of buckets, or what is known of them."""
+        if not self.exposes_gradients:
+            for bucket in buckets:
+                self.collect(bucket)
+                if (job := self._weighing.get(bucket)) is not None:
+                    job.wait()
+            found = [self.early.begun(each) or self._gradients.get(each) for each in buckets]
+            self._stepper.worker.raise_error()
+            return [each for each in found if each is not None]
+        seen: list[HasSquaredNorm] = []
+        for bucket in buckets:
+            # A look only: what is in ``.grad`` may still be changed.
+            look = BucketGradients(bucket, self._device, None, self._lane)
+            for slot in bucket.slots:
+                if slot.parameter.grad is not None:
+                    look.add(slot, local_tensor(slot.parameter.grad))
+            if look.slots:
+                seen.append(look)
+        return seen
+
+    def settle_all(self) -> None:
+        """Take all guesses back that the worker may be about to make."""
+        for bucket in list(self._weighing):
+            self.unguess(bucket)
+
+    def discard(self, buckets: Sequence[Bucket]) -> None:
+        """Drop all of them: nobody stepped with them."""
+        if any(bucket in self._gradients for bucket in buckets):
+            for bucket in buckets:
+                self.drop(bucket)
+            self.forecast.forget()
+
+    def held(self) -> list[Tensor]:
+        """The tensors that hold them now."""
+        return [tensor for each in list(self._gradients.values()) for tensor in each.held()]
+
+    # When the optimizer steps.
+
+    def step(
+        self, optimizer: Optimizer, bucket: Bucket, coefficient: float
+    ) -> Mapping[Slot, Update]:
+        """Submit the step of a bucket, unless it was made early; return what it does."""
+        self.collect(bucket)
+        if (job := self._weighing.pop(bucket, None)) is not None:
+            job.wait()
+        if (begun := self.early.begun(bucket)) is not None:
+            self._expected[bucket] = begun.num_arrivals
+            updates = plan_updates(self._kept, optimizer, bucket, begun.updates)
+            self.early.finish(bucket, updates)
+            return updates
+        gradients = self._gradients.pop(bucket, None)
+        if gradients is None:
+            return {}
+        self._expected[bucket] = gradients.num_arrivals
+        step = plan_step(self._kept, optimizer, bucket, gradients)
+        self._stepper.step(bucket, step, coefficient)
+        return step.updates

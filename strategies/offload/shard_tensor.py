@@ -1,0 +1,338 @@
+"""A tensor that owns one element and stands for a shard that is kept elsewhere.
+
+It has the shape, dtype and device of the shard, so DTensor, FSDP2 and optimizers take it for one,
+and no storage of its own. FSDP2 gathers it through its all-gather extension; whatever else reads
+it, gets the true value; whatever would write to it or keep a view of it, is refused.
+
+What stands behind an ``OffloadedShard`` of the engine: a stretch of a bucket in its chunks.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+from typing_extensions import override
+
+from boltmesh.errors import OffloadError
+from boltmesh.strategies.offload.buckets import Bucket, Slot
+from boltmesh.strategies.offload.store_api import ParameterStore
+from boltmesh.strategies.torch_compat.tensors import (
+    disabled_torch_function,
+    make_subclass,
+    tree_map,
+    written_or_viewed,
+)
+
+aten = torch.ops.aten
+
+_ALIASES = {aten.detach.default, aten.alias.default}
+"""Views that are the whole shard: they stand for the same value."""
+
+_RESHAPES = {aten.view.default, aten.reshape.default}
+
+_LIKE_STRIDED = {
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+}
+_LIKE = {
+    *_LIKE_STRIDED,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty_strided.default,
+}
+"""Operators that look at the shape only."""
+
+
+class ShardSource(ABC):
+    """Where the value of one shard is."""
+
+    name: str
+    """What messages call it: the parameter's name, and for optimizer state the state's."""
+    position: int = 0
+    """Shards of one position are stored together, and those of neighbouring ones close by."""
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """The value on the CPU, in the shard's shape and dtype, with all pending steps done.
+
+        It may be the stored value itself, and then changes with the next step.
+        """
+
+    @abstractmethod
+    def write(self, value: Tensor) -> None:
+        """Replace the value by one of the shard's shape, from any device and float dtype."""
+
+
+class GatheredSource(ShardSource):
+    """Where the value of a parameter's shard is, in the dtype that it is computed in too."""
+
+    @abstractmethod
+    def fetch(self) -> Tensor:
+        """The shard for an all-gather: on the compute device, padded to its whole size."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """The work that reads what ``fetch`` gave has been submitted."""
+
+    def fetch_part(self, start: int, stop: int) -> Tensor:
+        """A stretch of the flat padded shard, on the compute device, to keep."""
+        part = self.fetch().view(-1)[start:stop].clone()
+        self.release()
+        return part
+
+
+class OffloadedShard(Tensor):
+    """The shard of a parameter, or of its optimizer state, that is kept by a ``ShardSource``."""
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    source: ShardSource
+    """Where the value is."""
+    element: Tensor
+    """The plain tensor of one element beneath: FSDP2 sees the same storage in each alias."""
+
+    @staticmethod
+    def of(
+        source: ShardSource, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> "OffloadedShard":
+        """A shard without storage in front of ``source``."""
+        element = torch.zeros((), dtype=dtype, device=device)
+        return _stand_for(source, element.expand(tuple(shape)))
+
+    def shell(self, numel: int) -> Tensor:
+        """A plain flat tensor over the same storage, of as many elements."""
+        return self.element.as_strided((numel,), (0,), 0)
+
+    @property
+    def position(self) -> int:
+        """Where it is stored: who reads many shards in this order reads each chunk once."""
+        return self.source.position
+
+    def read(self) -> Tensor:
+        """The value on the CPU, in the shard's shape, with all pending steps done.
+
+        It may be the stored value itself: do not write to it, and copy it to keep it.
+        """
+        return self.source.read()
+
+    def write(self, value: Tensor) -> None:
+        """Replace the value. ``value`` has the shard's shape, any device and float dtype."""
+        if tuple(value.shape) != tuple(self.shape):
+            raise OffloadError(
+                f"The shard of {self.source.name} has the shape {tuple(self.shape)}; "
+                f"a value of the shape {tuple(value.shape)} was written to it."
+            )
+        self.source.write(value)
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], None]:
+        """FSDP2's all-gather extension: what to gather, padded alike on every rank."""
+        assert isinstance(self.source, GatheredSource)
+        return (self.source.fetch(),), None
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """FSDP2's all-gather extension: the gathered tensor is the parameter as it is."""
+        assert isinstance(self.source, GatheredSource)
+        self.source.release()
+        # ``out``, of every gather but the first, is a view of ``outputs`` already.
+        return None if out is not None else (outputs[0], (outputs[0],))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override, explicit-override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args else None
+        if isinstance(first, OffloadedShard):
+            if func in _ALIASES or (func in _RESHAPES and list(args[1]) == list(first.shape)):
+                return _stand_for(first.source, first.element)
+            if func in _LIKE:
+                return func(first.element, *args[1:], **_contiguous(func, kwargs))
+        _refuse_writes_and_views(func, args, kwargs)
+        return func(*tree_map(_value, args), **tree_map(_value, kwargs))
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # What is pickled is the value; the storage is one element and would be wrong.
+        return self.read().detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copy: Tensor = _value(self).clone()
+        memo[id(self)] = copy
+        return copy
+
+    @override
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"OffloadedShard({self.source.name}, shape={tuple(self.shape)}, {self.dtype})"
+
+
+def _stand_for(source: ShardSource, shell: Tensor) -> OffloadedShard:
+    shard: OffloadedShard = make_subclass(OffloadedShard, shell)
+    shard.source = source
+    shard.element = shell
+    return shard
+
+
+def _contiguous(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The strides of the one element, all zero, are nothing to imitate."""
+    return {**kwargs, "memory_format": torch.contiguous_format} if func in _LIKE_STRIDED else kwargs
+
+
+def _value(argument: Any) -> Any:
+    if not isinstance(argument, OffloadedShard):
+        return argument
+    return argument.read().to(argument.device)
+
+
+def _refuse_writes_and_views(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for argument, is_written in written_or_viewed(func, args, kwargs):
+        values = argument if isinstance(argument, (list, tuple)) else [argument]
+        for each in values:
+            if isinstance(each, OffloadedShard):
+                how = "changed in place" if is_written else "viewed"
+                raise OffloadError(
+                    f"{each.source.name} is offloaded and cannot be {how} by {func}. Read or "
+                    f"write it inside of boltmesh.strategies.gathered_parameters(module, "
+                    f"writes=True), or read a copy of this rank's shard with .clone()."
+                )
+
+
+class StepBarrier(Protocol):
+    """The part of the engine that sources need."""
+
+    is_lost: bool
+    """Whether what is kept is to be forgotten, after a step that failed."""
+
+    def settle(self, bucket: Bucket) -> None:
+        """Return when no step of the bucket is pending, nor guessed."""
+
+    def rest(self, bucket: Bucket) -> None:
+        """Return when nothing at all is pending: stores of state serve one thread at a time."""
+
+    def begin_gathering(self) -> None:
+        """Somebody is about to gather parameters."""
+
+
+class StateSource(ShardSource):
+    """One tensor of the state of one parameter."""
+
+    def __init__(
+        self, engine: StepBarrier, bucket: Bucket, slot: Slot, number: int, name: str
+    ) -> None:
+        """Stand for a stretch of state.
+
+        Args:
+            engine: Is asked to let pending steps end first.
+            bucket: Holds the parameter.
+            slot: The parameter.
+            number: Which of a chunk's tensors; the parameter itself is 0.
+            name: For messages.
+        """
+        self._engine = engine
+        self._bucket = bucket
+        self._slot = slot
+        self._number = number
+        self.name = name
+        self.position = slot.index
+
+    @override
+    def read(self) -> Tensor:
+        self._engine.rest(self._bucket)
+        slot = self._slot
+        if self._engine.is_lost:
+            return torch.full(slot.shape, torch.nan, dtype=torch.float32)
+        value = torch.empty(slot.numel, dtype=torch.float32)
+        self._visit(lambda stored, here: value[here].copy_(stored), is_dirty=False)
+        return value.view(slot.shape)
+
+    @override
+    def write(self, value: Tensor) -> None:
+        self._engine.rest(self._bucket)
+        flat = value.detach().reshape(-1).to("cpu")
+        self._visit(lambda stored, here: stored.copy_(flat[here]), is_dirty=True)
+
+    def _visit(self, do: Callable[[Tensor, slice], object], *, is_dirty: bool) -> None:
+        slot = self._slot
+        for chunk in self._bucket.chunks_of(slot):
+            assert chunk.store is not None
+            stored = chunk.store.acquire(chunk.number)[self._number]
+            try:
+                start = max(slot.offset, chunk.start)
+                stop = min(slot.offset + slot.numel, chunk.stop)
+                do(
+                    stored[start - chunk.start : stop - chunk.start],
+                    slice(start - slot.offset, stop - slot.offset),
+                )
+            finally:
+                # Loaders write tensor by tensor, and a chunk holds those of many parameters.
+                chunk.store.release(chunk.number, is_dirty=is_dirty, defers_write=True)
+
+
+class ParameterSource(StateSource, GatheredSource):
+    """The master parameter, and beside it the copy that is gathered."""
+
+    def __init__(
+        self, engine: StepBarrier, bucket: Bucket, slot: Slot, store: ParameterStore
+    ) -> None:
+        super().__init__(engine, bucket, slot, 0, slot.name)
+        self._store = store
+        self._num_fetched = 0
+
+    @override
+    def write(self, value: Tensor) -> None:
+        super().write(value)
+        padded = torch.zeros(self._slot.padded_numel, dtype=torch.float32)
+        padded[: self._slot.numel].copy_(value.detach().reshape(-1))
+        self._store.put(self._slot.index, padded)
+
+    @override
+    def fetch(self) -> Tensor:
+        self._engine.begin_gathering()
+        self._engine.settle(self._bucket)
+        shard = self._store.get(self._slot.index)
+        self._num_fetched += 1
+        return shard.view(self._slot.padded_shape)
+
+    @override
+    def release(self) -> None:
+        self._num_fetched -= 1
+        self._store.release(self._slot.index)
+
+    def abandon(self) -> None:
+        """Release what was fetched for a gather that nobody waited for."""
+        while self._num_fetched:
+            self.release()
+
+    @override
+    def fetch_part(self, start: int, stop: int) -> Tensor:
+        self._engine.begin_gathering()
+        self._engine.settle(self._bucket)
+        return self._store.get_part(self._slot.index, start, stop)

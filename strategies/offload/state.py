@@ -1,0 +1,324 @@
+"""The state that the engine keeps: made from parameters and optimizers, shown as DTensors."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.grad_norm import NormShare
+from boltmesh.strategies.offload.adam import AdamRule
+from boltmesh.strategies.offload.bucket_layout import ShardedParam, build_buckets
+from boltmesh.strategies.offload.buckets import Bucket, Chunk, Slot
+from boltmesh.strategies.offload.elementwise import ElementwiseRule
+from boltmesh.strategies.offload.memory_stores import ParameterCopies
+from boltmesh.strategies.offload.shard_tensor import (
+    OffloadedShard,
+    ParameterSource,
+    StateSource,
+    StepBarrier,
+)
+from boltmesh.strategies.offload.staging import StagingFile
+from boltmesh.strategies.offload.stores import OffloadPlan, OpenStores, open_stores, place_chunks
+from boltmesh.strategies.offload.update_rule import UpdateRule
+from boltmesh.strategies.torch_compat.tensors import dtensor_like, local_tensor
+from boltmesh.telemetry.snapshot import MemoryPlace
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.recorder import Recorder
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+
+def rule_of(optimizer: Optimizer) -> UpdateRule:
+    """The arithmetic of a user's optimizer.
+
+    Raises:
+        ConfigError: When it cannot be run on parts of parameters.
+    """
+    return AdamRule(optimizer) if AdamRule.fits(optimizer) else ElementwiseRule(optimizer)
+
+
+class OffloadedState:
+    """Buckets, their stores, and the shards that stand for them.
+
+    Args:
+        engine: Is asked to let pending steps end before something is read.
+        device: Where the model is computed.
+        rank: For messages about this rank's file.
+        recorder: Is told of transfers.
+        plan: Where to keep what.
+        shares: What axes beside the data axis say of norms of gradients.
+    """
+
+    def __init__(
+        self,
+        engine: StepBarrier,
+        *,
+        device: torch.device,
+        rank: int,
+        recorder: Recorder | NullRecorder,
+        plan: OffloadPlan,
+        shares: Sequence[NormShare] = (),
+    ) -> None:
+        self.shares = tuple(shares)
+        self.buckets: list[Bucket] = []
+        """In the order of the forward pass."""
+        self.rules: dict[Optimizer, UpdateRule] = {}
+        self.owner: dict[Bucket, Optimizer | None] = {}
+        self.place: dict[Parameter, tuple[Bucket, Slot]] = {}
+        self.copies = ParameterCopies()
+        self.stores: list[OpenStores] = []
+        self._engine = engine
+        self._device = device
+        self._rank = rank
+        self._recorder = recorder
+        self._plan = plan
+        self._held: dict[Slot, ShardedParam] = {}
+        self._bucket_of: dict[int, Bucket] = {}
+        self._num_chunks = 0
+
+    def take(
+        self,
+        units: Mapping[str, Sequence[ShardedParam]],
+        optimizers: Sequence[Optimizer],
+        *,
+        is_current: Callable[[int], bool],
+    ) -> list[Bucket]:
+        """Move parameters, and what state they have, into stores.
+
+        Parameters that are kept already are left out, so that a later group of parameters can be
+        taken in addition.
+
+        Returns:
+            The buckets that were made.
+        """
+        for optimizer in optimizers:
+            if optimizer not in self.rules:
+                self.rules[optimizer] = rule_of(optimizer)
+        new = {
+            name: [each for each in held if each.parameter not in self.place]
+            for name, held in units.items()
+        }
+        made = build_buckets(
+            new,
+            optimizers,
+            first_index=len(self._bucket_of),
+            takes_frozen=self._plan.parameters is not None,
+            shares=self.shares,
+        )
+        if not made:
+            return []
+        counts = {bucket: self._num_tensors(owner) for bucket, owner, _ in made}
+        buckets = [bucket for bucket, _, _ in made]
+        place_chunks(buckets, counts, self._plan, self._num_chunks)
+        self._num_chunks += sum(len(bucket.chunks) for bucket in buckets)
+        stores = open_stores(
+            buckets,
+            counts,
+            self._plan,
+            device=self._device,
+            rank=self._rank,
+            recorder=self._recorder,
+            is_current=is_current,
+        )
+        self.stores.append(stores)
+        self.copies.stores.update(stores.of_slot)
+        for bucket, owner, held in made:
+            self.owner[bucket] = owner
+            self._fill(bucket, owner, held)
+        for each in stores.states.values():
+            each.flush()
+        self.buckets.extend(buckets)
+        return buckets
+
+    def bucket_of_index(self, index: int) -> Bucket:
+        """The bucket of a slot, by the number that stores know it by."""
+        return self._bucket_of[index]
+
+    def buckets_of(self, optimizer: Optimizer) -> list[Bucket]:
+        """What one optimizer updates."""
+        return [each for each in self.buckets if self.owner[each] is optimizer]
+
+    def show_state(self, optimizer: Optimizer, slot: Slot) -> dict[str, Any]:
+        """Return ``optimizer.state`` of a parameter, made as the first step makes it."""
+        state: dict[str, Any] = optimizer.state[slot.parameter]
+        rule = self.rules[optimizer]
+        bucket, _ = self.place[slot.parameter]
+        if isinstance(rule, AdamRule):
+            state.setdefault("step", torch.tensor(0.0))
+        for number, name in enumerate(rule.state_names, start=1):
+            if name not in state or not _is_shown(state[name]):
+                source = StateSource(self._engine, bucket, slot, number, f"{name} of {slot.name}")
+                shard = OffloadedShard.of(source, slot.shape, torch.float32, self._device)
+                state[name] = dtensor_like(shard, slot.parameter)
+        return state
+
+    def show_scalars(self, optimizer: Optimizer) -> None:
+        """Bring what an optimizer keeps beside tensors up to date in ``optimizer.state``."""
+        rule = self.rules[optimizer]
+        for bucket in self.buckets_of(optimizer):
+            for slot in bucket.slots:
+                if scalars := rule.scalars(slot):
+                    self.show_state(optimizer, slot).update(scalars)
+
+    def absorb(self, optimizer: Optimizer) -> None:
+        """Take over what ``load_state_dict`` has put into ``optimizer.state``.
+
+        Raises:
+            ConfigError: When a tensor is not this rank's shard of a state.
+        """
+        rule = self.rules[optimizer]
+        for bucket in self.buckets_of(optimizer):
+            for slot in bucket.slots:
+                state = optimizer.state.get(slot.parameter)
+                if not state:
+                    continue
+                loaded = {name: state[name] for name in rule.state_names if name in state}
+                self.show_state(optimizer, slot)
+                for name, value in loaded.items():
+                    if isinstance(value, Tensor) and not _is_shown(value):
+                        _shown(state[name]).write(_local(value, slot, name))
+                scalars = {k: v for k, v in state.items() if k not in rule.state_names}
+                starts = [p.start for c in bucket.chunks for p in c.pieces() if p.slot is slot]
+                rule.load_scalars(slot, scalars, starts)
+
+    def give_back(self, bucket: Bucket) -> None:
+        """Give a bucket's parameters their fp32 shards back on the device."""
+        for slot in bucket.slots:
+            held = self._held[slot]
+            del self._held[slot]
+            del self.place[slot.parameter]
+            shown = _shown(held.parameter)
+            if not isinstance(shown.source, ParameterSource):
+                continue  # it is parked
+            value = shown.read()
+            padded = torch.zeros(slot.padded_numel, device=self._device)
+            padded[: slot.numel].copy_(value.reshape(-1))
+            held.replace(padded[: slot.numel].view(slot.shape), padded)
+        self.buckets.remove(bucket)
+
+    def restore(self, parking: StagingFile | None = None) -> None:
+        """Give all parameters back, to the device or what is large to ``parking``, and let go."""
+        if parking is not None:
+            parking.park(list(self._held.values()))
+        for bucket in list(self.buckets):
+            self.give_back(bucket)
+        for stores in self.stores:
+            stores.close()
+        self.stores.clear()
+
+    def bytes_by_place(self) -> dict[str, dict[MemoryPlace, int]]:
+        """What all stores take now, by kind of memory; master parameters count as state."""
+        total: dict[str, dict[MemoryPlace, int]] = {"optimizer": {}, "parameters": {}}
+        for stores in self.stores:
+            for kind, of_kind in (
+                ("optimizer", stores.states.values()),
+                ("parameters", stores.parameters),
+            ):
+                for store in of_kind:
+                    for place, num_bytes in store.bytes_by_place().items():
+                        # A model that is computed on the CPU has the host's memory alone.
+                        is_host = place == "device" and self._device.type == "cpu"
+                        key = cast("MemoryPlace", "host" if is_host else place)
+                        total[kind][key] = total[kind].get(key, 0) + num_bytes
+        return total
+
+    def _num_tensors(self, owner: Optimizer | None) -> int:
+        return 1 if owner is None else 1 + len(self.rules[owner].state_names)
+
+    def _fill(self, bucket: Bucket, owner: Optimizer | None, held: Sequence[ShardedParam]) -> None:
+        names = self.rules[owner].state_names if owner is not None else ()
+        existing = (
+            {}
+            if owner is None
+            else {
+                slot: dict(owner.state[slot.parameter])
+                for slot in bucket.slots
+                if owner.state.get(slot.parameter)
+            }
+        )
+        values = _LastValue(dict(zip(bucket.slots, held, strict=True)))
+        for chunk in bucket.chunks:
+            tensors = [torch.zeros(chunk.numel) for _ in range(1 + len(names))]
+            for slot, start, stop, into in _stretches(chunk):
+                tensors[0][into].copy_(values.of(slot)[start:stop])
+                for name, tensor in zip(names, tensors[1:], strict=True):
+                    value = existing.get(slot, {}).get(name)
+                    if isinstance(value, Tensor):
+                        tensor[into].copy_(_local(value, slot, name).reshape(-1)[start:stop])
+            assert chunk.store is not None
+            chunk.store.create(chunk.number, tensors)
+        for slot, each in zip(bucket.slots, held, strict=True):
+            store = self.copies.stores[slot]
+            value = values.of(slot)
+            padded = torch.zeros(slot.padded_numel, dtype=slot.dtype, device=value.device)
+            padded[: slot.numel].copy_(value)
+            store.create(slot.index, padded)
+            source = ParameterSource(self._engine, bucket, slot, store)
+            shard = OffloadedShard.of(source, slot.shape, torch.float32, self._device)
+            each.replace(shard, shard.shell(slot.padded_numel))
+            self._held[slot] = each
+            self._bucket_of[slot.index] = bucket
+            self.place[slot.parameter] = bucket, slot
+        if owner is not None and existing:
+            self.absorb_existing(owner, bucket, existing)
+
+    def absorb_existing(
+        self, owner: Optimizer, bucket: Bucket, existing: Mapping[Slot, Mapping[str, Any]]
+    ) -> None:
+        """Show state that was there before the stores were."""
+        rule = self.rules[owner]
+        for slot, state in existing.items():
+            for name in rule.state_names:
+                owner.state[slot.parameter].pop(name, None)
+            self.show_state(owner, slot)
+            scalars = {k: v for k, v in state.items() if k not in rule.state_names}
+            starts = [p.start for c in bucket.chunks for p in c.pieces() if p.slot is slot]
+            rule.load_scalars(slot, scalars, starts)
+
+
+class _LastValue:
+    """The values of shards, the last one kept: several chunks may ask for parts of it."""
+
+    def __init__(self, held: Mapping[Slot, ShardedParam]) -> None:
+        self._held = held
+        self._last: tuple[Slot, Tensor] | None = None
+
+    def of(self, slot: Slot) -> Tensor:
+        """The shard of a parameter, flat."""
+        if self._last is None or self._last[0] is not slot:
+            self._last = None  # so that there are never two
+            self._last = slot, self._held[slot].value()
+        return self._last[1]
+
+
+def _stretches(chunk: Chunk) -> Iterator[tuple[Slot, int, int, slice]]:
+    for piece in chunk.pieces():
+        slot = piece.slot
+        into = slice(piece.start - chunk.start, piece.stop - chunk.start)
+        yield slot, piece.start - slot.offset, piece.stop - slot.offset, into
+
+
+def _is_shown(value: Any) -> bool:
+    return isinstance(value, Tensor) and isinstance(local_tensor(value), OffloadedShard)
+
+
+def _shown(value: Tensor) -> OffloadedShard:
+    local = local_tensor(value)
+    assert isinstance(local, OffloadedShard)
+    return local
+
+
+def _local(value: Tensor, slot: Slot, name: str) -> Tensor:
+    local = local_tensor(value) if isinstance(value, DTensor) else value
+    if tuple(local.shape) != slot.shape:
+        raise ConfigError(
+            f"{name} of {slot.name} was given with the shape {tuple(local.shape)}; this rank's "
+            f"shard has {slot.shape}. Load optimizer state through the strategy, "
+            f"Trainer.fit(ckpt_path=...), which shards it."
+        )
+    return local

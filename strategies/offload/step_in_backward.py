@@ -1,0 +1,213 @@
+"""Steps of buckets on a disk within the backward pass, for good: where nothing is ever clipped.
+
+Gradients that are kept until the optimizer's step take 4 bytes a parameter, more than everything
+else that a model on a disk keeps in memory. Where their norm changes nothing, a bucket is stepped
+as soon as its gradients are complete, and they are released. A step cannot be taken back then: who
+asks for the parameters before all of it is done gets an error and not a mixture.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+
+from boltmesh.errors import OffloadError
+from boltmesh.strategies.offload.buckets import Bucket, Slot
+from boltmesh.strategies.offload.gradients import BucketGradients
+from boltmesh.strategies.offload.stepper import BucketStep, Stepper, WorkerTask
+from boltmesh.strategies.offload.update_rule import Update
+from boltmesh.strategies.torch_compat.autograd import is_in_backward, not_compiled
+from boltmesh.strategies.torch_compat.fsdp_hooks import skip_gathers_ahead
+
+WAITING_BYTES = 64 << 20
+"""Gradients that may wait for the disk. The next forward pass needs first what is stepped last, so
+a backward pass that waits for the disk loses next to nothing."""
+
+KEEP_ADVICE = (
+    "Define on_after_backward in the LightningModule: gradients are then kept until the step."
+)
+
+
+class BegunStep:
+    """A bucket that has been stepped in this backward pass; its gradients are gone."""
+
+    def __init__(self, step: BucketStep, num_arrivals: int) -> None:
+        self.updates: Mapping[Slot, Update] = step.updates
+        self.num_arrivals = num_arrivals
+        self._square = 0.0
+        self.weighing = WorkerTask(partial(self._weigh, step.gradients))
+
+    def _weigh(self, gradients: BucketGradients) -> None:
+        self._square = gradients.square()
+
+    def square(self) -> float:
+        """The sum of the gradients' squares."""
+        self.weighing.wait()
+        return self._square
+
+    def tensors(self) -> list[Tensor]:
+        """There are none any more."""
+        raise OffloadError(
+            f"Another norm than the 2-norm was asked for, of gradients that have been stepped with "
+            f"and released. {KEEP_ADVICE}"
+        )
+
+
+class BackwardStepper:
+    """Knows which buckets may be stepped early, and which have been.
+
+    A unit that runs twice in a step has its gradients reduced twice, and nothing tells the first
+    time from the last; nor of a weight that several graphs compute with. Those wait until the step;
+    they are known by their calls.
+    """
+
+    def __init__(self) -> None:
+        self._is_on = False
+        self._calls: Counter[str] = Counter()
+        self._in_graph: set[str] = set()
+        self._complete: set[str] = set()
+        self._begun: dict[Bucket, BegunStep] = {}
+        self._waiting: deque[tuple[WorkerTask, int]] = deque()
+        self._limit_bytes = WAITING_BYTES
+        self._undo: list[Callable[[], None]] = []
+
+    def start(
+        self, units: Mapping[str, FSDPModule], layers: Mapping[str, Sequence[Module]]
+    ) -> None:
+        """Allow early steps.
+
+        Args:
+            units: What is gathered as one, by the names of buckets.
+            layers: What computes with a weight of no unit, by its name.
+        """
+        self._is_on = True
+        for name, unit in units.items():
+            assert isinstance(unit, Module)
+            count = not_compiled(partial(self._count, name))
+            self._undo.append(unit.register_forward_pre_hook(count).remove)
+            self._undo.append(skip_gathers_ahead(unit, partial(self._is_over, name)))
+        for name, users in layers.items():
+            count = not_compiled(partial(self._count_layer, name))
+            self._undo.extend(each.register_forward_pre_hook(count).remove for each in users)
+
+    def limit(self, buckets: Sequence[Bucket]) -> None:
+        """Fit what may wait to the model: who offloads to a disk is short of memory."""
+        total = sum(4 * bucket.numel for bucket in buckets)
+        self._limit_bytes = min(WAITING_BYTES, total // 16)
+
+    def close(self) -> None:
+        """Forget everything."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._forget_calls()
+        self._begun.clear()
+        self._waiting.clear()
+        self._is_on = False
+
+    def _count(self, name: str, module: Module, _: Any) -> None:
+        # Checkpointed layers run again within the backward pass, and are reduced once; before that
+        # they may run without gradients, as the root (named "") never does but in an evaluation.
+        is_training = torch.is_grad_enabled() or (bool(name) and module.training)
+        if is_training and not is_in_backward():
+            self._calls[name] += 1
+
+    def _count_layer(self, name: str, module: Module, _: Any) -> None:
+        # A graph's gradients are added up before they arrive, once. What is checkpointed by the
+        # reentrant way is a graph by itself, made within the backward pass.
+        if is_in_backward():
+            return
+        if not torch.is_grad_enabled():
+            self._calls[name] += module.training
+        elif name not in self._in_graph:
+            self._in_graph.add(name)
+            self._calls[name] += 1
+
+    def allows(self, bucket: Bucket, num_arrivals: int) -> bool:
+        """Whether a bucket with so many gradients has all of them, and may be stepped."""
+        if not self._is_on or num_arrivals != len(bucket.slots) or self._calls[bucket.name] > 1:
+            return False
+        self._complete.add(bucket.name)
+        return any(chunk.place == "disk" for chunk in bucket.chunks)
+
+    def _is_over(self, name: str) -> bool:
+        # All ranks say the same, also those that have nothing of the unit on their disk.
+        return name in self._complete and self._calls[name] <= 1
+
+    def begin(self, bucket: Bucket, step: BucketStep, stepper: Stepper) -> None:
+        """Step a bucket, once there is room for its gradients to wait in."""
+        num_bytes = sum(each.nbytes for each in step.gradients.held())
+        self._make_room(num_bytes)
+        begun = self._begun[bucket] = BegunStep(step, step.gradients.num_arrivals)
+        stepper.worker.submit(begun.weighing)
+        stepper.step(bucket, step, 1.0)
+        self._waiting.append((stepper.worker.submit(WorkerTask(_nothing)), num_bytes))
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self._waiting:
+            job, _ = self._waiting[0]
+            if not job.is_done:
+                waiting = sum(each for _, each in self._waiting)
+                if waiting + num_bytes <= self._limit_bytes:
+                    return
+                job.wait()
+            self._waiting.popleft()
+
+    def begun(self, bucket: Bucket) -> BegunStep | None:
+        """The step that was made early, until ``finish``."""
+        return self._begun.get(bucket)
+
+    def finish(self, bucket: Bucket, updates: Mapping[Slot, Update]) -> BegunStep:
+        """The optimizer steps: what was done early is its step.
+
+        Raises:
+            OffloadError: When the optimizer would do something else now.
+        """
+        begun = self._begun.pop(bucket)
+        if begun.updates != updates:
+            raise OffloadError(
+                f"The optimizer's settings for {bucket.slots[0].name} were changed between the "
+                f"backward pass and the step, when it had been stepped already. {KEEP_ADVICE}"
+            )
+        return begun
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        self._calls.clear()
+        self._in_graph.clear()
+        self._complete.clear()
+
+    def check(self, bucket: Bucket, doing: str) -> None:
+        """Raise when a bucket has been stepped in a step that is not over.
+
+        Args:
+            bucket: Somebody needs as it was.
+            doing: For the message, what needs it.
+        """
+        if bucket in self._begun:
+            raise OffloadError(
+                f"{bucket.slots[0].name} has been stepped within the backward pass, for gradients "
+                f"are not clipped, and now {doing}. {KEEP_ADVICE}"
+            )
+
+    def check_all(self, doing: str) -> None:
+        """``check`` for every bucket."""
+        for bucket in self._begun:
+            self.check(bucket, doing)
+
+    @property
+    def is_half_done(self) -> bool:
+        """Whether some buckets have been stepped and the optimizer has not."""
+        return bool(self._begun)
+
+
+def _nothing() -> None:
+    """What ends when all that was submitted before has ended."""

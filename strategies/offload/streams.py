@@ -1,0 +1,169 @@
+"""Copies beside the computation: a stream of their own, where the device has streams.
+
+Measures copies between the host and an accelerator, without ever waiting for one.
+
+Copies from host memory to the compute device, ahead of their use and beside its work.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.recorder import Recorder
+
+
+class CopyMeter:
+    """Tells the recorder what the copies on one stream moved, once they are found to be done.
+
+    Args:
+        device: What the stream is of. On the CPU nothing is copied, and nothing is measured.
+        recorder: Is told.
+    """
+
+    def __init__(self, device: torch.device, recorder: Recorder | NullRecorder) -> None:
+        self._device = device
+        self._recorder = recorder
+        self._copies: deque[tuple[Literal["read", "write"], int, torch.Event, torch.Event]] = (
+            deque()
+        )
+        self._lock = Lock()
+
+    @contextmanager
+    def copy(self, direction: Literal["read", "write"], num_bytes: int) -> Iterator[None]:
+        """Around copies that are submitted to the current stream; ``read`` is from the host."""
+        if self._device.type == "cpu" or not self._recorder.is_on:
+            yield
+            return
+        self.report()
+        begin, end = self._event(), self._event()
+        begin.record()
+        yield
+        end.record()
+        with self._lock:
+            self._copies.append((direction, num_bytes, begin, end))
+
+    def report(self) -> None:
+        """Tell of the copies that are done; those of one stream end in their order."""
+        with self._lock:
+            while self._copies and self._copies[0][3].query():
+                direction, num_bytes, begin, end = self._copies.popleft()
+                seconds = begin.elapsed_time(end) / 1e3
+                self._recorder.offload("host", direction, num_bytes, seconds, is_alone=True)
+
+    def _event(self) -> torch.Event:
+        return torch.Event(self._device, enable_timing=True)
+
+
+class CopyStream:
+    """A stream for copies. On the CPU, where everything is done in turn, it is nothing.
+
+    Args:
+        device: What is copied to and from.
+        recorder: Is told of copies that ``meter`` is asked to measure.
+    """
+
+    def __init__(
+        self, device: torch.device, recorder: Recorder | NullRecorder | None = None
+    ) -> None:
+        self.meter = CopyMeter(device, recorder or NullRecorder())
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    @contextmanager
+    def after(self, *events: torch.Event | None) -> Iterator[None]:
+        """Submit work that begins once ``events`` have passed."""
+        if self._stream is None:
+            yield
+            return
+        for event in events:
+            if event is not None:
+                self._stream.wait_event(event)
+        with self._stream:
+            yield
+
+    def synchronize(self) -> None:
+        """Return when all that was submitted is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+            self.meter.report()
+
+
+def event_on_stream(device: torch.device) -> torch.Event | None:
+    """An event that passes when what was submitted so far to the current stream is done."""
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def wait_on_stream(device: torch.device, event: torch.Event | None) -> None:
+    """Let what is submitted to the current stream from now on wait for ``event``."""
+    if event is not None:
+        torch.accelerator.current_stream(device).wait_event(event)
+
+
+class DeviceCopy:
+    """A value that is on its way to the device; on the CPU it is there already."""
+
+    def __init__(self, host: Tensor, stream: torch.Stream | None) -> None:
+        self._arrived: torch.Event | None = None
+        self._value: Tensor | None = host
+        if stream is not None:
+            accelerator = torch.get_device_module(stream.device)
+            with accelerator.device(stream.device), accelerator.stream(stream):
+                self._value = host.to(stream.device, non_blocking=True)
+                self._arrived = stream.record_event()
+
+    @property
+    def has_value(self) -> bool:
+        """Whether ``drop`` was not called yet."""
+        return self._value is not None
+
+    @property
+    def num_device_bytes(self) -> int:
+        """What it takes of an accelerator's memory."""
+        if self._value is None or self._arrived is None:
+            return 0
+        return self._value.numel() * self._value.element_size()
+
+    @property
+    def is_host_free(self) -> bool:
+        """Whether the host's memory may be written over as far as this copy is concerned."""
+        return self._arrived is None or self._arrived.query()
+
+    def wait_for_host(self) -> None:
+        """Return once the host's memory may be written over."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def value(self) -> Tensor:
+        """The value, for work on the current stream."""
+        assert self._value is not None
+        if self._arrived is not None:
+            stream = torch.get_device_module(self._value.device).current_stream()
+            stream.wait_event(self._arrived)
+            # Its memory goes back to the allocator with ``drop``, perhaps before the work that is
+            # submitted to the stream has begun.
+            self._value.record_stream(stream)
+        return self._value
+
+    def drop(self) -> None:
+        """Free the device's memory. When the host's is free remains to be asked."""
+        self._value = None
+
+
+def copy_stream(device: torch.device) -> torch.Stream | None:
+    """A stream for ``DeviceCopy``; None where the compute device is the host."""
+    return None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+
+
+def use_device(device: torch.device) -> None:
+    """Make a thread work with this process's device: each begins with the first of the machine."""
+    if device.type != "cpu" and device.index is not None:
+        torch.get_device_module(device).set_device(device)

@@ -1,0 +1,446 @@
+"""What batches of training will do on a pipeline: their order, their traffic and their memory.
+
+What a step should move over the borders of a rank's stages.
+
+What an optimizer step of a pipeline should move, beside what crosses its borders.
+
+Runs this rank's stages once with a batch, on tensors without data: for who counts what they do.
+
+Nothing is sent or received. What crosses borders is made up, of the shapes that are planned.
+
+What is known of batches of training before any is run: asked by the engine, and for telemetry.
+
+A look at a sample tells it; what is made of that in numbers is in ``forecast.py``.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from boltmesh.strategies.cost_model.traffic import NORM_BYTES, OVERFLOW_BYTES
+from boltmesh.strategies.dry_run.metrics import find_metrics
+from boltmesh.strategies.dry_run.no_side_effects import (
+    modules_unchanged,
+    no_side_effects,
+    random_state_unchanged,
+)
+from boltmesh.strategies.pipeline.microbatch_runs import Around
+from boltmesh.strategies.pipeline.options import PipelineContext
+from boltmesh.strategies.pipeline.partition.placement import TRAINING, StagePlacement
+from boltmesh.strategies.pipeline.runtime.backward import StageGraph, backward
+from boltmesh.strategies.pipeline.runtime.handshake import agreement_size
+from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
+from boltmesh.strategies.pipeline.schedules.actions import (
+    RECEIVES,
+    SENDS,
+    RankProgram,
+    RankPrograms,
+)
+from boltmesh.strategies.pipeline.schedules.bubble import peak_live_bytes
+from boltmesh.strategies.pipeline.stage.stage_run import StageRun
+from boltmesh.strategies.pipeline.stage_params import StageParameters
+from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast
+from boltmesh.strategies.torch_compat.tensors import FakeTensorMode
+from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace, PipelinePlan
+from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
+
+ValuesAt = Callable[[int, int], tuple[ValueSpec, ...]]
+"""Gives what crosses a border in a microbatch; border 1 is the one from stage 0 to stage 1."""
+
+
+def expected_traffic(
+    program: RankProgram, values_at: ValuesAt, *, accumulated: int = 1
+) -> list[ExpectedTraffic]:
+    """Return the bytes and messages of one optimizer step on one rank, by operator.
+
+    Args:
+        program: What the rank does in one run.
+        values_at: What crosses a border.
+        accumulated: Runs in an optimizer step.
+    """
+    expected = []
+    for operator, kinds in (("send", SENDS), ("recv", RECEIVES)):
+        num_bytes = num_messages = 0
+        for action in program.actions:
+            if action.kind not in kinds:
+                continue
+            border = action.stage + (action.kind in {"SEND_F", "RECV_B"})
+            specs = values_at(border, action.microbatch)
+            if action.kind.endswith("B"):
+                specs = tuple(spec for spec in specs if spec.needs_grad)
+            num_bytes += sum(spec.num_bytes for spec in specs)
+            num_messages += sum(spec.num_bytes > 0 for spec in specs)
+        if num_messages:
+            expected.append(
+                ExpectedTraffic(
+                    axis="pipeline",
+                    operator=operator,
+                    payload_bytes=float(num_bytes * accumulated),
+                    calls=float(num_messages * accumulated),
+                    why="each microbatch: values over a border, gradients back",
+                )
+            )
+    return expected
+
+
+def expected_collectives(
+    *,
+    agreements: tuple[int, int],
+    shared: tuple[int, int],
+    told: tuple[int, int],
+    evened: tuple[int, int] = (0, 0),
+    accumulated: int,
+    num_norms: int,
+    agrees_on_overflow: bool = False,
+) -> list[ExpectedTraffic]:
+    """Return the collectives of one optimizer step on one rank; each pair is bytes and calls.
+
+    Args:
+        agreements: Of a batch, on whether ranks await the same and nobody has failed, with what
+            they tell each other beside: what a rank sends, and receives.
+        shared: Of a batch, for gradients of parameters that several stages hold.
+        told: Of a batch, from the last stage, beside that: the loss and what was logged.
+        evened: Of an optimizer step, for gradients of shared parameters that were averaged over
+            pipelines.
+        accumulated: Batches in an optimizer step.
+        num_norms: Norms over all stages in an optimizer step.
+        agrees_on_overflow: Whether stages tell each other before a step if gradients overflowed.
+    """
+    reduced = {
+        "gradients of parameters that stages share": (
+            shared[0] * accumulated,
+            shared[1] * accumulated,
+        ),
+        "the norm for clipping": (NORM_BYTES * num_norms, num_norms),
+        "whether fp16 has overflown": (
+            OVERFLOW_BYTES * agrees_on_overflow,
+            int(agrees_on_overflow),
+        ),
+    }
+    named = {why: each for why, each in reduced.items() if each[1]}
+    sizes, calls = zip(*named.values(), strict=True) if named else ((), ())
+    over_stages = ExpectedTraffic(
+        axis="pipeline",
+        operator="allreduce",
+        payload_bytes=float(sum(sizes)),
+        calls=float(sum(calls)),
+        why=", ".join(named),
+    )
+    agreed = [
+        ExpectedTraffic(
+            axis=CONTROL,
+            operator=operator,
+            payload_bytes=float(agreements[0] * accumulated),
+            calls=float(agreements[1] * accumulated),
+            why="agreements of the ranks at both ends of a batch, and its loss",
+        )
+        for operator in ("send", "recv")
+    ]
+    broadcasts = {
+        "the last stage tells the loss and what was logged": told[1] * accumulated,
+        "averaged gradients of parameters that stages share": evened[1],
+    }
+    over_ranks = ExpectedTraffic(
+        axis="pipeline",
+        operator="broadcast",
+        payload_bytes=float(told[0] * accumulated + evened[0]),
+        calls=float(sum(broadcasts.values())),
+        why=", ".join(why for why, calls in broadcasts.items() if calls),
+    )
+    found = [each for each in (over_stages, over_ranks) if each.calls]
+    return [*found, *agreed]
+
+
+def with_second_version(
+    expected: Iterable[MemoryKind], held: Iterable[Parameter]
+) -> list[MemoryKind]:
+    """Return what a rank needs that keeps the weights of the batch before, and two gradients.
+
+    Args:
+        expected: What it needs with one of each.
+        held: Its parameters; those that are not trained have one version.
+    """
+    trained = sum(each.numel() * each.element_size() for each in held if each.requires_grad)
+    return [
+        msgspec.structs.replace(kind, predicted_bytes=kind.predicted_bytes + trained)
+        if kind.kind in {"parameters", "gradients"} and kind.predicted_bytes is not None
+        else kind
+        for kind in expected
+    ]
+
+
+def border_bytes(
+    crossing: Sequence[Sequence[Sequence[ValueSpec]]], accumulated: int
+) -> tuple[tuple[int, int], ...]:
+    """Return what an optimizer step moves over each border: values forward, gradients back.
+
+    Args:
+        crossing: By microbatch and stage, what the border before the stage carries.
+        accumulated: Batches in an optimizer step.
+    """
+    num_stages = len(crossing[0]) if crossing else 0
+    found = []
+    for stage in range(1, num_stages):
+        specs = [spec for stages in crossing for spec in stages[stage]]
+        forward = sum(spec.num_bytes for spec in specs)
+        back = sum(spec.num_bytes for spec in specs if spec.needs_grad)
+        found.append((forward * accumulated, back * accumulated))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class StageRehearsal:
+    """Forward and backward passes of all microbatches of a batch of training.
+
+    Args:
+        module: Whose parameters are without data when this is called.
+        device: Where they seem to be.
+        runs: By microbatch: what the step is called with, and the stages of this rank.
+    """
+
+    module: LightningModule
+    device: torch.device
+    runs: Sequence[tuple[tuple[Any, ...], Sequence[StageRun]]]
+
+    def __call__(self, mode: FakeTensorMode) -> None:
+        """Run it. Modules, gradients and random numbers are as before afterwards.
+
+        Args:
+            mode: Of the parameters.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(random_state_unchanged(self.device))
+            stack.enter_context(modules_unchanged(self.module.modules()))
+            stack.enter_context(no_side_effects(self.module, find_metrics(self.module)))
+            stack.enter_context(torch.enable_grad())
+            self.module.train()
+            for args, stages in self.runs:
+                for stage in stages:
+                    self._run(stage, args, mode)
+
+    def _run(self, stage: StageRun, args: tuple[Any, ...], mode: FakeTensorMode) -> None:
+        received = tuple(self._made_up(each, mode) for each in stage.plan.values_in)
+        result = stage.forward(received, args)
+        if isinstance(result, Mapping):
+            result = result.get("loss")
+        given = result if isinstance(result, tuple) else (result,)
+        outputs = [each for each in given if isinstance(each, Tensor)]
+        backward(
+            StageGraph.of(received, outputs), tuple(torch.zeros_like(each) for each in outputs)
+        )
+
+    def _made_up(self, spec: ValueSpec, mode: FakeTensorMode) -> Tensor:
+        with mode:
+            value = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+        return value.requires_grad_() if spec.needs_grad else value
+
+
+Crossing = Sequence[Sequence[tuple[ValueSpec, ...]]]
+"""By microbatch and stage of a batch of training, what the border before the stage carries."""
+
+
+class PipelineForecast:
+    """What is told of a model's batches before they run.
+
+    Args:
+        programs: The actions of this rank.
+        num_microbatches: Of the batch that the model was divided by.
+        group: The ranks of the pipeline.
+    """
+
+    def __init__(self, programs: RankPrograms, num_microbatches: int, group: ProcessGroup) -> None:
+        self._programs = programs
+        self._num_microbatches = num_microbatches
+        self._group = group
+        self.crossing: Crossing | None = None
+        """None before a batch of training was seen."""
+
+    def plan(self, schedule: str, accumulated: int) -> PipelinePlan:
+        """Return what the run's recorder is told.
+
+        Args:
+            schedule: As the user calls it.
+            accumulated: Batches in an optimizer step.
+        """
+        return PipelinePlan(
+            schedule=schedule,
+            num_stages=self._programs.num_stages,
+            num_microbatches=self._num_microbatches,
+            order=self._programs.order(self._num_microbatches),
+            rank_of_stage=self._programs.rank_of_stage,
+            border_bytes=border_bytes(self.crossing or (), accumulated),
+        )
+
+    def traffic(
+        self,
+        *,
+        accumulated: int,
+        num_norms: int,
+        shared: tuple[int, int],
+        told: tuple[int, int],
+        num_told: int,
+        evened: tuple[int, int],
+        agrees_on_overflow: bool,
+    ) -> list[ExpectedTraffic]:
+        """What one optimizer step should move on this rank; nothing where that is unknown.
+
+        Args:
+            accumulated: Batches in it.
+            num_norms: Norms over all stages in it.
+            shared: Bytes and calls of a batch, for parameters that several stages hold.
+            told: Bytes and calls of a batch, from the last stage.
+            num_told: Numbers that ranks tell each other at the end of a batch.
+            evened: Bytes and calls of a step, for shared parameters' averages over pipelines.
+            agrees_on_overflow: Whether stages tell each other before it if gradients overflowed.
+        """
+        crossing = self.crossing
+        if crossing is None:
+            return []
+
+        def values_at(border: int, microbatch: int) -> tuple[ValueSpec, ...]:
+            return crossing[microbatch][border]
+
+        over_borders = expected_traffic(
+            self._programs.of(len(crossing)), values_at, accumulated=accumulated
+        )
+        if self._group.size() == 1:
+            return over_borders
+        return over_borders + expected_collectives(
+            agreements=agreement_size(self._programs.num_stages, self._group.size(), num_told),
+            shared=shared,
+            told=told,
+            evened=evened,
+            accumulated=accumulated,
+            num_norms=num_norms,
+            agrees_on_overflow=agrees_on_overflow,
+        )
+
+    def activations(self, kept_bytes: Sequence[int], place: MemoryPlace) -> MemoryKind:
+        """What this rank keeps for its backward passes at most.
+
+        Args:
+            kept_bytes: What each stage keeps of a microbatch.
+            place: Where this rank computes.
+        """
+        order = self._programs.order(self._num_microbatches)[self._group.rank()]
+        return MemoryKind("activations", place, None, peak_live_bytes(order, kept_bytes))
+
+
+class PipelineEstimate:
+    """What this rank will do, move and keep of a model that is placed.
+
+    Args:
+        module: The whole model.
+        placement: How it is divided, and how steps run on that.
+        holdings: What this rank has of it.
+        programs: The actions of this rank.
+        num_microbatches: Of the batch that the model was divided by.
+        sharing: Brings what the last stage logs to the other ranks.
+        cut: Gives the microbatches of a batch, and the rows of each.
+        context: Where the pipeline finds itself.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        placement: StagePlacement,
+        holdings: StageParameters,
+        *,
+        programs: RankPrograms,
+        num_microbatches: int,
+        sharing: LastStageBroadcast,
+        cut: Callable[[Any], tuple[list[Any], list[int]]],
+        context: PipelineContext,
+    ) -> None:
+        self.context = context
+        """Of the newest run: a model stays placed over several."""
+        self._module = module
+        self._placement = placement
+        self._holdings = holdings
+        self._programs = programs
+        self._sharing = sharing
+        self._cut = cut
+        self._forecast = PipelineForecast(programs, num_microbatches, context.group)
+
+    def look_at(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
+        """Work out what one batch of training moves, where that is not known yet.
+
+        Args:
+            batch: Of training, before its transfer.
+            rest: What ``training_step`` is called with behind it.
+            around: Precision.
+        """
+        if self._forecast.crossing is None:
+            _, runs = self._runs(batch, rest, around)
+            self._forecast.crossing = [[each.plan.values_in for each in stages] for stages in runs]
+
+    def rehearsed(self, batch: Any, rest: tuple[Any, ...], around: Around) -> StageRehearsal:
+        """Return a run of this rank's stages without the others.
+
+        Args:
+            batch: Of training, on the device.
+            rest: What ``training_step`` is called with behind it.
+            around: Precision.
+        """
+        parts, runs = self._runs(batch, rest, around)
+        own = self._programs.of(len(parts)).stages
+        return StageRehearsal(
+            self._module,
+            self.context.device,
+            [
+                ((part, *rest), [stages[each] for each in own])
+                for part, stages in zip(parts, runs, strict=True)
+            ],
+        )
+
+    def _runs(
+        self, batch: Any, rest: tuple[Any, ...], around: Around
+    ) -> tuple[list[Any], list[tuple[StageRun, ...]]]:
+        """Return a batch's microbatches, and how each runs on all stages."""
+        parts, _ = self._cut(batch)
+        plans, seed = self._placement.plans, self.context.seed
+        with around():
+            return parts, [plans.stages(TRAINING, part, *rest, seed=seed) for part in parts]
+
+    def plan(self, schedule: str, accumulated: int) -> PipelinePlan:
+        """Return what will be run.
+
+        Args:
+            schedule: As the user calls it.
+            accumulated: Batches in an optimizer step.
+        """
+        return self._forecast.plan(schedule, accumulated)
+
+    def traffic(self, accumulated: int, *, num_norms: int) -> list[ExpectedTraffic]:
+        """What one optimizer step should move on this rank; nothing where that is unknown.
+
+        Args:
+            accumulated: Batches in it.
+            num_norms: Norms over all stages in it.
+        """
+        shared, context = self._holdings.shared, self.context
+        return self._forecast.traffic(
+            accumulated=accumulated,
+            num_norms=num_norms,
+            shared=shared.size_per_batch(),
+            told=self._sharing.size_per_batch(),
+            num_told=NUM_SIGNALS + self._sharing.length,
+            evened=shared.size_of_gradients() if context.evens_shared else (0, 0),
+            agrees_on_overflow=context.scaler is not None,
+        )
+
+    def activations(self) -> list[MemoryKind]:
+        """What this rank keeps for its backward passes at most; nothing where that is unknown."""
+        kept = self._placement.kept_bytes
+        if kept is None:
+            return []
+        place: MemoryPlace = "host" if self.context.device.type == "cpu" else "device"
+        return [self._forecast.activations(kept, place)]

@@ -1,0 +1,371 @@
+"""Proves on a few rows that microbatches give a step's loss and logs as the batch does.
+
+[Note: Calibration]
+Before the first microbatch of a new kind is trained, the rank of the last stage runs the end of
+the step (what the user wrote behind the last layer) on up to five rows with made-up values, once
+with all rows and once with uneven parts of them, in two ways. What a loss is divided by grows with
+the rows if it counts them, and stays if it is a constant. Then the parts are weighed as
+microbatches are, and loss and gradients must be those of all rows. In fp64 where the step allows
+it; the tolerance covers ``+ 1e-6`` beside a count. Of every logged value the first rule that gives
+the whole's value is kept.
+
+Where something is counted that few rows have (positives of a detector), five rows may hold none,
+and ``max(n, 1)`` is a constant for them. A divisor of at most 1 is therefore tried on every row,
+each several times over, and those that change it are tried with the others. Where none does, all of
+the batch has one divisor, so it does not matter whether it counts, and the next batch is tried.
+
+What a layer computes is not run. Scalars of layers that enter the loss are believed to be means
+over their rows where their graph says so, on whatever stage they are made, and refused otherwise.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.loss.autograd_nodes import Factor, plain_name
+from boltmesh.strategies.pipeline.loss.loss_weights import StepWeights
+from boltmesh.strategies.pipeline.loss.reduction import (
+    Form,
+    Kind,
+    Leaves,
+    OtherFormError,
+    Place,
+    Term,
+    find_form,
+    leaves_of,
+    read,
+    variables_behind,
+)
+from boltmesh.strategies.pipeline.loss.trial import (
+    ATTEMPTS,
+    REPEATED,
+    Attempt,
+    Trial,
+    TrialPart,
+    TrialRows,
+    gradients_of,
+    run_cuts,
+    run_whole,
+    windows,
+)
+from boltmesh.strategies.pipeline.loss.trial_values import narrowed
+
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
+_ROUGH = 5e-2
+"""Of 16 bit numbers."""
+
+
+@dataclass
+class LossProof:
+    """A loss's form, and the runs that prove it."""
+
+    form: Form
+    cuts: list[TrialRows]
+
+
+def prove(trial: Trial, device: torch.device) -> LossProof | None:
+    """Find the form of a step's loss, and prove that its microbatches give the batch's loss.
+
+    Args:
+        trial: The end of the step.
+        device: Where it runs.
+
+    Returns:
+        None where the step gave no loss for these rows, or one that is not a number.
+
+    Raises:
+        ConfigError: When no weights make the losses of microbatches the batch's.
+    """
+    cause: Exception | None = None
+    is_run = False
+    for attempt in ATTEMPTS:
+        tried = windows(trial)
+        for number, numbers in enumerate(tried):
+            try:
+                cuts = run_cuts(trial, numbers, device, attempt)
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the step may refuse such values
+                cause = cause or error
+                break
+            is_run = True
+            proof = _proof(cuts, trial, device, attempt) if cuts else None
+            if proof is not None:
+                others = tried[number + 1 :]
+                return replace(
+                    proof,
+                    cuts=[*proof.cuts, *_more_cuts(proof.form, trial, others, device, attempt)],
+                )
+    if cause is not None and not is_run:
+        raise ConfigError(
+            f"training_step's loss could not be tried on a few rows with made-up values, so "
+            f"nothing proves that microbatches give the batch's loss: {cause}. Use microbatches=1."
+        ) from cause
+    return None
+
+
+def _more_cuts(
+    form: Form,
+    trial: Trial,
+    tried: Sequence[Sequence[int]],
+    device: torch.device,
+    attempt: Attempt,
+) -> list[TrialRows]:
+    """Prove the form on other rows too: what is logged for these may tell a sum from a maximum."""
+    found: list[TrialRows] = []
+    for numbers in tried:
+        try:
+            cuts = run_cuts(trial, numbers, device, attempt)
+            compared = [_compare(form, each) for each in cuts]  # which weighs their parts
+        except ConfigError:
+            raise
+        except Exception:  # noqa: BLE001, S112 - these rows prove nothing, others have
+            continue
+        found += cuts if all(compared) else []
+    return found
+
+
+def _telling_cuts(
+    form: Form, trial: Trial, count: int, device: torch.device, attempt: Attempt
+) -> list[TrialRows]:
+    """Run rows for which a doubtful divisor is another one, among those for which it is not."""
+    telling = quiet = None
+    for number in range(trial.num_rows):
+        try:
+            whole = run_whole(trial, [number] * REPEATED, device, attempt)
+            is_telling = whole is not None and _tells(form, whole)
+        except Exception:  # noqa: BLE001, S112 - this row tells nothing, others may
+            continue
+        if is_telling:
+            telling = number if telling is None else telling
+        else:
+            quiet = number if quiet is None else quiet
+        if telling is not None and quiet is not None:
+            break
+    if telling is None:
+        return []
+    other = telling if quiet is None else quiet
+    numbers = [telling, telling, other, telling, other][:count]
+    try:
+        return run_cuts(trial, numbers, device, attempt)
+    except ConfigError:
+        raise
+    except Exception:  # noqa: BLE001 - the step may refuse rows that are alike
+        return []
+
+
+def _tells(form: Form, whole: TrialPart) -> bool:
+    try:
+        read(whole.loss, form)
+    except OtherFormError:
+        return True
+    return False
+
+
+# The form.
+
+
+def _proof(
+    cuts: list[TrialRows], trial: Trial, device: torch.device, attempt: Attempt
+) -> LossProof | None:
+    form = _form(cuts)
+    if form is not None and form.doubtful:
+        more = _telling_cuts(form, trial, max(cuts[0].whole.count, 3), device, attempt)
+        cuts = [*cuts, *more]
+        form = _form(cuts) if more else form
+    if form is None:
+        return None
+    compared = [each for each in cuts if _compare(form, each)]
+    return LossProof(form, compared) if compared else None
+
+
+def _form(cuts: Sequence[TrialRows]) -> Form | None:
+    whole = cuts[0].whole
+    form, _ = find_form(whole.loss, lambda node: _leaves(node, cuts[0], whole))
+    constants = _constants(form, cuts)
+    form.constants |= constants.keys()
+    form.doubtful = {
+        place: factor.divisor
+        for place, factor in constants.items()
+        if factor.may_be_count and factor.divisor <= 1 + 1e-6
+    }
+    for place, kinds in _kinds(form, cuts).items():
+        if len(kinds) > 1:
+            raise ConfigError(_disproved("is divided by what is a count for some rows only"))
+        if not kinds:
+            return None
+        form.kinds[place] = kinds.pop()
+    return form
+
+
+def _constants(form: Form, cuts: Sequence[TrialRows]) -> dict[Place, Factor]:
+    """Return the factors that are the same however many rows there are, by their places."""
+    form.factors = {}
+    _counts(form, cuts)
+    found, form.factors = form.factors, None
+    return {
+        place: factors[0]
+        for place, factors in found.items()
+        if all(math.isclose(each.divisor, factors[0].divisor, rel_tol=1e-6) for each in factors)
+    }
+
+
+def _leaves(node: Node, cut: TrialRows, part: TrialPart) -> Leaves:
+    pairs = list(zip(cut.live, part.values, strict=True))
+    return leaves_of(
+        node,
+        rows={id(tensor) for value, tensor in pairs if value.dim is not None},
+        scalars={
+            id(tensor) for value, tensor in pairs if value.dim is None and value.depends_on_batch
+        },
+    )
+
+
+def _kinds(form: Form, cuts: Sequence[TrialRows]) -> dict[Place, set[Kind]]:
+    """Return what each term may be; nothing where all counts are zero."""
+    kinds: dict[Place, set[Kind]] = {}
+    for place, counts in _counts(form, cuts).items():
+        found = kinds.setdefault(place, set())
+        per_row = [count / part.count for part, term in counts for count in [float(term.count)]]
+        if all(math.isclose(each, per_row[0], rel_tol=1e-5) for each in per_row):
+            form.per_row[place] = per_row[0]
+        for cut in cuts:
+            terms = {
+                id(part): term.counting(per_row[0] * part.count if place in form.per_row else None)
+                for part, term in counts
+            }
+            whole = terms[id(cut.whole)]
+            parts = [terms[id(each)] for each in cut.parts if id(each) in terms]
+            values = [float(each.count) for each in parts]
+            is_count = math.isclose(float(whole.count), sum(values), rel_tol=1e-5)
+            is_constant = all(
+                math.isclose(float(whole.count), each, rel_tol=1e-5) for each in values if each
+            )
+            if not (is_count and is_constant):
+                found.add(_kind(whole, cut, is_count=is_count, is_constant=is_constant))
+    return kinds
+
+
+def _counts(form: Form, cuts: Sequence[TrialRows]) -> dict[Place, list[tuple[TrialPart, Term]]]:
+    """Return the terms of all parts, by their place."""
+    counts: dict[Place, list[tuple[TrialPart, Term]]] = {}
+    for cut in cuts:
+        for part in (cut.whole, *cut.parts):
+            if _is_differentiated(part):
+                for term in _read(part, form):
+                    counts.setdefault(term.place, []).append((part, term))
+    return counts
+
+
+def _is_differentiated(part: TrialPart) -> bool:
+    loss = part.outcome.loss
+    return loss is not None and loss.grad_fn is not None
+
+
+def _read(part: TrialPart, form: Form) -> list[Term]:
+    try:
+        return read(part.loss, form)
+    except OtherFormError as error:
+        raise ConfigError(
+            _disproved(f"has another form for {part.count} rows than for more ({error})")
+        ) from None
+
+
+def _kind(term: Term, cut: TrialRows, *, is_count: bool, is_constant: bool) -> Kind:
+    leaves = _leaves(term.end, cut, cut.whole)
+    if leaves.scalars and not leaves.rows and is_constant:
+        return "received"
+    if not leaves.rows and is_constant:
+        return "penalty"
+    if is_count:
+        return "mean"
+    if is_constant:
+        return "sum"
+    raise ConfigError(
+        _disproved(
+            f"divides {term.operator or plain_name(term.end)} by something that is neither a count "
+            f"of rows nor a constant ({float(term.count):g} for {cut.whole.count} rows)"
+        )
+    )
+
+
+# The proof.
+
+
+def _compare(form: Form, cut: TrialRows) -> bool:
+    """Weigh the parts as microbatches are, and compare them with the whole.
+
+    Returns:
+        Whether there was something to compare.
+
+    Raises:
+        ConfigError: When they differ.
+    """
+    weights = StepWeights(lambda loss: (form, read(loss, form)))
+    leaves = _trained(cut.whole.loss)
+    wanted = gradients_of(cut.whole.loss, [*cut.whole.values, *leaves])
+    made = [torch.zeros_like(each, dtype=torch.float64) for each in [*cut.whole.values, *leaves]]
+    whole = float(cut.whole.loss.detach())
+    loss, losses = 0.0, [abs(whole)]
+    for number, part in enumerate(cut.parts):
+        if part.outcome.loss is None:
+            continue
+        scaled, cut.weights[number] = weights.weigh(part.loss, part.count)
+        loss += float(scaled.detach())
+        losses.append(abs(float(part.loss.detach())))
+        for index, each in enumerate(gradients_of(scaled, [*part.values, *leaves])):
+            if each is None:
+                continue
+            into = made[index]
+            if index < len(cut.live):
+                dim, rows = cut.live[index].dim, cut.whole.count
+                into = narrowed(into, dim, each.shape, part.start, part.count, rows)
+            into += each
+    total = float(weights.total)
+    pairs = [
+        (torch.zeros_like(other) if one is None else one.double(), other / total)
+        for one, other in zip(wanted, made, strict=True)
+        if other.numel()
+    ]
+    largest = max((float(one.abs().max()) for one, _ in pairs), default=0.0)
+    if total == 0 or not math.isfinite(largest):
+        return False
+    difference = max((float((one - other).abs().max()) for one, other in pairs), default=0.0)
+    tolerance = _TOLERANCES.get(cut.whole.loss.dtype, _ROUGH)
+    sizes = " and ".join(str(each.count) for each in cut.parts)
+    scale = max(each for each in losses if math.isfinite(each))
+    if not abs(loss / total - whole) <= tolerance * scale:
+        raise ConfigError(
+            _disproved(
+                f"is {whole:g} for {cut.whole.count} rows and {loss / total:g} for "
+                f"the same rows in microbatches of {sizes}"
+            )
+        )
+    if not difference <= tolerance * largest:
+        raise ConfigError(
+            _disproved(
+                f"has gradients for {cut.whole.count} rows that differ by "
+                f"{difference / max(largest, 1e-300):.1%} from those of the same rows in "
+                f"microbatches of {sizes}"
+            )
+        )
+    return True
+
+
+def _trained(loss: Tensor) -> list[Tensor]:
+    """Return the parameters that the end of the step uses itself."""
+    behind = variables_behind(loss.grad_fn)
+    return list({id(each): each for each in behind if isinstance(each, Parameter)}.values())
+
+
+def _disproved(what: str) -> str:
+    return (
+        f"The loss of training_step {what}, so it is neither a mean nor a sum over rows, and no "
+        f"weights put it together from microbatches. Use microbatches=1, or such a mean or sum."
+    )

@@ -1,0 +1,197 @@
+"""Weighs the losses of microbatches, so that they add up to the batch's."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.loss.reduction import (
+    Form,
+    Kind,
+    Term,
+    behind_transparent,
+    kind_alone,
+    read_open,
+)
+
+Read = Callable[[Tensor], tuple[Form, list[Term]] | None]
+"""Gives the form of a loss, of which its kinds are known, and its terms; None where the graph has
+to do."""
+
+Weighable = tuple[Term, Kind]
+
+
+@dataclass(frozen=True)
+class _Count:
+    """What a term of the first microbatch counts, see ``Term``."""
+
+    count: Tensor | float
+    size: float
+
+
+class StepWeights:
+    """Weighs the microbatches of a step, one after the other, while the total is not known yet.
+
+    Each loss is scaled by what it counts, relative to the size of the step's first microbatch, so
+    that backward passes may begin at once; what was accumulated is divided by ``total`` in the
+    end. Made anew for each step.
+    """
+
+    def __init__(self, read: Read, *, is_single: bool = False) -> None:
+        """Take how losses are read.
+
+        Args:
+            read: Reads a loss.
+            is_single: Whether the batch is one microbatch, whose loss may be anything.
+        """
+        self.total: Tensor | float = 0.0
+        """What the weights add up to so far: the step's gradients and losses are divided by it.
+        fp32 where it is a tensor."""
+        self._read = read
+        self._is_single = is_single
+        self._kind: Kind | None = None
+        self._first: list[_Count] = []
+
+    def weigh(self, loss: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
+        """Return a microbatch's loss scaled by its weight, at least fp32, and the weight.
+
+        Args:
+            loss: Scalar, with its graph. One without a graph is worth nothing.
+            rows: Of the microbatch; what a scalar of a layer is worth.
+
+        Raises:
+            ConfigError: When the loss has parts that count different things, which no one number
+                can weigh, or when it cannot be read.
+        """
+        if loss.dtype in {torch.float16, torch.bfloat16}:
+            loss = loss.float()
+        if self._is_single:
+            self.total = 1.0
+            return loss, 1.0
+        if loss.grad_fn is None:
+            return torch.zeros_like(loss), 0.0
+        found = _terms(loss, self._read(loss), rows)
+        data = [each for each in found if each[1] != "penalty"]
+        kinds = {kind for _, kind in data}
+        if self._kind is not None and len(kinds) == 1 and not kinds <= {self._kind}:
+            raise ConfigError(
+                f"training_step's loss is a {next(iter(kinds))} over the rows of one microbatch, "
+                f"and looked like a {self._kind} for another one of the same batch and for those "
+                f"before: what it divides by was the same for all of them. Use microbatches=1, or "
+                f"divide by a number of rows, or of elements that batches have often."
+            )
+        if len(kinds) > 1:
+            raise ConfigError(
+                "training_step adds a mean and a sum over the batch, so its loss depends on how "
+                "the batch is cut into microbatches. Divide the sum by the number of its rows, or "
+                "use microbatches=1."
+            )
+        self._kind = self._kind or next(iter(kinds), None)
+        if self._kind == "sum":
+            return self._weigh_sum(loss, has_penalty=len(data) < len(found))
+        return self._weigh_mean(loss, [term for term, _ in data], rows)
+
+    def _weigh_sum(self, loss: Tensor, *, has_penalty: bool) -> tuple[Tensor, float]:
+        if has_penalty:
+            raise ConfigError(
+                "training_step adds something that does not depend on the batch, such as a penalty "
+                "on weights, to a sum over the batch, so it would count once for every microbatch. "
+                "Divide the sum by the number of its rows, or use microbatches=1."
+            )
+        self.total = 1.0
+        return loss, 1.0
+
+    def _weigh_mean(
+        self, loss: Tensor, found: list[Term], rows: int
+    ) -> tuple[Tensor, Tensor | float]:
+        # Without the terms, which hold the graph and all that it keeps.
+        self._first = self._first or [_Count(each.count, each.size) for each in found]
+        if not found:  # penalties alone
+            weight: Tensor | float = float(rows)
+        else:
+            weight = found[0].count / self._first[0].size
+            self._refuse_uneven(found, weight)
+        self.total = self.total + weight
+        return _scaled(loss, weight), weight
+
+    def _refuse_uneven(self, found: list[Term], weight: Tensor | float) -> None:
+        if len(found) == 1 and len(self._first) == 1:
+            return
+        first_count, size = float(self._first[0].count), self._first[0].size
+        same = len(found) == len(self._first) and all(
+            math.isclose(
+                float(each.count) * first_count,
+                float(weight) * size * float(first.count),
+                rel_tol=1e-5,
+            )
+            for each, first in zip(found, self._first, strict=True)
+        )
+        if not same:
+            parts = ", ".join(f"{each.operator} over {float(each.count):g}" for each in found)
+            raise ConfigError(
+                f"training_step adds means over different things ({parts}), which microbatches "
+                f"hold in different proportions, so no weight makes their losses the batch's. "
+                f"Use microbatches=1, or take both means over the same elements."
+            )
+
+
+def _terms(loss: Tensor, known: tuple[Form, list[Term]] | None, rows: int) -> list[Weighable]:
+    if known is None:
+        return read_open(loss.grad_fn, rows)
+    form, found = known
+    terms: list[Weighable] = []
+    for raw in found:
+        per_row = form.per_row.get(raw.place)
+        term = raw.counting(None if per_row is None else per_row * rows)
+        kind = form.kinds.get(term.place)
+        if kind == "received":
+            # A layer made it: its graph is here if that layer is.
+            inner = read_open(term.end, rows)
+            terms += [(_behind(term, each), each_kind) for each, each_kind in inner]
+        else:
+            terms.append(kind_alone(term, rows) if kind is None else (term, kind))
+    return terms
+
+
+def _behind(term: Term, inner: Term) -> Term:
+    """The factors on both sides of a layer's end."""
+    return replace(inner, count=inner.count * term.count, size=inner.size * term.size)
+
+
+def _scaled(loss: Tensor, weight: Tensor | float) -> Tensor:
+    """Scale; a mean over nothing is not a number, and worth nothing.
+
+    What is a number and worth nothing keeps its graph: an optimizer steps by gradients of zero, as
+    in one process.
+    """
+    if not isinstance(weight, Tensor):
+        if weight == 1.0:
+            return loss  # nearly always; a product takes two operators here and two on the way back
+        return loss * weight if weight or bool(loss.isfinite()) else torch.zeros_like(loss)
+    node = behind_transparent(loss.grad_fn)
+    if node is not None and node.name().startswith("NllLoss"):
+        # Its backward pass divides no zero by zero.
+        return _Weighed.apply(loss, weight)  # type: ignore[no-any-return, no-untyped-call]
+    is_number = (weight != 0) | loss.detach().isfinite()
+    return loss * weight if bool(is_number) else torch.zeros_like(loss)
+
+
+class _Weighed(torch.autograd.Function):
+    """``loss * weight``, and 0 where the weight is, without asking a device for it."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, loss: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradients[0] * weight, None

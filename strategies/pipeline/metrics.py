@@ -1,0 +1,404 @@
+"""Keeps what a training step calls metrics with, microbatch by microbatch, for the whole batch.
+
+The last stage runs the step to its end for each microbatch. A metric that counted there would have
+counted on one rank alone, and what it gives for a batch, or its number of updates, would be of
+parts. So calls are only kept, with arguments without their graphs; at the end of the batch
+these are joined, and every rank makes the calls once (``sharing.py``).
+
+Makes the calls of metrics that a step is to make, once for the whole batch, on every rank.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError, DivergenceError
+from boltmesh.strategies.dry_run.metrics import (
+    MetricCall,
+    MetricKind,
+    copy_of,
+    metrics_replaced,
+    stand_in,
+)
+from boltmesh.strategies.pipeline.stage.trace import MetricTrace
+from boltmesh.strategies.pytree import Build, take_apart, tensors_in
+from boltmesh.strategies.torch_compat.tensors import tree_map_only
+
+KeepNumber = Callable[[str, Tensor | float, bool], None]
+"""Takes a number's key, one microbatch's value, and whether it is a whole number: a count."""
+
+
+@dataclass(frozen=True)
+class MetricValue:
+    """Stands for a tensor that a call of a metric gives for the whole batch."""
+
+    call: int
+    leaf: int
+
+
+@dataclass
+class _RecordedCall:
+    """One call over the microbatches."""
+
+    name: str
+    method: str
+    build: Build
+    leaves: list[list[Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class JoinedCall:
+    """A call as one process makes it."""
+
+    name: str
+    method: str
+    leaves: list[Any]
+    """Of positional and keyword arguments; of one microbatch where they are numbers."""
+    numbers: dict[int, str]
+    """By leaf the key that its number was kept under."""
+    build: Build
+
+
+class MetricCalls:
+    """The calls of one step.
+
+    Args:
+        metrics: Of the module, by name.
+        of_batch: What the step calls for the whole batch; unknown if None.
+        num_microbatches: Of the batch.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, MetricKind],
+        of_batch: Sequence[MetricTrace] | None = None,
+        num_microbatches: int = 1,
+    ) -> None:
+        self._metrics = metrics
+        self._of_batch = of_batch
+        self._num_microbatches = num_microbatches
+        self._calls: dict[int, list[_RecordedCall]] = {}
+        self._given: dict[int, tuple[Tensor, MetricValue]] = {}
+        self.joined: list[JoinedCall] = []
+        """Once all microbatches were run."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the step calls any; every rank knows."""
+        return bool(self._of_batch)
+
+    @contextmanager
+    def of_microbatch(self, index: int, keep_number: KeepNumber) -> Iterator[None]:
+        """Within, calls are kept as this microbatch's.
+
+        Args:
+            index: Its number.
+            keep_number: Puts numbers together as logged ones are.
+
+        Raises:
+            ConfigError: When the calls of all microbatches cannot be joined.
+            DivergenceError: When the step made other calls than its probe.
+        """
+        kept = self._calls[index] = []
+
+        def act(call: MetricCall) -> Any:
+            detached = tree_map_only(Tensor, Tensor.detach, (call.args, call.kwargs))
+            leaves, build = take_apart(detached)
+            number = len(kept)
+            made = self._answer(call, kept)
+            kept.append(_RecordedCall(call.name, call.method, build, [leaves]))
+            for leaf, each in enumerate(tensors_in(made)):
+                self._given[id(each)] = each, MetricValue(number, leaf)
+            for leaf, each in enumerate(leaves):
+                if is_number(each):
+                    keep_number(number_key(number, leaf), each, _is_whole(each))
+            return made
+
+        with metrics_replaced(self._metrics, act) if self._metrics else nullcontext():
+            yield
+        self._compare(kept)
+        if len(self._calls) == self._num_microbatches:
+            self.joined = self._join()
+
+    def given(self, value: Any) -> MetricValue | None:
+        """Return which call gave a tensor, None for what none gave."""
+        known = self._given.get(id(value))
+        return None if known is None else known[1]
+
+    def _answer(self, call: MetricCall, before: Sequence[_RecordedCall]) -> Any:
+        if call.method in {"update", "reset"}:
+            return None
+        if call.method == "forward":
+            return stand_in(call.metric).forward(*call.args, **call.kwargs)
+        metric = copy_of(call.metric)
+        for each in before:
+            if each.name == call.name:
+                args, kwargs = each.build(each.leaves[0])
+                getattr(metric, each.method)(*args, **kwargs)
+        return metric.compute()
+
+    def _compare(self, kept: Sequence[_RecordedCall]) -> None:
+        if self._of_batch is None:
+            return
+        made = [(each.name, each.method) for each in kept]
+        expected = [(each.name, each.method) for each in self._of_batch]
+        if made != expected:
+            raise DivergenceError(
+                f"the step called metrics so: {_listed(made)}, and would for the whole batch so: "
+                f"{_listed(expected)}. Call them for every batch, whatever is in it."
+            )
+
+    def _join(self) -> list[JoinedCall]:
+        parts = [self._calls[index] for index in sorted(self._calls)]
+        joined = []
+        for number, first in enumerate(parts[0]):
+            calls = [each[number] for each in parts]
+            shapes = None if self._of_batch is None else self._of_batch[number].shapes
+            leaves: list[Any] = []
+            numbers: dict[int, str] = {}
+            for leaf, value in enumerate(first.leaves[0]):
+                if is_number(value):
+                    numbers[leaf] = number_key(number, leaf)
+                    leaves.append(value)
+                    continue
+                values = [each.leaves[0][leaf] for each in calls]
+                shape = None if shapes is None or leaf >= len(shapes) else shapes[leaf]
+                leaves.append(_join_leaf(first.name, values, shape))
+            joined.append(JoinedCall(first.name, first.method, leaves, numbers, first.build))
+        return joined
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether an argument of a metric is a number."""
+    if isinstance(leaf, Tensor):
+        return leaf.ndim == 0 and leaf.dtype != torch.bool
+    return isinstance(leaf, int | float) and not isinstance(leaf, bool)
+
+
+def number_key(call: int, leaf: int) -> str:
+    """Return what a number among the arguments of a metric is kept under."""
+    return f"{call}.{leaf}"
+
+
+def _is_whole(value: Tensor | float) -> bool:
+    return not value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, int)
+
+
+def _join_leaf(name: str, values: Sequence[Any], shape: tuple[int, ...] | None) -> Any:
+    """Return an argument for the whole batch.
+
+    Args:
+        name: The metric.
+        values: By microbatch.
+        shape: Of the tensor for the whole batch, as far as it is known.
+    """
+    first = values[0]
+    if len(values) == 1:
+        return first
+    if not isinstance(first, Tensor):
+        if any(type(each) is not type(first) or each != first for each in values):
+            _refuse(name, values)
+        return first
+    if any(each.ndim != first.ndim for each in values):
+        _refuse(name, values)
+    dim = _dimension_of_rows(values, shape)
+    if dim is not None:
+        return torch.cat(list(values), dim)
+    differing = [
+        dim for dim in range(first.ndim) if any(e.shape[dim] != first.shape[dim] for e in values)
+    ]
+    if differing == [0]:  # rows or elements that were picked by what layers gave
+        return torch.cat(list(values))
+    if differing or not all(torch.equal(each, first) for each in values):
+        _refuse(name, values)
+    return first
+
+
+def _dimension_of_rows(values: Sequence[Tensor], shape: tuple[int, ...] | None) -> int | None:
+    """Return which dimension microbatches divide, by what is known of the whole batch."""
+    if shape is None or len(shape) != values[0].ndim:
+        return None
+    grown = [dim for dim, size in enumerate(shape) if size != values[0].shape[dim]]
+    if len(grown) == 1 and sum(each.shape[grown[0]] for each in values) == shape[grown[0]]:
+        return grown[0]
+    return None
+
+
+def _refuse(name: str, values: Sequence[Any]) -> None:
+    described = ", ".join(
+        str(tuple(each.shape)) if isinstance(each, Tensor) else repr(each) for each in values
+    )
+    raise ConfigError(
+        f"the metric {name!r} is called with something that microbatches cannot be joined to the "
+        f"whole batch's: {described}. Give it tensors with a row for each sample, or numbers, or "
+        f"use microbatches=1."
+    )
+
+
+def _listed(calls: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(f"{name}.{method}" for name, method in calls) or "not at all"
+
+
+_ALIGNMENT = 16
+"""Bytes: no element of a tensor is larger."""
+
+Given = Sequence[Sequence[Tensor]]
+"""Of each call the tensors that it gave."""
+
+
+class _TensorSlot:
+    """Stands for a tensor or a number among the arguments of a call."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, number: type | None) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.number = number
+        """``int`` or ``float`` where it is one of Python's."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _TensorSlot) and vars(self) == vars(other)
+
+    @override
+    def __hash__(self) -> int:
+        return hash((self.shape, self.dtype))
+
+
+class _SentCall(NamedTuple):
+    name: str
+    method: str
+    arguments: Any
+    """Positional and keyword ones, with places for tensors and numbers."""
+
+
+class MetricBroadcast:
+    """Sends arguments of metrics from the last stage's rank to the others, and makes the calls.
+
+    What does not change from step to step is sent once.
+
+    Args:
+        metrics: Of the module, by name.
+        group: The pipeline.
+        source: Global rank that holds the last stage.
+        device: Of what is sent.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, MetricKind],
+        group: ProcessGroup,
+        source: int,
+        device: torch.device,
+    ) -> None:
+        self._metrics = metrics
+        self._group = group
+        self._source = source
+        self._device = device
+        self._known: list[_SentCall] = []
+
+    def send(self, calls: Sequence[JoinedCall], numbers: Mapping[str, Tensor]) -> Given:
+        """Make the calls, and let the other ranks make them. Collective over the pipeline.
+
+        Args:
+            calls: On the rank of the last stage.
+            numbers: What numbers among the arguments are for the whole batch, by their keys.
+        """
+        tensors: list[Tensor] = []
+        told = [_told(each, numbers, tensors.append) for each in calls]
+        wire = _pack(tensors, self._device)
+        if self._group.size() > 1:
+            is_news = told != self._known
+            self._broadcast(torch.tensor([int(is_news), len(wire)], device=self._device))
+            if is_news:
+                dist.broadcast_object_list([told], self._source, group=self._group)
+            if len(wire):
+                self._broadcast(wire)
+        self._known = told
+        return self._make(wire)
+
+    def receive(self) -> Given:
+        """Make the calls that the last stage's rank sends. Collective over the pipeline."""
+        head = self._broadcast(torch.zeros(2, dtype=torch.int64, device=self._device))
+        is_news, size = map(int, head.tolist())
+        if is_news:
+            holder: list[Any] = [None]
+            dist.broadcast_object_list(holder, self._source, group=self._group)
+            self._known = holder[0]
+        wire = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._make(self._broadcast(wire) if size else wire)
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, self._source, group=self._group)
+        return tensor
+
+    def _make(self, wire: Tensor) -> Given:
+        given, start = [], 0
+        for call in self._known:
+            leaves, build = take_apart(call.arguments)
+            for number, place in enumerate(leaves):
+                if isinstance(place, _TensorSlot):
+                    leaves[number] = _unpacked(wire, start, place)
+                    start += _padded(place.num_bytes)
+            args, kwargs = build(leaves)
+            metric = self._metrics[call.name]
+            given.append(tensors_in(getattr(metric, call.method)(*args, **kwargs)))
+        return given
+
+
+def _told(
+    call: JoinedCall, numbers: Mapping[str, Tensor], add: Callable[[Tensor], None]
+) -> _SentCall:
+    """Return a call with places in it; ``add`` takes what belongs there, in order."""
+    leaves: list[Any] = []
+    for leaf, value in enumerate(call.leaves):
+        key = call.numbers.get(leaf)
+        if key is None and not isinstance(value, Tensor):
+            leaves.append(value)
+        elif key is None:
+            leaves.append(_TensorSlot(tuple(value.shape), value.dtype, None))
+            add(value)
+        else:
+            is_tensor = isinstance(value, Tensor)
+            dtype = value.dtype if is_tensor else torch.float64
+            number = numbers[key]
+            add((number if dtype.is_floating_point else number.round()).to(dtype))
+            leaves.append(_TensorSlot((), dtype, None if is_tensor else type(value)))
+    return _SentCall(call.name, call.method, call.build(leaves))
+
+
+def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    wire = torch.zeros(
+        sum(_padded(each.numel() * each.element_size()) for each in tensors),
+        dtype=torch.uint8,
+        device=device,
+    )
+    start = 0
+    for each in tensors:
+        whole = each.to(device).resolve_conj().resolve_neg().contiguous()
+        flat = whole.reshape(-1).view(torch.uint8)
+        wire[start : start + len(flat)] = flat
+        start += _padded(len(flat))
+    return wire
+
+
+def _unpacked(wire: Tensor, start: int, place: _TensorSlot) -> Any:
+    value = wire[start : start + place.num_bytes].view(place.dtype).view(place.shape)
+    if place.number is None:
+        return value
+    return place.number(round(value.item()) if place.number is int else value.item())
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,1 +1,0 @@
-"""``torchmetrics`` objects of a module that several ranks run on parts of one batch."""

@@ -1,0 +1,358 @@
+"""Decides which rank holds what of a model: units, parameters and buffers of every stage.
+
+The first rank of the job decides, by its sample of the data, and the others do as it says: a sample
+of other lengths could make another split, and parameters that nobody holds, or that are on another
+stage in the next pipeline, with whose gradients theirs are averaged.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
+from boltmesh.strategies.pipeline.options import PipelineContext, Silent, Split
+from boltmesh.strategies.pipeline.partition.choose import MemoryBudget, cut_units, unit_cost
+from boltmesh.strategies.pipeline.partition.cost import (
+    kept_by_stage,
+    measure_units,
+    units_in_call_order,
+    units_in_model_order,
+)
+from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
+from boltmesh.strategies.pipeline.partition.split import UnitCost
+from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
+from boltmesh.strategies.pipeline.stage.trace import StepTrace
+from boltmesh.strategies.pipeline.stage.trace_step import probe
+from boltmesh.strategies.pipeline.stage.units import find_stage_units
+
+
+@dataclass(frozen=True)
+class StageAssignment:
+    """What stands where, in names. The same on every rank."""
+
+    rank_of_stage: tuple[int, ...]
+    stage_of_unit: Mapping[str, int]
+    stages: tuple[tuple[UnitCost, ...], ...]
+    """The units of each stage, in the order of their calls."""
+    ranks_of_parameter: Mapping[str, tuple[int, ...]]
+    """By the parameter's first name, the pipeline ranks that hold it; the first one counts it."""
+    rank_of_buffer: Mapping[str, int]
+    """By the buffer's name, each of several, the pipeline rank whose value is the model's."""
+    loose_buffers: tuple[str, ...]
+    """Buffers outside of units."""
+    kept_bytes: tuple[int, ...] | None
+    """What each stage keeps of a microbatch like the one it was cut by, from its forward to its
+    backward pass; None where that cannot be seen."""
+    parameters: tuple[str, ...]
+    """All names of the module, by which ranks see that they have the same one."""
+
+    def rank_of_state(self, name: str) -> int:
+        """Return the pipeline rank that has the model's value of what is no parameter.
+
+        What belongs to no unit is what the step's end has made of it, on the last stage's rank.
+        """
+        if name in self.rank_of_buffer:
+            return self.rank_of_buffer[name]
+        for unit, stage in self.stage_of_unit.items():
+            if name.startswith(f"{unit}."):
+                return self.rank_of_stage[stage]
+        return self.rank_of_stage[-1]
+
+
+TRAINING = "training_step"
+"""The step that has to be cut into stages; the others run layer by layer where they cannot."""
+
+_DIVISIONS: "WeakKeyDictionary[Module, StageAssignment]" = WeakKeyDictionary()
+"""Of modules that are divided already, of which this process has no more than its part."""
+
+
+@dataclass(frozen=True)
+class StagePlacement:
+    """A division, and how steps run on it."""
+
+    plans: StagePlans
+    division: StageAssignment
+
+    @property
+    def stages(self) -> tuple[tuple[UnitCost, ...], ...]:
+        """The units of each stage, in the order of their calls."""
+        return self.division.stages
+
+    @property
+    def ranks_of_parameter(self) -> Mapping[str, tuple[int, ...]]:
+        """By the parameter's first name, the ranks that hold it; the first one counts it."""
+        return self.division.ranks_of_parameter
+
+    @property
+    def kept_bytes(self) -> tuple[int, ...] | None:
+        """What each stage keeps of a microbatch for its backward pass; None where unknown."""
+        return self.division.kept_bytes
+
+
+def place(
+    module: Module,
+    step: str,
+    args: tuple[Any, ...],
+    *,
+    rank_of_stage: Sequence[int],
+    split: Split,
+    context: PipelineContext,
+    budget: MemoryBudget,
+    unmade: DeferredModel,
+) -> StagePlacement:
+    """Cut a model into stages, as the job's first rank says. Collective over all ranks.
+
+    A model that another strategy has divided for as many ranks and stages stays divided so.
+
+    Args:
+        module: The whole model; nothing of it is computed.
+        step: The method that is run as a pipeline, such as ``training_step``.
+        args: What it is called with.
+        rank_of_stage: The rank of each stage of the pipeline.
+        split: As the user gave it.
+        context: Where the pipeline finds itself.
+        budget: What memory its ranks have for it.
+        unmade: What of the model does not exist yet.
+
+    Raises:
+        ConfigError: When the model cannot be cut so, or is divided otherwise already.
+    """
+    mine: StageAssignment | ConfigError | None = None
+    plans: StagePlans | None = None
+    if dist.get_rank() == 0:
+        try:
+            mine = _DIVISIONS.get(module)
+            if mine is None:
+                _refuse_parts(module, unmade)
+                mine, plans = divide(
+                    module,
+                    step,
+                    args,
+                    rank_of_stage=rank_of_stage,
+                    split=split,
+                    seed=context.seed,
+                    device=context.device,
+                    budget=budget,
+                    unmade=unmade,
+                    recomputed=context.recomputed,
+                    silent=context.silent,
+                )
+        except ConfigError as error:
+            mine = error
+        except Exception as error:
+            # Whoever ends without a word is waited for.
+            broadcast_from_rank0(ConfigError(f"The first rank could not look at {step}: {error}"))
+            raise
+    answer = broadcast_from_rank0(mine)
+    assert answer is not None
+    if isinstance(answer, ConfigError):
+        raise answer
+    _check_module(module, answer, rank_of_stage, context.group, unmade)
+    _DIVISIONS[module] = answer
+    if plans is None:
+        units = find_stage_units(module)
+        plans = StagePlans(module, units, answer.stage_of_unit, silent=context.silent)
+    return StagePlacement(plans, answer)
+
+
+def divide(
+    module: Module,
+    step: str,
+    args: tuple[Any, ...],
+    *,
+    rank_of_stage: Sequence[int],
+    split: Split,
+    seed: int,
+    device: torch.device,
+    budget: MemoryBudget,
+    unmade: DeferredModel,
+    recomputed: Set[Module],
+    silent: Silent = nullcontext,
+) -> tuple[StageAssignment, StagePlans]:
+    """Cut a model into stages, by a look at what a step does with one microbatch.
+
+    Args:
+        module: The whole model; nothing of it is computed.
+        step: The method that is run as a pipeline, such as ``training_step``.
+        args: What it is called with.
+        rank_of_stage: The rank of each stage.
+        split: As the user gave it.
+        seed: What the step's random numbers start from.
+        device: Where it will run.
+        budget: What memory its ranks have for it.
+        unmade: What of it does not exist yet.
+        recomputed: Units whose forward pass runs once more in the backward pass.
+        silent: See ``PipelineContext``.
+
+    Raises:
+        ConfigError: When the model cannot be cut so.
+    """
+    units = find_stage_units(module)
+    with silent():
+        trace = _probe_costs(module, units, step, args, seed)
+    uses = units_in_model_order(units) if trace is None else units_in_call_order(trace, units)
+    if not any(each.is_called for each in uses):
+        _refuse_to_train_nothing(module, step)
+    if step != TRAINING and sum(each.is_called for each in uses) < len(rank_of_stage):
+        uses = units_in_model_order(units)  # a test of an encoder alone: the others stand as well
+    seconds = None
+    if split == "measured":
+        seconds = measure_units(module, units, step, args, seed=seed, device=device, unmade=unmade)
+    costs = {
+        each.name: unit_cost(
+            each,
+            seconds,
+            is_recomputed=units[each.name] in recomputed,
+            num_versions=budget.num_versions,
+        )
+        for each in uses
+        if each.is_called
+    }
+    names = cut_units(split, list(costs.values()), rank_of_stage, budget)
+    stage_of_unit = {name: stage for stage, members in enumerate(names) for name in members}
+    stage = 0
+    for each in uses:  # one that this step does not call stands with its neighbour
+        stage = stage_of_unit.setdefault(each.name, stage)
+    plans = StagePlans(module, units, stage_of_unit, silent=silent)
+    rank_of_unit = {unit: rank_of_stage[each] for unit, each in stage_of_unit.items()}
+    last_rank = rank_of_stage[-1]
+    unit_of_buffer = _units_of_buffers(module, units)
+    used = _used_parameters(plans, step, args, seed)
+    division = StageAssignment(
+        rank_of_stage=tuple(rank_of_stage),
+        stage_of_unit=stage_of_unit,
+        stages=tuple(tuple(costs[name] for name in members) for members in names),
+        ranks_of_parameter=_ranks_of_parameters(module, plans, used, rank_of_stage),
+        rank_of_buffer={
+            name: last_rank if unit is None else rank_of_unit[unit]
+            for name, unit in unit_of_buffer.items()
+        },
+        loose_buffers=tuple(name for name, unit in unit_of_buffer.items() if unit is None),
+        kept_bytes=None if trace is None else kept_by_stage(trace, stage_of_unit),
+        parameters=tuple(name for name, _ in module.named_parameters()),
+    )
+    return division, plans
+
+
+def _refuse_to_train_nothing(module: Module, step: str) -> None:
+    """Refuse training that no stage would have a part in; evaluation runs on every rank."""
+    if step == TRAINING:
+        raise ConfigError(
+            f"{type(module).__name__}.{step} calls none of the model's layers with the first "
+            f"batch, so there is nothing to make stages of. Call the layers that it trains in "
+            f"{step}, by themselves or through self(...), or use bolt_ddp."
+        )
+
+
+def _used_parameters(
+    plans: StagePlans, step: str, args: tuple[Any, ...], seed: int
+) -> list[frozenset[str]]:
+    """Return which parameters each stage uses in a step; nothing for one that cannot be cut."""
+    try:
+        return [run.plan.parameters for run in plans.stages(step, *args, seed=seed)]
+    except ConfigError:
+        if step == TRAINING:
+            raise
+        return []  # see relay.py
+
+
+def _refuse_parts(module: Module, unmade: DeferredModel) -> None:
+    """Refuse a copy of a model that has been divided: most of its values are elsewhere."""
+    absent = [name for name, each in module.named_parameters() if unmade.is_lost(each)]
+    if absent:
+        raise ConfigError(
+            f"{type(module).__name__} was part of a pipeline before, and this rank does not have "
+            f"the values of {_told(absent)}. Go on with the module that was trained itself and as "
+            f"many ranks and stages, or make a new module and give the Trainer the run's "
+            f"checkpoint as ckpt_path."
+        )
+
+
+def _check_module(
+    module: Module,
+    division: StageAssignment,
+    rank_of_stage: Sequence[int],
+    group: ProcessGroup,
+    unmade: DeferredModel,
+) -> None:
+    """Refuse a module that does not fit to what the first rank has decided."""
+    if division.rank_of_stage != tuple(rank_of_stage):
+        before = division.rank_of_stage
+        raise ConfigError(
+            f"{type(module).__name__} was divided into {len(before)} stages on {max(before) + 1} "
+            f"ranks by an earlier run, and this one has {len(rank_of_stage)} stages on "
+            f"{max(rank_of_stage) + 1}. Use the same schedule and ranks again, or make a new "
+            f"module and give the Trainer the run's checkpoint as ckpt_path."
+        )
+    own = dict(module.named_parameters())
+    differing = sorted(set(own) ^ set(division.parameters))
+    if differing:
+        raise ConfigError(
+            f"{type(module).__name__} has other parameters on rank {group.rank()} of the pipeline "
+            f"than on its first rank: {_told(differing)} on one of them only. Every rank has to "
+            f"build the same module."
+        )
+    lost = [
+        name
+        for name, ranks in division.ranks_of_parameter.items()
+        if group.rank() in ranks and unmade.is_lost(own[name])
+    ]
+    if lost:
+        raise ConfigError(
+            f"{type(module).__name__} was part of a pipeline before, and rank {group.rank()} does "
+            f"not have the values of {_told(lost)}. Make a new module and give the Trainer the "
+            f"run's checkpoint as ckpt_path."
+        )
+
+
+def _told(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _probe_costs(
+    module: Module, units: Mapping[str, Module], step: str, args: tuple[Any, ...], seed: int
+) -> StepTrace | None:
+    """Return what a step does; None for one of evaluation that cannot be cut into stages."""
+    try:
+        return probe(module, units, step, args, seed=seed, counts_flops=True, notes_kept=True)
+    except ConfigError:
+        pass
+    try:
+        # What is saved cannot be seen under torch.func. Any other error comes once more.
+        return probe(module, units, step, args, seed=seed, counts_flops=True)
+    except ConfigError:
+        if step == TRAINING:
+            raise
+        return None
+
+
+def _ranks_of_parameters(
+    module: Module,
+    plans: StagePlans,
+    used: Sequence[frozenset[str]],
+    rank_of_stage: Sequence[int],
+) -> dict[str, tuple[int, ...]]:
+    ranks: dict[str, tuple[int, ...]] = {}
+    for name, _ in module.named_parameters():
+        stages = [stage for stage, names in enumerate(used) if name in names]
+        if not stages:
+            units = [unit for unit, held in plans.parameters_of_unit.items() if name in held]
+            last = len(rank_of_stage) - 1
+            stages = [min(plans.stage_of_unit[unit] for unit in units)] if units else [last]
+        ranks[name] = tuple(sorted({rank_of_stage[stage] for stage in stages}))
+    return ranks
+
+
+def _units_of_buffers(module: Module, units: Mapping[str, Module]) -> dict[str, str | None]:
+    """The unit that holds a buffer, by each of its names, that of a tensor outside too."""
+    holding = {id(each): unit for unit, part in units.items() for each in part.buffers()}
+    named = module.named_buffers(remove_duplicate=False)
+    return {name: holding.get(id(each)) for name, each in named}

@@ -1,0 +1,287 @@
+"""Differentiates a stage: as a whole, or its inputs first and its weights later.
+
+[Note: Two halves of a backward pass]
+The gradient of the inputs is on the critical path of a pipeline, that of the weights is not (Zero
+Bubble Pipeline Parallelism, Qi et al. 2024, https://arxiv.org/abs/2401.10241, section 2). The first
+half asks autograd for the inputs alone, so it runs only the operators on the path to them, and
+notes the gradients that arrive where something leaves that path towards a parameter. The second
+half starts there. An operator that is at such a place runs in both halves; each time it computes
+only what it was asked for.
+
+Places that share what is off the path (a weight that is used twice, a cast of one) are
+differentiated together. One then lies behind another, and autograd carries gradients on from the
+first to the second once more; the second is held to what it had received in the first half.
+
+The halves of ``torch.distributed.pipelining`` lose the gradients of parameters that reach an output
+without the inputs having a part in it, and fail on outputs that are views and on weights that are
+used around another one (torch 2.13).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Grads = tuple[Tensor | None, ...]
+
+_REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
+"""It differentiates its parameters by itself, and refuses to be asked for inputs alone."""
+
+
+@dataclass
+class StageGraph:
+    """What is left of a forward pass, to be differentiated once.
+
+    Outputs are known by their edges, so their memory goes as soon as nothing else needs it.
+    """
+
+    inputs: tuple[Tensor, ...]
+    edges: tuple[GradientEdge | None, ...]
+    """One for each output; None where it depends on nothing that is trained."""
+
+    @classmethod
+    def of(cls, inputs: tuple[Tensor, ...], outputs: Sequence[Tensor]) -> "StageGraph":
+        """Note what a stage made of its inputs, which are leaves."""
+        edges = tuple(get_gradient_edge(each) if each.requires_grad else None for each in outputs)
+        return cls(inputs, edges)
+
+
+@dataclass
+class _SplitPoint:
+    """Where the second half begins: an operator that parameters meet the path at, or an output."""
+
+    node: Node
+    is_on_path: bool
+    grads: list[Tensor | None] = field(default_factory=list)
+    """Arrived at each of the operator's outputs."""
+
+    def hold(self, grads: Any) -> None:
+        self.grads = list(grads)
+
+
+@dataclass
+class _SplitGroup:
+    """Places that share what is off the path, and the leaves that they lead to."""
+
+    places: list[_SplitPoint]
+    leaves: list[Tensor]
+
+    def backward(self) -> None:
+        """Add to the leaves' gradients, with all of their hooks."""
+        on_path = [place for place in self.places if place.is_on_path]
+        is_shared = len(on_path) > 1
+        edges = [
+            (GradientEdge(place.node, index), grad)
+            for place in self.places
+            for index, grad in enumerate(place.grads)
+            if grad is not None
+        ]
+        if not edges:
+            return
+        handles = []
+        try:
+            if is_shared:
+                for place in on_path:
+                    kept = tuple(place.grads)
+                    handles.append(place.node.register_prehook(lambda _, kept=kept: kept))
+            torch.autograd.backward(
+                [edge for edge, _ in edges],
+                [grad for _, grad in edges],
+                retain_graph=is_shared,
+                inputs=self.leaves,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class WeightsHalf:
+    """The second half of a backward pass, still to be done."""
+
+    def __init__(self, groups: list[_SplitGroup]) -> None:
+        # What is shared passes through the places of others, whose memory has to be there yet.
+        self._groups = sorted(groups, key=lambda group: len(group.places), reverse=True)
+
+    def run(self) -> None:
+        """Add to the parameters' gradients and let the graph go."""
+        groups, self._groups = self._groups, []
+        while groups:
+            groups.pop(0).backward()
+
+
+class _WholeLater:
+    """A second half that is the whole backward pass, for a stage whose inputs need no gradient."""
+
+    def __init__(self, graph: StageGraph, grads: Grads) -> None:
+        self._left: tuple[StageGraph, Grads] | None = (graph, grads)
+
+    def run(self) -> None:
+        if self._left is not None:
+            (graph, grads), self._left = self._left, None
+            backward(graph, grads)
+
+
+class _EmptyWeightsHalf:
+    """A second half of which nothing is left."""
+
+    def run(self) -> None:
+        pass
+
+
+Later = WeightsHalf | _WholeLater | _EmptyWeightsHalf
+
+
+def backward(graph: StageGraph, grads: Grads) -> Grads:
+    """Differentiate a stage as a whole: parameters' gradients are added to.
+
+    Args:
+        graph: Of its forward pass; nothing of it is left.
+        grads: Of each output, in its shape and dtype.
+
+    Returns:
+        The gradient of each input; None where it has none.
+    """
+    edges, known = _with_grads(graph.edges, grads)
+    if edges:
+        torch.autograd.backward(edges, known)
+    found = tuple(each.grad if each.requires_grad else None for each in graph.inputs)
+    for each in graph.inputs:
+        each.grad = None
+    return found
+
+
+def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
+    """Differentiate a stage's inputs alone. See [Note: Two halves of a backward pass].
+
+    Returns:
+        The gradient of each input, as of ``backward``, and what is left to be done.
+    """
+    edges, known = _with_grads(graph.edges, grads)
+    leaves = {index: each for index, each in enumerate(graph.inputs) if each.requires_grad}
+    if not edges:
+        return (None,) * len(graph.inputs), _EmptyWeightsHalf()
+    if not leaves:
+        return (None,) * len(graph.inputs), _WholeLater(graph, grads)
+    reached = _Reached(
+        [edge.node for edge in edges], [get_gradient_edge(each).node for each in leaves.values()]
+    )
+    if not reached.path:
+        return (None,) * len(graph.inputs), _WholeLater(graph, grads)
+    if any(node.name() == _REENTRANT_CHECKPOINT for node in reached.nodes):
+        return backward(graph, grads), _EmptyWeightsHalf()
+
+    places = [_SplitPoint(node, is_on_path=True) for node in reached.places()]
+    handles = [place.node.register_prehook(place.hold) for place in places]
+    on_path = [
+        (edge, grad) for edge, grad in zip(edges, known, strict=True) if edge.node in reached.path
+    ]
+    try:
+        found = torch.autograd.grad(
+            [edge for edge, _ in on_path],
+            list(leaves.values()),
+            [grad for _, grad in on_path],
+            retain_graph=True,
+            allow_unused=True,
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    for edge, grad in zip(edges, known, strict=True):
+        if edge.node not in reached.path:
+            place = _SplitPoint(edge.node, is_on_path=False)
+            place.grads = [None] * edge.output_nr + [grad]
+            places.append(place)
+    by_index = dict(zip(leaves, found, strict=True))
+    groups = _group(places, reached.path)
+    return tuple(by_index.get(index) for index in range(len(graph.inputs))), WeightsHalf(groups)
+
+
+def _with_grads(
+    edges: Iterable[GradientEdge | None], grads: Grads
+) -> tuple[list[GradientEdge], list[Tensor]]:
+    pairs = [
+        (edge, grad)
+        for edge, grad in zip(edges, grads, strict=True)
+        if edge is not None and grad is not None
+    ]
+    return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+
+class _Reached:
+    """The operators behind some outputs, and which of them are on the path to the inputs.
+
+    It keeps them all: the Python object of an operator that nobody holds is made anew each time.
+    """
+
+    def __init__(self, roots: Sequence[Node], inputs: Sequence[Node]) -> None:
+        before: dict[Node, list[Node]] = {node: [] for node in roots}
+        waiting = list(before)
+        while waiting:
+            node = waiting.pop()
+            for following in _following(node):
+                if following not in before:
+                    before[following] = []
+                    waiting.append(following)
+                before[following].append(node)
+        self.nodes = tuple(before)
+        self.path: set[Node] = set()
+        waiting = [node for node in inputs if node in before]
+        while waiting:
+            node = waiting.pop()
+            if node not in self.path:
+                self.path.add(node)
+                waiting += before[node]
+
+    def places(self) -> list[Node]:
+        """Return the operators on the path that something off the path follows."""
+        return [
+            node
+            for node in self.nodes
+            if node in self.path and any(each not in self.path for each in _following(node))
+        ]
+
+
+def _following(node: Node) -> list[Node]:
+    return [each for each, _ in node.next_functions if each is not None]
+
+
+def _group(places: list[_SplitPoint], path: set[Node]) -> list[_SplitGroup]:
+    """Put places together that share anything off the path."""
+    group_of: dict[Node, _SplitGroup] = {}
+    groups: list[_SplitGroup] = []
+    for place in places:
+        mine = _SplitGroup([place], [])
+        groups.append(mine)
+        seen: set[Node] = set()
+        waiting = [place.node] if not place.is_on_path else _off_path(place.node, path)
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            other = group_of.get(node)
+            if other is not None and other is not mine:
+                _merge(mine, other, group_of)
+                groups.remove(other)
+            elif other is None:
+                group_of[node] = mine
+                leaf = getattr(node, "variable", None)
+                if leaf is not None:
+                    mine.leaves.append(leaf)
+                waiting += _off_path(node, path)
+    return [group for group in groups if group.leaves]
+
+
+def _off_path(node: Node, path: set[Node]) -> list[Node]:
+    return [each for each in _following(node) if each not in path]
+
+
+def _merge(into: _SplitGroup, other: _SplitGroup, group_of: dict[Node, _SplitGroup]) -> None:
+    into.places += other.places
+    into.leaves += other.leaves
+    for node, group in group_of.items():
+        if group is other:
+            group_of[node] = into

@@ -1,0 +1,271 @@
+"""Carries values and gradients between stages on different ranks.
+
+Messages are posted in the order of the schedule and matched in that order between any two ranks,
+by NCCL and by gloo alike. Over NCCL every tensor travels as flat bytes, so that any dtype can: it
+knows no complex numbers and no 16-bit integers. What has no elements is not sent.
+
+A buffer stays referenced until its message is known to be through. On a GPU waiting is done by
+the current stream; buffers that another stream allocated are marked for it.
+
+Messages between the ranks of a pipeline over the CPU, posted at the group's backend itself.
+
+torch's functions pass its dispatcher, where telemetry looks on from a kernel in Python. A step of a
+pipeline has two messages a chunk, and each would take longer there than all else that is recorded
+of the chunk. So they go past it, and telemetry is told of them here.
+
+Holds what a stage gives against what its border is known to carry, before anything is sent.
+"""
+
+import contextlib
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup, Work
+
+from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.runtime.failure import Deadline
+from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
+from boltmesh.strategies.pipeline.schedules.actions import Action
+from boltmesh.strategies.torch_compat.communication import host_backend
+from boltmesh.strategies.torch_compat.tensors import times_written
+from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES
+
+
+class HostMessages:
+    """Sends and receives between any two ranks of a group, matched by their order for each tag.
+
+    Args:
+        group: With a backend for the CPU.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._backend = host_backend(group)
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Send a contiguous tensor, of whatever type; returns at once.
+
+        Args:
+            tensor: Has to stay as it is until the work is waited for.
+            peer: Within the group.
+            tag: Told apart by it.
+        """
+        COLLECTIVES.note_message("send", self._group, tensor.nbytes, peer)
+        return self._backend.send([tensor], peer, tag)
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Receive into a contiguous tensor; it is there once the work was waited for."""
+        COLLECTIVES.note_message("recv", self._group, tensor.nbytes, peer)
+        return self._backend.recv([tensor], peer, tag)
+
+
+SENDS_IN_FLIGHT: Final = 8
+"""How many messages of a stage that nothing answers may be on their way before the oldest is
+waited for: buffers must not pile up, and no peer gains from a sender further ahead than this."""
+
+
+class _Sent(NamedTuple):
+    works: list[Work]
+    wires: list[Tensor]
+    borrowed: list[tuple[Tensor, int, str]]
+    """Values that are sent from where they lie: tensor, times written, origin."""
+
+
+class _PendingReceive(NamedTuple):
+    works: list[Work]
+    values: tuple[Tensor, ...]
+
+
+class StageTransport:
+    """The messages of one rank.
+
+    Args:
+        group: Ranks of the pipeline axis; None where one rank has all stages.
+        device: Where values arrive.
+    """
+
+    def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._is_on_host = device.type == "cpu"
+        self._messages = HostMessages(group) if group is not None and self._is_on_host else None
+        self._sent: dict[Action, _Sent] = {}
+        self._awaited: dict[Action, _PendingReceive] = {}
+
+    def post_receive(self, action: Action, specs: Sequence[ValueSpec], peer: int) -> None:
+        """Make room for values and ask for them; ``receive`` gives them."""
+        values = tuple(
+            torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs
+        )
+        wires = [self._wire(value) for value in values if value.numel()]
+        self._awaited[action] = _PendingReceive(self._post(dist.irecv, wires, peer, action), values)
+
+    def awaits(self, action: Action) -> bool:
+        """Whether values were asked for and not taken yet."""
+        return action in self._awaited
+
+    def receive(self, action: Action) -> tuple[Tensor, ...]:
+        """Wait for what ``post_receive`` asked for; the values are the caller's."""
+        works, values = self._awaited.pop(action)
+        for work in works:
+            work.wait()
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+            for value in values:
+                value.record_stream(stream)
+        return values
+
+    def send(
+        self, action: Action, values: Sequence[Tensor], origins: Sequence[str], peer: int
+    ) -> None:
+        """Send values from where they lie, or from a copy where they have gaps."""
+        wires, borrowed = [], []
+        for value, origin in zip(values, origins, strict=True):
+            if not value.numel():
+                continue
+            whole = value
+            if not value.is_contiguous() or value.is_conj() or value.is_neg():
+                whole = value.resolve_conj().resolve_neg().contiguous()
+            wires.append(self._wire(whole))
+            if whole is value and not value.is_inference():
+                borrowed.append((value, times_written(value), origin))
+        works = self._post(dist.isend, wires, peer, action)
+        self._sent[action] = _Sent(works, wires, borrowed)
+
+    def finish_send(self, action: Action) -> None:
+        """Wait for a message to be through and let its buffers go; at once if that was done.
+
+        Raises:
+            PipelineError: A value was written in place while it was on its way.
+        """
+        sent = self._sent.pop(action, None)
+        if sent is None:
+            return
+        for work in sent.works:
+            work.wait()
+        for value, times, origin in sent.borrowed:
+            if times_written(value) != times:
+                raise PipelineError(
+                    f"The {origin} was changed in place while stage {action.stage} was sending it, "
+                    f"in microbatch {action.microbatch}. What is handed to another stage has to "
+                    "stay as it is until the step ends: give a .clone() of it."
+                )
+
+    def limit(self, action: Action) -> None:
+        """Wait for the oldest messages of this kind and stage while too many are on their way."""
+        same = [each for each in self._sent if (each.stage, each.kind) == action[:2]]
+        for each in same[: max(0, len(same) - SENDS_IN_FLIGHT)]:
+            self.finish_send(each)
+
+    def finish(self) -> None:
+        """Wait for everything that is on its way, received or not."""
+        for action in list(self._sent):
+            self.finish_send(action)
+        for action in list(self._awaited):
+            self.receive(action)
+
+    def finish_after_failure(self, patience: Deadline) -> None:
+        """The same, whatever becomes of each message; values are thrown away."""
+        waiting = [work for sent in self._sent.values() for work in sent.works]
+        waiting += [work for awaited in self._awaited.values() for work in awaited.works]
+        if self._device.type == "cpu":
+            patience.wait_for_each(waiting)
+        for work in waiting if self._device.type != "cpu" else ():  # which the stream waits for
+            with contextlib.suppress(Exception):  # the cause is known; this peer may be gone
+                work.wait()
+        self._sent.clear()
+        self._awaited.clear()
+
+    def _post(
+        self, do: Callable[..., Work | None], wires: list[Tensor], peer: int, action: Action
+    ) -> list[Work]:
+        if not wires:
+            return []
+        border = action.stage + (action.kind in {"SEND_F", "RECV_B"})
+        tag = 2 * border + action.kind.endswith("B")
+        if self._messages is not None:
+            post = self._messages.send if do is dist.isend else self._messages.receive
+            return [post(wire, peer, tag) for wire in wires]
+        return dist.batch_isend_irecv(
+            [P2POp(do, wire, group=self._group, tag=tag, group_peer=peer) for wire in wires]
+        )
+
+    def _wire(self, tensor: Tensor) -> Tensor:
+        """Return what is handed to the backend for a contiguous tensor: its memory."""
+        # gloo asks for no dtype.
+        return tensor if self._is_on_host else tensor.reshape(-1).view(torch.uint8)
+
+
+def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Return, for example, ``float32 (4, 8)``."""
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
+
+
+def describe_specs(specs: Sequence[ValueSpec]) -> str:
+    """Return what a border carries, in words."""
+    if not specs:
+        return "nothing"
+    return ", ".join(
+        f"{describe_tensor(spec.shape, spec.dtype)}{'' if spec.needs_grad else ' without gradient'}"
+        f" ({spec.origin})"
+        for spec in specs
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def digest(microbatches: tuple[tuple[ValueSpec, ...], ...]) -> int:
+    """Return a number, below 2**32, by which two sides of a border compare what they know of it."""
+    return zlib.crc32(";".join(map(describe_specs, microbatches)).encode())
+
+
+def check_outputs(
+    outputs: Sequence[Tensor],
+    specs: Sequence[ValueSpec],
+    *,
+    stage: int,
+    microbatch: int,
+    is_differentiated: bool,
+) -> None:
+    """Refuse outputs that are not what the next stage awaits.
+
+    Raises:
+        PipelineError: Their number, a shape, a dtype or a gradient differs.
+    """
+    if len(outputs) == len(specs) and all(
+        output.shape == spec.shape
+        and output.dtype == spec.dtype
+        and output.layout == torch.strided
+        and (spec.needs_grad or not (is_differentiated and output.requires_grad))
+        for output, spec in zip(outputs, specs, strict=True)
+    ):
+        return
+    border = (
+        f"the border from stage {stage} to stage {stage + 1}, in microbatch {microbatch}, awaits"
+    )
+    if len(outputs) != len(specs):
+        raise PipelineError(
+            f"Stage {stage} gave {len(outputs)} values, and {border} {len(specs)}: "
+            f"{describe_specs(specs)}. What a stage hands on may not depend on values of the batch."
+        )
+    for output, spec in zip(outputs, specs, strict=True):
+        if output.shape != spec.shape or output.dtype != spec.dtype:
+            raise PipelineError(
+                f"The {spec.origin} is {describe_tensor(output.shape, output.dtype)}, and {border} "
+                f"{describe_tensor(spec.shape, spec.dtype)}. Shapes and types may depend on those "
+                "of the batch, not on its values."
+            )
+        if output.layout != torch.strided:
+            raise PipelineError(
+                f"The {spec.origin} has the layout {output.layout}, and {border} a dense tensor: "
+                "make it dense before the border."
+            )
+        if is_differentiated and output.requires_grad and not spec.needs_grad:
+            raise PipelineError(
+                f"The {spec.origin} needs a gradient, and {border} none for it, so it would be "
+                "lost. Whether a value is trained may not change within a step."
+            )

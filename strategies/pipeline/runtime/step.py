@@ -1,0 +1,333 @@
+"""One run of a rank's actions: what is computed, kept and handed over.
+
+Of a microbatch a stage keeps its inputs and the graph behind its outputs, from the forward pass to
+the end of the backward pass (of its second half, where it has two). The outputs themselves go as
+soon as they are sent, unless autograd needs them.
+
+Refuses layers that run again in a backward pass of the batch before: with newer weights.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from boltmesh.errors import ConfigError, PipelineError
+from boltmesh.strategies.pipeline.runtime.backward import (
+    Grads,
+    Later,
+    StageGraph,
+    backward,
+    backward_inputs,
+)
+from boltmesh.strategies.pipeline.runtime.failure import Deadline
+from boltmesh.strategies.pipeline.runtime.p2p import StageTransport, check_outputs
+from boltmesh.strategies.pipeline.runtime.stage import PipelineStage, ValueSpec
+from boltmesh.strategies.pipeline.runtime.timing import ChunkTimer
+from boltmesh.strategies.pipeline.schedules.actions import RECEIVES, SENDS, Action, RankProgram
+
+
+@contextmanager
+def no_module_runs() -> Iterator[None]:
+    """Within, no module may be called.
+
+    Raises:
+        ConfigError: One was, which ``torch.utils.checkpoint`` does within a backward pass.
+    """
+
+    def refuse(module: Module, arguments: Any) -> None:
+        raise ConfigError(
+            f"a {type(module).__name__} runs again in its backward pass, as "
+            f"torch.utils.checkpoint does it, and with schedule='pipedream_2bw' that comes after "
+            f"the next optimizer step: it would compute with other weights than before. Leave "
+            f"checkpointing out (gradient_checkpointing_disable() in Hugging Face models), or use "
+            f"schedule='1f1b'."
+        )
+
+    handle = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+Chunk = tuple[int, int]
+"""A stage and a microbatch."""
+
+Specs = Mapping[Chunk, tuple[ValueSpec, ...]]
+
+
+@dataclass
+class Carried:
+    """What a step leaves to the next one: microbatches that are to be differentiated there.
+
+    They count from the end of their batch, -1 being the last.
+    """
+
+    graphs: dict[Chunk, StageGraph] = field(default_factory=dict)
+    grads: dict[Chunk, Grads] = field(default_factory=dict)
+    """Of their outputs, where these have come already."""
+    given: dict[Chunk, tuple[ValueSpec, ...]] = field(default_factory=dict)
+    awaited: dict[Chunk, tuple[ValueSpec, ...]] = field(default_factory=dict)
+
+
+@dataclass
+class StepOutcome:
+    """What a run leaves on one rank."""
+
+    outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    """By microbatch what the last stage gave, without its graph; empty on other ranks."""
+    peak_live: dict[int, int] = field(default_factory=dict)
+    """By stage how many microbatches were kept at once at most."""
+    told: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float64))
+    """What each rank told at the end, ``(num_ranks, num_told)``."""
+
+
+class PipelineStep:
+    """Performs the actions of one run.
+
+    Args:
+        program: What this rank does.
+        stages: The ones of this rank, by index.
+        given: By stage and microbatch what it hands on.
+        awaited: The same of what it receives.
+        transport: To the other ranks.
+        spans: Measures chunks.
+        device: Of values.
+        carried: What the step before has left to this one.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        stages: Mapping[int, PipelineStage],
+        given: Specs,
+        awaited: Specs,
+        transport: StageTransport,
+        spans: ChunkTimer,
+        device: torch.device,
+        carried: Carried | None = None,
+    ) -> None:
+        carried = Carried() if carried is None else carried
+        self._program = program
+        self._stages = stages
+        self._given, self._awaited = {**given, **carried.given}, {**awaited, **carried.awaited}
+        self._transport, self._spans, self._device = transport, spans, device
+        self._is_training = program.has_backward
+        self._live = dict.fromkeys(program.stages, 0)
+        for stage, _ in carried.graphs:
+            self._live[stage] += 1
+        self.known_failure: Callable[[], str | None] = lambda: None
+        """Tells why some rank has failed, once this one knows."""
+        self.outcome = StepOutcome(peak_live=dict(self._live))
+        self._values: dict[Chunk, tuple[Tensor, ...]] = {}
+        """Inputs of a stage that a stage of the same rank gave."""
+        self._grads: dict[Chunk, Grads] = dict(carried.grads)
+        """Gradients of a stage's outputs that are there already."""
+        self._to_send: dict[Action, tuple[Tensor, ...]] = {}
+        self._graphs: dict[Chunk, StageGraph] = dict(carried.graphs)
+        self._later: dict[Chunk, Later] = {}
+        self._do: dict[str, Callable[[Action], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_inputs,
+            "W": self._backward_weights,
+            "SEND_F": self._send,
+            "SEND_B": self._send,
+            "RECV_F": self._post_receive,
+            "RECV_B": self._post_receive,
+        }
+
+    def perform(self, action: Action) -> None:
+        """Do what comes next."""
+        self._do[action.kind](action)
+
+    def pretend_all(self, actions: Sequence[Action], patience: Deadline) -> None:
+        """Send zeros and receive what others wait for, and compute nothing: some rank has failed.
+
+        Returns once all messages are through, whatever becomes of them, or patience has ended.
+        """
+        self.abandon()
+        for action in actions:
+            with contextlib.suppress(Exception):  # the cause is known; this peer may be gone
+                self._pretend(action)
+        self._transport.finish_after_failure(patience)
+
+    def _pretend(self, action: Action) -> None:
+        if action.kind in SENDS:
+            zeros = [self._zeros(spec) for spec in self._crossing(action)]
+            self._transport.send(action, zeros, [""] * len(zeros), self._program.peer(action))
+        elif action.kind in RECEIVES:
+            self._post_receive(action)
+
+    def finish(self) -> Carried | None:
+        """Wait for what is on its way; return what is left to the next step."""
+        left = self._leave() if self._program.carries else None
+        self._transport.finish()
+        return left
+
+    def _leave(self) -> Carried:
+        left = Carried()
+        count = len(self._program.microbatches)
+        for (index, microbatch), graph in self._graphs.items():
+            chunk, later = (index, microbatch), (index, microbatch - count)
+            left.graphs[later] = graph
+            left.given[later], left.awaited[later] = self._given[chunk], self._awaited[chunk]
+            arrival = Action(index, "RECV_B", microbatch)
+            if chunk in self._grads:
+                left.grads[later] = self._grads[chunk]
+            elif self._transport.awaits(arrival):
+                left.grads[later] = self._arrived_grads(arrival)
+        return left
+
+    def abandon(self) -> None:
+        """Let everything go that is kept."""
+        for kept in (self._values, self._grads, self._to_send, self._graphs, self._later):
+            kept.clear()
+
+    def _forward(self, action: Action) -> None:
+        index, microbatch = chunk = action.stage, action.microbatch
+        stage = self._stages[index]
+        received = self._inputs(chunk)
+        start = self._spans.begin()
+        outputs = stage.forward(microbatch, received)
+        self._end_span(action, start)
+        specs = self._given[chunk]
+        if not stage.is_last:
+            check_outputs(
+                outputs,
+                specs,
+                stage=index,
+                microbatch=microbatch,
+                is_differentiated=self._is_training,
+            )
+        if self._is_training:
+            self._graphs[chunk] = StageGraph.of(received, outputs)
+            self._live[index] += 1
+            self.outcome.peak_live[index] = max(self.outcome.peak_live[index], self._live[index])
+        values = tuple(output.detach() for output in outputs)
+        if stage.is_last:
+            self.outcome.outputs[microbatch] = values
+            if self._is_training:
+                self._grads[chunk] = tuple(torch.ones_like(value) for value in values)
+        elif self._program.is_local(index + 1):
+            self._values[index + 1, microbatch] = values
+        else:
+            self._to_send[Action(index, "SEND_F", microbatch)] = values
+
+    def _inputs(self, chunk: Chunk) -> tuple[Tensor, ...]:
+        """Return what the stage computes with; leaves where a gradient goes back."""
+        index, microbatch = chunk
+        if self._stages[index].is_first:
+            return ()
+        if self._program.is_local(index - 1):
+            values = self._values.pop(chunk)
+        else:
+            values = self._receive(Action(index, "RECV_F", microbatch))
+        if self._is_training:
+            for value, spec in zip(values, self._awaited[chunk], strict=True):
+                value.requires_grad_(spec.needs_grad)
+        return values
+
+    def _backward(self, action: Action) -> None:
+        graph, grads = self._begin_backward(action)
+        start = self._spans.begin()
+        with no_module_runs() if action.microbatch < 0 else contextlib.nullcontext():
+            found = backward(graph, grads)
+        self._end_span(action, start)
+        self._live[action.stage] -= 1
+        self._hand_back(action, found)
+
+    def _backward_inputs(self, action: Action) -> None:
+        graph, grads = self._begin_backward(action)
+        start = self._spans.begin()
+        found, later = backward_inputs(graph, grads)
+        self._end_span(action, start)
+        self._later[action.stage, action.microbatch] = later
+        self._hand_back(action, found)
+
+    def _backward_weights(self, action: Action) -> None:
+        later = self._later.pop((action.stage, action.microbatch))
+        start = self._spans.begin()
+        later.run()
+        self._end_span(action, start)
+        self._live[action.stage] -= 1
+
+    def _end_span(self, action: Action, start: Any) -> None:
+        if action.microbatch < 0:  # of the batch before
+            action = action._replace(microbatch=self._program.number(action))
+        self._spans.end(action, start)
+
+    def _begin_backward(self, action: Action) -> tuple[StageGraph, Grads]:
+        """Take the graph and the gradients of its outputs, and let go of what has been sent."""
+        index, microbatch = chunk = action.stage, action.microbatch
+        if chunk in self._grads:  # of a stage of this rank, or come in the step before
+            return self._graphs.pop(chunk), self._grads.pop(chunk)
+        grads = self._arrived_grads(Action(index, "RECV_B", microbatch))
+        # The next stage has differentiated what it was sent, so that has left here long ago.
+        self._transport.finish_send(Action(index, "SEND_F", microbatch))
+        return self._graphs.pop(chunk), grads
+
+    def _arrived_grads(self, arrival: Action) -> Grads:
+        """Wait for the gradients of what a stage gave; None for what needs none."""
+        arrived = iter(self._receive(arrival))
+        specs = self._given[arrival.stage, arrival.microbatch]
+        return tuple(next(arrived) if spec.needs_grad else None for spec in specs)
+
+    def _hand_back(self, action: Action, found: Grads) -> None:
+        """Give the stage before the gradients of what it gave, zeros where there are none."""
+        index, microbatch = chunk = action.stage, action.microbatch
+        if index == 0:
+            return
+        if self._program.is_local(index - 1):
+            self._grads[index - 1, microbatch] = found
+            return
+        self._to_send[Action(index, "SEND_B", microbatch)] = tuple(
+            self._zeros(spec) if grad is None else grad
+            for grad, spec in zip(found, self._awaited[chunk], strict=True)
+            if spec.needs_grad
+        )
+
+    def _send(self, action: Action) -> None:
+        origins = [spec.origin for spec in self._crossing(action)]
+        if action.kind == "SEND_B":
+            origins = [f"gradient of the {origin}" for origin in origins]
+        values = self._to_send.pop(action)
+        self._transport.send(action, values, origins, self._program.peer(action))
+        if action.kind == "SEND_B" or not self._is_training:
+            self._transport.limit(action)
+
+    def _post_receive(self, action: Action) -> None:
+        self._transport.post_receive(action, self._crossing(action), self._program.peer(action))
+
+    def _receive(self, action: Action) -> tuple[Tensor, ...]:
+        try:
+            values = self._transport.receive(action)
+        except RuntimeError as error:
+            peer = self._program.peer(action)
+            what = "values" if action.kind == "RECV_F" else "gradients"
+            where = "does not answer" if "timed out" in str(error).lower() else "is gone"
+            raise PipelineError(
+                f"Stage {action.stage} waited for the {what} of microbatch {action.microbatch} "
+                f"from pipeline rank {peer}, which {where}: {error}"
+            ) from error
+        if cause := self.known_failure():  # then these are no values
+            raise PipelineError(cause)
+        return values
+
+    def _crossing(self, action: Action) -> Sequence[ValueSpec]:
+        """Return what a message carries."""
+        is_behind = action.kind in {"SEND_F", "RECV_B"}
+        specs = (self._given if is_behind else self._awaited)[action.stage, action.microbatch]
+        if action.kind.endswith("F"):
+            return specs
+        return [spec for spec in specs if spec.needs_grad]
+
+    def _zeros(self, spec: ValueSpec) -> Tensor:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)

@@ -1,0 +1,288 @@
+"""When each chunk was computed, on the clock of the host.
+
+``HostChunkTimer`` reads the clock. ``DeviceChunkTimer``, for CUDA, reads events: they are recorded
+on the current stream around each chunk, kept in a pool, and read two steps later, once the last of
+them has passed. Nothing synchronises.
+
+What share of a run the ranks of a pipeline stand idle, known to all of them one run late.
+
+The bubble is idle time over the common window of all ranks, from the first start to the last end
+of a chunk on any of them, in the mean over the ranks. Each rank tells its own start, end and busy
+time with a question that the next run asks anyway, so that nothing is sent for this alone.
+
+Ranks of one host share a clock. Ranks of several count from when the run before ended, which they
+all do together, so that clocks which run apart do not matter.
+"""
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from typing_extensions import override
+
+from boltmesh.strategies.pipeline.schedules.actions import Action
+
+OnChunk = Callable[[int, int, str, int, int], None]
+"""Called with stage, microbatch, kind, and start and end on the monotonic clock in ns."""
+
+OnStep = Callable[[int, int, int, int], None]
+"""Called with a step's number, its first start and last end, and how long it computed, in ns."""
+
+DEVICE_STEPS_LATER: Final = 2
+"""How many steps later a device is asked."""
+
+_KEPT_OFFSETS: Final = 16
+
+
+def build_spans(device: torch.device, on_chunk: OnChunk, on_step: OnStep) -> "ChunkTimer":
+    """Return what measures on this device."""
+    spans = DeviceChunkTimer if device.type == "cuda" else HostChunkTimer
+    return spans(on_chunk, on_step)
+
+
+class ChunkTimer:
+    """What is common to both clocks.
+
+    Args:
+        on_chunk: Told of each chunk.
+        on_step: Told of each step when all of its chunks were told; not of one without any.
+    """
+
+    def __init__(self, on_chunk: OnChunk, on_step: OnStep = lambda *_: None) -> None:
+        self._on_chunk = on_chunk
+        self._on_step = on_step
+
+    def begin(self) -> Any:
+        """Take the start of a chunk."""
+        raise NotImplementedError
+
+    def end(self, action: Action, start: Any) -> None:
+        """Take its end."""
+        raise NotImplementedError
+
+    def end_step(self, number: int = 0) -> None:
+        """Close the step of this number."""
+        raise NotImplementedError
+
+
+class HostChunkTimer(ChunkTimer):
+    """Measures chunks that are computed by the host itself."""
+
+    def __init__(self, on_chunk: OnChunk, on_step: OnStep = lambda *_: None) -> None:
+        super().__init__(on_chunk, on_step)
+        self._first_ns = self._last_ns = self._busy_ns = 0
+
+    @override
+    def begin(self) -> int:
+        return time.monotonic_ns()
+
+    @override
+    def end(self, action: Action, start: int) -> None:
+        end = self._last_ns = time.monotonic_ns()
+        self._first_ns = self._first_ns or start
+        self._busy_ns += end - start
+        self._on_chunk(action.stage, action.microbatch, action.kind, start, end)
+
+    @override
+    def end_step(self, number: int = 0) -> None:
+        if self._first_ns:
+            self._on_step(number, self._first_ns, self._last_ns, self._busy_ns)
+        self._first_ns = self._last_ns = self._busy_ns = 0
+
+
+class _Mark(NamedTuple):
+    event: Any
+    host_ns: int
+
+
+class _Chunk(NamedTuple):
+    action: Action
+    start: _Mark
+    end: _Mark
+
+
+class DeviceChunkTimer(ChunkTimer):
+    """Measures chunks that run on a device behind the host.
+
+    An event passes no earlier than the host records it. So the device's clock is behind the
+    host's by at least what lies between the two for any event, and by exactly that for one that
+    met an idle stream, of which a pipeline has some in every step: the largest of the last steps
+    is taken.
+
+    Args:
+        on_chunk: Told of each chunk, two steps late.
+        on_step: Told of each step, as late.
+        make_event: Makes what has ``record``, ``query`` and ``elapsed_time`` in ms.
+    """
+
+    def __init__(
+        self,
+        on_chunk: OnChunk,
+        on_step: OnStep = lambda *_: None,
+        make_event: Callable[[], Any] | None = None,
+    ) -> None:
+        super().__init__(on_chunk, on_step)
+        self._make_event = make_event or _cuda_event
+        self._pool: list[Any] = []
+        self._chunks: list[_Chunk] = []
+        self._steps: deque[tuple[int, list[_Chunk]]] = deque()
+        self._anchor: tuple[Any, int] | None = None
+        """An event, and when it passed on the device's clock, which begins with the first."""
+        self._offsets: deque[int] = deque(maxlen=_KEPT_OFFSETS)
+
+    @override
+    def begin(self) -> _Mark:
+        return self._mark()
+
+    @override
+    def end(self, action: Action, start: _Mark) -> None:
+        self._chunks.append(_Chunk(action, start, self._mark()))
+
+    @override
+    def end_step(self, number: int = 0) -> None:
+        self._steps.append((number, self._chunks))
+        self._chunks = []
+        while len(self._steps) > DEVICE_STEPS_LATER and self._has_passed(self._steps[0][1]):
+            self._read(*self._steps.popleft())
+
+    def _mark(self) -> _Mark:
+        event = self._pool.pop() if self._pool else self._make_event()
+        host_ns = time.monotonic_ns()
+        event.record()
+        return _Mark(event, host_ns)
+
+    @staticmethod
+    def _has_passed(chunks: list[_Chunk]) -> bool:
+        return all(chunk.end.event.query() for chunk in chunks[-1:])
+
+    def _read(self, number: int, chunks: list[_Chunk]) -> None:
+        """Tell of a step that has passed, and use its events again."""
+        if not chunks:
+            return
+        first = chunks[0].start.event
+        # From step to step: the milliseconds between far events have too few digits.
+        begin_ns = 0
+        if self._anchor is not None:
+            begin_ns = self._anchor[1] + _elapsed_ns(self._anchor[0], first)
+            self._pool.append(self._anchor[0])
+        self._anchor = (first, begin_ns)
+        times = [
+            (
+                begin_ns + _elapsed_ns(first, chunk.start.event),
+                begin_ns + _elapsed_ns(first, chunk.end.event),
+            )
+            for chunk in chunks
+        ]
+        self._offsets.append(
+            max(
+                max(chunk.start.host_ns - start, chunk.end.host_ns - end)
+                for chunk, (start, end) in zip(chunks, times, strict=True)
+            )
+        )
+        offset = max(self._offsets)
+        for chunk, (start, end) in zip(chunks, times, strict=True):
+            action = chunk.action
+            self._on_chunk(
+                action.stage, action.microbatch, action.kind, start + offset, end + offset
+            )
+            self._pool += (
+                [chunk.end.event]
+                if chunk.start.event is first
+                else [chunk.start.event, chunk.end.event]
+            )
+        busy = sum(end - start for start, end in times)
+        self._on_step(number, times[0][0] + offset, times[-1][1] + offset, busy)
+
+
+def _cuda_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _elapsed_ns(start: Any, end: Any) -> int:
+    return max(0, int(start.elapsed_time(end) * 1e6))
+
+
+FIGURES: Final = 3
+"""That each rank tells: first start, last end and busy time, in ns."""
+
+
+class BubbleMeter:
+    """Finds the bubble of runs. Collective to make, over the group.
+
+    Args:
+        group: The ranks of the pipeline, on the CPU; None for a single rank.
+        device: Where chunks run.
+    """
+
+    def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
+        self.bubble: float | None = None
+        """Of the newest run with backward passes of which all ranks have told; 0 to 1."""
+        self.number = 0
+        """Of the run, from 1."""
+        self._rank, self._size = (0, 1) if group is None else (group.rank(), group.size())
+        # An event of a device is read when a later run ends, and told when the next one begins.
+        self._delay = 1 + (DEVICE_STEPS_LATER if device.type == "cuda" else 0)
+        self._shares_clock = group is None or _is_one_host(group)
+        self._origin_ns: int | None = 0 if self._shares_clock else None
+        self._origins: dict[int, int | None] = {}
+        """Of runs that are still to be told."""
+        self._own: dict[int, tuple[int, int, int]] = {}
+        self._is_asked = False
+
+    def begin(self, *, is_training: bool) -> list[int]:
+        """Begin a run; return this rank's part of what is asked at its beginning.
+
+        Returns:
+            ``FIGURES`` numbers for each rank, zeros for the others; zeros also where nothing is
+            known. To be added up over the ranks.
+        """
+        self.number += 1
+        if is_training:
+            self._origins[self.number] = self._origin_ns
+        told = self.number - self._delay
+        self._is_asked = self._origins.pop(told, None) is not None
+        figures = [0] * (FIGURES * self._size)
+        own = self._own.pop(told, None)
+        if own is not None and self._is_asked:
+            figures[FIGURES * self._rank : FIGURES * (self._rank + 1)] = own
+        return figures
+
+    def hear(self, figures: Sequence[int]) -> None:
+        """Take what all ranks have told."""
+        starts, ends, busy = (figures[at::FIGURES] for at in range(FIGURES))
+        # A device may be too far behind to be asked; then the run is left out.
+        if self._is_asked and all(ends) and max(ends) > min(starts):
+            window = max(ends) - min(starts)
+            self.bubble = max(0.0, 1 - sum(busy) / (len(busy) * window))
+
+    def measured(self, number: int, start_ns: int, end_ns: int, busy_ns: int) -> None:
+        """Take this rank's times of a run, on its own clock."""
+        origin = self._origins.get(number)
+        if origin is not None:
+            self._own[number] = (start_ns - origin, end_ns - origin, busy_ns)
+
+    def meet(self) -> None:
+        """Note a moment at which all ranks are at the same point."""
+        if not self._shares_clock:
+            self._origin_ns = time.monotonic_ns()
+
+
+def _is_one_host(group: ProcessGroup) -> bool:
+    """Whether all ranks read the same monotonic clock. Collective."""
+    told: list[str] = [""] * group.size()
+    dist.all_gather_object(told, _clock(), group=group)
+    return len(set(told)) == 1
+
+
+def _clock() -> str:
+    """Name the clock of this host; containers of one host have different host names."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return socket.gethostname()

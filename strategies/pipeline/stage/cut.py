@@ -1,0 +1,360 @@
+"""Cuts a trace into stages: which values cross each border, and what each stage does with them.
+
+What one stage does at every event of a step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
+from boltmesh.strategies.pipeline.stage.trace import (
+    NO_EVENT,
+    MetricTrace,
+    StepTrace,
+    TraceEvent,
+    UnitOutput,
+    Value,
+)
+
+ANY_STAGE = -1
+
+
+@dataclass
+class EventPlan:
+    """What happens to the tensors of one event's result."""
+
+    receive: dict[int, int] = field(default_factory=dict)
+    """A leaf is this received value."""
+    keep: dict[int, int] = field(default_factory=dict)
+    """A leaf is remembered under this number: it is filled or sent later."""
+    fill: list[tuple[int, int]] = field(default_factory=list)
+    """Remembered tensors into which received values are written."""
+    ends: bool = False
+    """The stage's run is over when this event is."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """How one stage runs the step for batches of one signature."""
+
+    stage: int
+    num_stages: int
+    begin: int
+    """The first event that is the stage's own."""
+    events: tuple[TraceEvent, ...]
+    unit_events: tuple[int, ...]
+    """The events that are calls of units, in order."""
+    stage_of_call: tuple[int, ...]
+    """Which stage runs each of them."""
+    outputs: dict[int, UnitOutput]
+    written_outputs: frozenset[tuple[int, int]]
+    """Event and leaf of what units give and the step changes in place."""
+    handling: dict[int, EventPlan]
+    last_watched: int
+    """The last event between units that has to be found by its number; -1 where there is none."""
+    copies: frozenset[int]
+    """Received values that the step changes in place later."""
+    received_numbers: tuple[int, ...]
+    """What the values that the stage receives are remembered under."""
+    values_in: tuple[ValueSpec, ...]
+    sent_numbers: tuple[int, ...]
+    """What the values that the stage sends are remembered under."""
+    values_out: tuple[ValueSpec, ...]
+    row_values: tuple[bool, ...]
+    """Of each received value whether it was made of the batch's data, or may have been."""
+    parameters: frozenset[str]
+    """The parameters that this stage uses, by their first names."""
+    metrics: tuple[MetricTrace, ...]
+    """What metrics the whole step calls."""
+    draws_random: bool
+    """Whether random numbers between units have to be apart from those inside of them."""
+    draws_host_random: bool
+    """The same of those that numpy and Python draw."""
+    changed_buffers: Mapping[str, int] = field(default_factory=dict)
+    """Buffers outside of units that the step changes, with the stage that has what it puts into
+    them; ANY_STAGE where that depends on no unit."""
+    changed_attributes: frozenset[tuple[str, str]] = frozenset()
+    """Attributes that the step changes on modules outside of units: module and name."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step ends here."""
+        return self.stage == self.num_stages - 1
+
+
+def plan_stages(
+    trace: StepTrace,
+    stage_of_unit: Mapping[str, int],
+    parameters_of_unit: Mapping[str, frozenset[str]],
+    weight_only: frozenset[str] = frozenset(),
+) -> tuple[StagePlan, ...]:
+    """Return what every stage does, first to last.
+
+    Args:
+        trace: One run of the step.
+        stage_of_unit: The stage of each unit, from 0 without gaps.
+        parameters_of_unit: The parameters that each unit holds, by their first names.
+        weight_only: Units that are nothing but weights, such as an embedding: a later stage may
+            call them again, with weights that it then shares.
+
+    Raises:
+        ConfigError: When the step cannot be cut there.
+    """
+    cut = _StageCut(trace, stage_of_unit, weight_only)
+    return tuple(_StagePlanner(cut, stage, parameters_of_unit).plan() for stage in range(cut.count))
+
+
+def plan_tail(
+    trace: StepTrace,
+    stage_of_unit: Mapping[str, int],
+    parameters_of_unit: Mapping[str, frozenset[str]],
+    weight_only: frozenset[str] = frozenset(),
+) -> tuple[StagePlan, StagePlan]:
+    """Return the last stage without what follows its last unit, and that as a stage of its own.
+
+    The arguments are those of :func:`plan_stages`.
+
+    Raises:
+        ConfigError: When the step cannot be cut there.
+    """
+    begin = trace.unit_events()[-1] + 1
+    cut = _StageCut(trace, stage_of_unit, weight_only, tail=begin)
+    last, tail = (
+        _StagePlanner(cut, stage, parameters_of_unit) for stage in (cut.count - 2, cut.count - 1)
+    )
+    return last.plan(), tail.plan()
+
+
+class _StageCut:
+    """Which event belongs to which stage, and what is alive at each border."""
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        stage_of_unit: Mapping[str, int],
+        weight_only: frozenset[str],
+        tail: int | None = None,
+    ) -> None:
+        self.trace = trace
+        self.calls = tuple(trace.unit_events())
+        self.stage_of_call = _stages_of_calls(trace, self.calls, stage_of_unit, weight_only)
+        self.count = max(stage_of_unit.values()) + 1
+        missing = set(range(self.count)) - set(self.stage_of_call)
+        if missing:
+            raise ConfigError(
+                f"stage {min(missing)} of {self.count} runs no layer in this step: give it one of "
+                f"those that the step calls, or use fewer stages."
+            )
+        self.first_call = [
+            self.calls[self.stage_of_call.index(stage)] for stage in range(self.count)
+        ]
+        self._refuse_early_readings()
+        self.has_tail = tail is not None
+        if tail is not None:  # one more stage, without units
+            self.count += 1
+            self.first_call.append(tail)
+        self.alive = [self._alive_at(stage) for stage in range(self.count)]
+
+    def stage_of_event(self, event: int) -> int:
+        """Return the stage that runs an event; what precedes the first unit runs on the first."""
+        return max(
+            stage for stage in range(self.count) if stage == 0 or self.first_call[stage] <= event
+        )
+
+    def _alive_at(self, stage: int) -> list[Value]:
+        """Return what is made before a stage begins and used in it or later."""
+        begin = self.first_call[stage]
+        if stage == 0:
+            return []
+        alive = [
+            value
+            for value in self.trace.values
+            if value.made_at < begin
+            and (any(use >= begin for use in value.uses) or self._reads(stage, value))
+            and (value.made_at != NO_EVENT or self._writes_before(value, begin))
+        ]
+        for value in alive:
+            self._refuse_unreachable(value, stage)
+        self._refuse_shared_memory(alive, stage)
+        return sorted(alive, key=lambda each: (each.made_at, each.leaf))
+
+    def _reads(self, stage: int, value: Value) -> bool:
+        """Whether a stage looks at a value before its own part of the step, as only a tail may."""
+        if not self.has_tail or stage < self.count - 1:
+            return False
+        return any(value is each for reading in self.trace.readings for each in reading.values)
+
+    def _writes_before(self, value: Value, event: int) -> bool:
+        return any(write < event for write in self.trace.writes.get(value.storage, ()))
+
+    def _refuse_unreachable(self, value: Value, stage: int) -> None:
+        if value.is_side_effect:
+            raise ConfigError(
+                f"the step uses {value.origin} on stage {stage} or later, which a layer of an "
+                f"earlier stage left there and did not return: other stages cannot see it. Return "
+                f"it from the layer, or put both on one stage."
+            )
+        if value.made_at == NO_EVENT:
+            last = self.trace.events[self.trace.writes[value.storage][0]]
+            raise ConfigError(
+                f"{last.name} at {last.place} writes what a layer computes into a buffer or into "
+                f"the batch, and stage {stage} uses it. Write it into a new tensor, or inside a "
+                f"layer."
+            )
+
+    def _refuse_shared_memory(self, alive: list[Value], stage: int) -> None:
+        begin = self.first_call[stage]
+        for value in alive:
+            writes = [each for each in self.trace.writes.get(value.storage, ()) if each >= begin]
+            others = [each for each in alive if each.storage == value.storage and each is not value]
+            if writes and others:
+                event = self.trace.events[writes[0]]
+                raise ConfigError(
+                    f"{event.name} at {event.place} changes {value.origin} in place, which shares "
+                    f"memory with {others[0].origin}; both come from an earlier stage, where they "
+                    f"are two tensors. Use the function that makes a new tensor."
+                )
+
+    def _refuse_early_readings(self) -> None:
+        for reading in self.trace.readings:
+            stage = self.stage_of_event(reading.event - 1)
+            if stage < self.count - 1:
+                raise ConfigError(
+                    f"{reading.name}() of {reading.origin} at {reading.place} looks at a value of "
+                    f"stage {stage} that later stages do not have when they come there. Do it "
+                    f"inside a layer, or after the last one."
+                )
+
+
+def _stages_of_calls(
+    trace: StepTrace,
+    calls: tuple[int, ...],
+    stage_of_unit: Mapping[str, int],
+    weight_only: frozenset[str],
+) -> tuple[int, ...]:
+    stages: list[int] = []
+    previous = ""
+    for event in calls:
+        name = trace.events[event].name
+        if name not in stage_of_unit:
+            raise ConfigError(
+                f"the step calls {name!r}, which is on no stage: earlier batches did not call it. "
+                f"Name it in split."
+            )
+        current = stages[-1] if stages else 0
+        stage = stage_of_unit[name]
+        if stage < current and name in weight_only:
+            stage = current
+        if stage < current:
+            raise ConfigError(
+                f"{name!r} is on stage {stage} and the step calls it after {previous!r} of stage "
+                f"{current} ({trace.events[event].place}): activations would have to go back. Put "
+                f"both on one stage, or give the second call a layer of its own; to share weights "
+                f"between two layers is fine."
+            )
+        stages.append(stage)
+        previous = name
+    if not stages:
+        raise ConfigError("the step calls none of the layers that were given to stages.")
+    return tuple(stages)
+
+
+class _StagePlanner:
+    """Plans one stage of a cut."""
+
+    def __init__(
+        self, cut: _StageCut, stage: int, parameters_of_unit: Mapping[str, frozenset[str]]
+    ) -> None:
+        self.cut = cut
+        self.trace = cut.trace
+        self.stage = stage
+        self.parameters_of_unit = parameters_of_unit
+        self.is_last = stage == cut.count - 1
+        self.begin = cut.first_call[stage] if stage else 0
+        self.end = len(self.trace.events) if self.is_last else cut.first_call[stage + 1]
+        self.handling: dict[int, EventPlan] = {}
+        self.copies: set[int] = set()
+        self.watched = NO_EVENT
+
+    def plan(self) -> StagePlan:
+        received = self.cut.alive[self.stage]
+        sent = [] if self.is_last else self.cut.alive[self.stage + 1]
+        numbers = {id(value): number for number, value in enumerate(self.trace.values)}
+        for slot, value in enumerate(received):
+            self._receive(value, slot, numbers[id(value)])
+        for value in sent:
+            if not any(value is each for each in received):
+                self._at(value.made_at).keep[value.leaf] = numbers[id(value)]
+        if self.cut.has_tail and self.stage == self.cut.count - 2:
+            self._at(self.end - 1).ends = True
+        return StagePlan(
+            stage=self.stage,
+            num_stages=self.cut.count,
+            begin=self.begin,
+            events=tuple(self.trace.events),
+            unit_events=self.cut.calls,
+            stage_of_call=self.cut.stage_of_call,
+            outputs=self.trace.outputs,
+            written_outputs=self._written_outputs(),
+            handling=self.handling,
+            last_watched=self.watched,
+            copies=frozenset(self.copies),
+            values_in=tuple(_spec(each, self.begin) for each in received),
+            values_out=tuple(_spec(each, self.end) for each in sent),
+            received_numbers=tuple(numbers[id(each)] for each in received),
+            sent_numbers=tuple(numbers[id(each)] for each in sent),
+            row_values=tuple(each.follows_batch for each in received),
+            parameters=self._parameters(),
+            metrics=tuple(self.trace.metrics),
+            draws_random=self.trace.draws_random,
+            draws_host_random=self.trace.draws_host_random,
+            changed_buffers={
+                name: ANY_STAGE if event == NO_EVENT else self.cut.stage_of_event(event)
+                for name, event in self.trace.changed_buffers.items()
+            },
+            changed_attributes=self.trace.changed_attributes,
+        )
+
+    def _at(self, event: int) -> EventPlan:
+        if not self.trace.events[event].is_unit:
+            self.watched = max(self.watched, event)
+        return self.handling.setdefault(event, EventPlan())
+
+    def _receive(self, value: Value, slot: int, number: int) -> None:
+        writes = self.trace.writes.get(value.storage, ())
+        before = [each for each in writes if value.made_at < each < self.begin]
+        if before:
+            self._at(value.made_at).keep[value.leaf] = number
+            self._at(before[-1]).fill.append((number, slot))
+        else:
+            self._at(value.made_at).receive[value.leaf] = slot
+        if any(each >= self.begin for each in writes):
+            self.copies.add(slot)
+
+    def _written_outputs(self) -> frozenset[tuple[int, int]]:
+        return frozenset(
+            (value.made_at, value.leaf)
+            for value in self.trace.values
+            if value.storage in self.trace.writes
+        )
+
+    def _parameters(self) -> frozenset[str]:
+        used: set[str] = set()
+        for event, stage in zip(self.cut.calls, self.cut.stage_of_call, strict=True):
+            if stage == self.stage:
+                used |= self.parameters_of_unit[self.trace.events[event].name]
+        for number, each in enumerate(self.trace.events):
+            if each.parameters and self.cut.stage_of_event(number) == self.stage:
+                used |= each.parameters
+        for number, names in self.trace.parameter_reads.items():
+            if self.cut.stage_of_event(number - 1) <= self.stage:
+                used |= names
+        if self.cut.has_tail and self.is_last:
+            used |= self.trace.parameters_out
+        return frozenset(used)
+
+
+def _spec(value: Value, event: int) -> ValueSpec:
+    spec = value.spec
+    return ValueSpec(spec.shape, spec.dtype, value.needs_grad_before(event), value.origin)

@@ -1,0 +1,185 @@
+"""Finds what a unit would give, without its parameters' values and without computing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
+    READS,
+    SELECTIONS,
+    answer_of,
+    guess,
+    name_of,
+    select,
+)
+from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, UnitOutput, place_of
+from boltmesh.strategies.pytree import is_constant, take_apart, tensors_in
+from boltmesh.strategies.torch_compat.modules import swapped_state
+from boltmesh.strategies.torch_compat.tensors import NEEDS_DATA, FakeTensorMode, is_fake, make_fake
+
+MOST_READS = 10_000
+"""A loop inside a unit that runs until its data say so would never end on a guess."""
+
+
+@dataclass
+class FakeCall:
+    """What a call of a unit gave on tensors without data."""
+
+    result: Any
+    output: UnitOutput
+    answers: list[Any]
+    """What the unit read out of arguments that have data."""
+    flops: int
+
+
+def run_on_fakes(
+    name: str,
+    unit: Module,
+    call: Callable[..., Any],
+    mode: FakeTensorMode,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    *,
+    counts_flops: bool,
+) -> FakeCall:
+    """Run a unit on tensors with shape and type and no data.
+
+    Args:
+        name: The unit's name, for messages.
+        unit: The module; its parameters and buffers may have no values here.
+        call: Its own forward.
+        mode: Whose tensors stand for data.
+        arguments: The positional and keyword arguments of the call. Tensors that do not come from
+            units have data, and the unit may look at it.
+        counts_flops: Whether to count floating point operations as well.
+
+    Raises:
+        ConfigError: When it fails so, or when its output's shapes depend on its data.
+    """
+    found: list[FakeCall] = []
+    errors: list[Exception] = []
+    for answer in (False, True):
+        watch = _Watch(answer=answer)
+        counter = FlopCounterMode(display=False) if counts_flops else None
+        state = {
+            each: make_fake(tensor, mode)
+            for each, tensor in (*unit.named_parameters(), *unit.named_buffers())
+        }
+        try:
+            with swapped_state(unit, state), watch:
+                if counter is None:
+                    result = call(*arguments[0], **arguments[1])
+                else:
+                    with counter:
+                        result = call(*arguments[0], **arguments[1])
+        except Exception as error:  # noqa: BLE001  # whatever the user's layer raises
+            errors.append(error)
+        else:
+            flops = 0 if counter is None else counter.get_total_flops()
+            found.append(_describe(name, unit, result, arguments, mode, watch.answers, flops))
+        if not watch.has_guessed:
+            break
+    if not found:
+        raise ConfigError(_explain_failure(name, unit, errors[0])) from errors[0]
+    if len(found) > 1 and _shapes(found[0]) != _shapes(found[1]):
+        raise ConfigError(
+            f"what {name!r} ({type(unit).__name__}) gives has another shape when its data are "
+            f"others: {_shapes(found[0])} or {_shapes(found[1])}. The next stage has to know it "
+            f"beforehand: pad it inside {name!r}."
+        )
+    return found[-1]
+
+
+class _Watch(TorchFunctionMode):
+    """Answers what a unit asks of tensors without data, and notes what it asks of others."""
+
+    def __init__(self, *, answer: bool) -> None:
+        super().__init__()
+        self.answer = answer
+        self.has_guessed = False
+        self.answers: list[Any] = []
+        self.reads = 0
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if name in READS:
+            return self._read(name, func, args, kwargs)
+        if name not in SELECTIONS:
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NEEDS_DATA:
+            self.has_guessed = True
+            return select(name, args, kwargs, answer=self.answer)
+
+    def _read(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.reads += 1
+        if self.reads > MOST_READS:
+            raise RuntimeError(f"it read its data {MOST_READS} times and did not end")
+        if any(map(is_fake, tensors_in(args))):
+            self.has_guessed = True
+            return guess(name, args, answer=self.answer)
+        result = func(*args, **kwargs)
+        self.answers.append(answer_of(result))
+        return result
+
+
+def _describe(
+    name: str,
+    unit: Module,
+    result: Any,
+    arguments: Any,
+    mode: FakeTensorMode,
+    answers: list[Any],
+    flops: int,
+) -> FakeCall:
+    given = take_apart(arguments)[0]
+    leaves, build = take_apart(result)
+    described: list[object] = []
+    kept: list[Any] = []
+    for leaf in leaves:
+        same = [i for i, each in enumerate(given) if each is leaf and not is_constant(leaf)]
+        made = leaf
+        if same:
+            described.append(Argument(same[0]))
+        elif isinstance(leaf, Tensor):
+            made = leaf if is_fake(leaf) else make_fake(leaf, mode)
+            described.append(TensorSpec(tuple(made.shape), made.stride(), made.dtype, made.device))
+        elif is_constant(leaf):
+            described.append(leaf)
+        else:
+            raise ConfigError(
+                f"{name!r} ({type(unit).__name__}) gives a {type(leaf).__name__}, which may hold "
+                f"tensors that other stages cannot see. Give tensors, numbers, strings and None, "
+                f"in tuples, lists, dictionaries or dataclasses."
+            )
+        kept.append(made)
+    needs = tuple(isinstance(each, Tensor) and each.requires_grad for each in kept)
+    output = UnitOutput(tuple(described), build, needs)
+    return FakeCall(build(kept), output, answers, flops)
+
+
+def _shapes(call: FakeCall) -> list[object]:
+    return [
+        (each.shape, each.dtype) if isinstance(each, TensorSpec) else each
+        for each in call.output.leaves
+    ]
+
+
+def _explain_failure(name: str, unit: Module, error: Exception) -> str:
+    return (
+        f"{name!r} ({type(unit).__name__}) cannot be run on tensors without data, by which the "
+        f"shape of its output is found before other stages need it: {error} "
+        f"({place_of(error)}). If it runs otherwise, let it "
+        f"compute by torch's own functions, or register a fake implementation of a custom one."
+    )

@@ -1,0 +1,270 @@
+"""Remembers how to run a step, for every signature of a batch that came by.
+
+What has to be equal for two batches to be run the same way.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import Module, Parameter
+
+from boltmesh.strategies.dry_run.unsupported import with_inner
+from boltmesh.strategies.pipeline.stage.cut import plan_stages, plan_tail
+from boltmesh.strategies.pipeline.stage.stage_run import StageRun, Tail
+from boltmesh.strategies.pipeline.stage.trace import StepTrace, UnitOutput
+from boltmesh.strategies.pipeline.stage.trace_step import probe
+from boltmesh.strategies.pipeline.stage.units import unit_parameters
+from boltmesh.strategies.pytree import is_constant, take_apart
+from boltmesh.strategies.torch_compat.modules import ParametersInPlace
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.pipeline.stage.cut import StagePlan
+
+
+EPOCH: Final = "current_epoch"
+"""By which steps add a term from some epoch on, or leave a layer out."""
+
+_FRAMEWORKS: Final = frozenset({"torch", "lightning"})
+
+_PLAIN: Final = frozenset({int, float, bool, str, type(None)})
+
+
+def step_signature(root: Module, parameters: Iterable[Parameter], step: str) -> Hashable:
+    """Return the state that a step may depend on, for all microbatches of a batch.
+
+    That is: train or eval mode, grad mode, autocast, which parameters are frozen, and the epoch
+    where the module's own code names it.
+    """
+    device_type = next((each.device.type for each in parameters), "cpu")
+    kind: Any = type(root)
+    return (
+        step,
+        root.training,
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+        tuple([each.requires_grad for each in parameters]),
+        getattr(root, EPOCH, 0) if _names_epoch(kind) else 0,
+    )
+
+
+@cache
+def _names_epoch(kind: type) -> bool:
+    """Whether the code of a class, less that of its frameworks, names the epoch."""
+    own = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _FRAMEWORKS]
+    codes = [getattr(each, "__code__", None) for one in own for each in vars(one).values()]
+    written = [one for each in codes if isinstance(each, CodeType) for one in with_inner(each)]
+    return any(EPOCH in each.co_names for each in written)
+
+
+def batch_signature(value: Any) -> Hashable:
+    """Return the nesting of a batch, shapes and types in it, and its numbers and strings."""
+    kind = type(value)
+    if kind is Tensor:  # first what nearly all batches are made of: this runs for each microbatch
+        return value.shape, value.dtype, value.device, value.requires_grad
+    if kind is tuple or kind is list:
+        return kind, tuple(map(batch_signature, value))
+    if kind is dict:
+        return kind, tuple(value), tuple(map(batch_signature, value.values()))
+    if kind in _PLAIN:
+        return kind, value
+    return tuple(map(_leaf, take_apart(value)[0])), _nesting(value)
+
+
+def _nesting(value: Any) -> Hashable:
+    """Return how a value is nested, down to the names of dictionary keys."""
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, _nesting(each)) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_nesting, value))
+    return type(value).__qualname__
+
+
+def _leaf(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, np.ndarray):
+        return leaf.shape, leaf.dtype.str
+    return (type(leaf).__qualname__, leaf if is_constant(leaf) else None)
+
+
+MOST_SIGNATURES = 256
+"""The least recently used one is forgotten: sequence lengths may all differ."""
+
+WEIGHTS_ONLY = (nn.Embedding, nn.Linear)
+"""Layers that a later stage may call again: nothing but their weights is shared."""
+
+
+@dataclass
+class _KnownSignature:
+    """What is known of batches of one signature."""
+
+    traces: dict[tuple[Any, ...], StepTrace] = field(default_factory=dict)
+    """By what the step read out of a batch."""
+    outputs: dict[Any, UnitOutput] = field(default_factory=dict)
+    """What units gave."""
+    runs: dict[tuple[Any, ...], tuple[StageRun, ...]] = field(default_factory=dict)
+    tails: dict[tuple[Any, ...], Tail] = field(default_factory=dict)
+
+
+class StagePlans:
+    """Gives the stages of a step for any batch; every rank finds the same without talking."""
+
+    def __init__(
+        self,
+        root: Module,
+        units: Mapping[str, Module],
+        stage_of_unit: Mapping[str, int],
+        *,
+        silent: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Take how a model is cut.
+
+        Args:
+            root: The whole model.
+            units: All of its units by name, of :func:`find_stage_units`.
+            stage_of_unit: The stage of each unit that steps call.
+            silent: Enters what a step is probed in: units communicate nothing there.
+        """
+        self._silent = silent
+        self.root = root
+        self.units = dict(units)
+        self.stage_of_unit = dict(stage_of_unit)
+        self.parameters = ParametersInPlace(root, (name for name, _ in root.named_parameters()))
+        self.parameters_of_unit = unit_parameters(root, self.units)
+        self.weight_only = frozenset(
+            name for name, unit in self.units.items() if type(unit) in WEIGHTS_ONLY
+        )
+        self.check: Callable[[tuple[StagePlan, ...]], None] | None = None
+        """Called with every new cut of a step; raises where this rank cannot run it."""
+        self._known: OrderedDict[Hashable, _KnownSignature] = OrderedDict()
+
+    def stages(
+        self,
+        step: str,
+        batch: Any,
+        *rest: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ) -> tuple[StageRun, ...]:
+        """Return the stages that run ``step`` on a batch like this one, first to last.
+
+        The step is probed where it has to be: for the first batch of a signature, and up to the
+        last look of Python at the batch's data where there is any.
+
+        Args:
+            step: The name of the method, such as ``training_step``.
+            batch: Its first argument.
+            rest: Its other positional arguments; the first one, the number of the batch, must not
+                decide what it does.
+            kwargs: Its keyword arguments.
+            seed: What its random numbers start from, as for :meth:`StageRun.forward`.
+
+        Raises:
+            ConfigError: When the step cannot be cut so.
+        """
+        known, answers = self._known_of(self._state(step), step, batch, rest, kwargs, seed)
+        return known.runs[answers]
+
+    def stages_of_parts(
+        self,
+        step: str,
+        parts: Sequence[Any],
+        rest: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        seeds: Sequence[int],
+    ) -> list[tuple[StageRun, ...]]:
+        """Return the stages of all microbatches of a batch; arguments as of :meth:`stages`."""
+        state = self._state(step)
+        found = []
+        for part, seed in zip(parts, seeds, strict=True):
+            known, answers = self._known_of(state, step, part, rest, kwargs, seed)
+            found.append(known.runs[answers])
+        return found
+
+    def tail(
+        self,
+        step: str,
+        batch: Any,
+        *rest: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ) -> Tail:
+        """Return what ``step`` does with a batch like this one behind its last unit.
+
+        The arguments are those of :meth:`stages`.
+
+        Raises:
+            ConfigError: When the step cannot be cut so.
+        """
+        known, answers = self._known_of(self._state(step), step, batch, rest, kwargs, seed)
+        tail = known.tails.get(answers)
+        if tail is None:
+            trace = known.traces[answers]
+            last, end = plan_tail(
+                trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only
+            )
+            tail = known.tails[answers] = Tail(
+                last=StageRun(self.root, self.units, step, last),
+                end=StageRun(self.root, self.units, step, end),
+                draws_before=any(each < end.begin for each in trace.draws),
+            )
+        return tail
+
+    def _state(self, step: str) -> Hashable:
+        return step_signature(self.root, self.parameters, step)
+
+    def _known_of(
+        self,
+        state: Hashable,
+        step: str,
+        batch: Any,
+        rest: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        seed: int | None,
+    ) -> tuple[_KnownSignature, tuple[Any, ...]]:
+        """Return what is known of batches like this one, and what the step reads out of it."""
+        signature = (
+            state,
+            batch_signature(batch),
+            batch_signature(rest[1:]),
+            batch_signature(dict(kwargs or {})),
+        )
+        known = self._known.get(signature)
+        if known is None:
+            known = self._known[signature] = _KnownSignature()
+            if len(self._known) > MOST_SIGNATURES:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(signature)
+        if () in known.traces:
+            return known, ()
+        with self._silent():
+            trace = probe(
+                self.root,
+                self.units,
+                step,
+                (batch, *rest),
+                kwargs,
+                seed=seed,
+                known=known.traces,
+                remembered=known.outputs,
+            )
+        answers = tuple(trace.answers)
+        if answers not in known.runs:
+            runs = self._cut(step, trace)
+            known.traces[answers], known.runs[answers] = trace, runs
+        return known, answers
+
+    def _cut(self, step: str, trace: StepTrace) -> tuple[StageRun, ...]:
+        plans = plan_stages(trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only)
+        if self.check is not None:
+            self.check(plans)
+        return tuple(StageRun(self.root, self.units, step, each) for each in plans)

@@ -1,0 +1,371 @@
+"""Runs a step as one stage: receives what earlier stages made, stops where the next one begins.
+
+What a stage hands out for outputs of units that it does not run.
+
+Finds single values in the code between units, by the number of the event that makes them.
+
+What a step does behind its last unit: loss, metrics, logs, and what it returns.
+
+[Note: The tail of a step]
+Behind the last unit there is one more stage, which has no unit. What crosses the border to it are
+the values that the last unit made, or that earlier units made and that are used again: logits as a
+rule. Microbatches can be joined there, since what units give for a row does not depend on other
+rows; means, counts and metrics come later. So whoever runs the tail on values of the whole batch
+gets what one process gets, whatever the step computes of them: no rule has to be known of how to
+put a number together that was taken of parts.
+
+The values must not come from a part of the batch in another order than the tail expects
+(``joining.py``). And where code between units draws random numbers before the tail begins, the
+tail draws them again when it is run: only with the seed and the shapes of the first time are
+they the same, so such a batch is not divided.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from boltmesh.errors import DivergenceError
+from boltmesh.strategies.pipeline.stage.cut import EventPlan, StagePlan
+from boltmesh.strategies.pipeline.stage.data_dependent_ops import is_event, name_of
+from boltmesh.strategies.pipeline.stage.rng import RandomStreams
+from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, line_of_step
+from boltmesh.strategies.pipeline.stage.units import ReplacedForwards
+from boltmesh.strategies.pytree import is_immutable, take_apart
+
+
+def placeholder(spec: TensorSpec, *, is_written: bool) -> Tensor:
+    """Return a tensor that has the place of one that another stage has.
+
+    Args:
+        spec: Its layout.
+        is_written: Whether the step writes into it. Otherwise all of its elements are one element
+            in memory: it takes none, and a use that nobody foresaw is seen as NaN in the loss.
+    """
+    if is_written:
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    is_inexact = spec.dtype.is_floating_point or spec.dtype.is_complex
+    fill = math.nan if is_inexact else 0
+    return torch.full((), fill, dtype=spec.dtype, device=spec.device).expand(spec.shape)
+
+
+class BetweenUnitsReplay(TorchFunctionMode):
+    """Counts functions of torch between units, and hands results of some of them to a stage.
+
+    Every function is compared with the one that the probe saw there. Active up to the last value
+    that has to be found, and never inside a unit.
+    """
+
+    def __init__(self, plan: StagePlan, handle: Callable[[Any, EventPlan], Any]) -> None:
+        super().__init__()
+        self.plan = plan
+        self.handle = handle
+        self.position = 0
+        self.is_on = False
+
+    def start(self) -> None:
+        """Watch from here on."""
+        self.is_on = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Watch nothing more, until ``start``."""
+        if self.is_on:
+            self.is_on = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def pass_unit(self, event: int) -> None:
+        """Note that a unit is called.
+
+        Raises:
+            DivergenceError: When the probe saw something else before it.
+        """
+        if self.position <= self.plan.last_watched and self.position != event:
+            raise DivergenceError(
+                explain(self.plan, self.position, f"it calls {self.plan.events[event].name!r}")
+            )
+        self.position = event + 1
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        event = self.position
+        if event > self.plan.last_watched or not is_event(result):
+            return result
+        name, expected = name_of(func), self.plan.events[event]
+        if expected.is_unit or expected.name != name:
+            raise DivergenceError(explain(self.plan, event, f"it calls {name} ({line_of_step()})"))
+        self.position = event + 1
+        handling = self.plan.handling.get(event)
+        return result if handling is None else self.handle(result, handling)
+
+
+def explain(plan: StagePlan, event: int, what: str) -> str:
+    """Return a message for a step that does not do what the probe saw."""
+    events = plan.events
+    expected = f"{events[event].name} ({events[event].place})" if event < len(events) else "its end"
+    return (
+        f"the step does other things than for an earlier batch of the same shapes: {what}, where "
+        f"{expected} was expected. Let it depend on the batch and on train or eval mode alone, or "
+        f"decide inside a layer."
+    )
+
+
+NOT_READY = object()
+NOTHING = EventPlan()
+NOT_DRAWING = nullcontext()
+
+
+class _NextStage(BaseException):
+    """Ends the step where the next stage begins; no ``except Exception`` of a user catches it."""
+
+
+class _UnitCall:
+    """What a stage does when the step calls a unit."""
+
+    __slots__ = ("event", "handling", "name", "ready", "stage")
+
+    def __init__(self, name: str, event: int, stage: int, handling: EventPlan, ready: Any) -> None:
+        self.name = name
+        self.event = event
+        self.stage = stage
+        """Which stage runs it, less the one that asks."""
+        self.handling = handling
+        self.ready = ready
+        """What a unit of an earlier stage gives, where that is always the same."""
+
+
+class StageRun:
+    """One stage of a step, for batches of one signature. Not for two threads at once."""
+
+    def __init__(
+        self, root: Module, units: Mapping[str, Module], step: str, plan: StagePlan
+    ) -> None:
+        """Prepare the stage.
+
+        Args:
+            root: The whole model, whose method ``step`` is run.
+            units: All units by name.
+            step: The name of the method.
+            plan: What the stage does.
+        """
+        self.root = root
+        self.units = units
+        self.step = step
+        self.plan = plan
+        self.device = next((each.device for each in root.parameters()), torch.device("cpu"))
+        self.calls = [self._prepare(*each) for each in self._events_up_to_next_stage()]
+        self._forwards = ReplacedForwards(
+            units, {name: partial(self._call, name) for name in units}
+        )
+
+    def forward(
+        self,
+        received: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        seed: int | None = None,
+    ) -> Any:
+        """Run the stage on one batch.
+
+        Args:
+            received: What the border before this stage carries, as ``plan.values_in`` says. Those
+                that need a gradient get ``requires_grad``.
+            args: What the step is called with.
+            kwargs: Also what the step is called with.
+            seed: What random numbers start from: equal on all stages, another for each microbatch.
+                Torch's generators stand afterwards as before; those of numpy and Python do not,
+                see :class:`RandomStreams`. None draws from them as they stand.
+
+        Returns:
+            A tuple of tensors for the next stage, as ``plan.values_out`` says; on the last stage
+            what the step returns.
+
+        Raises:
+            DivergenceError: When the step calls other units than its probe did, or in another
+                order.
+        """
+        self.received = list(map(self._prepare_received, range(len(received)), received))
+        self.kept = dict(zip(self.plan.received_numbers, self.received, strict=True))
+        self.remaining: Iterator[_UnitCall] = iter(self.calls)
+        self.is_inside = False
+        self.watch = (
+            None if self.plan.last_watched < 0 else BetweenUnitsReplay(self.plan, self._handle)
+        )
+        self.streams = None if seed is None else self._streams(seed)
+        try:
+            with self._forwards, NOT_DRAWING if self.streams is None else self.streams:
+                result = self._run_step(args, kwargs or {})
+            return self._finish(result)
+        except _NextStage:
+            return self._sent()
+        finally:
+            self._forget()
+
+    def _run_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        step = getattr(self.root, self.step)
+        if self.watch is None:
+            return step(*args, **kwargs)
+        self.watch.start()
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self.watch.stop()
+
+    def _events_up_to_next_stage(self) -> list[tuple[int, int]]:
+        """Return the unit calls of the stage's run, each with its stage less this one."""
+        stages = [each - self.plan.stage for each in self.plan.stage_of_call]
+        count = next((i + 1 for i, stage in enumerate(stages) if stage > 0), len(stages))
+        return list(zip(self.plan.unit_events[:count], stages[:count], strict=True))
+
+    def _prepare(self, event: int, stage: int) -> _UnitCall:
+        handling = self.plan.handling.get(event, NOTHING)
+        call = _UnitCall(self.plan.events[event].name, event, stage, handling, NOT_READY)
+        output = self.plan.outputs[event]
+        changes = [leaf for made_at, leaf in self.plan.written_outputs if made_at == event]
+        has_arguments = any(isinstance(leaf, Argument) for leaf in output.leaves)
+        if stage < 0 and handling is NOTHING and not changes and not has_arguments:
+            ready = output.build([self._stand_in(event, i) for i in range(len(output.leaves))])
+            call.ready = ready if is_immutable(ready) else NOT_READY
+        return call
+
+    def _stand_in(self, event: int, leaf: int) -> Any:
+        made = self.plan.outputs[event].leaves[leaf]
+        if not isinstance(made, TensorSpec):
+            return made
+        return placeholder(made, is_written=(event, leaf) in self.plan.written_outputs)
+
+    def _prepare_received(self, slot: int, tensor: Tensor) -> Tensor:
+        if self.plan.values_in[slot].needs_grad and not tensor.requires_grad:
+            tensor.requires_grad_()
+        # A leaf that needs a gradient cannot be changed in place; the step is about to.
+        return tensor.clone() if slot in self.plan.copies else tensor
+
+    def _streams(self, seed: int) -> RandomStreams:
+        plan = self.plan
+        return RandomStreams(
+            seed,
+            plan.stage,
+            self.device,
+            is_mixed=plan.draws_random,
+            is_mixed_on_host=plan.draws_host_random,
+        )
+
+    def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        if self.is_inside:
+            return self._forwards.own(name)(*args, **kwargs)
+        call = next(self.remaining, None)
+        if call is None or call.name != name:
+            event = len(self.plan.events) if call is None else call.event
+            raise DivergenceError(explain(self.plan, event, f"it calls {name!r}"))
+        if self.watch is None:
+            if call.ready is not NOT_READY:
+                return call.ready
+            return self._act(call, args, kwargs)
+        self.watch.pass_unit(call.event)
+        self.watch.stop()
+        result = self._act(call, args, kwargs)
+        if call.event < self.plan.last_watched:
+            self.watch.start()
+        return result
+
+    def _act(self, call: _UnitCall, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if call.stage > 0:
+            raise _NextStage
+        if call.stage < 0:
+            return call.ready if call.ready is not NOT_READY else self._skip(call, args, kwargs)
+        forward = self._forwards.own(call.name)
+        streams = self.streams
+        self.is_inside = True
+        try:
+            if streams is None or streams.goes_on:
+                result = forward(*args, **kwargs)
+            else:
+                with streams.around_unit():
+                    result = forward(*args, **kwargs)
+        finally:
+            self.is_inside = False
+        return result if call.handling is NOTHING else self._handle(result, call.handling)
+
+    def _skip(self, call: _UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = self.plan.outputs[call.event]
+        given: list[Any] = []
+        if any(isinstance(leaf, Argument) for leaf in output.leaves):
+            given = take_apart((args, kwargs))[0]
+        leaves = [
+            given[made.index]
+            if isinstance(made, Argument)
+            else None
+            if leaf in call.handling.receive
+            else self._stand_in(call.event, leaf)
+            for leaf, made in enumerate(output.leaves)
+        ]
+        return output.build(self._handle_leaves(leaves, call.handling))
+
+    def _handle(self, result: Any, handling: EventPlan) -> Any:
+        """Put received values into a result and remember what is filled or sent later."""
+        leaves, build = take_apart(result)
+        made = self._handle_leaves(leaves, handling)
+        return build(made) if handling.receive else result
+
+    def _handle_leaves(self, leaves: list[Any], handling: EventPlan) -> list[Any]:
+        made = list(leaves)
+        for leaf, slot in handling.receive.items():
+            made[leaf] = self.received[slot]
+        for leaf, number in handling.keep.items():
+            self.kept[number] = made[leaf]
+        for number, slot in handling.fill:
+            self.kept[number].copy_(self.received[slot])
+        if handling.ends:
+            raise _NextStage
+        return made
+
+    def _sent(self) -> tuple[Tensor, ...]:
+        sent = [self.kept[number] for number in self.plan.sent_numbers]
+        # What only passes through has to come out of a function, as everything else that is sent.
+        return tuple(
+            each.view_as(each) if each.requires_grad and each.is_leaf else each for each in sent
+        )
+
+    def _finish(self, result: Any) -> Any:
+        missing = next(self.remaining, None)
+        if missing is not None:
+            raise DivergenceError(explain(self.plan, missing.event, "it ends"))
+        return result
+
+    def _forget(self) -> None:
+        """Hold no activation longer than the run."""
+        self.received = []
+        self.kept = {}
+        self.watch = None
+        self.streams = None
+
+
+@dataclass(frozen=True, eq=False)
+class Tail:
+    """A step cut once more, behind its last unit, for batches of one signature.
+
+    ``last.forward(received, args, seed=...)`` runs the last stage's units and gives the values
+    that live behind them, as ``values_in`` of ``end.plan`` says. ``end.forward(values, args,
+    seed=...)`` runs no unit: these give the values, and the step goes on to its end and returns
+    what it returns. The values may come from anywhere, such as several microbatches of the last
+    stage joined to one batch; where grad mode is on, those that need a gradient get one.
+    Parameters outside of units that it uses are ``end.plan.parameters``.
+    """
+
+    last: StageRun
+    end: StageRun
+    draws_before: bool
+    """Whether code between units draws random numbers before ``end`` begins: with another batch
+    or seed than ``last`` had, ``end`` would draw others."""

@@ -1,0 +1,174 @@
+"""What one run of a step does: which layers it calls, and which values it makes and uses.
+
+Says which line of the user's code is running, for messages.
+"""
+
+import contextlib
+import inspect
+import os
+import traceback
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from boltmesh.strategies.pytree import Build
+
+MACHINERY = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    contextlib.__file__,
+)
+"""Where files lie of which no line belongs to a step."""
+
+
+def line_of_step() -> str:
+    """Return the file and line outside of torch and of this package that is running now."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(MACHINERY):
+            break
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file, line and function outside of torch that an error came from."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    own = [each for each in frames if not each.filename.startswith(MACHINERY)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}"
+
+
+NO_EVENT = -1
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's layout in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A leaf of a unit's output that is, as the same object, a leaf of its arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class UnitOutput:
+    """What a unit gives for arguments of one signature."""
+
+    leaves: tuple[object, ...]
+    """A :class:`TensorSpec` for a tensor, an :class:`Argument`, or the value of any other leaf."""
+    build: Build
+    needs_grad: tuple[bool, ...]
+    """For every leaf: whether it is a tensor that needs a gradient."""
+
+
+@dataclass
+class Value:
+    """A tensor that depends on what units compute."""
+
+    made_at: int
+    """The event that made the tensor object; NO_EVENT where it was there before the step."""
+    leaf: int
+    """Which of the tensors of that event's result it is."""
+    origin: str
+    spec: TensorSpec
+    storage: int
+    """Equal for values that share memory."""
+    is_side_effect: bool = False
+    """It came out of a unit by another way than its return value."""
+    needs_grad: list[tuple[int, bool]] = field(default_factory=list)
+    """Whether it needs a gradient from an event on, oldest first."""
+    uses: list[int] = field(default_factory=list)
+    """The events that need it, oldest first."""
+    follows_batch: bool = False
+    """Whether it was made of the batch's data, or may have been."""
+
+    def needs_grad_before(self, event: int) -> bool:
+        """Whether it needs a gradient when ``event`` begins."""
+        return [needs for since, needs in self.needs_grad if since < event][-1]
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """A call of a unit, or of a function of torch between units."""
+
+    name: str
+    is_unit: bool
+    parameters: frozenset[str] = frozenset()
+    """Parameters that a function used where it met a value of a unit, itself or by what was made
+    of them before. Of a unit's call: parameters that its arguments were made of."""
+    place: str = ""
+    """The line of the step that caused it, for messages."""
+
+
+@dataclass
+class ValueRead:
+    """A look of Python at a value of a unit."""
+
+    event: int
+    """The number of events before it."""
+    name: str
+    place: str
+    origin: str
+    values: list[Value] = field(default_factory=list)
+    """What was looked at."""
+
+
+@dataclass(frozen=True)
+class MetricTrace:
+    """A call of a metric by the step."""
+
+    name: str
+    method: str
+    shapes: tuple[tuple[int, ...] | None, ...]
+    """Of the leaves of its arguments; None for what is no tensor."""
+
+
+@dataclass
+class StepTrace:
+    """One run of a step on one batch, without what its layers compute."""
+
+    events: list[TraceEvent] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    outputs: dict[int, UnitOutput] = field(default_factory=dict)
+    """What units give, by event."""
+    writes: dict[int, list[int]] = field(default_factory=dict)
+    """The events that wrote into a storage, by :attr:`Value.storage`."""
+    readings: list[ValueRead] = field(default_factory=list)
+    answers: list[Hashable] = field(default_factory=list)
+    """What Python read out of the batch, in order: with other answers the run may differ."""
+    parameter_reads: dict[int, frozenset[str]] = field(default_factory=dict)
+    """Parameters that Python looked at, by the number of events before."""
+    metrics: list[MetricTrace] = field(default_factory=list)
+    """The calls of metrics, in order."""
+    parameters_out: frozenset[str] = frozenset()
+    """Parameters that the step hands out, itself or what was made of them."""
+    draws_random: bool = False
+    """Whether code between units draws random numbers after the first unit."""
+    draws: list[int] = field(default_factory=list)
+    """The events between units that drew random numbers; NO_EVENT where it was none of torch's."""
+    draws_host_random: bool = False
+    """Whether numpy or Python draw random numbers once the first unit has begun, anywhere."""
+    changed_buffers: dict[str, int] = field(default_factory=dict)
+    """Buffers outside of units that the step writes or replaces, with the last event that put into
+    them what a unit gave; NO_EVENT where none did."""
+    changed_attributes: frozenset[tuple[str, str]] = frozenset()
+    """Attributes that the step sets or fills on modules outside of units: module and name."""
+    flops: dict[str, int] = field(default_factory=dict)
+    """Of all forward calls of a unit together; empty unless they were counted."""
+    kept: dict[str, dict[int, int]] = field(default_factory=dict)
+    """By unit, what autograd keeps of it and of the code behind it up to the next one: bytes by
+    storage, named as in :attr:`Value.storage`. Empty unless it was noted."""
+
+    def unit_events(self) -> list[int]:
+        """Return the events that are calls of units."""
+        return [index for index, event in enumerate(self.events) if event.is_unit]

@@ -1,0 +1,357 @@
+"""Watches the code between units: which values of units it makes, uses and changes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.stage.absent_params import AbsentError, is_absent
+from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
+    RANDOM,
+    READS,
+    SELECTIONS,
+    answer_of,
+    draws,
+    guess,
+    has_mask,
+    is_event,
+    name_of,
+    resolve_masks,
+    scores_of_ctc,
+    select,
+)
+from boltmesh.strategies.pipeline.stage.trace import (
+    NO_EVENT,
+    StepTrace,
+    TensorSpec,
+    TraceEvent,
+    UnitOutput,
+    Value,
+    ValueRead,
+    line_of_step,
+)
+from boltmesh.strategies.pytree import replace_tensors, take_apart, tensors_in
+from boltmesh.strategies.torch_compat.tensors import (
+    NEEDS_DATA,
+    FakeTensorMode,
+    is_fake,
+    make_fake,
+    storage_key,
+    times_written,
+)
+
+
+class BetweenUnitsTracer(TorchFunctionMode):
+    """Notes into a trace what functions of torch do with values of units.
+
+    Values of units are the tensors without data; all others have some. A tensor with data into
+    which the step writes a value of a unit counts as a value of that unit from then on.
+    """
+
+    def __init__(
+        self,
+        root: Module,
+        trace: StepTrace,
+        mode: FakeTensorMode,
+        *,
+        answer: bool,
+        after_read: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self.root = root
+        self.trace = trace
+        self.mode = mode
+        self.answer = answer
+        self.after_read = after_read
+        self.from_parameters = {
+            id(each): frozenset({name}) for name, each in root.named_parameters()
+        }
+        self.values: dict[int, Value] = {}
+        self.made: dict[int, tuple[int, int]] = {}
+        self.twins: dict[int, Tensor] = {}
+        self.tainted: set[int] = set()
+        self.storage_behind: dict[int, int] = {}
+        """The storage with data that a storage without data stands for."""
+        self.from_batch: set[int] = set()
+        """Memory that holds what was made of the batch."""
+        self.kept: list[Tensor] = []
+        """All tensors seen, so that no address is used twice."""
+        self.to_end: list[Value] = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Watch nothing within it."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = self._with_twins((args, kwargs or {}))
+        name = name_of(func)
+        given = tensors_in((args, kwargs))
+        has_fakes = any(map(is_fake, given))
+        if name in READS:
+            return self._read(name, func, args, kwargs, given)
+        if name == "__format__" and has_fakes:
+            return "0"  # printed, not decided by
+        before = [(each, _version(each)) for each in given]
+        result = self._execute(name, func, args, kwargs, has_fakes=has_fakes)
+        if is_event(result):
+            parameters = self._parameters_of(given)
+            used = parameters if has_fakes else frozenset()
+            index = self._add(TraceEvent(name, False, used, line_of_step()), given, before)
+            self._note_results(index, take_apart(result)[0], name, given, parameters)
+            if self.trace.outputs and RANDOM.match(name):
+                self.trace.draws_random = True
+            if draws(name, args, kwargs):
+                self.trace.draws.append(index)
+        return result
+
+    def follow(self, batch: Any) -> None:
+        """Note of which tensors it is to be known what is made of them."""
+        self.kept += tensors_in(batch)
+        self.from_batch.update(map(storage_key, tensors_in(batch)))
+
+    def begin_unit(self, name: str, arguments: Any) -> Any:
+        """Note that a unit is called; return the arguments that it gets."""
+        arguments = self._with_twins(arguments)
+        given = tensors_in(arguments)
+        self.unit_before = [(each, _version(each)) for each in given]
+        self.unit_event = TraceEvent(name, True, self._parameters_of(given), line_of_step())
+        return arguments
+
+    def end_unit(self, result: Any, output: UnitOutput) -> None:
+        """Note what a unit gave, and which of its arguments it changed."""
+        given = [each for each, _ in self.unit_before]
+        index = self._add(self.unit_event, given, self.unit_before)
+        self.trace.outputs[index] = output
+        origin = f"the output of {self.unit_event.name!r}"
+        self._note_results(index, take_apart(result)[0], origin, given, frozenset())
+
+    def note_answer(self, answer: Any) -> None:
+        """Note what was read out of the batch."""
+        self.trace.answers.append(answer)
+        self.after_read()
+
+    def add_foreign(self, tensors: list[Tensor], origin: str) -> None:
+        """Note tensors without data that something made of values of units, unseen by stages."""
+        for number, each in enumerate(tensors):
+            self.kept.append(each)
+            made_at = len(self.trace.events)
+            self.made[id(each)] = (made_at, number)
+            spec = TensorSpec(tuple(each.shape), each.stride(), each.dtype, each.device)
+            value = Value(made_at, number, origin, spec, self._storage_of(each), True)
+            value.needs_grad.append((NO_EVENT, each.requires_grad))
+            self.values[id(each)] = value
+            self.trace.values.append(value)
+
+    def keep_to_end(self, tensors: list[Tensor]) -> None:
+        """Note that the step hands tensors out."""
+        found = [self.twins.get(id(each), each) for each in tensors]
+        self.to_end += [self._value_of(each) for each in found if is_fake(each)]
+        self.trace.parameters_out |= self._parameters_of(found)
+
+    def last_change(self, tensor: Tensor) -> int:
+        """Return the last event that put into a tensor what a unit gave; NO_EVENT if none did."""
+        made_at = self.values[id(tensor)].made_at if id(tensor) in self.values else NO_EVENT
+        writes = self.trace.writes.get(self._storage_of(tensor), [])
+        return max(made_at, *writes[-1:]) if writes else made_at
+
+    def finish(self) -> None:
+        """Note that the step has ended."""
+        for value in self.to_end:
+            value.uses.append(len(self.trace.events))
+        for value in self.trace.values:
+            # What Python reads out of a batch may come back anywhere, as a number.
+            value.follows_batch = value.storage in self.from_batch or bool(self.trace.answers)
+
+    def _execute(
+        self, name: str, func: Any, args: Any, kwargs: dict[str, Any], *, has_fakes: bool
+    ) -> Any:
+        selects = name in SELECTIONS and (name != "__getitem__" or has_mask(args[1]))
+        if not selects:
+            try:
+                return func(*args, **kwargs)
+            except NEEDS_DATA as error:
+                if name == "ctc_loss":
+                    return scores_of_ctc(args, kwargs)
+                origin = next(
+                    self._value_of(e).origin for e in tensors_in((args, kwargs)) if is_fake(e)
+                )
+                raise ConfigError(
+                    f"{name} at {line_of_step()} makes something of {origin} whose shape depends "
+                    f"on data, and later stages have to know it beforehand. Do it inside a layer, "
+                    f"together with what uses it."
+                ) from error
+        if not has_fakes:
+            result = func(*args, **kwargs)
+            self.note_answer(tuple(tuple(each.shape) for each in tensors_in(result)))
+            return result
+        if name == "__getitem__":
+            args = resolve_masks(args, lambda each: not is_fake(each))
+            indices = [each for each in tensors_in(args[1]) if not is_fake(each)]
+            self.note_answer(tuple(tuple(each.shape) for each in indices))
+        try:
+            return func(*args, **kwargs)
+        except NEEDS_DATA:
+            self._note_reading(name, tensors_in((args, kwargs)))
+            return select(name, args, kwargs, answer=self.answer)
+
+    def _read(
+        self, name: str, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        if any(map(is_fake, given)):
+            self._note_reading(name, given)
+            return guess(name, args, answer=self.answer)
+        result = func(*args, **kwargs)
+        if parameters := self._parameters_of(given):
+            self._note_parameter_read(name, parameters)
+        self.note_answer(answer_of(result))
+        return result
+
+    def _note_reading(self, name: str, given: list[Tensor]) -> None:
+        done = len(self.trace.events)
+        read = [self._value_of(each) for each in given if is_fake(each)]
+        for value in read:
+            value.uses.append(done - 1)
+        self.trace.readings.append(ValueRead(done, name, line_of_step(), read[0].origin, read))
+
+    def _note_parameter_read(self, name: str, parameters: frozenset[str]) -> None:
+        values = dict(self.root.named_parameters())
+        if gone := [each for each in sorted(parameters) if is_absent(values[each])]:
+            raise AbsentError(
+                f"{name}() of {gone[0]!r} ({line_of_step()}), of which this rank holds no values: "
+                f"earlier batches did not read it. Read it for every batch, or inside a layer."
+            )
+        done = len(self.trace.events)
+        reads = self.trace.parameter_reads
+        reads[done] = reads.get(done, frozenset()) | parameters
+
+    def _with_twins(self, arguments: Any) -> Any:
+        """Replace tensors with data that hold values of units by tensors without data."""
+        if not self.tainted:
+            return arguments
+        return replace_tensors(arguments, self._twin_of)
+
+    def _twin_of(self, tensor: Tensor) -> Tensor:
+        if is_fake(tensor) or storage_key(tensor) not in self.tainted:
+            return tensor
+        twin = self.twins.get(id(tensor))
+        if twin is None:
+            twin = self.twins[id(tensor)] = make_fake(tensor.detach(), self.mode)
+            self.kept += [tensor, twin]
+            self.storage_behind[storage_key(twin)] = storage_key(tensor)
+            self.values[id(twin)] = self._add_value(tensor, "a tensor of the step")
+        return twin
+
+    def _parameters_of(self, given: list[Tensor]) -> frozenset[str]:
+        found = [self.from_parameters.get(id(each), frozenset()) for each in given]
+        return frozenset().union(*found)
+
+    def _add(self, event: TraceEvent, given: list[Tensor], before: list[tuple[Tensor, int]]) -> int:
+        """Add an event with what it uses and changes; return its number."""
+        index = len(self.trace.events)
+        self.trace.events.append(event)
+        for each in given:
+            if is_fake(each):
+                self._value_of(each).uses.append(index)
+        has_values = event.is_unit or any(map(is_fake, given))
+        follows_batch = self._follows_batch(given)
+        for each, version in before:
+            if _version(each) == version:
+                continue
+            if follows_batch:
+                self.from_batch.add(self._storage_of(each))
+            if is_fake(each):
+                self._note_write(index, self._storage_of(each))
+            elif has_values:
+                self.tainted.add(storage_key(each))
+                self._value_of(self._twin_of(each))
+                self._note_write(index, self._storage_of(each))
+            elif parameters := self._parameters_of(given):
+                self.from_parameters[id(each)] = parameters
+        return index
+
+    def _follows_batch(self, given: list[Tensor]) -> bool:
+        return any(self._storage_of(each) in self.from_batch for each in given)
+
+    def _note_write(self, index: int, storage: int) -> None:
+        self.trace.writes.setdefault(storage, []).append(index)
+        tensors = {id(each): each for each in self.kept}
+        for key, value in self.values.items():
+            if value.storage == storage:
+                value.needs_grad.append((index, tensors[key].requires_grad))
+
+    def _storage_of(self, tensor: Tensor) -> int:
+        key = storage_key(tensor)
+        return self.storage_behind.get(key, key)
+
+    def _note_results(
+        self,
+        index: int,
+        leaves: list[Any],
+        origin: str,
+        given: list[Tensor],
+        parameters: frozenset[str],
+    ) -> None:
+        if self._follows_batch(given):
+            made = [each for each in leaves if isinstance(each, Tensor)]
+            self.from_batch.update(map(self._storage_of, made))
+        known = {id(each) for each in given} | self.made.keys() | self.values.keys()
+        for number, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor) or id(leaf) in known:
+                continue
+            self.made[id(leaf)] = (index, number)
+            self.kept.append(leaf)
+            if is_fake(leaf):
+                self.values[id(leaf)] = self._add_value(leaf, origin)
+            elif parameters:
+                self.from_parameters.setdefault(id(leaf), parameters)
+
+    def _value_of(self, fake: Tensor) -> Value:
+        value = self.values.get(id(fake))
+        if value is None:
+            self.kept.append(fake)
+            holder = self._holder_of(fake)
+            value = self.values[id(fake)] = self._add_value(fake, holder)
+            value.is_side_effect = True
+            value.made_at = self._last_call_of(holder)
+        return value
+
+    def _add_value(self, tensor: Tensor, origin: str) -> Value:
+        made_at, leaf = self.made.get(id(tensor), (NO_EVENT, 0))
+        spec = TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        if made_at != NO_EVENT and not self.trace.events[made_at].is_unit:
+            origin = f"{self.trace.events[made_at].name} at {self.trace.events[made_at].place}"
+        value = Value(made_at, leaf, origin, spec, self._storage_of(tensor))
+        value.needs_grad.append((made_at, tensor.requires_grad))
+        self.trace.values.append(value)
+        return value
+
+    def _last_call_of(self, holder: str) -> int:
+        """Return the last call of the unit that holds an attribute, else of any unit."""
+        calls = self.trace.unit_events()
+        own = [each for each in calls if holder.startswith(f"{self.trace.events[each].name}.")]
+        return (own or calls)[-1]
+
+    def _holder_of(self, fake: Tensor) -> str:
+        """Return under which attribute a layer left a tensor that it did not return."""
+        for name, module in self.root.named_modules():
+            for attribute, each in vars(module).items():
+                if each is fake:
+                    return f"{name}.{attribute}"
+        return "a tensor that no layer returned"
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else times_written(tensor)

@@ -1,0 +1,478 @@
+"""Runs a step without running its layers, and notes what it does with what they would give.
+
+Finds out what a step leaves behind on modules between units: buffers and attributes.
+
+Notes, as a step is probed, what autograd would keep of it for the backward pass.
+
+Remembers what units give, so that a second look at a batch's data does not run them again.
+"""
+
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.dry_run.metrics import MetricCall, answer, find_metrics, metrics_replaced
+from boltmesh.strategies.dry_run.no_side_effects import (
+    CONTAINERS,
+    modules_unchanged,
+    random_state_unchanged,
+)
+from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall, run_on_fakes
+from boltmesh.strategies.pipeline.stage.rng import host_random_state
+from boltmesh.strategies.pipeline.stage.trace import (
+    NO_EVENT,
+    Argument,
+    MetricTrace,
+    StepTrace,
+    TensorSpec,
+    UnitOutput,
+)
+from boltmesh.strategies.pipeline.stage.trace_mode import BetweenUnitsTracer
+from boltmesh.strategies.pipeline.stage.units import ReplacedForwards
+from boltmesh.strategies.pytree import is_constant, replace_tensors, take_apart, tensors_in
+from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.torch_compat.tensors import (
+    FakeTensorMode,
+    fake_tensors,
+    is_fake,
+    make_fake,
+    storage_key,
+    times_written,
+)
+
+_OWN = frozenset(vars(Module()))
+"""What torch itself keeps on a module."""
+
+
+class StateWatch:
+    """Remembers modules as they are; compares them with what they are later.
+
+    Args:
+        modules: By name; their children are not looked at.
+    """
+
+    def __init__(self, modules: Mapping[str, Module]) -> None:
+        self._modules = modules
+        self._buffers = {
+            (name, key): (each, 0 if each.is_inference() else times_written(each))
+            for name, module in modules.items()
+            for key, each in _buffers_of(module)
+        }
+        self._attributes = {name: _attributes(each) for name, each in modules.items()}
+
+    def changed_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that were written or replaced, by dotted name, as they are now."""
+        changed: dict[str, Tensor] = {}
+        for (name, key), (before, written) in self._buffers.items():
+            now = dict(_buffers_of(self._modules[name])).get(key)
+            if now is None:
+                continue
+            if now is not before or (not now.is_inference() and times_written(now) != written):
+                changed[f"{name}.{key}" if name else key] = now
+        return changed
+
+    def changed_attributes(self) -> frozenset[tuple[str, str]]:
+        """Return the attributes that are others or hold others, by module and name."""
+        return frozenset(
+            (name, key)
+            for name, before in self._attributes.items()
+            for key in _different(before, _attributes(self._modules[name]))
+        )
+
+
+def outside_of(root: Module, units: Iterable[Module]) -> dict[str, Module]:
+    """Return the modules that lie in no unit, by dotted name."""
+    inside = {part for unit in units for part in unit.modules()}
+    return {name: each for name, each in root.named_modules() if each not in inside}
+
+
+def _buffers_of(module: Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def _attributes(module: Module) -> dict[str, tuple[Any, Any]]:
+    return {
+        key: (value, value.copy() if type(value) in CONTAINERS else None)
+        for key, value in vars(module).items()
+        if key not in _OWN
+    }
+
+
+def _different(before: dict[str, tuple[Any, Any]], now: dict[str, tuple[Any, Any]]) -> set[str]:
+    shared = before.keys() & now.keys()
+    return {
+        *(before.keys() ^ now.keys()),
+        *(key for key in shared if not _is_same(before[key], now[key])),
+    }
+
+
+def _is_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    if one[0] is not other[0]:
+        return False
+    if one[1] is None:
+        return True
+    return len(one[1]) == len(other[1]) and list(map(id, _members(one[1]))) == list(
+        map(id, _members(other[1]))
+    )
+
+
+def _members(container: Any) -> Iterator[Any]:
+    yield from container
+    if isinstance(container, dict):
+        yield from container.values()
+
+
+class SavedTensorWatch:
+    """Fills :attr:`Trace.kept`: storages that operators save, by the unit during or after which.
+
+    Tensors that exist in a probe (the batch, what is made of it alone) and parameters are there
+    anyway, and left out. What a unit gets counts as kept by it: its first operators save it, and a
+    layer that is run again in the backward pass keeps nothing else.
+    """
+
+    def __init__(self, root: Module, trace: StepTrace, mode: FakeTensorMode) -> None:
+        self._trace = trace
+        self._unit = ""
+        state = [*root.parameters(), *root.buffers()]
+        self._alive = [make_fake(each, mode) for each in state]
+        """All tensors seen, so that no storage's key is used twice."""
+        self._left_out = set(map(storage_key, self._alive))
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Within it, what is saved is noted."""
+        return saved_tensors_hooks(self._pack, lambda packed: packed)
+
+    def begin_unit(self, name: str, arguments: Any) -> None:
+        """Say that a unit is called, with tensors that a backward pass through it will need."""
+        self._unit = name
+        self._trace.kept.setdefault(name, {})
+        if torch.is_grad_enabled():
+            for each in tensors_in(arguments):
+                self._note(each)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._note(tensor)
+        # Itself, an operator's output would hold the operator that holds it.
+        return tensor.detach()
+
+    def _note(self, tensor: Tensor) -> None:
+        if not is_fake(tensor):
+            return
+        key = storage_key(tensor)
+        if key not in self._left_out:
+            self._alive.append(tensor.detach())
+            kept = self._trace.kept.setdefault(self._unit, {})
+            kept[key] = tensor.untyped_storage().nbytes()
+
+
+Key = tuple[Hashable, ...]
+
+
+def key_of(unit: str, arguments: Any) -> Key | None:
+    """Return what decides what a unit gives, None where an argument may hold more than it shows."""
+    described: list[Hashable] = [unit]
+    for leaf in take_apart(arguments)[0]:
+        if isinstance(leaf, Tensor):
+            layout = (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
+            described.append((*layout, leaf.requires_grad, is_fake(leaf)))
+        elif is_constant(leaf):
+            described.append((type(leaf).__qualname__, leaf))
+        else:
+            return None
+    return tuple(described)
+
+
+def versions(arguments: Any) -> list[int]:
+    """Return how often each tensor among arguments was written: a unit may change them."""
+    leaves = take_apart(arguments)[0]
+    return [
+        times_written(leaf)
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]
+
+
+def recall(output: UnitOutput, arguments: Any, mode: FakeTensorMode) -> Any:
+    """Return a result as a unit gave it before, on tensors without data."""
+    given = take_apart(arguments)[0]
+    leaves: list[Any] = []
+    for made, needs_grad in zip(output.leaves, output.needs_grad, strict=True):
+        if isinstance(made, Argument):
+            leaves.append(given[made.index])
+        elif isinstance(made, TensorSpec):
+            with mode:
+                tensor = torch.empty_strided(
+                    made.shape, made.stride, dtype=made.dtype, device=made.device
+                )
+            # Not a leaf: code between units may change it in place.
+            leaves.append(tensor.requires_grad_().clone() if needs_grad else tensor)
+        else:
+            leaves.append(made)
+    return output.build(leaves)
+
+
+LOGGING = ("log", "log_dict")
+"""Methods of a LightningModule that hand values out of the step."""
+
+
+class _KnownReads(BaseException):
+    """What was read out of the batch so far belongs to a run that is known in full."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        super().__init__()
+        self.trace = trace
+
+
+def probe(
+    root: Module,
+    units: Mapping[str, Module],
+    step: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    seed: int | None = None,
+    counts_flops: bool = False,
+    notes_kept: bool = False,
+    known: Mapping[tuple[Any, ...], StepTrace] | None = None,
+    remembered: dict[Any, UnitOutput] | None = None,
+) -> StepTrace:
+    """Return what a step does with one batch, without running any unit and without a trace of it.
+
+    Values that depend on units have shape and type and no data; what is made of the batch and of
+    parameters outside of units is computed. Autocast and grad mode are the caller's. Where the step
+    looks at data of a unit, it goes on with a guess, twice, and uses of both runs count.
+
+    Args:
+        root: The whole model; parameters inside of units may have no values.
+        units: What is not run, by name.
+        step: The name of the method of ``root``, such as ``training_step``.
+        args: What it is called with; the tensors have data.
+        kwargs: Also what it is called with.
+        seed: What the generators of random numbers start from; as they stand if None.
+        counts_flops: Whether to count each unit's floating point operations.
+        notes_kept: Whether to note what autograd keeps of each unit; ``torch.func`` fails then.
+        known: Earlier traces of batches of the same signature, by what was read out of them. One
+            that fits is returned as soon as that is clear.
+        remembered: What units gave in earlier probes of batches of the same signature; filled here.
+
+    Raises:
+        ConfigError: When a unit cannot be run on tensors without data, or the step does something
+            with what units give that other stages could not do.
+    """
+    counts = {"counts_flops": counts_flops, "notes_kept": notes_kept}
+    first = _StepTracer(root, units, seed=seed, known=known or {}, **counts)
+    first.remembered = {} if remembered is None else remembered
+    try:
+        trace = first.run(step, args, kwargs or {}, answer=False)
+        if first.has_recalled:  # nothing known fits: what units leave behind counts as well now
+            first = _StepTracer(root, units, seed=seed, known={}, **counts)
+            trace = first.run(step, args, kwargs or {}, answer=False)
+        if trace.readings:
+            second = _StepTracer(root, units, seed=seed, known={})
+            _merge(trace, second.run(step, args, kwargs or {}, answer=True))
+        if remembered is not None:
+            remembered.update(first.learned)
+    except _KnownReads as found:
+        return found.trace
+    return trace
+
+
+class _StepTracer:
+    """One run of a step without its layers."""
+
+    def __init__(
+        self,
+        root: Module,
+        units: Mapping[str, Module],
+        *,
+        seed: int | None,
+        known: Mapping[tuple[Any, ...], StepTrace],
+        counts_flops: bool = False,
+        notes_kept: bool = False,
+    ) -> None:
+        self.root = root
+        self.units = units
+        self.seed = seed
+        self.counts_flops = counts_flops
+        self.known = known
+        self.remembered: dict[Any, UnitOutput] = {}
+        self.learned: dict[Any, UnitOutput] = {}
+        self.has_recalled = False
+        self.has_run: set[str] = set()
+        self.is_inside = False
+        self.host_random: tuple[Any, Any] | None = None
+        """Where numpy and Python stood when the first unit was called."""
+        self.trace = StepTrace()
+        self.mode = fake_tensors()
+        self.keeping = SavedTensorWatch(root, self.trace, self.mode) if notes_kept else None
+
+    def run(
+        self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, answer: bool
+    ) -> StepTrace:
+        device = next((each.device for each in self.root.parameters()), torch.device("cpu"))
+        self.glue = BetweenUnitsTracer(
+            self.root, self.trace, self.mode, answer=answer, after_read=self._stop_if_known
+        )
+        forwards = {
+            name: partial(self._call, name, unit.forward) for name, unit in self.units.items()
+        }
+        with ExitStack() as stack:
+            around = outside_of(self.root, self.units.values())
+            stack.enter_context(modules_unchanged(around.values()))
+            stack.enter_context(random_state_unchanged(device))
+            stack.enter_context(without_weight_cache())
+            stack.enter_context(warnings.catch_warnings())
+            # Torch looks at .grad when it describes a tensor that meets one without data.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            stack.enter_context(ReplacedForwards(self.units, forwards))
+            self.stack = stack.enter_context(ExitStack())
+            metrics = find_metrics(self.root)
+            stack.enter_context(metrics_replaced(metrics, self._call_metric))
+            for name in LOGGING:
+                if hasattr(self.root, name):
+                    vars(self.root)[name] = self._hand_out
+            if self.seed is not None:
+                seed_random_state(self.seed)
+            state = StateWatch(around)
+            before = host_random_state()
+            self.glue.follow((args, kwargs))
+            if self.keeping is not None:
+                stack.enter_context(self.keeping.watching())
+            stack.enter_context(self.glue)
+            returned = getattr(self.root, step)(*args, **kwargs)
+            self._hand_out(returned)
+            if self.host_random is not None:
+                self.trace.draws_host_random = host_random_state() != self.host_random
+            if host_random_state() != before:
+                self.trace.draws.append(NO_EVENT)
+            with self.glue.paused():
+                self.trace.changed_attributes = state.changed_attributes()
+                self.trace.changed_buffers = {
+                    name: self.glue.last_change(each)
+                    for name, each in state.changed_buffers().items()
+                }
+        self.glue.finish()
+        return self.trace
+
+    def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self.is_inside:
+            return forward(*args, **kwargs)
+        if self.host_random is None:
+            self.host_random = host_random_state()
+        with self.glue.paused():
+            self.is_inside = True
+            try:
+                arguments = self.glue.begin_unit(name, (args, kwargs))
+                if self.keeping is not None:
+                    self.keeping.begin_unit(name, arguments)
+                called = self._run_unit(name, forward, arguments)
+            finally:
+                self.is_inside = False
+            for each in called.answers:
+                self.glue.note_answer(each)
+            self.glue.end_unit(called.result, called.output)
+            if self.counts_flops:
+                flops = self.trace.flops
+                flops[name] = flops.get(name, 0) + called.flops
+            return called.result
+
+    def _run_unit(self, name: str, forward: Callable[..., Any], arguments: Any) -> FakeCall:
+        key = key_of(name, arguments)
+        if key in self.remembered and not self.counts_flops:
+            output = self.remembered[key]
+            self.has_recalled = True
+            return FakeCall(recall(output, arguments, self.mode), output, [], 0)
+        if name not in self.has_run:
+            # Until the end: the step may look at what a unit leaves on itself.
+            self.has_run.add(name)
+            self.stack.enter_context(modules_unchanged(self.units[name].modules()))
+        before = versions(arguments)
+        called = run_on_fakes(
+            name, self.units[name], forward, self.mode, arguments, counts_flops=self.counts_flops
+        )
+        if key is not None and not called.answers and versions(arguments) == before:
+            self.learned[key] = called.output
+        return called
+
+    def _hand_out(self, *values: Any, **options: Any) -> None:
+        """Note that values leave the step: the last stage has to have them at its end."""
+        with self.glue.paused():
+            self.glue.keep_to_end(tensors_in(list(values) + list(options.values())))
+
+    def _call_metric(self, call: MetricCall) -> Any:
+        """Note that a metric takes values out of the step, and guess what it gives for them."""
+        if self.is_inside:
+            raise ConfigError(
+                f"a layer calls the metric {call.name!r}, and other ranks than the one of that "
+                f"layer would not count. Return what it counts from the layer, and call it in "
+                f"the step."
+            )
+        leaves, _ = take_apart((call.args, call.kwargs))
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else None for each in leaves]
+        self.trace.metrics.append(MetricTrace(call.name, call.method, tuple(shapes)))
+        given = [each for each in leaves if isinstance(each, Tensor)]
+        with self.glue.paused():
+            self.glue.keep_to_end(given)
+            args, kwargs = replace_tensors((call.args, call.kwargs), _with_data)
+            made = answer(call.metric, call.method, args, kwargs)
+            if call.method != "compute" and not any(map(is_fake, given)):
+                return made
+            made = replace_tensors(made, lambda each: make_fake(each.detach(), self.mode))
+            self.glue.add_foreign(tensors_in(made), f"what the metric {call.name!r} gave")
+            return made
+
+    def _stop_if_known(self) -> None:
+        trace = self.known.get(tuple(self.trace.answers))
+        if trace is not None:
+            raise _KnownReads(trace)
+
+
+def _merge(trace: StepTrace, other: StepTrace) -> None:
+    """Add the uses that a step has when what it read of its layers was something else.
+
+    Raises:
+        ConfigError: When it then calls other units, or in another order.
+    """
+    called, otherwise = ([run.events[i].name for i in run.unit_events()] for run in (trace, other))
+    if called != otherwise:
+        reading = trace.readings[0]
+        raise ConfigError(
+            f"{reading.name}() of {reading.origin} ({reading.place}) decides which layers the step "
+            f"runs, and other stages do not see it. Decide inside a layer, or by the batch alone."
+        )
+    trace.draws_host_random |= other.draws_host_random
+    by_making = {(each.made_at, each.leaf): each for each in other.values}
+    end = len(trace.events)
+    for value in trace.values:
+        twin = by_making.get((value.made_at, value.leaf))
+        first_reading = trace.readings[0].event
+        if twin is not None and value.made_at < first_reading:
+            late = [use for use in twin.uses if use >= first_reading]
+            value.uses += [end] if late else []
+
+
+def _with_data(tensor: Tensor) -> Tensor:
+    return (
+        torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if is_fake(tensor)
+        else tensor
+    )
+
+
+@contextmanager
+def without_weight_cache() -> Iterator[None]:
+    """Keep casts of weights without values out of the cache that real steps read."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

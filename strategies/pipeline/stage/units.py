@@ -1,0 +1,108 @@
+"""Finds the modules whose calls a stage runs or leaves out as a whole.
+
+Takes the place of units' forward for as long as one run of the step lasts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.nn import Module, Parameter
+
+from boltmesh.strategies.blocks import find_blocks, has_forward
+
+
+def find_stage_units(root: Module) -> dict[str, Module]:
+    """Return what may be given to stages, by dotted name: no unit lies within another one.
+
+    Units are the repeated blocks, and every outermost other module with parameters that holds no
+    block: embeddings, a final norm, a head. What has no parameters is code between units, as the
+    step itself is, but for layers that keep running statistics.
+    """
+    blocks = set(find_blocks(root).values())
+    return dict(_within(root, "", blocks, set()))
+
+
+def parameter_names(root: Module) -> dict[Parameter, str]:
+    """Return the first dotted name of every parameter, a shared one once."""
+    return {parameter: name for name, parameter in root.named_parameters()}
+
+
+def unit_parameters(root: Module, units: dict[str, Module]) -> dict[str, frozenset[str]]:
+    """Return which parameters each unit holds, by their first names in ``root``."""
+    names = parameter_names(root)
+    return {
+        unit: frozenset(names[parameter] for parameter in module.parameters())
+        for unit, module in units.items()
+    }
+
+
+def _within(
+    module: Module, prefix: str, blocks: set[Module], seen: set[Module]
+) -> Iterator[tuple[str, Module]]:
+    for name, child in module.named_children():
+        if child in seen:
+            continue
+        seen.add(child)
+        path = f"{prefix}{name}"
+        holds_blocks = child not in blocks and any(each in blocks for each in child.modules())
+        if holds_blocks or not has_forward(child):
+            yield from _within(child, f"{path}.", blocks, seen)
+        elif next(child.parameters(), None) is not None or _keeps_statistics(child):
+            yield path, child
+
+
+def _keeps_statistics(module: Module) -> bool:
+    """Whether calls change its buffers: left to every stage, it would see what none computed."""
+    return any(
+        getattr(each, "track_running_stats", False) and next(each.buffers(), None) is not None
+        for each in module.modules()
+    )
+
+
+Forward = Callable[..., Any]
+MISSING = object()
+
+
+class ReplacedForwards:
+    """Within it, ``forwards[name]`` is called instead of the forward of each unit.
+
+    Hooks run as ever. They stand on the instances and are taken back at the end, so copies,
+    checkpoints and recomputation in the backward pass meet the modules as they are. It may be
+    entered again and again, for every microbatch, but not within itself.
+
+    Args:
+        units: By name.
+        forwards: By names of units; called with what the unit is called with.
+    """
+
+    def __init__(self, units: Mapping[str, Module], forwards: Mapping[str, Forward]) -> None:
+        self._units = units
+        self._places = [(name, vars(units[name]), each) for name, each in forwards.items()]
+        self._before: dict[str, Any] = {}
+
+    def own(self, name: str) -> Forward:
+        """Return the forward that a unit has by itself; to be called within."""
+        before: Any = self._before[name]
+        if before is not MISSING:
+            return before  # type: ignore[no-any-return]
+        unit = self._units[name]
+        attributes = vars(unit)
+        replaced = attributes.pop("forward")
+        try:
+            return unit.forward
+        finally:
+            attributes["forward"] = replaced
+
+    def __enter__(self) -> None:
+        before = self._before
+        for name, attributes, forward in self._places:
+            before[name] = attributes.get("forward", MISSING)
+            attributes["forward"] = forward
+
+    def __exit__(self, *_: object) -> None:
+        for name, attributes, _forward in self._places:
+            before = self._before.pop(name)
+            if before is MISSING:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = before

@@ -1,0 +1,353 @@
+"""What this rank of a pipeline holds of a model, and what keeps that one model with the others'.
+
+Broadcasts of tensors of any type, and of a whole model's state over the ranks that hold it.
+
+Optimizer state that is stored in one place for all stages.
+
+Parameters that several stages use: equal values, and gradients added up.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+
+from boltmesh.strategies.checkpoint.optimizer_state import PARAMS, PENDING
+from boltmesh.strategies.checkpoint.state_dict_guard import StateGuard
+from boltmesh.strategies.grad_norm import HeldShare
+from boltmesh.strategies.parameter_access import register_stages
+from boltmesh.strategies.pipeline.options import PipelineContext
+from boltmesh.strategies.pipeline.partition.placement import StageAssignment
+from boltmesh.strategies.pipeline.stage.absent_params import AbsentError, make_absent
+from boltmesh.strategies.pipeline.stage.cut import StagePlan
+from boltmesh.strategies.torch_compat.modules import ParametersInPlace
+from boltmesh.strategies.torch_compat.tensors import local_tensor
+
+
+def broadcast(tensor: Tensor, rank: int, group: ProcessGroup) -> None:
+    """Put a rank's value into the tensors of all. Collective over ``group``.
+
+    Args:
+        tensor: Of the same shape and type on all ranks, on the group's device. Types that a backend
+            does not know (bool, float8) pass as bytes.
+        rank: Within the group.
+        group: Of at least one rank.
+    """
+    if group.size() == 1 or not tensor.numel():
+        return
+    value = tensor.detach().contiguous()
+    source = dist.get_global_rank(group, rank)
+    dist.broadcast(value.reshape(-1).view(torch.uint8), source, group=group)
+    if value.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(value)
+
+
+def gathered(
+    state: Mapping[str, Any],
+    holder: Callable[[str], int],
+    group: ProcessGroup,
+    device: torch.device,
+    *,
+    keeps: bool,
+) -> dict[str, Any]:
+    """Return a state that every rank has parts of, whole and on the CPU. Collective over ``group``.
+
+    Args:
+        state: Of a module, with the same names on all ranks, and of tensors the same shapes.
+        holder: The rank within ``group`` that has what a name stands for.
+        group: Of ranks that together have everything.
+        device: That the group communicates from.
+        keeps: Whether this rank wants it; else it gets an empty one.
+    """
+    whole: dict[str, Any] = {}
+    for name, value in state.items():
+        source = holder(name)
+        if isinstance(value, Tensor):
+            if group.rank() == source:
+                passed = value.detach().to(device).contiguous()
+            else:
+                passed = torch.empty(value.shape, dtype=value.dtype, device=device)
+            broadcast(passed, source, group)
+            told: list[Any] = [passed.cpu() if keeps else None]
+        else:
+            told = [value]
+            dist.broadcast_object_list(told, dist.get_global_rank(group, source), group=group)
+        if keeps:
+            whole[name] = told[0]
+    return whole
+
+
+def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[str, Any]:
+    """Return an optimizer's state with other ranks' counters and the like. Collective over all.
+
+    Args:
+        state: By names of parameters, with ``param_groups``; tensors of this rank alone.
+        stores: Whether this rank writes what belongs to a parameter into checkpoints.
+
+    Returns:
+        The same with the small values of all ranks, which the first rank writes into one file, and
+        the tensors that this rank writes.
+    """
+    own = {name: values for name, values in state["state"].items() if stores(name)}
+    small = {
+        name: {key: each for key, each in values.items() if not _is_stored_apart(each)}
+        for name, values in own.items()
+    }
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, small)
+    joined = {name: values for others in told for name, values in others.items()}
+    names = sorted({*joined, *own})
+    return {**state, "state": {name: joined.get(name, {}) | own.get(name, {}) for name in names}}
+
+
+def add_pending(
+    state: dict[str, Any], parameters: Mapping[str, Parameter], pending: Mapping[int, Tensor]
+) -> None:
+    """Add gradients that were not applied yet to the state of one optimizer.
+
+    Args:
+        state: By names of parameters, with ``param_groups``.
+        parameters: Of the module, by name.
+        pending: By identity of the parameter.
+    """
+    for group in state["param_groups"]:
+        for name in group[PARAMS]:
+            gradient = pending.get(id(parameters.get(name)))
+            if gradient is not None:
+                state["state"][name] = {**state["state"].get(name, {}), PENDING: gradient}
+
+
+def _is_stored_apart(value: Any) -> bool:
+    return isinstance(value, DTensor) or (isinstance(value, Tensor) and value.dim() > 0)
+
+
+_FLAG = torch.int32
+
+
+class TiedWeights:
+    """Parameters of stages on more than one rank: tied weights, and what code between units uses.
+
+    Each of their ranks holds them whole and makes a part of their gradient; the parts are added
+    up after each batch, so that equal steps follow. Collective to make, over the pipeline.
+
+    Args:
+        parameters: Those that this rank holds and shares.
+        ranks: By name of every shared parameter of the model, the ranks that hold it, counted
+            within the pipeline; alike on all ranks.
+        group: The pipeline.
+        new_group: Makes a group of some of its ranks, for all pipelines at once.
+    """
+
+    def __init__(
+        self,
+        parameters: ParametersInPlace,
+        ranks: Mapping[str, tuple[int, ...]],
+        group: ProcessGroup,
+        new_group: Callable[[tuple[int, ...]], ProcessGroup | None],
+    ) -> None:
+        self.names = frozenset(parameters.named())
+        """What this rank shares."""
+        self._parameters = parameters
+        self._members: list[tuple[ProcessGroup, list[str]]] = []
+        for members in sorted(set(ranks.values())):
+            # By all ranks, though only some are in it: ranks that have made different numbers of
+            # groups may never meet in the next one (gloo, torch 2.13).
+            made = new_group(members)
+            if made is None:
+                continue
+            held = [name for name in sorted(ranks) if ranks[name] == members]
+            self._members.append((made, held))
+
+    def _held(self) -> list[tuple[ProcessGroup, list[Parameter]]]:
+        """Return the groups, and what their ranks share."""
+        named = self._parameters.named()
+        return [(group, [named[each] for each in names]) for group, names in self._members]
+
+    def groups(self) -> list[ProcessGroup]:
+        """Return the groups that gradients are added up in."""
+        return [group for group, _ in self._members]
+
+    def size_per_batch(self) -> tuple[int, int]:
+        """Return the bytes and the calls of ``add_up``, with a gradient for every parameter."""
+        trained = [[each for each in held if each.requires_grad] for _, held in self._held()]
+        flags = [len(held) * _FLAG.itemsize for held in trained if held]
+        gradients = [each.numel() * each.element_size() for held in trained for each in held]
+        return sum(flags) + sum(gradients), len(flags) + len(gradients)
+
+    def add_up(self, gradients: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
+        """Sum gradients over the ranks that hold the same parameter; return the sums.
+
+        Collective over those ranks. A rank that made none adds nothing.
+
+        Args:
+            gradients: By identity of the parameter.
+        """
+        sums: dict[int, Tensor] = {}
+        for group, parameters in self._held():
+            trained = [each for each in parameters if each.requires_grad]
+            if not trained:
+                continue
+            found = [gradients.get(id(each)) for each in trained]
+            # Without a gradient on any rank there is none, which optimizers tell from zeros.
+            flags = torch.tensor([each is not None for each in found], dtype=_FLAG)
+            flags = flags.to(trained[0].device)
+            dist.all_reduce(flags, group=group)
+            for each, own, count in zip(trained, found, flags.tolist(), strict=True):
+                if count:
+                    gradient = torch.zeros_like(each) if own is None else own
+                    dist.all_reduce(gradient, group=group)
+                    sums[id(each)] = gradient
+        return sums
+
+    def size_of_gradients(self) -> tuple[int, int]:
+        """Return the bytes and the calls of ``even``, with a gradient for every parameter."""
+        parts = [
+            local_tensor(each.detach())
+            for _, held in self._held()
+            for each in held
+            if each.requires_grad
+        ]
+        return sum(each.numel() * each.element_size() for each in parts), len(parts)
+
+    def even(self) -> None:
+        """Give every holder the gradients of the first one, which differ by roundings at most.
+
+        Collective over the ranks that hold the same parameter. All of them have one, or none has.
+        """
+        for group, parameters in self._held():
+            source = dist.get_process_group_ranks(group)[0]
+            for each in parameters:
+                if each.grad is not None:
+                    dist.broadcast(local_tensor(each.grad), source, group=group)
+
+    def broadcast(self) -> None:
+        """Give every holder the values of the first one."""
+        for group, parameters in self._held():
+            source = dist.get_process_group_ranks(group)[0]
+            for each in parameters:
+                # Of shards each rank's is that of the holder beside it.
+                dist.broadcast(local_tensor(each.detach()), source, group=group)
+
+
+class StageParameters:
+    """Lets go of the parameters that other ranks hold, and knows who holds what.
+
+    Args:
+        module: The whole model.
+        division: What stands where of it.
+        context: Where the pipeline finds itself.
+    """
+
+    def __init__(self, module: Module, division: StageAssignment, context: PipelineContext) -> None:
+        group = context.group
+        self._division = division
+        self._group = group
+        rank = group.rank()
+        holders = division.ranks_of_parameter
+        named = dict(module.named_parameters())
+        first_names = {id(each): name for name, each in named.items()}
+        self._first_names = {
+            name: first_names[id(each)]
+            for name, each in module.named_parameters(remove_duplicate=False)
+        }
+        self._names = frozenset(name for name in named if rank in holders[name])
+        self.parameters = ParametersInPlace(module, (each for each in named if each in self._names))
+        """Those that this rank has values of."""
+        self._absent = [each for name, each in named.items() if name not in self._names]
+        self._all = ParametersInPlace(module, named)
+        make_absent(self._absent, context.device)
+        absent = [each for each, first in self._first_names.items() if rank not in holders[first]]
+        self.guard = StateGuard(module, absent)
+        shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
+        own = [name for name, ranks in shared.items() if rank in ranks]
+        held_by_several = ParametersInPlace(module, own)
+        self.shared = TiedWeights(held_by_several, shared, group, context.new_group)
+        elsewhere = [name for name in own if shared[name][0] != rank]
+        self.norm_share = HeldShare(group, ParametersInPlace(module, elsewhere), held_by_several)
+
+    def move_absent(self, device: torch.device) -> None:
+        """Make what other ranks hold seem to be on a device, before the model is moved to it."""
+        make_absent(self._absent, device)
+
+    def let_gather(self) -> None:
+        """Let ``gathered_parameters`` show every rank what some hold.
+
+        To be called when parameters have become the objects that they are to be between steps.
+        """
+        if self._group.size() == 1:
+            return
+        register_stages(
+            {
+                each: _Holders(
+                    self._group, self._division.ranks_of_parameter[name][0], name in self._names
+                )
+                for name, each in self._all.named().items()
+            }
+        )
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """Return which ranks of the pipeline have the values of a parameter or other state.
+
+        Args:
+            name: In the module's state; any name of a parameter that has several.
+        """
+        known = self._first_names.get(name)
+        if known is not None:
+            return self._division.ranks_of_parameter[known]
+        # Every rank has all buffers and extra state, and one of them the model's.
+        first = self._division.rank_of_state(name)
+        return (first, *(each for each in range(self._group.size()) if each != first))
+
+    def has_buffer(self, name: str) -> bool:
+        """Whether this rank has the model's value of a buffer; of those outside of units all do."""
+        return (
+            name in self._division.loose_buffers
+            or self._division.rank_of_state(name) == self._group.rank()
+        )
+
+    def refuse_unheld(self, plans: Iterable[StagePlan]) -> None:
+        """Refuse a step that uses parameters of other ranks in stages of this one.
+
+        The model was divided by what another step does with another batch.
+
+        Raises:
+            AbsentError: Not on every rank of the pipeline.
+        """
+        rank = self._group.rank()
+        for plan in plans:
+            if self._division.rank_of_stage[plan.stage] != rank:
+                continue
+            missing = sorted(plan.parameters - self._names)
+            if missing:
+                raise AbsentError(
+                    f"stage {plan.stage} uses {missing[0]!r} in this step, and the model was "
+                    f"divided by a batch whose step does not: rank {rank} of the pipeline does "
+                    f"not hold it. Let every step use the same parameters outside of layers, put "
+                    f"{missing[0]!r} into a layer of its own, or begin with the run that uses it."
+                )
+
+
+@dataclass(frozen=True)
+class _Holders:
+    """What ``gathered_parameters`` needs of one parameter."""
+
+    group: ProcessGroup
+    """The pipeline."""
+    first: int
+    """A rank within it that has values."""
+    is_held: bool
+    """Whether this rank has."""
+
+    def told(self, value: Tensor) -> Tensor:
+        """Return what the first holder has. Collective over the pipeline."""
+        # What is absent is one element in memory, and its like would be as well.
+        copy = value.clone() if self.is_held else value.new_empty(value.shape)
+        broadcast(copy, self.first, self.group)
+        return copy

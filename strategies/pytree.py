@@ -1,0 +1,238 @@
+"""Takes nested values apart into leaves, and builds the same nesting from other leaves.
+
+Opens the containers that batches are nested in, and closes them over other members.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.torch_compat.tensors import open_one_level
+
+Build = Callable[[Sequence[Any]], Any]
+"""Makes a new value of the same nesting from as many leaves."""
+
+CONSTANTS = (
+    *(int, float, complex, bool, str, bytes, type, type(None), Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+
+MUTABLE_FREE = (Tensor, int, float, bool, str, type(None))
+"""Leaves of which a tuple may be given out twice: nobody can change it between."""
+
+
+def take_apart(value: Any) -> tuple[list[Any], Build]:
+    """Return the leaves of a nested value in a fixed order, and what builds it again.
+
+    Opens tuples, lists, mappings, named tuples, dataclasses and every class that is registered
+    with torch's pytree, as outputs of Hugging Face models are. Everything else is a leaf.
+    """
+    if isinstance(value, MUTABLE_FREE):
+        return [value], _first
+    close: Build
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
+        names = [each.name for each in dataclasses.fields(value)]
+        children = [getattr(value, name) for name in names]
+
+        empty = _close_dataclass(value, names, [None] * len(names))
+        close = partial(_close_dataclass, empty, names)
+    else:
+        opened = open_one_level(value)
+        if opened is not None:
+            children, close = opened
+        elif isinstance(value, Mapping):
+            children, close = list(value.values()), partial(close_mapping, value)
+        else:
+            return [value], _first
+    taken = [take_apart(each) for each in children]
+
+    builders = [(len(inner), rebuild) for inner, rebuild in taken]  # without what they were made of
+
+    def build(leaves: Sequence[Any]) -> Any:
+        parts, start = [], 0
+        for count, rebuild in builders:
+            parts.append(rebuild(leaves[start : start + count]))
+            start += count
+        return close(parts)
+
+    return [leaf for inner, _ in taken for leaf in inner], build
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of a nested value, in the order of :func:`take_apart`."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, MUTABLE_FREE):
+        return []
+    return [leaf for leaf in take_apart(value)[0] if isinstance(leaf, Tensor)]
+
+
+def replace_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
+    """Return the same nesting with other tensors; the same object where none is replaced."""
+    if isinstance(value, Tensor):
+        return replace(value)
+    leaves, build = take_apart(value)
+    made = [replace(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return value if all(a is b for a, b in zip(leaves, made, strict=True)) else build(made)
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a leaf holds no tensor and means the same wherever it is: a number, a string."""
+    return isinstance(value, CONSTANTS)
+
+
+def is_immutable(value: Any) -> bool:
+    """Whether nobody who is handed this value can change what the next one sees of it."""
+    if isinstance(value, MUTABLE_FREE):
+        return True
+    return type(value) is tuple and all(map(is_immutable, value))
+
+
+def close_mapping(like: Mapping[Any, Any], members: Sequence[Any]) -> Any:
+    """Return a mapping of the class of ``like`` where that can be made, else a dict."""
+    changed = dict(zip(like, members, strict=True))
+    if isinstance(getattr(like, "data", None), dict):  # a UserDict, with what else it carries
+        whole = copy.copy(like)
+        vars(whole)["data"] = changed
+        return whole
+    try:
+        return type(like)(changed)  # type: ignore[call-arg]
+    except TypeError:
+        return changed
+
+
+def _close_dataclass(like: Any, names: list[str], parts: Sequence[Any]) -> Any:
+    made = copy.copy(like)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(made, name, part)
+    return made
+
+
+def _first(leaves: Sequence[Any]) -> Any:
+    return leaves[0]
+
+
+Member = tuple[str, Any]
+"""Where something lies, as Python would write it, and what lies there."""
+
+Close = Callable[[list[Any]], Any]
+"""Makes a container like the one that was opened, with these members."""
+
+_CONSTANT = (str, bytes, int, float, complex, type(None))
+_PLAIN = (Tensor, type, *_CONSTANT)
+_DEEPEST_LOOK = 4
+
+
+def open_container(value: Any, path: str) -> tuple[list[Member], Close] | None:
+    """Return what a container holds and what makes one like it; None for anything else.
+
+    Opens lists, tuples, named tuples, dataclasses, mappings (Hugging Face's ``BatchEncoding`` is
+    one) and every class that is registered with torch's pytree.
+
+    Args:
+        value: Part of a batch.
+        path: Where it lies, for messages.
+    """
+    if isinstance(value, (*_PLAIN, PackedSequence)):
+        return None
+    if type(value) is dict:
+        return _keyed(value, path), lambda made: dict(zip(value, made, strict=True))
+    if isinstance(value, list | tuple):
+        names: Sequence[Any] = getattr(value, "_fields", range(len(value)))
+        pairs = zip(names, value, strict=True)
+        return [(f"{path}[{name}]", each) for name, each in pairs], lambda made: like(value, made)
+    if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
+        fields = [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
+        members = [(f"{path}.{name}", getattr(value, name)) for name in fields]
+        return members, lambda made: _with_fields(value, fields, made)
+    opened = open_one_level(value)
+    if opened is not None:
+        children, close = opened
+        return [(f"{path}[{index}]", each) for index, each in enumerate(children)], close
+    if isinstance(value, Mapping):
+        return _keyed(value, path), lambda made: close_mapping(value, made)
+    return None
+
+
+def like(value: Any, items: Sequence[Any]) -> Any:
+    """Return a list or tuple of the class of ``value``."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def is_constant_list(value: Any) -> bool:
+    """Whether a list holds nothing but strings, numbers and None; long ones are not looked into."""
+    return isinstance(value, list | tuple) and all(isinstance(each, _CONSTANT) for each in value)
+
+
+def leaves(value: Any, path: str = "batch") -> Iterator[Member]:
+    """Yield all that is no container, with its place; a list of strings or numbers is one thing."""
+    opened = None if is_constant_list(value) else open_container(value, path)
+    if opened is None:
+        yield path, value
+        return
+    for name, each in opened[0]:
+        yield from leaves(each, name)
+
+
+def refuse_uncuttable(value: Any, path: str) -> None:
+    """Refuse a leaf that has rows and that nobody can cut, or that hides tensors.
+
+    Raises:
+        ConfigError: With its place in the batch, its type and what to give instead.
+    """
+    if isinstance(value, PackedSequence):
+        raise ConfigError(
+            f"{path} is a PackedSequence, in which the rows of a batch are mixed, so it cannot be "
+            f"cut into microbatches. Give the padded tensor and the lengths, and pack them inside "
+            f"of a layer, or use microbatches=1."
+        )
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_nested:
+            kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            raise ConfigError(
+                f"{path} is a {kind} tensor, which cannot be cut into microbatches. Give a dense "
+                f"one, padded where rows differ in length, or use microbatches=1."
+            )
+        return
+    if not isinstance(value, (*_PLAIN, list, tuple)) and _hides_tensors(value, 0):
+        raise ConfigError(
+            f"{path} is a {type(value).__module__}.{type(value).__qualname__} with tensors inside, "
+            f"and nobody knows which of its rows belong to which sample. Give a dict or dataclass "
+            f"of tensors, register the class with torch.utils._pytree, or use microbatches=1."
+        )
+
+
+def _keyed(value: Mapping[Any, Any], path: str) -> list[Member]:
+    return [(f"{path}[{key!r}]", each) for key, each in value.items()]
+
+
+def _with_fields(value: Any, names: Sequence[str], made: Sequence[Any]) -> Any:
+    # Not dataclasses.replace: __post_init__ may compute or check things of the whole batch.
+    changed = copy.copy(value)
+    for name, each in zip(names, made, strict=True):
+        object.__setattr__(changed, name, each)
+    return changed
+
+
+def _hides_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, Tensor | PackedSequence):
+        return True
+    if depth > _DEEPEST_LOOK or isinstance(value, _PLAIN):
+        return False
+    if isinstance(value, Mapping):
+        inner = list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = list(value)
+    else:
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        inner = [*getattr(value, "__dict__", {}).values()]
+        inner += [getattr(value, name, None) for name in slots if name != "__dict__"]
+    return any(_hides_tensors(each, depth + 1) for each in inner)

@@ -1,0 +1,91 @@
+"""Opens a strategy's telemetry: what the job is, where this rank stands, which group is whose."""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from boltmesh.strategies.lightning_compat.trainer import trainer_of
+from boltmesh.telemetry.job import ID_VARIABLE, JobInfo, new_job_id
+from boltmesh.telemetry.writer.memory import StoredBytes
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.recorder import Recorder, open_recorder
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.engine import MeshStrategy
+
+
+def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
+    """Open this rank's recorder and name the groups of the axes.
+
+    Collective over all ranks, which have to agree on the job's id.
+    """
+    trainer = trainer_of(strategy.lightning_module)
+    max_steps = trainer.max_steps if trainer is not None else -1
+    job_id = strategy.broadcast(os.environ.get(ID_VARIABLE) or new_job_id())
+    try:
+        info = JobInfo.create(
+            strategy=strategy.public_name,
+            mesh=strategy.layout.sizes,
+            world_size=strategy.world_size,
+            id=job_id,
+            hyperparameters=_hyperparameters(strategy),
+            max_steps=max_steps if max_steps > 0 else None,
+            recipe=strategy.recipe,
+            alerts=strategy.alerts,
+        )
+    except Exception as error:  # noqa: BLE001 - telemetry never stops training
+        warnings.warn(f"boltmesh telemetry is off: {error!r}", RuntimeWarning, stacklevel=2)
+        return NullRecorder()
+    recorder = open_recorder(
+        info,
+        rank=strategy.global_rank,
+        local_rank=strategy.local_rank,
+        device=strategy.root_device,
+        coordinates=strategy.coordinates,
+    )
+    for axis, group in strategy.groups.items():
+        recorder.name_group(group, axis)
+    recorder.watch_for_hangs(strategy.timeout_s)
+    return recorder
+
+
+def tensors_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | StoredBytes]]:
+    """Return what this rank holds now, by kind of memory, as ``Recorder.watch_memory`` wants it."""
+    module = strategy.lightning_module
+    if strategy.model is not None:
+        held = strategy.data_axis.tensors_by_kind(strategy.model, strategy.optimizers)
+        if held is not None:
+            return held
+    parameters: list[Tensor] = list(strategy.held_parameters())
+    weights, gradients = strategy.kept_beside()
+    return {
+        "parameters": [*parameters, *weights],
+        "gradients": [
+            *(each.grad for each in parameters if each.grad is not None),
+            *gradients,
+        ],
+        "optimizer": [
+            tensor
+            for optimizer in strategy.optimizers
+            for state in optimizer.state.values()
+            for tensor in tensors_within(state)
+        ],
+        "buffers": list(module.buffers()) if module is not None else [],
+    }
+
+
+def tensors_within(state: object) -> Iterator[Tensor]:
+    """Give the tensors of one parameter's state, those in lists and mappings included."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, (Mapping, list, tuple)):
+        for each in state.values() if isinstance(state, Mapping) else state:
+            yield from tensors_within(each)
+
+
+def _hyperparameters(strategy: "MeshStrategy") -> Mapping[str, object]:
+    module = strategy.lightning_module
+    return dict(module.hparams) if module is not None else {}

@@ -1,0 +1,247 @@
+"""Operators that take or put elements by integers.
+
+Operators that cut tensors apart along a dimension, or join them.
+"""
+
+import torch
+from torch import Tensor
+
+from boltmesh.strategies.tensor.analysis.op_rules.rule import OperatorCall, rule
+from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim, narrow, new_dim
+from boltmesh.strategies.tensor.analysis.trace import Lookup, Use
+
+
+def _looks_up(call: OperatorCall, table: Tensor) -> bool:
+    """Note that rows of a parameter are looked up, which each rank may do for the rows it has."""
+    parameter = call.trace.parameter(table)
+    if parameter is None:
+        return False
+    call.trace.lookups.append(Lookup(parameter, call.trace.module))
+    return True
+
+
+@rule("embedding")
+def embedding(call: OperatorCall) -> None:
+    """Rows of a table; the order of the rows is no axis of what comes out."""
+    table, indices = call.inputs[:2]
+    dims = call.dims(table)
+    if not _looks_up(call, table):
+        call.whole(dims[0])
+    call.give(*call.dims(indices), *dims[1:])
+
+
+@rule("index", "_unsafe_index")
+def index(call: OperatorCall) -> None:
+    """Elements at places that tensors give, one for each dimension that is indexed."""
+    given: list[Tensor | None] = call.arguments["indices"]
+    dims = call.dims(call.first)
+    places = [place for place, each in enumerate(given) if each is not None]
+    tensors = [each for each in given if each is not None]
+    call.whole(*(dims[each] for each in places))
+    adjacent = places == list(range(places[0], places[0] + len(places)))
+    if any(each.dtype in {torch.bool, torch.uint8} for each in tensors) or not adjacent:
+        # A mask takes several dimensions for one; those behind it stay as they are.
+        covered = max(places) + max(each.ndim for each in tensors)
+        call.whole(*dims[:covered])
+        kept = call.output.ndim - (len(dims) - covered)
+        if not adjacent or places[0] != 0 or kept < 0:
+            call.forget()
+            return
+        front = [new_dim(size) for size in call.output.shape[:kept]]
+        call.whole(*front)
+        call.give(*front, *dims[covered:])
+        return
+    count = call.output.ndim - (len(dims) - len(places))
+    looked: tuple[Dim, ...] = tuple(
+        new_dim(size) for size in call.output.shape[places[0] : places[0] + count]
+    )
+    if len(tensors) == 1:
+        looked = call.dims(tensors[0])
+    # A row of a parameter, such as the matrices of one expert, is still the parameter.
+    parameter = call.trace.parameter(call.first) if places == [0] else None
+    call.give(*dims[: places[0]], *looked, *dims[places[-1] + 1 :], parameter=parameter)
+
+
+@rule("index_select")
+def index_select(call: OperatorCall) -> None:
+    """Elements of one dimension at places that a vector gives."""
+    dims = list(call.dims(call.first))
+    place = call.arguments["dim"] % len(dims)
+    call.whole(dims[place])
+    dims[place] = new_dim(call.output.shape[place])
+    call.whole(dims[place])
+    call.give(*dims)
+
+
+@rule("gather", "take_along_dim")
+def gather(call: OperatorCall) -> None:
+    """For each element its own place along a dimension; the other dimensions go along."""
+    place = call.arguments["dim"] % call.first.ndim
+    given = call.dims(call.arguments["index"])
+    for at, (one, other) in enumerate(zip(call.dims(call.first), given, strict=True)):
+        if at == place or call.first.shape[at] != call.arguments["index"].shape[at]:
+            call.whole(one, other)
+        else:
+            call.same(one, other)
+    call.give(*given)
+
+
+@rule(
+    "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_",
+    "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_",
+)  # fmt: skip
+def put_along(call: OperatorCall) -> None:
+    """Elements are put somewhere along one dimension; the other ones are the same."""
+    place = call.arguments["dim"] % max(call.first.ndim, 1)
+    _put(call, {place}, [each for each in call.inputs[1:] if each.ndim == call.first.ndim])
+
+
+@rule("_index_put_impl_", "index_put", "index_put_")
+def index_put(call: OperatorCall) -> None:
+    """Elements are put at places that tensors give, for the first dimensions here."""
+    indices = call.arguments["indices"]
+    values: Tensor = call.arguments["values"]
+    count = sum(max(each.ndim, 1) if each.dtype == torch.bool else 1 for each in indices
+                if each is not None)  # fmt: skip
+    if None in indices[:count]:
+        call.forget()
+        return
+    behind = call.dims(call.first)[count:]
+    front = values.ndim - len(behind)
+    for size, one, other in zip(
+        reversed(values.shape), reversed(behind), reversed(call.dims(values)), strict=False
+    ):
+        if size > 1:
+            call.same(one, other)
+    call.whole(*call.dims(call.first)[:count], *call.dims(values)[: max(front, 0)])
+    _put(call, set(range(count)), [])
+
+
+def _put(call: OperatorCall, places: set[int], sources: list[Tensor]) -> None:
+    dims = call.dims(call.first)
+    call.whole(*(dims[each] for each in sorted(places) if each < len(dims)))
+    for source in sources:
+        for place, (one, other) in enumerate(zip(dims, call.dims(source), strict=True)):
+            if place in places or source.shape[place] != call.first.shape[place]:
+                call.whole(one, other)
+            else:
+                call.same(one, other)
+    for each in (call.first, call.output):
+        call.give(*dims, output=each)
+
+
+@rule("constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad2d")
+def pad(call: OperatorCall) -> None:
+    """More elements at the ends of the last dimensions."""
+    dims = list(call.dims(call.first))
+    added = call.arguments.get("pad") or call.arguments.get("padding") or ()
+    for back in range(1, len(added) // 2 + 1):
+        call.whole(dims[-back])
+        dims[-back] = new_dim(call.output.shape[-back])
+        call.whole(dims[-back])
+    call.give(*dims)
+
+
+@rule(
+    "bincount", "bucketize", "histc", "is_nonzero", "masked_select", "nonzero", "one_hot",
+    "searchsorted", "unique", "unique2", "_unique2", "unique_consecutive", "unique_dim",
+)  # fmt: skip
+def count(call: OperatorCall) -> None:
+    """Numbers that depend on all elements."""
+    for each in call.inputs:
+        call.whole(*call.dims(each))
+    call.give_new(*call.outputs)
+    for each in call.outputs:
+        call.whole(*call.dims(each))
+
+
+@rule(
+    "chunk", "split", "split_with_sizes", "split_with_sizes_copy", "unsafe_chunk", "unsafe_split",
+    "unsafe_split_with_sizes",
+)  # fmt: skip
+def split(call: OperatorCall) -> None:
+    """Sections, one after the other."""
+    dims = list(call.dims(call.first))
+    place = call.arguments["dim"] % call.first.ndim
+    call.names_sizes(dims)
+    start = 0
+    for output in call.outputs:
+        size = output.shape[place]
+        section = narrow(dims[place], start, size, call.trace.reason(call.name))
+        call.give(
+            *dims[:place],
+            section,
+            *dims[place + 1 :],
+            output=output,
+            parameter=call.trace.parameter(call.first),
+        )
+        start += size
+
+
+@rule("slice")
+def cut(call: OperatorCall) -> None:
+    """One section; with a stride, elements of which each neighbour is missing."""
+    dims = list(call.dims(call.first))
+    place = call.arguments["dim"] % call.first.ndim
+    whole, size = call.first.shape[place], call.output.shape[place]
+    if (call.arguments.get("step") or 1) != 1:
+        call.whole(dims[place])
+        dims[place] = new_dim(size)
+        call.whole(dims[place])
+    else:
+        start = call.arguments.get("start") or 0
+        start = min(max(start + whole, 0) if start < 0 else start, whole)
+        dims[place] = narrow(dims[place], start, size, call.trace.reason(call.name))
+        if size != whole:
+            call.names_sizes(dims)
+    call.give(*dims, parameter=call.trace.parameter(call.first))
+
+
+@rule("select", "unbind")
+def select(call: OperatorCall) -> None:
+    """One element of a dimension, or each."""
+    dims = list(call.dims(call.first))
+    call.whole(dims.pop(call.arguments.get("dim", 0) % call.first.ndim))
+    for each in call.outputs:
+        call.give(*dims, output=each, parameter=call.trace.parameter(call.first))
+
+
+@rule("cat", "stack")
+def join(call: OperatorCall) -> None:
+    """Several tensors, one after the other along a dimension; ``stack`` makes it."""
+    parts = [each for each in call.inputs if each.numel()] or [call.first]
+    place = call.arguments.get("dim", 0) % call.output.ndim
+    if len(parts) == 1 and call.name == "cat":
+        call.give(*call.dims(parts[0]))
+        return
+    dims = list(call.dims(parts[0]))
+    for each in parts[1:]:
+        for at, (one, other) in enumerate(zip(dims, call.dims(each), strict=True)):
+            if call.name == "stack" or at != place:
+                call.same(one, other)
+    if call.name == "stack":
+        dims.insert(place, ())
+    else:
+        call.whole(*(call.dims(each)[place] for each in parts))
+    dims[place] = new_dim(call.output.shape[place])
+    call.whole(dims[place])
+    for each in parts:
+        parameter = call.trace.parameter(each)
+        if parameter is not None:
+            call.trace.uses.append(Use(parameter, tuple(dims), call.trace.module))
+    call.give(*dims)
+
+
+@rule("glu")
+def glu(call: OperatorCall) -> None:
+    """One half times the sigmoid of the other."""
+    dims = list(call.dims(call.first))
+    place = call.arguments["dim"] % call.first.ndim
+    half = call.output.shape[place]
+    one, other = (
+        narrow(dims[place], start, half, call.trace.reason(call.name)) for start in (0, half)
+    )
+    call.same(one, other)
+    dims[place] = one
+    call.names_sizes(dims)
+    call.give(*dims)

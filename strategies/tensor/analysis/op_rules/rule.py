@@ -1,0 +1,104 @@
+"""One call of an operator, and the table of rules by the operator's name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from boltmesh.strategies.tensor.analysis.symbolic_dims import (
+    Dim,
+    SymbolicDim,
+    keep_whole,
+    leaves,
+    new_dim,
+    unify,
+)
+from boltmesh.strategies.tensor.analysis.trace import DimTrace, Draw, ShapeUse
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """An operator that ran."""
+
+    trace: DimTrace
+    name: str
+    """Without the overload."""
+    arguments: Mapping[str, Any]
+    """By the names of the operator's schema, defaults included."""
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    needed: list[SymbolicDim] = field(default_factory=list)
+    """What it needs whole, as far as its rule has said."""
+
+    @property
+    def first(self) -> Tensor:
+        """The first tensor that it took."""
+        return self.inputs[0]
+
+    @property
+    def output(self) -> Tensor:
+        """The first tensor that it gave."""
+        return self.outputs[0]
+
+    def tensor(self, name: str) -> Tensor | None:
+        """An argument, where it is a tensor."""
+        value = self.arguments.get(name)
+        return value if isinstance(value, Tensor) else None
+
+    def dims(self, tensor: Tensor) -> tuple[Dim, ...]:
+        """Dimensions of a tensor."""
+        return self.trace.dims(tensor)
+
+    def give(self, *dims: Dim, output: Tensor | None = None, parameter: str | None = None) -> None:
+        """Say what the dimensions of an output are; of the first one by default."""
+        self.trace.set(self.output if output is None else output, dims, parameter)
+
+    def give_new(self, *outputs: Tensor) -> None:
+        """Say that the dimensions of outputs are axes that occur nowhere else."""
+        for each in outputs:
+            self.trace.set(each, (new_dim(size) for size in each.shape))
+
+    def same(self, one: Dim, other: Dim) -> None:
+        """Say that two dimensions are the same one."""
+        unify(one, other, self.trace.reason(self.name))
+
+    def whole(self, *dims: Dim) -> None:
+        """Say that this operator needs dimensions whole."""
+        for each in dims:
+            keep_whole(each, self.trace.reason(self.name))
+            self.needed.extend(leaves(each))
+
+    def draws(self, dims: Sequence[Dim]) -> None:
+        """Note that random numbers were drawn for a tensor with these dimensions."""
+        self.trace.draws.append(Draw(tuple(dims), self.trace.module))
+
+    def names_sizes(self, dims: Sequence[Dim]) -> None:
+        """Note that the code around this operator names sizes of these dimensions."""
+        self.trace.shape_uses.append(ShapeUse(self.name, tuple(dims), self.trace.module))
+
+    def forget(self) -> None:
+        """Say that nothing is known of this operator: all that it touches stays whole."""
+        for each in self.inputs:
+            self.whole(*self.dims(each))
+        self.give_new(*self.outputs)
+        for each in self.outputs:
+            self.whole(*self.dims(each))
+
+
+Rule: TypeAlias = Callable[[OperatorCall], None]
+
+RULES: dict[str, Rule] = {}
+"""By the name of the operator without its overload."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Put a rule into the table."""
+
+    def put(function: Rule) -> Rule:
+        for each in names:
+            assert each not in RULES, each
+            RULES[each] = function
+        return function
+
+    return put

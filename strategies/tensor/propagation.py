@@ -1,0 +1,394 @@
+"""Where divided axes begin and end in a traced step, and what that asks of what is whole.
+
+A replicated activation that meets something divided has, on each rank, a part of its gradient: the
+sum is taken where a module gives it out. A replicated parameter that does has a part too. Where
+other things made of that activation go into columns, as the keys of latent attention do beside
+what is rotated for all heads, these leave the sum to it.
+
+Refuses axes whose sums cannot be taken where the modules that own the matrices begin and end.
+
+In front of columns the gradient is summed where the module takes its inputs, behind rows the
+result is summed where the module gives it out. That is right for a linear layer. It is right for a
+module with matrices of its own, such as stacked experts, if all that it makes of its inputs is
+divided or a term of the sum, and if it does nothing to the terms that a sum would not allow.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from boltmesh.strategies.tensor.analysis.analyse import Analysis
+from boltmesh.strategies.tensor.analysis.symbolic_dims import (
+    Dim,
+    Reason,
+    SymbolicDim,
+    representative,
+)
+from boltmesh.strategies.tensor.analysis.trace import Operand, OperatorRecord
+from boltmesh.strategies.tensor.plan import Style
+
+PRODUCTS = frozenset({
+    "_grouped_mm", "addmm", "baddbmm", "bmm", "convolution", "linear", "mm", "mv",
+})  # fmt: skip
+"""Operators that sum over an axis of two tensors."""
+
+
+@dataclass
+class Propagation:
+    """What choosing some axes asks of the rest of the model."""
+
+    partial: list[str] = field(default_factory=list)
+    boundaries: list[str] = field(default_factory=list)
+    fed: list[str] = field(default_factory=list)
+    """Modules with columns that leave the sum of their inputs' gradients to boundaries."""
+    refused: dict[SymbolicDim, str] = field(default_factory=dict)
+    """Axes that cannot be divided after all, and why."""
+
+
+def axes_of(dims: Iterable[Dim], chosen: Set[SymbolicDim]) -> set[SymbolicDim]:
+    """Which of the chosen axes dimensions have, sections of them included."""
+    found: set[SymbolicDim] = set()
+    waiting = [atom for dim in dims for atom in dim]
+    while waiting:
+        atom = representative(waiting.pop())
+        found.add(atom)
+        waiting += atom.parts
+    return found & chosen
+
+
+def follow(
+    analysis: Analysis,
+    sharded: Mapping[str, SymbolicDim],
+    followed: Sequence[SymbolicDim],
+    styles: Mapping[str, Style],
+) -> Propagation:
+    """Find what meets divided axes.
+
+    Args:
+        analysis: Of the model.
+        sharded: The axis of each parameter that is divided.
+        followed: Axes that activations have within blocks; not those of tokens.
+        styles: Of each parameter that is divided.
+    """
+    return _Follower(analysis, sharded, followed, styles).follow()
+
+
+def _entered_as_one(styles: Mapping[str, Style]) -> set[str]:
+    """Modules with columns and rows of their own, such as stacked experts."""
+    found: dict[str, set[Style]] = {}
+    for name, style in styles.items():
+        found.setdefault(name.rpartition(".")[0], set()).add(style)
+    return {name for name, several in found.items() if several >= {"column", "row"}
+            or "expert" in several}  # fmt: skip
+
+
+class _Follower:
+    def __init__(
+        self,
+        analysis: Analysis,
+        sharded: Mapping[str, SymbolicDim],
+        followed: Sequence[SymbolicDim],
+        styles: Mapping[str, Style],
+    ) -> None:
+        self.analysis = analysis
+        self.trace = analysis.trace
+        self.sharded = sharded
+        self.styles = styles
+        self.order = {atom: number for number, atom in enumerate(followed)}
+        self.chosen = set(followed)
+        self.made = {out.key: step for step in self.trace.steps for out in step.outputs}
+        self.consumers: dict[int, list[OperatorRecord]] = {}
+        for step in self.trace.steps:
+            for each in step.inputs:
+                self.consumers.setdefault(each.key, []).append(step)
+        self.strange = {name.split(".")[1] for name in self.trace.unknown}
+        """Without a rule: divided only where a user answers for it."""
+        self.entered = _entered_as_one(styles) - self.trace.attentions
+        self.flow = Propagation()
+
+    def follow(self) -> Propagation:
+        partial: dict[str, None] = {}
+        boundaries: dict[str, set[int]] = {}
+        fed: dict[str, dict[SymbolicDim, str]] = {}
+        for step in self.trace.steps:
+            for atom, operand in self._entering(step):
+                if operand.parameter is not None:
+                    partial.setdefault(operand.parameter)
+                    continue
+                entered = next((each for each in step.modules if each in self.entered), None)
+                for name, key in self._origins(operand.key, partial, entered):
+                    boundaries.setdefault(name, set()).add(key)
+                    whole, columns = self._other_uses(key, atom)
+                    if whole:
+                        self.flow.refused.setdefault(atom, f"{name} {whole}")
+                    for each in columns:
+                        fed.setdefault(each, {})[atom] = name
+        keys = {key for several in boundaries.values() for key in several}
+        for module, atoms in fed.items():
+            if not self._is_fed(module, keys, partial):
+                for atom, name in atoms.items():
+                    why = f"{name} also feeds {module}, which is divided and takes other things"
+                    self.flow.refused.setdefault(atom, why)
+        self.flow.fed = list(fed)
+        self.flow.partial = [each for each in self.analysis.parameters if each in partial]
+        self.flow.boundaries = list(boundaries)
+        return self.flow
+
+    def _entering(self, step: OperatorRecord) -> Iterator[tuple[SymbolicDim, Operand]]:
+        """Give what is whole and comes out divided, but for the inputs of column-parallel modules.
+
+        Those sum the gradients of their inputs themselves.
+        """
+        given: set[SymbolicDim] = set()
+        if step.operator in self.strange:
+            return
+        for each in step.outputs:
+            given |= axes_of(each.dims, self.chosen)
+        if not given:
+            return
+        by_parameter = {self.sharded.get(each.parameter or "") for each in step.inputs}
+        for atom in sorted(given, key=self.order.__getitem__):
+            if atom in by_parameter and step.operator in PRODUCTS:
+                continue
+            for each in step.inputs:
+                is_whole = atom not in axes_of(each.dims, self.chosen)
+                if is_whole and each.is_floating and each.dims:
+                    yield atom, each
+
+    def _origins(
+        self, key: int, partial: dict[str, None], entered: str | None
+    ) -> Iterator[tuple[str, int]]:
+        """Give the modules that a replicated tensor comes from, the nearest ones with parameters.
+
+        Parameters on the way have a part of their gradient as well. A module that is entered as one
+        sums the gradients of all that it takes, so nothing outside of it has a part.
+        """
+        waiting, seen = [key], set[int]()
+        while waiting:
+            each = waiting.pop()
+            if each in seen:
+                continue
+            seen.add(each)
+            step = self.made.get(each)
+            if entered is not None and (step is None or entered not in step.modules):
+                continue
+            name = self.trace.producers.get(each)
+            if name and self._has_parameters(name):
+                yield name, each
+                continue
+            for operand in () if step is None else step.inputs:
+                if operand.parameter is not None:
+                    partial.setdefault(operand.parameter)
+                elif operand.is_floating:
+                    waiting.append(operand.key)
+
+    def _has_parameters(self, module: str) -> bool:
+        return any(
+            name.startswith(f"{module}.")
+            for facts in self.analysis.parameters.values()
+            for name in facts.names
+        )
+
+    def _other_uses(self, key: int, atom: SymbolicDim) -> tuple[str, list[str]]:
+        """Return what else is made of a tensor that goes where an axis is divided.
+
+        Either what needs it whole, in words, or the modules with divided matrices that it feeds.
+        """
+        columns: dict[str, None] = {}
+        waiting, seen = [key], set[int]()
+        while waiting:
+            each = waiting.pop()
+            for step in self.consumers.get(each, ()):
+                if step.operator == "detach":  # what is made of that has no gradient
+                    continue
+                if self._is_divided_product(step):
+                    columns.setdefault(step.module)
+                    continue
+                floating = [out for out in step.outputs if out.is_floating]
+                if any(atom in axes_of(out.dims, self.chosen) for out in floating):
+                    continue
+                # What a norm gives beside its result is for its backward pass.
+                if floating and not any(out.key in self.consumers for out in floating):
+                    return f"is also used whole, by {step.operator} in {step.module}", []
+                waiting += [out.key for out in floating if out.key not in seen]
+                seen.update(out.key for out in floating)
+        return "", list(columns)
+
+    def _is_divided_product(self, step: OperatorRecord) -> bool:
+        return step.operator in PRODUCTS and any(
+            each.parameter in self.sharded for each in step.inputs
+        )
+
+    def _is_fed(self, module: str, boundaries: Set[int], partial: dict[str, None]) -> bool:
+        """Whether all that a module with columns takes is made of what boundaries give.
+
+        Then they sum its gradient, and the parameters on the way have a part of theirs.
+        """
+        names = {name for name in self.styles if name.rpartition(".")[0] == module}
+        if module in self.trace.attentions or {self.styles[name] for name in names} != {"column"}:
+            return False
+        products = [
+            step
+            for step in self.trace.steps
+            if step.module == module and self._is_divided_product(step)
+        ]
+        found: dict[str, None] = {}
+        waiting = [each for step in products for each in step.inputs]
+        seen = set(boundaries)
+        while waiting:
+            each = waiting.pop()
+            if each.parameter is not None:
+                if each.parameter not in self.sharded:
+                    found.setdefault(each.parameter)
+            elif each.is_floating and each.key not in seen:
+                seen.add(each.key)
+                if each.key not in self.made:
+                    return False
+                waiting += self.made[each.key].inputs
+        partial.update(found)
+        return True
+
+
+_LINEAR = frozenset({
+    "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "clone", "detach", "expand", "index",
+    "index_select", "neg", "permute", "reshape", "select", "slice", "split", "squeeze", "sum", "t",
+    "transpose", "unbind", "unsqueeze", "view",
+})  # fmt: skip
+"""What they make of a sum is the sum of what they make of its terms."""
+_SCALING = frozenset({"div", "div_", "mul", "mul_"})
+_ADDING = frozenset({
+    "add", "add_", "cat", "copy_", "index_add", "index_add_", "index_copy_", "index_put",
+    "index_put_", "scatter_add", "scatter_add_", "stack", "sub",
+})  # fmt: skip
+_ZEROS = frozenset({"new_zeros", "zeros", "zeros_like"})
+
+
+def refused_owners(
+    analysis: Analysis,
+    axes: Mapping[str, SymbolicDim],
+    styles: Mapping[str, Style],
+    followed: Set[SymbolicDim],
+) -> dict[SymbolicDim, str]:
+    """Return axes whose matrices' modules do other things as well, and which.
+
+    Args:
+        analysis: Of the model.
+        axes: Of each parameter that is divided.
+        styles: Of each parameter that is divided.
+        followed: Axes that activations have within blocks; not those of tokens.
+    """
+    owners: dict[str, list[OperatorRecord]] = {}
+    for step in analysis.trace.steps:
+        if step.operator in PRODUCTS and _matrices(step, axes):
+            owners.setdefault(step.module, [])
+    for step in analysis.trace.steps:
+        for each in step.modules:
+            if each in owners:
+                owners[each].append(step)
+    refused: dict[SymbolicDim, str] = {}
+    for module, steps in owners.items():
+        if module in analysis.trace.attentions:  # run as layers for q, k, v and the output
+            continue
+        names = [n for step in steps if step.module == module for n in _matrices(step, axes)]
+        atoms = dict.fromkeys(axes[each] for each in names if axes[each] in followed)
+        if atoms and (why := _Owner(analysis, module, steps, styles, followed).why_not()):
+            refused.update(dict.fromkeys(atoms, f"{module or 'the model'} {why}"))
+    return refused
+
+
+def _matrices(step: OperatorRecord, axes: Mapping[str, SymbolicDim]) -> list[str]:
+    return [each.parameter for each in step.inputs if each.parameter in axes and each.parameter]
+
+
+class _Owner:
+    """A module with divided matrices of its own, and the operators that run within it."""
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        module: str,
+        steps: list[OperatorRecord],
+        styles: Mapping[str, Style],
+        followed: Set[SymbolicDim],
+    ) -> None:
+        self.trace = analysis.trace
+        self.module = module
+        self.steps = steps
+        self.styles = styles
+        self.followed = followed
+        own = {
+            name.rpartition(".")[2]
+            for facts in analysis.parameters.values()
+            for name in facts.names
+            if name.rpartition(".")[0] == module
+        }
+        self.is_layer = own <= {"weight", "bias"}
+        """Whose bias can be added after the sum."""
+        self.terms: set[int] = set()
+        """Keys of what ranks have terms of."""
+        self.zeros = {out.key for step in steps if step.operator in _ZEROS for out in step.outputs}
+
+    def why_not(self) -> str:
+        """Return what a sum at the end or the beginning would not be right for; empty if it is."""
+        for step in self.steps:
+            if step.operator in PRODUCTS and self._is_row(step):
+                self.terms |= {each.key for each in step.outputs}
+            elif any(each.key in self.terms for each in step.inputs):
+                if not self._is_of_terms(step):
+                    return f"goes on with what it sums over: {Reason(step.operator)}"
+                self.terms |= {each.key for each in step.outputs}
+                if step.operator.endswith("_"):  # and what it is a view of
+                    self.terms.add(self.trace.root(step.inputs[0].key))
+            elif step.operator in _ZEROS or (
+                step.operator in _LINEAR and all(each.key in self.zeros for each in step.inputs)
+            ):
+                self.zeros |= {each.key for each in step.outputs}
+        for each in self.trace.module_inputs.get(self.module, {}).values():
+            if not axes_of(each.dims, self.followed) and (why := self._other_use(each)):
+                return why
+        return ""
+
+    def _is_row(self, step: OperatorRecord) -> bool:
+        """Whether a product sums over a divided axis: it has one, and gives none."""
+        return not any(axes_of(each.dims, self.followed) for each in step.outputs) and any(
+            axes_of(each.dims, self.followed) for each in step.inputs
+        )
+
+    def _is_of_terms(self, step: OperatorRecord) -> bool:
+        others = [each for each in step.inputs if each.key not in self.terms and each.is_floating]
+        if step.operator in _LINEAR:
+            return True
+        if step.operator in _SCALING:
+            # One factor, and no divisor, may be whole and the other a term.
+            return sum(each.key in self.terms for each in step.inputs) == 1 and (
+                "div" not in step.operator or step.inputs[0].key in self.terms
+            )
+        if step.operator in _ADDING:
+            # A number is no tensor among the inputs, and every rank would add it.
+            return len(step.inputs) > 1 and all(self._is_nothing(each) for each in others)
+        return False
+
+    def _is_nothing(self, operand: Operand) -> bool:
+        """Whether every rank may add something to its terms: zeros, and the bias of a layer."""
+        if operand.parameter is not None:
+            return self.is_layer
+        return operand.is_zero or operand.key in self.zeros
+
+    def _other_use(self, taken: Operand) -> str:
+        """Return what is made of an input that is neither divided nor a term."""
+        waiting, seen = [taken.key], {taken.key}
+        while waiting:
+            key = waiting.pop()
+            for step in self.steps:
+                if not any(each.key == key for each in step.inputs):
+                    continue
+                floating = [out for out in step.outputs if out.is_floating]
+                if any(
+                    out.key in self.terms or axes_of(out.dims, self.followed) for out in floating
+                ):
+                    continue
+                outputs = self.trace.module_outputs.get(self.module, {}).values()
+                if any(out.key == each.key for out in floating for each in outputs):
+                    return f"gives out something whole as well: {Reason(step.operator)}"
+                waiting += [out.key for out in floating if out.key not in seen]
+                seen.update(out.key for out in floating)
+        return ""

@@ -1,0 +1,451 @@
+"""Puts a plan on a model: shards in the place of parameters, and wrappers around modules.
+
+Which modules take part in a plan: those that own divided parameters, and what holds them.
+
+Sizes that modules keep as integers, such as ``num_heads``, on ranks that run a part of them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Module, Parameter
+
+from boltmesh.errors import LayoutError
+from boltmesh.strategies.blocks import has_forward
+from boltmesh.strategies.tensor.backends import OUTSIDE, backends_of_axes, without_replicated
+from boltmesh.strategies.tensor.plan import ShardedParameter, SizeAttribute, Style, TensorPlan
+from boltmesh.strategies.tensor.runtime.attention import Heads
+from boltmesh.strategies.tensor.runtime.boundaries import (
+    BlockBoundary,
+    BlockScope,
+    GradSummedUpstream,
+    ReplicatedBoundary,
+    SequenceBoundary,
+)
+from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
+from boltmesh.strategies.tensor.runtime.dropout import Draws, divide_draws
+from boltmesh.strategies.tensor.runtime.dtensor import (
+    AlongParameters,
+    Region,
+    RegionColumn,
+    RegionRow,
+    Table,
+)
+from boltmesh.strategies.tensor.runtime.param_swap import (
+    Around,
+    Changes,
+    PartialGradients,
+    ReplicatedOutput,
+    join_shards,
+    shard_parameters,
+)
+from boltmesh.strategies.tensor.runtime.plain_shards import Column, ColumnRow, Row
+from boltmesh.strategies.tensor.runtime.sequence import SequenceParts
+from boltmesh.strategies.tensor.runtime.stacks import Stacks
+from boltmesh.strategies.tensor.runtime.vocab_modules import divide_vocabularies, left_whole
+from boltmesh.strategies.tensor.runtime.vocab_ranges import LossParallel, Vocabulary
+from boltmesh.strategies.tensor.runtime.vocab_tensor import gathered
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module with divided parameters of its own."""
+
+    name: str
+    module: Module
+    axis: int
+    entries: tuple[ShardedParameter, ...]
+    """Each with the name that this owner has for it."""
+
+    @property
+    def styles(self) -> frozenset[Style]:
+        """Of its parameters."""
+        return frozenset(entry.style for entry in self.entries)
+
+    @property
+    def attributes(self) -> frozenset[str]:
+        """What the parameters are called on the module."""
+        return frozenset(entry.name.rpartition(".")[2] for entry in self.entries)
+
+    def leading(self, style: Style) -> ShardedParameter:
+        """The parameter of that style with the most dimensions: the matrix, not its bias."""
+        return max(
+            (entry for entry in self.entries if entry.style == style),
+            key=lambda entry: len(entry.shape),
+        )
+
+
+def owners_of(root: Module, plan: TensorPlan) -> list[Owner]:
+    """Return the modules that a plan divides parameters of, in the plan's order.
+
+    But for tables and heads, whose tokens are divided outside of blocks.
+    """
+    found: dict[str, list[ShardedParameter]] = defaultdict(list)
+    for entry in plan.sharded.values():
+        for name in entry.names:
+            if entry.style != "vocabulary":
+                found[name.rpartition(".")[0]].append(replace(entry, name=name))
+    return [
+        Owner(name, root.get_submodule(name), entries[0].axis, tuple(entries))
+        for name, entries in found.items()
+    ]
+
+
+def block_around(name: str, blocks: Iterable[str]) -> str:
+    """Return the block that a module lies in, or what stands for none."""
+    return next((each for each in blocks if f"{name}.".startswith(f"{each}.")), OUTSIDE)
+
+
+def scope_of(root: Module, names: Sequence[str]) -> str:
+    """Return the innermost module that holds all of some modules, and that code calls.
+
+    One of them is held by itself. The root, where no other holds them.
+    """
+    common = names[0].split(".")
+    for name in names[1:]:
+        parts = name.split(".")
+        shared = 0
+        while shared < min(len(common), len(parts)) and common[shared] == parts[shared]:
+            shared += 1
+        common = common[:shared]
+    while common and not has_forward(root.get_submodule(".".join(common))):
+        common.pop()
+    return ".".join(common)
+
+
+def caller_of(root: Module, name: str) -> str:
+    """Return the module in whose forward a module's own parameters are read.
+
+    Itself, except for a ``ParameterList`` and others that are looked into, and not called.
+    """
+    parts = name.split(".") if name else []
+    while parts and not has_forward(root.get_submodule(".".join(parts))):
+        parts.pop()
+    return ".".join(parts)
+
+
+_PRODUCTS = {"column", "row", "expert"}
+"""Styles of the matrices that a module multiplies with."""
+
+
+def divide_sizes(
+    module: Module, attributes: Iterable[SizeAttribute], size: int, changes: Changes
+) -> None:
+    """Let modules find the sizes of one rank's part. One that has changed since is left alone."""
+    for attribute in attributes:
+        owner = module.get_submodule(attribute.module)
+        if vars(owner).get(attribute.name) == attribute.value:
+            changes.set(owner, attribute.name, attribute.value // size)
+
+
+def widths_of(owners: Iterable[Owner]) -> dict[type[Module], set[str]]:
+    """Return, by class, what modules with columns call the width of what their matrix gives.
+
+    Such as ``nf`` of GPT-2's Conv1D, which knows q, k and v together. A number that is the width of
+    some modules of the class alone, such as their place in the model, is none. Torch's layers name
+    their sizes and go by the shapes of their weights.
+    """
+    found: dict[type[Module], set[str]] = {}
+    for owner in owners:
+        kind = type(owner.module)
+        if owner.styles & _PRODUCTS != {"column"} or kind.__module__.startswith("torch.nn."):
+            continue
+        length = owner.leading("column").length
+        own = {
+            name
+            for name, value in vars(owner.module).items()
+            if type(value) is int and value == length
+        }
+        found[kind] = found.get(kind, own) & own
+    return found
+
+
+def divide_width(
+    module: Module, entry: ShardedParameter, names: Iterable[str], size: int, changes: Changes
+) -> None:
+    """Let a module that reshapes what its own matrix gives find the width of its part.
+
+    Args:
+        module: With columns.
+        entry: Its matrix.
+        names: What it calls the width, see ``widths_of``.
+        size: Ranks.
+        changes: Where the change is noted.
+    """
+    for name in names:
+        changes.set(module, name, entry.local_shape(size)[entry.dim])
+
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+"""What calls the layers of a LightningModule that has no forward of its own."""
+
+
+@dataclass
+class AppliedPlan:
+    """A plan that a model runs by."""
+
+    module: Module
+    plan: TensorPlan
+    """Without what its backends leave whole."""
+    group: TensorGroup
+    changes: Changes = field(default_factory=Changes, repr=False)
+    vocabularies: list[Vocabulary] = field(default_factory=list, repr=False)
+    """They count for which functions logits were gathered."""
+    sequences: list[SequenceParts] = field(default_factory=list, repr=False)
+    """Of each stack of blocks between which sequences are divided."""
+
+    @property
+    def sharded(self) -> dict[Parameter, ShardedParameter]:
+        """The parameters of which this rank has a shard. Tied names are one."""
+        return {self.module.get_parameter(name): entry for name, entry in self.plan.sharded.items()}
+
+    def join(self, name: str, shard: Tensor) -> Tensor:
+        """Return the whole of which each rank has a shard, as a new tensor. Collective.
+
+        Args:
+            name: Of the parameter that is divided so; its first one.
+            shard: The parameter, its gradient, or a state of its optimizer.
+        """
+        entry = self.plan.sharded[name]
+        ranks = range(self.group.size)
+        shards = [shard.new_empty(entry.local_shape(self.group.size, rank)) for rank in ranks]
+        shards[self.group.rank] = shard.detach().contiguous()
+        for rank in ranks:
+            source = dist.get_global_rank(self.group.process_group, rank)
+            dist.broadcast(shards[rank], source, group=self.group.process_group)
+        return join_shards(shards, entry)
+
+    def cut_into_stages(self, modules: Mapping[str, Module]) -> None:
+        """Prepare for ranks that run some of the modules each, and hand on what those give.
+
+        Whole logits are given where they would be divided, and sequences have to divide evenly.
+
+        Args:
+            modules: By dotted name.
+        """
+        for parts in self.sequences:
+            parts.is_cut_by_stages = True
+        names = [
+            name
+            for entry in self.plan.sharded.values()
+            if entry.style == "vocabulary"
+            for name in entry.names
+        ]
+        for name, module in modules.items():
+            if any(each.startswith(f"{name}.") for each in names):
+                self.changes.wrap(module, _gather_output)
+
+    def remove(self) -> None:
+        """Take the wrappers off. Parameters stay shards."""
+        self.changes.undo()
+
+
+def apply_plan(
+    module: Module,
+    plan: TensorPlan,
+    group: TensorGroup,
+    *,
+    loss_parallel: LossParallel = "auto",
+    tell: Callable[[str], None] = lambda _: None,
+) -> AppliedPlan:
+    """Let a model run on this rank's part. No communication; all ranks have to do the same.
+
+    Args:
+        module: Its parameters are whole and alike on all ranks, or shards already. They become
+            shards in place: the objects, their names and their order stay.
+        plan: How. Blocks that its backends name ``replicated`` stay whole.
+        group: The ranks that share the model, as many as the plan is for.
+        loss_parallel: What to do where code needs logits of the whole vocabulary.
+        tell: Hears once of each function that had logits gathered.
+
+    Raises:
+        LayoutError: The plan is not one of this model, or of this number of ranks.
+    """
+    if plan.size != group.size:
+        raise LayoutError(
+            f"The tensor plan is for {plan.size} ranks, and the group has {group.size}."
+        )
+    kept = left_whole(without_replicated(plan), module)
+    shard_parameters(module, kept.sharded.values(), size=group.size, rank=group.rank)
+    applied = AppliedPlan(module, kept, group)
+    application = _Application(module, kept, group, applied.changes)
+    application.run()
+    applied.sequences = [each.parts for each in application.stacks.all]
+    applied.vocabularies = divide_vocabularies(
+        module, kept, group, applied.changes, loss_parallel=loss_parallel, tell=tell
+    )
+    return applied
+
+
+class _Application:
+    """One plan that is put on one model."""
+
+    def __init__(
+        self, root: Module, plan: TensorPlan, group: TensorGroup, changes: Changes
+    ) -> None:
+        self.root = root
+        self.plan = plan
+        self.group = group
+        self.changes = changes
+        self.draws = Draws(group)
+        self.backends = backends_of_axes(plan)
+        self.scopes: dict[str, set[bool]] = defaultdict(set)
+        """By module name, whether an axis that it holds is run as DTensors."""
+        self.stacks = Stacks(root, plan, group)
+
+    def run(self) -> None:
+        grouped: dict[tuple[int, str], list[Owner]] = defaultdict(list)
+        for owner in owners_of(self.root, self.plan):
+            block = block_around(owner.name, self.plan.axes[owner.axis].blocks)
+            grouped[owner.axis, block].append(owner)
+        every = [owner for owners in grouped.values() for owner in owners]
+        self._divide_sizes(every)
+        self.widths = widths_of(every)
+        for (axis, _), owners in grouped.items():
+            self._put_axis(owners, is_region=self._is_region(axis))
+        self._put_views()
+        self._put_draws()
+        self.stacks.put_on(self.changes)
+
+    def _is_region(self, axis: int) -> bool:
+        return self.backends[axis] == "region" and axis in self.plan.region_axes
+
+    def _put_axis(self, owners: list[Owner], *, is_region: bool) -> None:
+        """Wrap the modules of one axis in one block, and the module that holds them."""
+        border = self._border(owners)
+        for owner in owners:
+            is_fed = owner.name in self.plan.fed and not is_region  # where there are no boundaries
+            is_fed = is_fed or self.stacks.is_fed(owner.name)
+            of_owner = GradSummedUpstream(border) if is_fed else border
+            self._put_owner(owner, of_owner, is_region=is_region)
+        name = scope_of(self.root, [owner.name for owner in owners])
+        self.scopes[name].add(is_region)
+        scope = self.root.get_submodule(name)
+        for method in ["forward"] if has_forward(scope) else _STEPS:
+            if callable(getattr(scope, method, None)):
+                self.changes.wrap(scope, BlockScope(border), method)
+                if is_region:
+                    is_in_stack = isinstance(border, SequenceBoundary)
+                    region = Region(self.group, self.draws, shares_gradients=is_in_stack)
+                    self.changes.wrap(scope, region, method)
+
+    def _border(self, owners: list[Owner]) -> BlockBoundary:
+        stacks = {self.stacks.around(owner.name) for owner in owners}
+        stack = stacks.pop()
+        if stacks:
+            raise LayoutError(
+                f"'{owners[0].name}' is divided together with modules outside of the blocks whose "
+                f"sequences are divided. Set strategy.sequence_parallel=false."
+            )
+        return (
+            SequenceBoundary(self.group, stack.parts) if stack else ReplicatedBoundary(self.group)
+        )
+
+    def _put_owner(self, owner: Owner, border: BlockBoundary, *, is_region: bool) -> None:
+        module, styles = owner.module, owner.styles
+        if isinstance(module, nn.MultiheadAttention):
+            Heads(module, border, self.group, self.draws).put_on(self.root, self.changes)
+        elif "expert" in styles or {"column", "row"} <= styles:
+            self.changes.wrap(module, ColumnRow(border))
+        elif "column" in styles:
+            matrix = owner.leading("column")
+            names = self.widths.get(type(module), ())
+            divide_width(module, matrix, names, self.group.size, self.changes)
+            column = (
+                RegionColumn(border, matrix.sections, _channels(module), self.group)
+                if is_region
+                else Column(border)
+            )
+            self.changes.wrap(module, column)
+        elif "row" in styles:
+            row = (RegionRow if is_region else Row)(module, owner.attributes, border)
+            self.changes.wrap(module, row)
+        elif "table" in styles:
+            self._put_table(owner, is_region=is_region)
+        elif is_region:
+            around = AlongParameters(module, owner.entries, self.group)
+            self.changes.wrap(self._caller(owner.name), around)
+
+    def _put_table(self, owner: Owner, *, is_region: bool) -> None:
+        if getattr(owner.module, "max_norm", None) is not None:
+            raise LayoutError(
+                f"'{owner.name}' scales rows of its table to max_norm, for which it needs them "
+                f"whole. Leave it out of the tensor plan."
+            )
+        if is_region:
+            self.changes.wrap(owner.module, Table(owner.leading("table").sections, self.group))
+
+    def _divide_sizes(self, owners: list[Owner]) -> None:
+        """Divide the sizes that code on plain shards names.
+
+        A module of one matrix product knows its part by the shapes of its weight; see
+        ``divide_width``. One that computes with several parts runs on shards in either backend.
+        """
+        in_region = {
+            block
+            for axis, planned in enumerate(self.plan.axes)
+            for block in planned.blocks or (OUTSIDE,)
+            if self.backends[axis] == "region"
+        }
+        blocks = {block for planned in self.plan.axes for block in planned.blocks}
+        single = {owner.name for owner in owners if len(owner.styles & {"column", "row"}) == 1}
+        several = {owner.name for owner in owners} - single
+        divide_sizes(
+            self.root,
+            [
+                each
+                for each in self.plan.attributes
+                if each.module not in single
+                and (each.module in several or block_around(each.module, blocks) not in in_region)
+            ],
+            self.group.size,
+            self.changes,
+        )
+
+    def _put_views(self) -> None:
+        by_owner: dict[str, list[str]] = defaultdict(list)
+        for name in self.plan.partial:
+            # DTensors sum what they need themselves, but not for parts of a sequence beside them.
+            if self._runs_on_parts(name):
+                owner, _, attribute = name.rpartition(".")
+                by_owner[owner].append(attribute)
+        for owner, attributes in by_owner.items():
+            module = self.root.get_submodule(owner)
+            around = PartialGradients(module, tuple(attributes), self.group)
+            self.changes.wrap(self._caller(owner), around)
+        for name in self.plan.boundaries:
+            if not self._lies_in_region(name):
+                self.changes.wrap(self.root.get_submodule(name), ReplicatedOutput(self.group))
+
+    def _put_draws(self) -> None:
+        listed = {self.root.get_submodule(name) for name in self.plan.local_dropouts}
+        for name in self.plan.local_dropouts:
+            if self._runs_on_parts(name):
+                divide_draws(self.root.get_submodule(name), listed, self.draws, self.changes)
+
+    def _runs_on_parts(self, name: str) -> bool:
+        return not self._lies_in_region(name) or self.stacks.around(name) is not None
+
+    def _lies_in_region(self, name: str) -> bool:
+        """Whether a module runs on DTensors, which know what to draw and what to sum."""
+        return any(
+            held == {True} and (not scope or f"{name}.".startswith(f"{scope}."))
+            for scope, held in self.scopes.items()
+        )
+
+    def _caller(self, name: str) -> Module:
+        return self.root.get_submodule(caller_of(self.root, name))
+
+
+def _gather_output(forward: Around, *args: Any, **kwargs: Any) -> Any:
+    return gathered(forward(*args, **kwargs))
+
+
+def _channels(module: Module) -> int:
+    """The dimension of a module's output that its weight's outputs are."""
+    kernel = getattr(module, "kernel_size", ())
+    return -1 - len(kernel) if isinstance(kernel, tuple) else -1

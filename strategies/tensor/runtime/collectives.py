@@ -1,0 +1,228 @@
+"""What ranks of the tensor axis tell each other in a forward pass, and in its backward.
+
+A value is *alike* on all ranks, *divided* along a dimension, or *partial*: the sum over the ranks
+is what is meant. Each function here changes one into another; its backward is another one of them,
+so gradients of gradients come out right too. The gradient of a value that is alike is alike; that
+of one each rank uses for its own part is partial.
+
+==================  ===============================  =====================  ==================
+function            forward                          backward               Megatron's name
+==================  ===============================  =====================  ==================
+`reduce_gradient`   alike, kept                      partial into alike     f
+`reduce_sum`        partial into alike               alike, kept            g
+`gather_parts`      divided into alike               alike, own part kept
+`take_part`         alike, own part kept             divided into alike
+`gather_sequence`   divided into alike, used by all  partial into divided   g of sequences
+                    ranks for their own parts
+`scatter_sum`       partial into divided             divided into alike     reverse of that
+==================  ===============================  =====================  ==================
+
+All are collective over the group: every rank calls them, in the same order. A group of one rank
+communicates nothing.
+
+Source: Megatron-LM, Shoeybi et al. 2019, section 3, https://arxiv.org/abs/1909.08053; for
+sequences Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198
+
+The ranks that share every layer, and where this one stands among them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Self, override
+
+from boltmesh.strategies.torch_compat.communication import all_gather_single, reduce_scatter_single
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """One row of ranks along the tensor axis.
+
+    Wrappers on a model's modules hold it; a copy of such a model shares it, for a process group
+    cannot be copied.
+    """
+
+    process_group: ProcessGroup
+    device: torch.device
+    """That its ranks compute and communicate on."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks share a layer."""
+        return self.process_group.size()
+
+    @property
+    def rank(self) -> int:
+        """Of this process, within the group."""
+        return self.process_group.rank()
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """What DTensors between column and row stand on. Made without communication."""
+        return DeviceMesh.from_group(
+            self.process_group, self.device.type, mesh_dim_names=("tensor",)
+        )
+
+    @contextmanager
+    def counted_by(self, process_group: ProcessGroup) -> Iterator[None]:
+        """Let another group take the place of this one, for who only wants to know what it does.
+
+        DTensors between column and row stay on the mesh of this one.
+        """
+        self._fix_mesh()
+        own = self.process_group
+        object.__setattr__(self, "process_group", process_group)
+        try:
+            yield
+        finally:
+            object.__setattr__(self, "process_group", own)
+
+    def _fix_mesh(self) -> None:
+        """Make the mesh of this group while it stands in its own place."""
+        _ = self.mesh
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Self:
+        return self
+
+
+def reduce_gradient(value: Tensor, group: TensorGroup) -> Tensor:
+    """Give a value that is alike to computations that differ by rank; gradients are summed."""
+    return _run(group, value, _kept, lambda gradient: reduce_sum(gradient, group))
+
+
+def shared_gradient(value: Tensor, group: TensorGroup) -> Tensor:
+    """Keep a value whose gradient is alike; each rank passes on an equal part of it. Local."""
+    return _run(group, value, _kept, lambda gradient: gradient / group.size)
+
+
+def reduce_sum(part: Tensor, group: TensorGroup) -> Tensor:
+    """Add up what the ranks have. Leaves ``part`` as it is."""
+    return _run(
+        group,
+        part,
+        lambda part: all_reduce(part, group),
+        lambda gradient: reduce_gradient(gradient, group),
+    )
+
+
+def gather_parts(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """Join the parts of all ranks along ``dim``, for computations that are alike on all."""
+    return _run(
+        group,
+        part,
+        lambda part: all_gather(part, group, dim),
+        lambda gradient: take_part(gradient, group, dim),
+    )
+
+
+def take_part(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """Keep this rank's part of a value that is alike; ``dim`` has to divide by the ranks."""
+    return _run(
+        group,
+        value,
+        lambda value: own_part(value, group, dim).clone(memory_format=torch.contiguous_format),
+        lambda gradient: gather_parts(gradient, group, dim),
+    )
+
+
+def gather_sequence(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """Join the parts of all ranks along ``dim``, for computations that differ by rank."""
+    return _run(
+        group,
+        part,
+        lambda part: all_gather(part, group, dim),
+        lambda gradient: scatter_sum(gradient, group, dim),
+    )
+
+
+def scatter_sum(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """Add up what the ranks have and keep this rank's part along ``dim``."""
+    return _run(
+        group,
+        part,
+        lambda part: reduce_scatter(part, group, dim),
+        lambda gradient: gather_sequence(gradient, group, dim),
+    )
+
+
+def all_reduce(value: Tensor, group: TensorGroup, *, is_maximum: bool = False) -> Tensor:
+    """Return the sum, or the largest, over the ranks, without a gradient. A new tensor."""
+    total = value.detach().clone(memory_format=torch.contiguous_format)
+    if group.size > 1:
+        operator = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
+        dist.all_reduce(total, operator, group=group.process_group)
+    return total
+
+
+def all_gather(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """Return the parts of all ranks joined along ``dim``, without a gradient."""
+    part = part.detach()
+    if group.size == 1:
+        return part
+    along_first = part.movedim(dim, 0).contiguous()
+    joined = along_first.new_empty(group.size * along_first.shape[0], *along_first.shape[1:])
+    all_gather_single(joined, along_first, group=group.process_group)
+    return joined.movedim(0, dim).contiguous()
+
+
+def reduce_scatter(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """Return this rank's part along ``dim`` of the sum over the ranks, without a gradient."""
+    value = value.detach()
+    if group.size == 1:
+        return value
+    along_first = value.movedim(dim, 0).contiguous()
+    own = along_first.new_empty(along_first.shape[0] // group.size, *along_first.shape[1:])
+    reduce_scatter_single(own, along_first, group=group.process_group)
+    return own.movedim(0, dim).contiguous()
+
+
+def own_part(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """Return a view of this rank's part along ``dim``."""
+    length = value.shape[dim] // group.size
+    return value.narrow(dim, group.rank * length, length)
+
+
+def _kept(value: Tensor) -> Tensor:
+    return value.view_as(value)
+
+
+def _run(
+    group: TensorGroup,
+    value: Tensor,
+    forward: Callable[[Tensor], Tensor],
+    backward: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return what one function makes of a value, whose gradient is what another makes of its own.
+
+    Neither is run by a group of one rank.
+    """
+    if group.size == 1:
+        return value
+    return cast("Tensor", _Collective.apply(value, forward, backward))  # type: ignore[no-untyped-call]
+
+
+class _Collective(Function):
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.differentiated = backward
+        return forward(value)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.differentiated(gradient), None, None

@@ -1,0 +1,170 @@
+"""Random numbers for what is divided: each rank draws its own.
+
+Generators stand alike on all ranks of a tensor group, so that dropout on whole activations is the
+same everywhere. While something divided is drawn for, another state takes its place, which follows
+from the generator's and from the rank. So nothing has to be kept beside the generators: what is
+drawn repeats per seed, in a resumed run, and where activation checkpointing repeats a block from
+the generators' states.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+from typing_extensions import Self
+
+from boltmesh.strategies.deferred_initialization.operator_effects import default_generator
+from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
+from boltmesh.strategies.tensor.runtime.param_swap import Around, Changes
+
+_SPREAD = 0x9E3779B97F4A7C15
+"""Odd and without pattern, so that the seeds of neighbouring ranks have nothing in common."""
+
+_SEEDS = 2**63
+
+_DRAW_NOTHING = (
+    nn.Linear,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.GELU,
+    nn.ReLU,
+    nn.SiLU,
+    nn.Identity,
+)
+"""Common modules that need no change of state around them."""
+
+
+class Draws:
+    """The generator that activations are drawn from, and which of two states it has.
+
+    Args:
+        group: Whose device's generator it is.
+    """
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        self._alike: Any = None
+        """The state for what is alike on all ranks, while this rank draws its own; else None."""
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Draw for something divided. Afterwards generators stand alike on all ranks again."""
+        if self._alike is not None:
+            yield
+            return
+        generator = default_generator(self._group.device)
+        self._alike = _state_of(generator)
+        self._reseed(generator)
+        own = _state_of(generator)
+        try:
+            yield
+        finally:
+            is_drawn = not _is_same(_state_of(generator), own)
+            self._switch(generator, self._alike)
+            self._alike = None
+            if is_drawn and generator.device.type != "cuda":
+                # What comes next starts from another number. Where nothing is drawn, all that
+                # follows is drawn as in a model on one rank.
+                _drawn_from(generator)
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Draw for something whole, within ``own``."""
+        if self._alike is None:
+            yield
+            return
+        generator = default_generator(self._group.device)
+        own = _state_of(generator)
+        self._switch(generator, self._alike)
+        self._alike = None
+        try:
+            yield
+        finally:
+            self._alike = _state_of(generator)
+            self._switch(generator, own)
+
+    def _reseed(self, generator: torch.Generator) -> None:
+        """Give the generator a state that follows from the one it has, and from the rank."""
+        if generator.device.type == "cuda":
+            # Reading a number from the device would wait for it. Its generator counts what it
+            # gave, for any seed: the same count under another seed is another stream.
+            self._switch(generator, (self._seed(generator.initial_seed()), generator.get_offset()))
+        else:
+            generator.manual_seed(self._seed(_drawn_from(generator)))
+
+    def _seed(self, seed: int) -> int:
+        return (seed ^ (self._group.rank + 1) * _SPREAD) % _SEEDS
+
+    def _switch(self, generator: torch.Generator, state: Any) -> None:
+        if isinstance(state, Tensor):
+            generator.set_state(state)
+            return
+        seed, offset = state
+        # What was drawn meanwhile counts on: all ranks draw alike much.
+        offset = max(offset, generator.get_offset())
+        generator.manual_seed(seed)
+        generator.set_offset(offset)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Self:
+        return self
+
+
+def _drawn_from(generator: torch.Generator) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+
+
+def _state_of(generator: torch.Generator) -> Any:
+    """A CUDA generator's seed and offset, others' state."""
+    if generator.device.type == "cuda":
+        return generator.initial_seed(), generator.get_offset()
+    return generator.get_state()
+
+
+def _is_same(state: Any, other: Any) -> bool:
+    return bool(torch.equal(state, other) if isinstance(state, Tensor) else state == other)
+
+
+class DrawOwn:
+    """Around a module that draws for something divided."""
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+
+    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        with self._draws.own():
+            return forward(*args, **kwargs)
+
+
+class DrawReplicated:
+    """Around a module that draws for something whole, called by one that draws its own."""
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+
+    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        with self._draws.alike():
+            return forward(*args, **kwargs)
+
+
+def divide_draws(module: Module, listed: set[Module], draws: Draws, changes: Changes) -> None:
+    """Let a module draw its own numbers, and its children, unless listed too, alike ones."""
+    changes.wrap(module, DrawOwn(draws))
+    for child in _called_children(module):
+        if child not in listed and type(child) not in _DRAW_NOTHING:
+            changes.wrap(child, DrawReplicated(draws))
+
+
+def _called_children(module: Module) -> Iterator[Module]:
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called_children(child)
+        else:
+            yield child

@@ -1,0 +1,342 @@
+"""Runs a block's own code on DTensors between its column and its row modules.
+
+Where code names sizes that the plan divides (``view(batch, length, heads, channels)``), it has to
+see those of the whole. So a column module's output becomes a DTensor, a row module takes this
+rank's part out of one, and no parameter is ever one. What else the code brings in between, such as
+a mask or a norm's weight, is alike on all ranks, and is made a DTensor that says so as it meets one
+of them: before autograd, which then sees no mixed operator in either direction, in any thread.
+
+Attention over heads that ranks divide: each rank attends with its own, nobody communicates.
+
+DTensor has rules for some of the kernels that attention dispatches to, by device and by version of
+torch, and none for what a product of two rows of matrices becomes in inference mode. Heads are
+independent in all of them.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from boltmesh.errors import LayoutError
+from boltmesh.strategies.tensor.plan import Section, ShardedParameter
+from boltmesh.strategies.tensor.runtime.boundaries import BlockBoundary
+from boltmesh.strategies.tensor.runtime.collectives import TensorGroup, shared_gradient
+from boltmesh.strategies.tensor.runtime.dropout import Draws
+from boltmesh.strategies.tensor.runtime.fused_output import as_whole
+from boltmesh.strategies.tensor.runtime.param_swap import (
+    Around,
+    in_place_of,
+    map_floats,
+    own_parameters,
+)
+from boltmesh.strategies.tensor.runtime.plain_shards import Column, Row
+from boltmesh.strategies.torch_compat.tensors import tree_map_only
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> DTensor | None:
+    """Run scaled dot product attention on this rank's heads, or batch entries.
+
+    Arguments are those of torch, with whole sizes. Which generator state it draws dropout from is
+    the caller's to choose.
+
+    Returns:
+        The output, divided as ``query`` is; None where it is not divided by heads.
+    """
+    if not isinstance(query, DTensor):
+        return None
+    (placement,) = query.placements
+    if not isinstance(placement, Shard) or placement.dim >= query.dim() - 2:
+        return None
+    own_key, own_value = (_like(query, each, placement) for each in (key, value))
+    if own_key is None or own_value is None:
+        return None
+    mask = None if attn_mask is None else _mask(query, attn_mask, placement)
+    settings: dict[str, Any] = {"enable_gqa": True} if enable_gqa else {}
+    out = F.scaled_dot_product_attention(
+        query.to_local(), own_key, own_value, mask, dropout_p, is_causal, scale=scale, **settings
+    )
+    return DTensor.from_local(out, query.device_mesh, [placement])
+
+
+def multiply(left: Tensor, right: Tensor) -> DTensor | None:
+    """Multiply matrices of this rank's heads, or batch entries.
+
+    Returns:
+        The products; None where these are not two rows of matrices that are divided alike.
+    """
+    if not (isinstance(left, DTensor) and isinstance(right, DTensor)):
+        return None
+    (placement,) = left.placements
+    if left.dim() != right.dim() or right.placements != (placement,):
+        return None
+    if not isinstance(placement, Shard) or placement.dim >= left.dim() - 2:
+        return None
+    product = left.to_local() @ right.to_local()
+    return DTensor.from_local(product, left.device_mesh, [placement])
+
+
+def _like(query: DTensor, other: Tensor, placement: Shard) -> Tensor | None:
+    """This rank's part of keys or values; None where its heads are not those of its queries."""
+    whole = _as_dtensor(query, other)
+    if whole.placements == (placement,):
+        return whole.to_local()
+    if whole.placements != (Replicate(),):
+        return None
+    heads, all_heads = whole.size(placement.dim), query.size(placement.dim)
+    # The sum of gradients waits: one head that several see is expanded to them before.
+    local = whole.to_local(grad_placements=[Partial()])
+    if heads == all_heads:
+        own = query.to_local().size(placement.dim)
+        return local.narrow(placement.dim, query.device_mesh.get_local_rank() * own, own)
+    return local if heads == 1 else None
+
+
+def _mask(query: DTensor, mask: Tensor, placement: Shard) -> Tensor:
+    """What this rank's heads see of a mask that broadcasts against scores."""
+    whole = _as_dtensor(query, mask)
+    dim = placement.dim - query.dim() + mask.dim()
+    if dim >= 0 and mask.size(dim) != 1:
+        return whole.redistribute(placements=[Shard(dim)]).to_local()
+    return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def _as_dtensor(query: DTensor, value: Tensor) -> DTensor:
+    if isinstance(value, DTensor):
+        return value
+    return DTensor.from_local(value, query.device_mesh, [Replicate()])
+
+
+class RegionColumn(Column):
+    """Around a module whose input is whole, and whose output becomes a DTensor.
+
+    Args:
+        border: That the input passes.
+        sections: Of the output's divided dimension, whole.
+        dim: That dimension.
+        group: That has the parts.
+    """
+
+    def __init__(
+        self, border: BlockBoundary, sections: Sequence[Section], dim: int, group: TensorGroup
+    ) -> None:
+        super().__init__(border)
+        self._sections = tuple(sections)
+        self._dim = dim
+        self._group = group
+
+    @override
+    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        out = super().__call__(forward, *args, **kwargs)
+        return map_floats(lambda part: as_whole(part, self._sections, self._group, self._dim), out)
+
+    @override
+    def enter(self, value: Tensor) -> Tensor:
+        if not isinstance(value, DTensor):
+            return super().enter(value)
+        return value.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+class Table:
+    """Around an embedding of which each rank has some columns."""
+
+    def __init__(self, sections: Sequence[Section], group: TensorGroup) -> None:
+        self._sections = tuple(sections)
+        self._group = group
+
+    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; its output becomes a DTensor."""
+        out = forward(*args, **kwargs)
+        return map_floats(lambda part: as_whole(part, self._sections, self._group), out)
+
+
+class RegionRow(Row):
+    """Around a module that takes this rank's part out of a DTensor, and whose output is whole."""
+
+    dim = -1
+    """Of the input, which is divided."""
+
+    @override
+    def enter(self, value: Tensor) -> Tensor:
+        if not isinstance(value, DTensor):
+            return value
+        return value.redistribute(placements=[Shard(self.dim % value.dim())]).to_local()
+
+
+class AlongParameters:
+    """Around a module that uses parts of parameters together with divided activations."""
+
+    def __init__(
+        self, module: Any, entries: Sequence[ShardedParameter], group: TensorGroup
+    ) -> None:
+        self._module = module
+        self._entries = {entry.name.rpartition(".")[2]: entry for entry in entries}
+        self._group = group
+        for entry in entries:
+            if len(entry.sections) != 1 or entry.sections[0].outer != 1:
+                raise LayoutError(
+                    f"'{entry.name}' is used with divided activations, and its part is no single "
+                    f"stretch of it, so it cannot be shown as a DTensor."
+                )
+
+    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; it finds DTensors under the names of these parameters."""
+        own = own_parameters(self._module)
+        views = {
+            name: DTensor.from_local(own[name], self._group.mesh, [Shard(entry.dim)])
+            for name, entry in self._entries.items()
+        }
+        with in_place_of(self._module, views):
+            return forward(*args, **kwargs)
+
+
+class Region:
+    """Around the module whose code runs between the column and the row modules of an axis."""
+
+    def __init__(self, group: TensorGroup, draws: Draws, *, shares_gradients: bool = False) -> None:
+        self._group = group
+        self._draws = draws
+        self._shares_gradients = shares_gradients
+
+    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; what it returns is whole."""
+        # In inference mode operators come to DTensor as they are called, and those that are made
+        # of others have no rule there. Without gradients they do not.
+        is_inference = torch.is_inference_mode_enabled()
+        with (
+            torch.inference_mode(mode=False) if is_inference else nullcontext(),
+            torch.no_grad() if is_inference else nullcontext(),
+            RegionMode(self._group, self._draws, shares_gradients=self._shares_gradients),
+        ):
+            out = forward(*args, **kwargs)
+        return tree_map_only(DTensor, _whole, out)
+
+
+def _whole(value: DTensor) -> Tensor:
+    return value.redistribute(placements=[Replicate()]).to_local()
+
+
+class RegionMode(TorchFunctionMode):
+    """Makes what meets a DTensor one, and keeps on parts what needs no other rank.
+
+    Args:
+        group: That has the parts.
+        draws: The generator's two states.
+        shares_gradients: Whether gradients of what meets a DTensor are summed once more, as those
+            of a gathered sequence are: each rank then passes an equal part of them on.
+    """
+
+    def __init__(self, group: TensorGroup, draws: Draws, *, shares_gradients: bool = False) -> None:
+        super().__init__()
+        self._group = group
+        self._draws = draws
+        self._shares_gradients = shares_gradients
+
+    @override
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [*args, *kwargs.values()]
+        if not any(map(_has_dtensor, given)):
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = tree_map_only(Tensor, self._as_dtensor, (args, kwargs))
+            with self._draws.own():
+                attended = attend(*args, **kwargs)
+            if attended is not None:
+                return attended
+        if func in _PRODUCTS and not kwargs:
+            product = multiply(*args)
+            if product is not None:
+                return product
+        if func in _RANDOM and isinstance(args[0], DTensor):
+            return self._drawn(func, args[0], args[1:], kwargs)
+        if func is torch.cat:
+            args, kwargs = _without_empty(args, kwargs)
+        if any(map(_has_plain, given)):
+            args, kwargs = tree_map_only(Tensor, self._as_dtensor, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _as_dtensor(self, value: Tensor) -> Tensor:
+        if isinstance(value, DTensor):
+            return value
+        # Its own backward sums gradients, where uses of it differ by rank.
+        if self._shares_gradients and value.requires_grad:
+            value = shared_gradient(value, self._group)
+        return DTensor.from_local(value, self._group.mesh, [Replicate()])
+
+    def _drawn(
+        self, func: Callable[..., Any], value: DTensor, args: tuple[Any, ...], kwargs: Any
+    ) -> DTensor:
+        """Run a function that draws for each element, on this rank's elements alone."""
+        (placement,) = value.placements
+        if not isinstance(placement, Shard):
+            value = value.redistribute(placements=[Replicate()])
+            drawn = func(value.to_local(), *args, **kwargs)
+            return DTensor.from_local(drawn, self._group.mesh, [Replicate()])
+        with self._draws.own():
+            drawn = func(value.to_local(), *args, **kwargs)
+        return DTensor.from_local(drawn, self._group.mesh, [placement])
+
+
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+
+_RANDOM = {
+    F.dropout,
+    F.alpha_dropout,
+    F.rrelu,
+    torch.dropout,
+    torch.dropout_,
+    torch.alpha_dropout,
+    torch.bernoulli,
+    torch.rand_like,
+    torch.randn_like,
+    Tensor.bernoulli_,
+    Tensor.exponential_,
+    Tensor.normal_,
+    Tensor.uniform_,
+}
+
+
+def _has_dtensor(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_dtensor, value))
+    return isinstance(value, DTensor)
+
+
+def _has_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_plain, value))
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
+def _without_empty(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
+    """Drop the tensors without elements or dimensions that a cache begins with.
+
+    ``torch.cat`` takes them with any others; DTensor's does not.
+    """
+    if not args or not isinstance(args[0], (list, tuple)):
+        return args, kwargs
+    kept = [each for each in args[0] if not (each.dim() == 1 and each.numel() == 0)]
+    return (kept, *args[1:]), kwargs

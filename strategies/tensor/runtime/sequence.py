@@ -1,0 +1,160 @@
+"""Sequence parallelism: between its matrix products, each rank has a part of the sequence.
+
+A stack of blocks is entered with one part per rank, and left with the whole. Inside, what several
+column products take is gathered once, with gradients summed and scattered; row products give each
+rank its part of their sum. So norms, dropout and the residual stream hold ``1 / size`` of the
+activations, at the traffic of plain tensor parallelism.
+
+A length that does not divide is filled up with copies of the last position. Only what works
+position by position sees them: each gather cuts them off, so attention does not, and no gradient
+reaches them. Copies, because a norm of zeros may have no finite gradient.
+
+Source: Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198
+"""
+
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from typing_extensions import Self, override
+
+from boltmesh.errors import LayoutError
+from boltmesh.strategies.tensor.runtime.collectives import (
+    TensorGroup,
+    gather_parts,
+    gather_sequence,
+    scatter_sum,
+    take_part,
+)
+from boltmesh.strategies.torch_compat.autograd import is_in_backward
+from boltmesh.strategies.torch_compat.tensors import times_written
+
+
+class SequenceParts:
+    """Divides and joins the activations of one stack of blocks.
+
+    It knows the length of the whole from where the stack was entered. Blocks that are computed
+    again in a backward pass may belong to an earlier entry: that of the same length of parts.
+    """
+
+    def __init__(self, group: TensorGroup, dim: int) -> None:
+        self._group = group
+        self.dim = dim
+        """Of the sequence."""
+        self.is_cut_by_stages = False
+        """Whether other ranks run some of the blocks: they do not know how long the sequences were
+        where the stack was entered, so all lengths have to divide."""
+        self._length = 0
+        self._awaited: WeakSet[_Length] = WeakSet()
+        """Of entries whose backward pass is not over."""
+        self._gathered: tuple[Tensor, int, Tensor] | None = None
+        """What was gathered last, how often it had been written by then, and the whole."""
+
+    def split(self, whole: Tensor) -> Tensor:
+        """Keep this rank's part of what is alike on all ranks. Gathers in the backward pass."""
+        entry = _Length(whole.shape[self.dim])
+        if self.is_cut_by_stages and entry.whole % self._group.size:
+            raise LayoutError(
+                f"A stack of blocks that lies on several stages of a pipeline was entered with "
+                f"{entry.whole} positions, which {self._group.size} tensor ranks do not divide. "
+                f"Pad sequences to a multiple of {self._group.size}, or set "
+                f"strategy.sequence_parallel=false."
+            )
+        self._length = entry.whole
+        self._awaited.add(entry)
+        filled = self._filled(whole, whole.narrow(self.dim, entry.whole - 1, 1).detach())
+        part = take_part(filled, self._group, self.dim)
+        return cast("Tensor", _HeldLength.apply(part, entry))  # type: ignore[no-untyped-call]
+
+    def join(self, part: Tensor) -> Tensor:
+        """Return the whole, for computations that are alike on all ranks. Collective."""
+        return self._cut(gather_parts(part, self._group, self.dim))
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the whole, for computations that are divided. Collective.
+
+        What several modules take is gathered once, until `forget`.
+        """
+        if self._gathered is not None:
+            earlier, version, whole = self._gathered
+            if earlier is part and version == _times_written(part):
+                return whole
+        whole = self._cut(gather_sequence(part, self._group, self.dim))
+        self._gathered = part, _times_written(part), whole
+        return whole
+
+    def scatter(self, part: Tensor) -> Tensor:
+        """Add up partial sums of all ranks and keep this rank's part. Collective."""
+        length = part.shape[self.dim]
+        filled = self._filled(part, torch.zeros_like(part.narrow(self.dim, length - 1, 1)))
+        return scatter_sum(filled, self._group, self.dim)
+
+    def forget(self) -> None:
+        """Keep no activation longer than a block runs."""
+        self._gathered = None
+
+    def _filled(self, whole: Tensor, last: Tensor) -> Tensor:
+        missing = -whole.shape[self.dim] % self._group.size
+        return torch.cat([whole, *[last] * missing], self.dim) if missing else whole
+
+    def _cut(self, filled: Tensor) -> Tensor:
+        if self.is_cut_by_stages:
+            return filled
+        length = self._length_of(filled.shape[self.dim])
+        if length == filled.shape[self.dim]:
+            return filled
+        return filled.narrow(self.dim, 0, length).contiguous()
+
+    def _length_of(self, filled: int) -> int:
+        """What was entered with, of which ``filled`` positions were made."""
+        lengths = {self._length}
+        if is_in_backward():
+            lengths = {e.whole for e in self._awaited if not e.is_over} or lengths
+        fitting = sorted(each for each in lengths if 0 <= filled - each < self._group.size)
+        if not fitting:
+            raise LayoutError(
+                f"Dimension {self.dim} of an activation has {filled} positions on all ranks, and "
+                f"the stack of blocks was entered with sequences of {sorted(lengths)}. Set "
+                "strategy.sequence_parallel=false."
+            )
+        if len(fitting) > 1:
+            raise LayoutError(
+                f"Blocks are computed again in the backward pass, for sequences of {fitting} whose "
+                f"parts are equally long. Give them lengths that {self._group.size} ranks divide, "
+                "or set strategy.sequence_parallel=false."
+            )
+        return fitting[0]
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Self:
+        return self
+
+
+def _times_written(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else times_written(tensor)
+
+
+class _Length:
+    """How long the sequences of one forward pass are."""
+
+    def __init__(self, whole: int) -> None:
+        self.whole = whole
+        self.is_over = False
+        """Whether its backward pass has come back to the stack's entry."""
+
+
+class _HeldLength(Function):
+    """Holds a length as long as autograd may come back to the stack that was entered with it."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, part: Tensor, entry: _Length) -> Tensor:
+        ctx.entry = entry
+        return part.view_as(part)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.entry.is_over = True
+        return gradient, None

@@ -1,0 +1,324 @@
+"""A tensor of which each rank has some tokens, and which looks whole to the code that uses it.
+
+The weights of embeddings and heads are such tensors while a module runs, and logits are until a
+loss is taken of them. `rules` says which functions work on the parts that the ranks have; for any
+other the tensor is gathered, with a right gradient, and the function runs on every rank alike.
+
+As with DTensor, autograd sees the whole tensor; `unwrap` and `wrap` lead to this rank's part and
+back. So hooks, retained gradients, custom autograd functions and reentrant checkpointing work as
+on any tensor. Gradients that arrive may be parts or, from code that had it gathered, whole.
+
+What such a tensor needs from other ranks needs all ranks: code that only one rank runs must not
+use its values, not even to print them; ``repr`` communicates nothing.
+
+Which functions work on parts of a divided tensor: rules by name, filled in by `rules`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from typing_extensions import override
+
+from boltmesh.strategies.tensor.runtime.vocab_ranges import Vocabulary
+from boltmesh.strategies.torch_compat.tensors import (
+    make_wrapper,
+    subclasses_unasked,
+    times_written,
+    tree_map_only,
+    written_or_viewed,
+)
+
+Rule = Callable[..., Any]
+"""Called with the function and its arguments; returns its result, or `NO_RULE`."""
+
+NO_RULE = object()
+"""What a rule returns for arguments that it has no answer for."""
+
+RULES: dict[str, Rule] = {}
+"""By name of a function. Complete when `rules` is imported."""
+
+_ABOUT = frozenset(
+    name
+    for line in (
+        "size dim numel nelement element_size get_device is_floating_point is_complex is_signed",
+        "ndimension requires_grad_ register_hook retain_grad __hash__ backward grad is_same_size",
+        "is_inference stride storage_offset has_names result_type is_tensor __len__ data_ptr",
+        "untyped_storage",
+    )
+    for name in line.split()
+)
+
+_COPYING = {"T", "mT", "H", "mH", "data", "real", "imag"}
+"""Properties that are tensors. All others are asked of the whole."""
+
+_WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
+
+
+def rule_for(*lines: str) -> Callable[[Rule], Rule]:
+    """Make a function the rule for functions of torch, by names with spaces between."""
+
+    def register(rule: Rule) -> Rule:
+        for line in lines:
+            RULES.update(dict.fromkeys(line.split(), rule))
+        return rule
+
+    return register
+
+
+def asks_nothing(name: str, *, is_property: bool) -> bool:
+    """Whether a function asks about a tensor, or is autograd's own, and needs no values."""
+    return name in _ABOUT or (is_property and name not in _COPYING)
+
+
+def is_writing(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def name_of(func: Callable[..., Any]) -> tuple[str, bool]:
+    """A function's name, and whether it is that of a property."""
+    name = getattr(func, "__name__", "")
+    if name in {"__get__", "__set__"}:
+        return getattr(getattr(func, "__self__", None), "__name__", ""), True
+    return name, False
+
+
+class VocabularyTensor(Tensor):
+    """Whole in shape; this rank has ``local``, its tokens along ``divided_dim``."""
+
+    local: Tensor
+    vocabulary: Vocabulary
+    divided_dim: int
+    times_written: int
+    """Of ``local``, as far as this tensor knows of it."""
+
+    def __new__(cls, local: Tensor, vocabulary: Vocabulary, divided_dim: int) -> "VocabularyTensor":
+        """See `wrap`, which autograd follows."""
+        shape = list(local.shape)
+        shape[divided_dim] = vocabulary.size
+        made = cast("VocabularyTensor", make_wrapper(cls, local, shape))
+        made.local = local
+        made.vocabulary = vocabulary
+        made.divided_dim = divided_dim % len(shape)
+        made.times_written = _times_written(local)
+        return made
+
+    @override
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"VocabularyTensor(shape={tuple(self.shape)}, divided_dim={self.divided_dim}, "
+            f"local={self.local!r})"
+        )
+
+    @override
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name, is_property = name_of(func)
+        if is_property and name == "data" and len(args) > 1:
+            raise NotImplementedError("'data' of a divided tensor cannot be set. Use copy_().")
+        if asks_nothing(name, is_property=is_property):
+            with subclasses_unasked():
+                return func(*args, **kwargs)
+        if is_writing(name):
+            return _write(func, name, args, kwargs)
+        return apply_rule(func, name, args, kwargs)
+
+    @classmethod
+    @override
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What autograd itself and code in C++ asks; gradients are seen to above of this."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in {"detach", "alias", "clone"}:
+            return _like(args[0], func(_local_of(args[0]), *args[1:], **kwargs))
+        if name == "add" and not kwargs and args[0].shape == getattr(args[1], "shape", None):
+            # Two gradients of one tensor, of which one may have come whole.
+            divided = next(each for each in args if isinstance(each, VocabularyTensor))
+            return _like(divided, func(*(part_like(divided, each) for each in args)))
+        for value, is_written in written_or_viewed(func, args, kwargs):
+            if is_written and _holds_divided(value):
+                raise NotImplementedError(
+                    f"{name} writes to a tensor of which each rank has {_length(value)} tokens. "
+                    "Write to a clone, or set strategy.loss_parallel=false."
+                )
+        note(args, kwargs, name)
+        args, kwargs = tree_map_only(VocabularyTensor, _gather_value, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def wrap(local: Tensor, vocabulary: Vocabulary, divided_dim: int) -> VocabularyTensor:
+    """Return the whole tensor of which ``local`` is this rank's part. No communication."""
+    return cast("VocabularyTensor", _Wrap.apply(local, vocabulary, divided_dim))  # type: ignore[no-untyped-call]
+
+
+def unwrap(divided: VocabularyTensor) -> Tensor:
+    """Return this rank's part; what is computed of it is divided or partial."""
+    return cast("Tensor", _Unwrap.apply(divided))  # type: ignore[no-untyped-call]
+
+
+def gather(divided: VocabularyTensor) -> Tensor:
+    """Return all tokens, for computations that are alike on all ranks. Collective."""
+    return divided.vocabulary.gather(unwrap(divided), divided.divided_dim)
+
+
+def gathered(values: Any) -> Any:
+    """Replace divided tensors in nested lists, tuples and dicts by whole ones. Collective."""
+    return tree_map_only(VocabularyTensor, gather, values)
+
+
+def part_like(divided: VocabularyTensor, value: Tensor) -> Tensor:
+    """Return this rank's part of a tensor of the same shape, divided or whole."""
+    if isinstance(value, VocabularyTensor):
+        return _local_of(value)
+    return divided.vocabulary.own(value, divided.divided_dim)
+
+
+def apply_rule(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a function on parts if a rule knows how, else on gathered tensors."""
+    rule = RULES.get(name)
+    if "input" in kwargs:
+        args, kwargs = (kwargs["input"], *args), {k: v for k, v in kwargs.items() if k != "input"}
+    result = NO_RULE if rule is None or "out" in kwargs else rule(func, *args, **kwargs)
+    if result is NO_RULE:
+        if _holds_divided(kwargs.get("out")):
+            raise NotImplementedError(f"{name} cannot write its result to a divided tensor.")
+        note(args, kwargs, name)
+        args, kwargs = gathered((args, kwargs))
+        return func(*args, **kwargs)
+    return result
+
+
+def note(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
+    """Tell the first vocabulary among the arguments that a function has it gathered."""
+    found: list[Vocabulary] = []
+    tree_map_only(VocabularyTensor, lambda each: found.append(each.vocabulary), (args, kwargs))
+    found[0].note_gather(name)
+
+
+def _write(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Change a copy, and then the tensor to what the copy has become."""
+    target = args[0]
+    if not isinstance(target, VocabularyTensor):
+        note(args, kwargs, name)
+        args, kwargs = gathered((args, kwargs))
+        return func(*args, **kwargs)
+    copy = wrap(unwrap(target).clone(), target.vocabulary, target.divided_dim)
+    rule = RULES.get(name)
+    changed = NO_RULE if rule is None else rule(func, copy, *args[1:], **kwargs)
+    if changed is NO_RULE:
+        note(args, kwargs, name)
+        whole = gather(target)
+        others, kwargs = gathered((args[1:], kwargs))
+        func(whole, *others, **kwargs)
+        changed = wrap(
+            target.vocabulary.take(whole, target.divided_dim), target.vocabulary, target.divided_dim
+        )
+    _Overwrite.apply(target, changed)  # type: ignore[no-untyped-call]
+    return None if name == "__setitem__" else target
+
+
+class _Wrap(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, local: Tensor, vocabulary: Vocabulary, dim: int) -> VocabularyTensor:
+        made = VocabularyTensor(local.detach(), vocabulary, dim)
+        ctx.vocabulary, ctx.dim = vocabulary, made.divided_dim
+        return made
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if isinstance(gradient, VocabularyTensor):
+            return unwrap(gradient), None, None
+        return ctx.vocabulary.take(gradient, ctx.dim), None, None
+
+
+class _Unwrap(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, divided: VocabularyTensor) -> Tensor:
+        ctx.vocabulary, ctx.dim = divided.vocabulary, divided.divided_dim
+        return _local_of(divided).detach()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> VocabularyTensor:
+        return wrap(gradient, ctx.vocabulary, ctx.dim)
+
+
+class _Overwrite(Function):
+    """Gives a tensor that is written in place its new values and their history."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, target: VocabularyTensor, changed: VocabularyTensor) -> VocabularyTensor:
+        ctx.mark_dirty(target)
+        _local_of(target).copy_(_local_of(changed))
+        target.times_written = _times_written(target.local)
+        return target
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+def _local_of(divided: VocabularyTensor) -> Tensor:
+    """This rank's part, without a gradient.
+
+    Raises:
+        RuntimeError: A view of it was written in place, of which its history does not know.
+    """
+    if _times_written(divided.local) != divided.times_written:
+        raise RuntimeError(
+            "A view of logits that are divided over the tensor axis was written in place. Write "
+            "to the logits themselves, or set strategy.loss_parallel=false."
+        )
+    return divided.local
+
+
+def _times_written(local: Tensor) -> int:
+    return 0 if local.is_inference() else times_written(local)
+
+
+def _like(divided: VocabularyTensor, local: Tensor) -> VocabularyTensor:
+    return VocabularyTensor(local, divided.vocabulary, divided.divided_dim)
+
+
+def _gather_value(divided: VocabularyTensor) -> Tensor:
+    with torch.no_grad():
+        return divided.vocabulary.gather(_local_of(divided), divided.divided_dim)
+
+
+def _holds_divided(value: Any) -> bool:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(each, VocabularyTensor) for each in values)
+
+
+def _length(value: Any) -> int:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return next(each.vocabulary.length for each in values if isinstance(each, VocabularyTensor))

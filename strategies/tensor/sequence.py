@@ -1,0 +1,279 @@
+"""Where the sequence may be divided between the matrix products of stacked blocks.
+
+Between a row-parallel product and the next column-parallel one, norms, dropouts and residual sums
+look at one token at a time, so each rank may have some of the tokens. In front of the columns the
+sequence is gathered, once for all of a module where everything that the module makes of it is
+divided; behind the rows it is scattered where it was summed.
+
+The gather sums its gradient over the ranks. So within it a replicated parameter has a part of its
+gradient, and nothing is summed a second time: not in front of columns, not at boundaries.
+
+Source: Reducing Activation Recomputation in Large Transformer Models, Korthikanti et al. 2022,
+section 4.2, https://arxiv.org/abs/2205.05198
+
+Follows one divided sequence through a stack of blocks, operator by operator.
+"""
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from boltmesh.strategies.tensor.analysis.analyse import Analysis
+from boltmesh.strategies.tensor.analysis.op_rules.elementwise import RANDOM
+from boltmesh.strategies.tensor.analysis.symbolic_dims import (
+    Reason,
+    SymbolicDim,
+    leaves,
+    representative,
+)
+from boltmesh.strategies.tensor.analysis.trace import Operand, OperatorRecord
+from boltmesh.strategies.tensor.plan import ExitPoint, GatherPoint, SequencePlan, Style
+from boltmesh.strategies.tensor.propagation import PRODUCTS, axes_of
+
+
+class NoSequence(Exception):  # noqa: N818  # it says what stands in the way, and is no error
+    """Why the sequence of a stack cannot be divided, in words."""
+
+
+class Walk:
+    """Every activation of a stack is divided by tokens, or gathered, or has nothing to do with it.
+
+    Attributes:
+        gathers: Where the sequence is gathered.
+        partial: Whole parameters that meet some of the tokens, or whose gradient a gather sums.
+        fed: Modules with columns that gathered activations go into.
+        drawing: Modules that draw for some of the tokens.
+        gathered: Keys of activations behind a gather and before the rows.
+    """
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        styles: Mapping[str, Style],
+        followed: Set[SymbolicDim],
+        stack: "BlockStack",
+    ) -> None:
+        self.trace = analysis.trace
+        self.styles = styles
+        self.followed = followed
+        self.stack = stack
+        self.tokens = {representative(each) for each in leaves(stack.entry.dims[stack.dim])}
+        self.divided = {stack.entry.key}
+        self.consumers: dict[int, list[OperatorRecord]] = {}
+        for step in self.trace.steps:
+            for each in step.inputs:
+                self.consumers.setdefault(each.key, []).append(step)
+        self.gathers: list[GatherPoint] = []
+        self.partial: set[str] = set()
+        self.fed: list[str] = []
+        self.drawing: list[str] = []
+        self.gathered: set[int] = set()
+
+    def run(self) -> None:
+        """Follow the sequence from the entry of the stack to its exit.
+
+        Raises:
+            NoSequence: When something looks at several tokens where it is divided.
+        """
+        if not self.tokens:
+            raise NoSequence("the batch has sequences of one token")
+        for step in self.trace.steps:
+            self._pass(step)
+        if self.stack.exit.key not in self.divided:
+            raise NoSequence(f"{self.stack.blocks[-1]} gives no divided sequence")
+
+    def _pass(self, step: OperatorRecord) -> None:
+        divided = [each for each in step.inputs if self._is_divided(each, step)]
+        points = [self._gather_points(each, step) for each in divided]
+        gathered = any(each.key in self.gathered for each in step.inputs) or any(points)
+        if not divided and not gathered:
+            return
+        self.gathers += [p for each in points for p in each if p not in self.gathers]
+        if gathered and not all(points):
+            raise NoSequence(
+                f"{Reason(step.operator, step.module)} needs all tokens and some of them"
+            )
+        self.partial |= {
+            each.parameter
+            for each in step.inputs
+            if each.parameter is not None and each.parameter not in self.styles
+        }
+        if not gathered:
+            self._check_tokenwise(step)
+            self.divided |= {each.key for each in step.outputs}
+        elif step.operator in PRODUCTS and "row" in self._styles(step):
+            self._check_scattered(step)
+            self.divided |= {each.key for each in step.outputs}
+        else:
+            self.gathered |= {each.key for each in step.outputs}
+            if step.operator in PRODUCTS and self._styles(step) and step.module not in self.fed:
+                self.fed.append(step.module)
+
+    def _styles(self, step: OperatorRecord) -> set[Style]:
+        names = {each.parameter for each in step.inputs}
+        return {style for name, style in self.styles.items() if name in names}
+
+    def _is_divided(self, operand: Operand, step: OperatorRecord) -> bool:
+        """Whether an operator finds some of the tokens of an operand only."""
+        if operand.key not in self.divided:
+            return False
+        blocks = [each for each in self.stack.blocks if each in step.modules]
+        if operand.key == self.stack.entry.key:  # divided where the first block takes it
+            return self.stack.blocks[0] in blocks
+        if not blocks and operand.key != self.stack.exit.key:
+            raise NoSequence(f"{step.operator} looks at the sequence between blocks")
+        return bool(blocks)
+
+    def _gather_points(self, operand: Operand, step: OperatorRecord) -> list[GatherPoint]:
+        """The outermost module that takes an activation and makes only divided things of it.
+
+        With all arguments that are the activation.
+        """
+        for module in step.modules:
+            taken = self.trace.module_inputs.get(module, {}).items()
+            points = [
+                GatherPoint(module, place) for place, each in taken if each.key == operand.key
+            ]
+            if points and self._is_all_divided(module, operand.key):
+                return points
+        return []
+
+    def _is_all_divided(self, module: str, key: int) -> bool:
+        """Whether all that a module makes of an activation has a divided axis in the end."""
+        outputs = {each.key for each in self.trace.module_outputs.get(module, {}).values()}
+        waiting, seen, has_any = [key], {key}, False
+        while waiting:
+            each = waiting.pop()
+            for step in self.consumers.get(each, ()):
+                if module not in step.modules:
+                    if each != key:
+                        return False
+                    continue
+                floating = [out for out in step.outputs if out.is_floating]
+                if any(axes_of(out.dims, self.followed) for out in floating):
+                    has_any = True
+                    continue
+                if any(out.key in outputs for out in floating):
+                    return False
+                waiting += [out.key for out in floating if out.key not in seen]
+                seen.update(out.key for out in floating)
+        return has_any
+
+    def _check_tokenwise(self, step: OperatorRecord) -> None:
+        where = Reason(step.operator, step.module)
+        if self.tokens & {representative(each) for each in step.needed}:
+            raise NoSequence(f"{where} looks at several tokens")
+        for each in step.outputs:
+            if axes_of(each.dims, self.followed):
+                raise NoSequence(f"{where} has columns whose module takes other things as well")
+        for each in step.inputs:
+            if each.key not in self.divided and axes_of(each.dims, self.tokens):
+                raise NoSequence(f"{where} adds something of all tokens")
+        if step.operator in RANDOM and step.module not in self.drawing:
+            self.drawing.append(step.module)
+
+    def _check_scattered(self, step: OperatorRecord) -> None:
+        given = self.trace.module_outputs.get(step.module, {}).values()
+        if not any(
+            len(each.dims) > self.stack.dim
+            and {representative(atom) for atom in leaves(each.dims[self.stack.dim])} == self.tokens
+            for each in given
+        ):
+            raise NoSequence(f"{step.module} does not give the sequence in a dimension of its own")
+
+
+@dataclass(frozen=True)
+class BlockStack:
+    """Blocks of one list, each of which takes what the one before gives."""
+
+    blocks: tuple[str, ...]
+    argument: int | str
+    """Of the first block."""
+    entry: Operand
+    exit: Operand
+    place: int | str | None
+    """Of the exit, in what the last block gives."""
+    dim: int
+    """Of the sequence."""
+
+
+@dataclass
+class SequenceDivision:
+    """What dividing the sequences of all stacks asks for."""
+
+    plan: SequencePlan
+    partial: set[str] = field(default_factory=set)
+    drawing: list[str] = field(default_factory=list)
+    """Modules that draw for some of the tokens."""
+    gathered: set[int] = field(default_factory=set)
+    """Keys of activations behind a gather and before the rows."""
+
+
+def divide_sequence(
+    analysis: Analysis, styles: Mapping[str, Style], followed: Set[SymbolicDim]
+) -> SequenceDivision:
+    """Return where sequences are divided, and what follows from that.
+
+    Args:
+        analysis: Of the model.
+        styles: Of each parameter that is divided.
+        followed: Axes that activations have within blocks.
+
+    Raises:
+        NoSequence: When a stack's cannot be divided.
+    """
+    stacks = list(_stacks(analysis))
+    if not stacks:
+        raise NoSequence("no stack of blocks passes one activation on")
+    if len({each.dim for each in stacks}) > 1:
+        raise NoSequence("the sequence is another dimension in other stacks")
+    walks = [Walk(analysis, styles, followed, each) for each in stacks]
+    for each in walks:
+        each.run()
+    plan = SequencePlan(
+        tuple((each.blocks[0], each.blocks[-1]) for each in stacks),
+        tuple(dict.fromkeys(point for each in walks for point in each.gathers)),
+        stacks[0].dim,
+        entries=tuple(GatherPoint(each.blocks[0], each.argument) for each in stacks),
+        exits=tuple(ExitPoint(each.blocks[-1], each.place) for each in stacks),
+        fed=tuple(dict.fromkeys(name for each in walks for name in each.fed)),
+    )
+    return SequenceDivision(
+        plan,
+        {name for each in walks for name in each.partial},
+        list(dict.fromkeys(name for each in walks for name in each.drawing)),
+        {key for each in walks for key in each.gathered},
+    )
+
+
+def _stacks(analysis: Analysis) -> Iterator[BlockStack]:
+    by_list: dict[str, list[str]] = {}
+    for name in analysis.blocks:
+        if name in analysis.trace.module_outputs:
+            by_list.setdefault(name.rpartition(".")[0], []).append(name)
+    for blocks in by_list.values():
+        if len(blocks) > 1 and (stack := _chained(analysis, tuple(blocks))) is not None:
+            yield stack
+
+
+def _chained(analysis: Analysis, blocks: tuple[str, ...]) -> BlockStack | None:
+    """Find the activation that goes from block to block; None where there is none."""
+    inputs, outputs = analysis.trace.module_inputs, analysis.trace.module_outputs
+    for argument, entry in inputs[blocks[0]].items():
+        for place, given in outputs[blocks[0]].items():
+            is_passed_on = all(
+                outputs[one].get(place) is not None
+                and outputs[one][place].key in {each.key for each in inputs[other].values()}
+                for one, other in pairwise(blocks)
+            )
+            if is_passed_on and len(given.dims) == len(entry.dims) and len(entry.dims) in {2, 3}:
+                last = outputs[blocks[-1]].get(place)
+                if last is not None:
+                    return BlockStack(blocks, argument, entry, last, place, _sequence_dim(entry))
+    return None
+
+
+def _sequence_dim(entry: Operand) -> int:
+    """The second of three dimensions, or the first one where attention looks along that."""
+    first, second = (any(each.is_whole for each in leaves(dim)) for dim in entry.dims[:2])
+    return 0 if len(entry.dims) == 2 or (first and not second) else 1

@@ -1,0 +1,221 @@
+"""Lets a model run of which one block of each kind exists.
+
+The others hand their input on as their output, or run with the parameters of the first of their
+kind: then each does what it does by its own settings, and the blocks do to each other what they do
+in training.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from boltmesh.strategies.deferred_initialization.materialize import own_tensors
+from boltmesh.strategies.deferred_initialization.recording import tensors_of
+from boltmesh.strategies.tensor.plan import TensorPlan
+from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map_only
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+_PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
+
+
+def kinds_of(blocks: Mapping[str, Module], plan: TensorPlan) -> dict[str, str]:
+    """Return, by name of each block, the first one that runs as it does.
+
+    Of one kind are blocks of one class whose modules have the same settings, hold alike parameters,
+    and are planned alike. A number that is a block's own place in its list makes no difference.
+
+    Args:
+        blocks: By dotted name.
+        plan: Of the model.
+    """
+    firsts: dict[Any, str] = {}
+    return {
+        name: firsts.setdefault((_settings(name, block), _planned(name, plan)), name)
+        for name, block in blocks.items()
+    }
+
+
+def lasts_of(firsts: Mapping[str, str]) -> dict[str, str]:
+    """Return the last of each kind by the name of the first.
+
+    Args:
+        firsts: The first of its kind by name of each block, in the order of the model.
+    """
+    return {first: name for name, first in firsts.items()}
+
+
+def _settings(name: str, block: Module) -> tuple[Any, ...]:
+    last = name.rpartition(".")[2]
+    place = int(last) if last.isdigit() else None
+    found: list[Any] = [
+        (path, tuple(each.shape), each.dtype, each.requires_grad)
+        for path, each in block.named_parameters(remove_duplicate=False)
+    ]
+    for path, module in block.named_modules():
+        own = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, _PLAIN) and not (type(value) is int and value == place)
+        }
+        found.append((path, type(module), repr(sorted(own.items()))))
+    return tuple(found)
+
+
+def _planned(block: str, plan: TensorPlan) -> tuple[Any, ...]:
+    start = f"{block}."
+    sharded = [
+        (name.removeprefix(start), each.dim, each.sections, each.style)
+        for each in plan.sharded.values()
+        for name in each.names
+        if name.startswith(start)
+    ]
+    names = [
+        tuple(name.removeprefix(start) for name in each if name.startswith(start))
+        for each in (plan.partial, plan.boundaries, plan.fed, plan.local_dropouts)
+    ]
+    return tuple(sharded), tuple(names)
+
+
+class BlockShapes:
+    """Notes, as a step runs, which blocks give back something like what they get."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, set[object]] = {}
+
+    def allow(self, block: str, first: str) -> bool:
+        """Whether a block can hand on what it gets in the place of what the first one gave."""
+        seen, given = self._seen.get(block, set()), self._seen.get(first, set())
+        return len(seen) == 1 and seen == given and None not in seen
+
+    @contextmanager
+    def watching(self, blocks: Mapping[str, Module]) -> Iterator[None]:
+        """Within it, blocks are looked at when they are called."""
+        handles = [
+            each.register_forward_hook(self._hook(name), with_kwargs=True)
+            for name, each in blocks.items()
+        ]
+        try:
+            yield
+        finally:
+            for each in handles:
+                each.remove()
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def note(module: Module, args: Any, kwargs: Any, output: Any) -> None:
+            handed = _passed(args, kwargs, output)
+            self._seen.setdefault(name, set()).add(
+                None if handed is None else tuple(_looks(each) for each in tree_leaves(handed))
+            )
+
+        return note
+
+
+@contextmanager
+def parameters_lent(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> Iterator[None]:
+    """Within it, blocks that have a first one of their kind hold that one's parameters.
+
+    So they do of what else has no values yet, such as buffers of a model that is deferred.
+
+    Args:
+        blocks: By dotted name.
+        firsts: By block that is to borrow, the first of its kind.
+    """
+    before: list[tuple[Module, str, object]] = []
+    try:
+        for name, first in firsts.items():
+            pairs = zip(blocks[name].modules(), blocks[first].modules(), strict=True)
+            for module, lender in pairs:
+                for key, own in _borrowed(module):
+                    before.append((module, key, own))
+                    setattr(module, key, getattr(lender, key))
+        yield
+    finally:
+        for module, key, own in before:
+            setattr(module, key, own)
+
+
+def _borrowed(module: Module) -> list[tuple[str, object]]:
+    """Return what a module borrows, by name: parameters, and what has no values."""
+    return [
+        (key, each)
+        for key, each in own_tensors(module)
+        if isinstance(each, Parameter) or each.is_meta
+    ] + [
+        (key, value)
+        for key, value in vars(module).items()
+        if key not in _REGISTERED and any(each.is_meta for each in tensors_of(value))
+    ]
+
+
+@contextmanager
+def blocks_passed(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> Iterator[None]:
+    """Within it, blocks that have a first one of their kind hand on what they get.
+
+    Args:
+        blocks: By dotted name.
+        firsts: By block that is to be passed by, the first of its kind, which runs before it.
+    """
+    given: dict[str, Any] = {}
+    handles = [
+        blocks[first].register_forward_hook(_keep(given, first)) for first in set(firsts.values())
+    ]
+    before = {name: vars(blocks[name]).get("forward") for name in firsts}
+    for name, first in firsts.items():
+        vars(blocks[name])["forward"] = _Passing(given, first)
+    try:
+        yield
+    finally:
+        for each in handles:
+            each.remove()
+        for name, forward in before.items():
+            if forward is None:
+                vars(blocks[name]).pop("forward", None)
+            else:
+                vars(blocks[name])["forward"] = forward
+
+
+def _keep(given: dict[str, Any], name: str) -> Callable[..., None]:
+    def keep(module: Module, args: Any, output: Any) -> None:
+        given[name] = tree_map_only(Tensor, Tensor.detach, output)
+
+    return keep
+
+
+class _Passing:
+    def __init__(self, given: dict[str, Any], first: str) -> None:
+        self._given, self._first = given, first
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = _passed(args, kwargs, self._given[self._first])
+        assert output is not None
+        return output
+
+
+def _passed(args: Any, kwargs: Any, output: Any) -> Any:
+    """Return an output like another one, whose first tensor is the input; None if they differ.
+
+    What else a block gives, such as a bias that later ones use, is that of the other.
+    """
+    taken = next((each for each in _floats((args, kwargs))), None)
+    first = next((each for each in _floats(output)), None)
+    if taken is None or first is None:
+        return None
+    if taken.shape != first.shape or taken.dtype != first.dtype:
+        return None
+    return tree_map_only(Tensor, lambda each: taken if each is first else each, output)
+
+
+def _looks(value: Any) -> Any:
+    """What can be told of a value that may have no data."""
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
+
+
+def _floats(tree: Any) -> Iterable[Tensor]:
+    return (
+        each for each in tree_leaves(tree) if isinstance(each, Tensor) and each.is_floating_point()
+    )

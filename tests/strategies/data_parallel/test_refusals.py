@@ -1,0 +1,262 @@
+"""What would be wrong with shards is refused by name, with what to do instead."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from torch import Tensor, nn
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies import ZeROStrategy
+from boltmesh.strategies.data_parallel.unsupported import refuse_callbacks, refuse_mixed_types
+from tests.support.ranks import RankFailure, run_ranks
+from tests.support.stack import Block, Stack, token_data
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stage": 0}, "without sharding use bolt_ddp"),
+        ({"stage": 4}, "stage=4 is no ZeRO stage"),
+        ({"shard_size": 0}, "shard_size=0 holds no rank. Use 1 or more."),
+        ({"shard_size": "host"}, "Use a number, or 'node'"),
+        ({"offload_optimizer": "npu"}, "offload_optimizer='npu' does not exist."),
+        ({"offload_optimizer": "nvm", "offload_path": "x"}, "Did you mean 'nvme'?"),
+        ({"offload_optimizer": "nvme"}, "Set offload_path to a folder"),
+        ({"offload_path": Path("x")}, "offload_path='x' is used by 'nvme' alone"),
+        ({"offload_parameters": "cpu"}, "Set offload_optimizer='cpu' too."),
+        ({"stage": 2, "offload_parameters": "cpu", "offload_optimizer": "cpu"}, "Use stage=3"),
+        ({"offload_fraction": 0.5}, "Set offload_optimizer='cpu'"),
+        ({"offload_fraction": 1.5, "offload_optimizer": "cpu"}, "a number above 0 and up to 1"),
+        (
+            {"offload_fraction": {"disk": 0.5}, "offload_optimizer": "cpu"},
+            "Set offload_optimizer='nvme' and offload_path.",
+        ),
+        (
+            {"offload_fraction": {"ram": 0.5}, "offload_optimizer": "cpu"},
+            "offload_fraction has no tier 'ram'. Use 'host' and 'disk'",
+        ),
+        (
+            {"offload_fraction": {"host": 0.8, "disk": 0.4}, "offload_optimizer": "cpu"},
+            "does not share out one whole",
+        ),
+        ({"tile_linear_bytes": 1 << 20, "stage": 2}, "Use stage=3."),
+        ({"tile_linear_bytes": 100}, "Use at least 4096"),
+    ],
+)
+def test_options_that_cannot_be_right_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ZeROStrategy(**arguments)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [StochasticWeightAveraging(0.1), EMAWeightAveraging(), ModelPruning("l1_unstructured")],
+)
+def test_callbacks_that_take_a_shard_for_the_whole_are_refused(callback: Callback) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{type(callback).__name__} .* with ZeROStrategy .* its part alone"
+    ):
+        refuse_callbacks([Callback(), callback], "ZeROStrategy")
+
+
+def test_two_trained_types_in_one_unit_are_refused_by_name() -> None:
+    block = Block(4, 8)
+    block.up.to(torch.bfloat16)
+    with pytest.raises(ConfigError) as refused:
+        refuse_mixed_types("blocks.0", block)
+    said = str(refused.value)
+    assert "'blocks.0.norm.weight' is torch.float32" in said
+    assert "'blocks.0.up.weight' is torch.bfloat16" in said
+    refuse_mixed_types("blocks.0", block.requires_grad_(False))
+
+
+class Lazy(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(13, bias=False)
+
+
+class Sparse(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 7, sparse=True)
+
+
+class Quasi(Stack):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Factored(Stack):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+class Orthogonal(Stack):
+    def configure_optimizers(self) -> Any:
+        matrices = [each for each in self.parameters() if each.dim() == 2]
+        if not hasattr(torch.optim, "Muon"):
+            return Preconditioner(matrices, {})
+        return torch.optim.Muon(matrices)
+
+
+class Preconditioner(torch.optim.Optimizer):
+    """Scales a gradient by the inverse root of its rows' products, as Shampoo does."""
+
+    def __init__(self, parameters: Any, defaults: dict[str, Any]) -> None:
+        self.shift = 0.1
+        super().__init__(parameters, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            gradient = each.grad
+            values, vectors = torch.linalg.eigh(gradient @ gradient.T)
+            root = vectors @ torch.diag((values + self.shift).rsqrt()) @ vectors.T
+            each.sub_(root @ gradient, alpha=0.1)
+
+
+class Preconditioned(Stack):
+    def configure_optimizers(self) -> Any:
+        return Preconditioner([each for each in self.parameters() if each.dim() == 2], {})
+
+
+class Signs(torch.optim.Optimizer):
+    """An elementwise optimizer of somebody's own, with a norm, which shards have too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(each.grad.sign() * each.norm(), alpha=0.001)
+
+
+class Elementwise(Stack):
+    def configure_optimizers(self) -> Any:
+        return Signs([{"params": list(self.parameters())}], {})
+
+
+class Shortened(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding.max_norm = 1.0
+
+
+class Told(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def fit(rank: int, world_size: int) -> list[str]:
+    """Return what each model is refused with, in one process."""
+    said = []
+    models = [
+        Lazy(), Sparse(), Quasi(), Stack(), Factored(), Stack(has_scalar=True), Orthogonal(),
+        Preconditioned(), Elementwise(), Shortened(), Told(),
+    ]  # fmt: skip
+    for number, model in enumerate(models):
+        blocks = ["layers.*"] if number == 3 else None
+        offload: Any = "cpu" if number == 5 else None
+        strategy = ZeROStrategy(telemetry=False, blocks=blocks, offload_optimizer=offload)
+        trainer = Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, max_steps=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        try:
+            trainer.fit(model, token_data(4, 2))
+        except ConfigError as refused:
+            said.append(str(refused))
+    sharded = Stack()
+    for _ in range(2):
+        strategy = ZeROStrategy(telemetry=False)
+        trainer = Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, max_steps=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        try:
+            trainer.fit(sharded, token_data(4, 2))
+        except ConfigError as refused:
+            said.append(str(refused))
+    return said
+
+
+@pytest.mark.ranks
+def test_models_and_optimizers_that_cannot_be_sharded_are_refused_by_name() -> None:
+    (said,) = run_ranks(fit, 1)
+    assert len(said) == 11
+    assert "'head.weight' of Lazy has no shape yet" in said[0]
+    assert "'embedding' of Sparse makes sparse gradients" in said[1]
+    assert "LBFGS takes products of whole gradients" in said[2]
+    assert "blocks='layers.*' matches no module of Stack. Did you mean 'blocks.*'?" in said[3]
+    assert "Adafactor squares norms of rows in place" in said[4]
+    assert "'temperature' of Stack is a scalar, and offloaded state is kept by rows." in said[5]
+    if hasattr(torch.optim, "Muon"):
+        assert "Muon makes whole matrices orthogonal, and with ZeROStrategy a rank has" in said[6]
+    assert "Preconditioner multiplies or factors whole matrices" in said[7]
+    assert "Use bolt_ddp, or an optimizer that works on each element by itself" in said[7]
+    assert "'embedding' of Shortened has max_norm=1.0, and would shorten" in said[8]
+    assert "'head.weight' of Told has a post-accumulate-grad hook" in said[9]
+    assert "'embedding.weight' of Stack is sharded already, by another strategy." in said[10]
+
+
+class Bypassed(Stack):
+    """Runs a layer of a block, but not the block."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, block = self.embedding(tokens), self.blocks[0]
+        assert isinstance(block, Block)
+        return self.head(self.norm(x + block.down(block.up(x))))
+
+
+class Decayed(Stack):
+    """Adds the norm of a weight to its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + 0.1 * self.head.weight.norm()
+
+
+class Projected(Stack):
+    """Multiplies with a weight past its layer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + (torch.ones(2, 101) @ self.head.weight.t()).sum()
+
+
+def fit_wrongly(
+    rank: int, world_size: int, kind: type[Stack], options: dict[str, Any], tile: int | None
+) -> None:
+    strategy = ZeROStrategy(telemetry=False, tile_linear_bytes=tile)
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(kind(**options), token_data(8, 2))
+
+
+@pytest.mark.ranks
+def test_a_layer_that_runs_without_its_block_is_explained() -> None:
+    said = r"'blocks\.0\.up\.weight'.* was computed with while it was a shard: its module ran"
+    with pytest.raises(RankFailure, match=said):
+        run_ranks(fit_wrongly, 2, Bypassed, {}, None)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", [Decayed, Projected])
+def test_a_weight_in_tiles_that_is_read_directly_is_named(kind: type[Stack]) -> None:
+    with pytest.raises(RankFailure) as failed:
+        run_ranks(fit_wrongly, 2, kind, {"width": 101, "hidden": 11}, 4096)
+    said = str(failed.value)
+    assert "'head.weight' is gathered in tiles, by its own layer alone" in said
+    assert "gathered_parameters(...); to train through it, set tile_linear_bytes to 5252" in said

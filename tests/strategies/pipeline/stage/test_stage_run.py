@@ -1,0 +1,336 @@
+"""What a stage receives, runs, leaves alone and refuses."""
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+
+from boltmesh.errors import ConfigError, DivergenceError
+from boltmesh.strategies.pipeline.partition.cost import units_in_call_order
+from boltmesh.strategies.pipeline.stage.absent_params import is_absent, make_absent
+from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
+from boltmesh.strategies.pipeline.stage.trace_step import probe
+from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from tests.support import pipeline_models as models
+from tests.support.held import held_bytes
+from tests.support.pipeline_models import WIDTH, Block, Words
+from tests.support.staged import Staged, assert_same_gradient, check_parity, split_evenly
+
+TOKENS = torch.arange(18).reshape(3, 6) % models.WORDS
+
+
+def _stages(module: Any, count: int = 4, batch: Any = TOKENS, step: str = "training_step") -> Any:
+    split = split_evenly(module, step, (batch, 0), count)
+    return StagePlans(module, find_stage_units(module), split).stages(step, batch, 0)
+
+
+def _seeded(kind: Any) -> Any:
+    torch.manual_seed(0)
+    return kind()
+
+
+@pytest.mark.parametrize("kind", [Words, models.Tied, models.Checkpointed])
+def test_nothing_is_watched_where_units_make_all_values(kind: Any) -> None:
+    plans = [run.plan for run in _stages(kind())]
+    assert [each.last_watched for each in plans] == [-1, -1, -1, -1]
+    assert plans[0].values_in == plans[-1].values_out == ()
+
+
+def test_a_chain_hands_on_one_value_and_skips_as_many_as_are_open() -> None:
+    assert [len(run.plan.values_in) for run in _stages(Words())] == [0, 1, 1, 1]
+    images = torch.randn(2, 1, 8, 8)
+    # Two skips and x; two skips and x beside the third; x beside the first.
+    assert [len(run.plan.values_in) for run in _stages(models.UNet(), 4, images)] == [0, 3, 3, 1]
+
+
+def test_frozen_start_needs_no_gradient_until_a_layer_that_trains() -> None:
+    needs = [[each.needs_grad for each in r.plan.values_in] for r in _stages(models.FrozenStart())]
+    assert needs == [[], [False], [True], [True]]
+
+
+@pytest.mark.parametrize("step", ["validation_step", "predict_step"])
+@pytest.mark.parametrize("kind", [models.Words, models.OutsideResidual])
+def test_steps_without_gradients(kind: Any, step: str) -> None:
+    module = _seeded(kind)
+    with torch.no_grad():
+        split = split_evenly(module, step, (TOKENS, 0), 4)
+        got = Staged(module, [TOKENS], split, step).forward(TOKENS)
+        wanted = getattr(module, step)(TOKENS, 0)
+    torch.testing.assert_close(got.result, wanted)
+    assert not any(spec.needs_grad for border in got.specs for spec in border)
+
+
+@pytest.mark.parametrize("kind", [models.Words, models.OutsideResidual, models.Convolutions])
+def test_autocast(kind: Any) -> None:
+    batch = torch.randn(4, 1, 8, 8) if kind is models.Convolutions else TOKENS
+    module = _seeded(kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        staged = check_parity(module, [batch], stages=4)
+        specs = staged.forward(batch).specs
+    if kind is models.Convolutions:
+        assert torch.bfloat16 in {spec.dtype for border in specs for spec in border}
+
+
+def test_a_probe_under_autocast_leaves_no_cast_weights_behind() -> None:
+    module = Words()
+    with torch.autocast("cpu", torch.bfloat16):
+        _stages(module)
+        assert torch.is_autocast_cache_enabled()
+        assert type(module.training_step(TOKENS, 0)) is Tensor
+
+
+def test_random_numbers_between_layers_are_the_same_on_all_stages() -> None:
+    module = _seeded(models.GlueDropout)
+    split = split_evenly(module, "training_step", (TOKENS, 0), 4)
+    staged = Staged(module, [TOKENS], split, seed=5)
+    before = torch.get_rng_state()
+    got = [staged.train(TOKENS) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    wanted = module.training_step(TOKENS, 0)
+    torch.testing.assert_close(got, [wanted, wanted])
+    (2 * wanted).backward()
+    for name, parameter in module.named_parameters():
+        assert_same_gradient(name, staged.gradient(name), parameter.grad, 1e-6)
+    staged.seed = 6
+    assert staged.forward(TOKENS).result != got[0]
+
+
+class DropoutBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.dropped = F.dropout(torch.ones(64), 0.5)
+        return super().forward(x)
+
+
+class RandomMask(Words):
+    """Draws for the batch after layers that draw too; first and last stage have to agree."""
+
+    def __init__(self) -> None:
+        super().__init__(make=DropoutBlock)
+
+    def body(self, x: Tensor, batch: Any) -> Tensor:
+        self.drawn = []
+        for block in self.blocks:
+            x = block(x)
+            self.drawn.append(torch.rand(4))
+        return x
+
+
+def test_layers_that_draw_do_not_part_the_stages() -> None:
+    module = _seeded(RandomMask)
+    staged = Staged(module, [TOKENS], split_evenly(module, "training_step", (TOKENS, 0), 3), seed=5)
+    staged.forward(TOKENS)
+    copies: list[Any] = staged.copies
+    first, *others = [torch.stack(each.drawn) for each in copies]
+    for other in others:
+        count = min(len(first), len(other))
+        assert torch.equal(first[:count], other[:count])
+    masks = [b.dropped for each in copies for b in each.blocks if hasattr(b, "dropped")]
+    assert len({tuple(each.tolist()) for each in masks}) == len(module.blocks)
+
+
+def test_probing_and_running_leave_the_module_as_it_was() -> None:
+    module = _seeded(models.UNet)
+    batch = torch.randn(2, 1, 8, 8)
+    before, random_state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    attributes = {name: set(vars(each)) for name, each in module.named_modules()}
+    runs = _stages(module, 2, batch)
+    torch.testing.assert_close(dict(module.state_dict()), dict(before))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    runs[0].forward((), (batch, 0))
+    assert {name: set(vars(each)) for name, each in module.named_modules()} == attributes
+    # Statistics of the layers that ran moved, others did not.
+    changed = {key for key, value in module.state_dict().items() if not value.equal(before[key])}
+    assert {key.rsplit(".", 2)[0] for key in changed} == {"down.0", "down.1", "down.2", "middle"}
+
+
+@pytest.mark.parametrize("kind", [models.DataclassState, models.Streams, models.OutsideResidual])
+def test_a_plan_holds_no_tensor_of_its_probe(kind: Any) -> None:
+    def tensors() -> list[Tensor]:
+        gc.collect()
+        return [each for each in gc.get_objects() if type(each) in {Tensor, FakeTensor}]
+
+    module = kind()
+    before = {id(each) for each in tensors()}
+    runs = _stages(module)
+    left = [each for each in tensors() if id(each) not in before]
+    # Stand-ins for what units give: one element each.
+    assert all(type(each) is Tensor for each in left)
+    assert sum(each.untyped_storage().nbytes() for each in left) <= 4 * len(left)
+    assert runs[0].forward((), (TOKENS, 0))
+
+
+def test_absent_parameters_keep_their_places_and_no_memory() -> None:
+    module: Any = nn.Linear(300, 200)
+    parameters = list(module.parameters())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
+    make_absent([module.weight])
+    assert next(module.parameters()) is parameters[0]
+    assert (module.weight.shape, module.weight.requires_grad) == ((200, 300), True)
+    assert is_absent(module.weight)
+    assert not is_absent(module.bias)
+    assert held_bytes(module.parameters()) == 4 + 200 * 4
+    assert module(torch.ones(1, 300)).isnan().all()
+    module.bias.grad = torch.ones(200)
+    optimizer.step()
+    assert list(optimizer.state) == [module.bias]
+    assert is_absent(module.weight)
+
+
+def test_costs_of_units_in_call_order() -> None:
+    module = Words(count=2)
+    units = find_stage_units(module)
+    trace = probe(module, units, "training_step", (TOKENS, 0), counts_flops=True)
+    costs = units_in_call_order(trace, units)
+    assert [each.name for each in costs] == ["embedding", "blocks.0", "blocks.1", "norm", "head"]
+    block, head = costs[1], costs[-1]
+    assert block.flops == 2 * 18 * WIDTH * WIDTH
+    assert head.flops == 2 * 18 * WIDTH * models.WORDS
+    assert head.num_parameters == WIDTH * models.WORDS
+    assert all(each.is_called for each in costs)
+
+
+def test_tied_and_loose_parameters_are_used_where_the_step_uses_them() -> None:
+    for kind in (models.Tied, models.HeadInGlue):
+        used = [run.plan.parameters for run in _stages(kind())]
+        sharing = [i for i, names in enumerate(used) if "embedding.weight" in names]
+        assert sharing == [0, 3]
+        assert [i for i, names in enumerate(used) if "positions" in names] == [0]
+
+
+class CalledAgain(Words):
+    def body(self, x: Tensor, batch: Any) -> Tensor:
+        return self.blocks[0](super().body(x, batch))
+
+
+class ReadBetween(Words):
+    def body(self, x: Tensor, batch: Any) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.mean().item() > 1e9:
+                x = x / 2
+        return x
+
+
+class SkipsByData(Words):
+    def body(self, x: Tensor, batch: Any) -> Tensor:
+        for block in self.blocks:
+            if x.mean() > 0:
+                x = block(x)
+        return x
+
+
+class LeavesBehind(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = x.square().mean()
+        return super().forward(x)
+
+
+class SideEffect(Words):
+    def __init__(self) -> None:
+        super().__init__(make=LeavesBehind)
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        first: Any = self.blocks[0]
+        return super().loss(x, tokens) + first.penalty
+
+
+@torch.library.custom_op("boltmesh_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    """Nobody registered what it gives for tensors without data."""
+    return 2 * x
+
+
+class CustomBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(twice(x.detach()))
+
+
+class Untraceable(Words):
+    def __init__(self) -> None:
+        super().__init__(make=CustomBlock)
+
+
+class BufferWrite(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(WIDTH))
+
+    def body(self, x: Tensor, batch: Any) -> Tensor:
+        memory: Any = self.memory
+        memory.mul_(0.9).add_(self.blocks[0](x).detach().mean((0, 1)))
+        return super().body(x, batch) + memory
+
+
+REFUSED = [
+    (CalledAgain, r"'blocks.0' is on stage 0 and the step calls it after 'blocks.5' of stage"),
+    (ReadBetween, r"item\(\) of mean at .* of stage 0 that later stages do not have.*inside a la"),
+    (SkipsByData, r"__bool__\(\) of gt at .* decides which layers the step runs"),
+    (SideEffect, r"uses blocks.0.penalty on stage .* did not return.*Return it from the layer"),
+    (Untraceable, r"'blocks.0' \(CustomBlock\) cannot be run on .*test_stage_run.py"),
+    (BufferWrite, r"add_ at .* writes what a layer computes into a buffer.*inside a layer"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), REFUSED, ids=[kind.__name__ for kind, _ in REFUSED])
+def test_what_cannot_be_cut_is_refused_by_name(kind: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _stages(kind())
+
+
+def test_a_stage_without_a_layer_is_refused() -> None:
+    module = Words(count=2)
+    split = {"embedding": 0, "blocks.0": 0, "blocks.1": 2, "norm": 2, "head": 2}
+    with pytest.raises(ConfigError, match="stage 1 of 3 runs no layer"):
+        StagePlans(module, find_stage_units(module), split).stages("training_step", TOKENS, 0)
+
+
+class ByState(Words):
+    reverses = False
+    drops = False
+
+    def body(self, x: Tensor, batch: Any) -> Tensor:
+        for block in reversed(self.blocks) if self.reverses else self.blocks:
+            x = x - block(x) if self.drops else x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("attribute", ["reverses", "drops"])
+def test_a_step_that_changed_since_its_probe_is_refused(attribute: str) -> None:
+    module: Any = ByState()
+    runs = _stages(module, 3)
+    sent = runs[0].forward((), (TOKENS, 0))
+    setattr(module, attribute, True)
+    received = tuple(each.detach() for each in sent)
+    with pytest.raises(DivergenceError, match="other things than for an earlier batch"):
+        runs[1].forward(received, (TOKENS, 0))
+    assert not any("forward" in vars(each) for each in module.modules())
+    setattr(module, attribute, False)
+    assert len(runs[1].forward(received, (TOKENS, 0))) == 1
+
+
+class Shared(Words):
+    """A layer that blocks hold too, and one method of a unit that is not its forward."""
+
+    def body(self, x: Tensor, batch: Any) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint_free(block, x)
+        return x
+
+
+def checkpoint_free(block: Any, x: Tensor) -> Tensor:
+    return x + block.mix(block.norm(x))
+
+
+def test_layers_called_past_the_forward_of_their_unit_count_as_code_between_units() -> None:
+    # Nothing but embedding, norm and head is left to part; what the blocks' weights meet is seen.
+    module = _seeded(Shared)
+    split = dict.fromkeys(find_stage_units(module), 0) | {"norm": 1, "head": 1}
+    staged = check_parity(module, [TOKENS], split=split)
+    assert "blocks.3.mix.weight" in staged.used[0]
+    assert "blocks.3.mix.weight" not in staged.used[1]

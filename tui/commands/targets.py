@@ -1,0 +1,147 @@
+"""Where the commands find jobs: on this host, on others, in a recording, in the demo."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from typing_extensions import TypeIs
+
+from boltmesh.errors import ConfigError, TelemetryError
+from boltmesh.tui.commands.console import narrate
+from boltmesh.tui.sources.live import LiveSource, Observation, Source
+
+if TYPE_CHECKING:
+    from boltmesh.telemetry.reader.reader import JobSummary
+    from boltmesh.tui.sources.replay import ReplaySource
+    from boltmesh.tui.sources.ssh.hosts import Hosts
+
+CPU_SAMPLE_S = 0.25
+"""A process's CPU share is a difference of two looks; who looks once waits this long between."""
+
+Place: TypeAlias = "Path | Hosts | None"
+"""Where jobs are: a run directory of this host, None for the default one, or other hosts."""
+
+
+def place_of(
+    hosts: Sequence[str],
+    remote_command: str | None,
+    run_dir: Path | None,
+    *,
+    interval_s: float = 1.0,
+) -> Place:
+    """Return where the options of a command say that jobs are."""
+    if not hosts:
+        if remote_command is not None:
+            raise ConfigError("--remote-command is for another host. Add --ssh HOST.")
+        return run_dir
+    from boltmesh.tui.sources.ssh.hosts import Hosts
+    from boltmesh.tui.sources.ssh.remote import Remote
+
+    folder = None if run_dir is None else str(run_dir)
+    return Hosts([Remote(host, remote_command, folder, interval_s) for host in hosts])
+
+
+def is_here(place: Place) -> TypeIs[Path | None]:
+    """Say whether jobs are looked for on this host."""
+    return place is None or isinstance(place, Path)
+
+
+def attach(job: str | None, place: Place) -> Source:
+    """Return a job as a source."""
+    if not is_here(place):
+        return place.open(job)
+
+    from boltmesh.telemetry.reader.reader import open_job
+
+    try:
+        return LiveSource(open_job(job, place))
+    except TelemetryError as error:
+        # Here it is the name that is wrong, and the message has the nearest one.
+        raise ConfigError(str(error)) from error
+
+
+def list_jobs(place: Place) -> Sequence["JobSummary"]:
+    """Return the jobs of a place, the newest first."""
+    if not is_here(place):
+        return place.list_jobs()
+
+    from boltmesh.telemetry.reader import reader
+
+    return reader.list_jobs(place)
+
+
+def other_running(job: str | None, place: Place) -> Sequence[str]:
+    """Return the running jobs but the newest, where none is named; there has to be a job at all."""
+    if job is not None:
+        return ()
+    found = list_jobs(place)
+    if not found:
+        where = "this host" if is_here(place) else place.name
+        raise ConfigError(
+            f"No job of yours is on {where}. Start one with 'boltmesh fit CONFIG', or see a "
+            f"synthetic one with 'boltmesh top --demo'."
+        )
+    return [item.id for item in found if item.state == "running"][1:]
+
+
+def open_source(job: str | None, *, demo: bool, place: Place) -> Source:
+    """Return the one job that a command without a screen is about."""
+    if demo:
+        from boltmesh.tui.demo import DemoSource
+
+        return DemoSource()
+    others = other_running(job, place)
+    if others:
+        narrate(
+            f"{len(others) + 1} jobs are running; this is the newest. "
+            f"Name another: {', '.join(others[:3])}."
+        )
+    return attach(job, place)
+
+
+def check_replay(
+    job: str | None,
+    *,
+    demo: bool,
+    replay: Path | None,
+    at_s: float | None,
+    on_alert: str | None,
+    once: bool,
+) -> None:
+    """Refuse options that contradict a recording, or need one."""
+    if replay is None:
+        if at_s is not None:
+            raise ConfigError("--at is a moment of a recording. Add --replay FILE.")
+        if on_alert is not None and (demo or once):
+            other = "--demo" if demo else "--once"
+            raise ConfigError(f"--on-alert watches a job that runs. Leave out {other}.")
+        return
+    if job is not None or demo:
+        raise ConfigError(f"--replay shows {replay} alone. Leave out {job or '--demo'}.")
+    if on_alert is not None:
+        raise ConfigError("--on-alert watches a job that runs. Leave out --replay.")
+
+
+def open_replay(path: Path, at_s: float | None, *, has_end: bool = False) -> "ReplaySource":
+    """Open a recording at a moment; without one at its begin, or its end."""
+    from boltmesh.tui.sources.replay import ReplaySource
+
+    source = ReplaySource(path)
+    first, last = source.span()
+    if at_s is not None:
+        source.seek(first + at_s)
+        if at_s > last - first:
+            narrate(f"{path} ends after {last - first:.1f} s; this is its end.")
+    elif has_end:
+        source.seek(last)
+    return source
+
+
+def settled(source: Source) -> Observation:
+    """Return a look at a job; at a running one the second, for some rates need two."""
+    seen = source.read()
+    if seen.job.state == "running":
+        time.sleep(CPU_SAMPLE_S)
+        seen = source.read()
+    return seen

@@ -1,0 +1,235 @@
+"""Steps that are long because ranks wait: for data, for memory elsewhere, for each other."""
+
+from boltmesh.telemetry.snapshot import JobSnapshot, MemoryKind, RankSnapshot
+from boltmesh.tui import units
+from boltmesh.tui.metrics.balance import Balance
+from boltmesh.tui.metrics.findings.finding import Finding
+from boltmesh.tui.metrics.step_time import least_idle_seconds, middle
+from boltmesh.tui.metrics.stragglers import Lateness, stragglers
+from boltmesh.tui.panels.traffic import traffic_rows
+from boltmesh.tui.state import State
+
+INPUT_SHARE = 0.15
+"""Of a step. A loader that keeps up costs under a percent, so a sixth is no accident; less is not
+worth more workers, which cost memory."""
+
+OFFLOAD_SHARE = 0.3
+"""Of a step, for the optimizer and the copies together. An optimizer on the device takes about a
+twentieth; offload is chosen for memory, and up to a third is its known price."""
+
+COMMUNICATION_SHARE = 0.2
+"""Of a step, exposed. What hides behind the backward pass is free; up to a fifth is common where
+the last bucket is large, and the cures cost accuracy or memory."""
+
+HOTTER_CELSIUS = 10.0
+"""Above the other GPUs. Their places in a case differ by less."""
+
+UNEVEN_SHARE = 0.15
+"""Of a step, waited for ranks that come last in turn. Noise of equal ranks stays below it."""
+
+
+def find_straggler(state: State) -> Finding | None:
+    """Name the ranks that the others wait for, and the phase in which they lose the time."""
+    if state.job.state != "running":
+        return None
+    late = stragglers(state.job)
+    if not late:
+        return None
+    worst = late[0]
+    ranks = tuple(sorted(found.rank for found in late))
+    # A late rank has a phase by definition.
+    phase = worst.phase or "other"
+    who = f"straggler {units.ranks([worst.rank])}"
+    if len(late) > 1:
+        who = f"stragglers {units.ranks(ranks).removeprefix('ranks ')}, the latest {worst.rank}"
+    device = _tell_device(state, worst.rank)
+    return Finding(
+        kind="straggler",
+        severity="warn",
+        headline=f"{who}: {units.seconds(worst.excess_s)} a step late in {phase}",
+        evidence=(*_tell_late(state.job, worst, phase, ranks), *device),
+        advice="cool that GPU, or take it out of the job"
+        if device
+        else _relieve(phase, is_one=len(late) == 1),
+        ranks=ranks,
+        cost=max(0.0, min(1.0, worst.excess_s / worst.step_s)),
+    )
+
+
+def _tell_late(
+    job: JobSnapshot, worst: Lateness, phase: str, ranks: tuple[int, ...]
+) -> tuple[str, ...]:
+    evidence = [
+        f"{phase} {units.seconds(worst.phase_s)}, its peers {units.seconds(worst.phase_peers_s)}",
+        f"{worst.share:+.0%} own time",
+    ]
+    if worst.peers_wait_s > worst.wait_s:
+        evidence.append(
+            f"waits {units.seconds(worst.wait_s)}, its peers {units.seconds(worst.peers_wait_s)}"
+        )
+    hosts = {rank.host for rank in job.ranks if rank.rank in ranks}
+    others = {rank.host for rank in job.ranks if rank.rank not in ranks}
+    if len(hosts) == 1 and others - hosts:
+        evidence.append(f"on host {next(iter(hosts))}")
+    return tuple(evidence)
+
+
+def _tell_device(state: State, rank: int) -> list[str]:
+    """Say what is different about the GPU of a late rank."""
+    gpus = [reading for reading in state.devices if reading.kind == "gpu"]
+    own = next((reading for reading in gpus if rank in reading.ranks), None)
+    if own is None:
+        return []
+    facts = []
+    others = [
+        reading.temperature_celsius
+        for reading in gpus
+        if reading is not own and reading.temperature_celsius is not None
+    ]
+    if own.temperature_celsius is not None and others:
+        usual = middle(others)
+        if own.temperature_celsius >= usual + HOTTER_CELSIUS:
+            facts.append(f"its GPU has {own.temperature_celsius:.0f} C, the others {usual:.0f} C")
+    if own.throttle_reasons:
+        facts.append(f"its clocks are held back: {', '.join(own.throttle_reasons)}")
+    return facts
+
+
+def _relieve(phase: str, *, is_one: bool) -> str:
+    its = "its" if is_one else "their"
+    if phase == "data":
+        return f"look at {its} loader workers, shard and storage"
+    if phase == "transfer":
+        return f"look at {its} PCIe link, and whether the loader pins memory"
+    if phase == "optimizer":
+        return f"look at {its} share of the parameters, and at the disk where they are offloaded"
+    return f"look at {its} clocks, heat and other processes, then at the size of {its} batches"
+
+
+def find_input(state: State, typical: Balance) -> Finding | None:
+    """Say that the ranks wait for batches, or for their way to the device."""
+    parts = ["data"] if has_offload(state.job) else ["data", "transfer"]
+    share = typical.share(*parts)
+    if share < INPUT_SHARE:
+        return None
+    data_s, transfer_s = (typical.phases.get(name, 0.0) for name in ("data", "transfer"))
+    is_loader = data_s >= transfer_s
+    evidence = [f"data {units.seconds(data_s)} of {units.seconds(typical.step_s)}"]
+    if transfer_s > 0:
+        evidence.append(f"host to device {units.seconds(transfer_s)}")
+    return Finding(
+        kind="input",
+        severity="warn",
+        headline=f"input-bound: {share:.0%} of a step goes into waiting for the batch",
+        evidence=tuple(evidence),
+        advice="give the loader more workers or prefetching, or do its work beforehand"
+        if is_loader
+        else "pin the loader's memory, and move only what the step needs",
+        cost=share,
+    )
+
+
+def find_offload(state: State, typical: Balance) -> Finding | None:
+    """Say that the step waits for memory on the host or the disk."""
+    share = typical.share("optimizer", "transfer")
+    kinds = offloaded(state.job)
+    if not kinds or share < OFFLOAD_SHARE:
+        return None
+    places = sorted({kind.place for kind in kinds})
+    evidence = [
+        f"{name} {units.seconds(typical.phases[name])}"
+        for name in ("optimizer", "transfer")
+        if name in typical.phases
+    ]
+    evidence.append(f"of {units.seconds(typical.step_s)}")
+    largest = max(kinds, key=_kept_bytes)
+    evidence.append(f"{largest.kind} {units.memory(_kept_bytes(largest))} on {largest.place}")
+    return Finding(
+        kind="offload",
+        severity="warn",
+        headline=f"offload-bound: {share:.0%} of a step goes to the {' and the '.join(places)}",
+        evidence=tuple(evidence),
+        advice="keep on the device what fits, starting with the optimizer, or accumulate more "
+        "batches a step",
+        cost=share,
+    )
+
+
+def find_communication(state: State, typical: Balance) -> Finding | None:
+    """Say that transfers which nothing hides take a large part of the step."""
+    exposed_s = typical.transfer_s
+    if state.job.mesh.get("pipeline", 1) > 1:
+        idle_s = least_idle_seconds(state)
+        if idle_s is None:
+            return None  # what is transfer, and what is bubble, cannot be told apart
+        exposed_s = max(0.0, exposed_s - idle_s)
+    share = exposed_s / typical.step_s
+    if state.job.communication_note is not None or share < COMMUNICATION_SHARE:
+        return None
+    evidence = [f"{units.seconds(exposed_s)} of {units.seconds(typical.step_s)}"]
+    rows = [row for row in traffic_rows(state.job) if row.payload_bytes]
+    axis = None
+    if rows:
+        heaviest = max(rows, key=lambda row: row.payload_bytes or 0.0)
+        axis = heaviest.axis
+        fact = f"{axis} {heaviest.operator.strip('_')} {units.traffic(heaviest.payload_bytes)}"
+        speed = heaviest.wire_bytes_per_second
+        evidence.append(fact + (f" at {units.traffic(speed)}/s" if speed is not None else ""))
+    return Finding(
+        kind="communication",
+        severity="warn",
+        headline=f"communication-bound: {share:.0%} of a step is exposed communication",
+        evidence=tuple(evidence),
+        advice="keep the tensor axis within one host, or make it smaller"
+        if axis == "tensor"
+        else "give each rank more work a step (larger or more accumulated batches), or send less "
+        "(gradient compression)",
+        cost=share,
+    )
+
+
+def find_uneven(state: State, typical: Balance) -> Finding | None:
+    """Say that ranks wait for whoever is last, another one each time."""
+    job = state.job
+    share = typical.uneven_s / typical.step_s
+    # What stages of a pipeline wait for each other is its bubble, and a late rank has its own line.
+    if share < UNEVEN_SHARE or job.mesh.get("pipeline", 1) > 1 or stragglers(job):
+        return None
+    return Finding(
+        kind="uneven",
+        severity="warn",
+        headline=f"uneven steps: ranks wait {share:.0%} of a step for whoever comes last",
+        evidence=(
+            f"{units.seconds(typical.uneven_s)} of {units.seconds(typical.step_s)}",
+            "no rank is late all the time",
+        ),
+        advice="make batches of equal cost (group samples by length), and look for other load on "
+        "the hosts",
+        cost=share,
+    )
+
+
+def has_offload(job: JobSnapshot) -> bool:
+    """Say whether a part of the training state lives off the device."""
+    return bool(offloaded(job))
+
+
+def offloaded(job: JobSnapshot) -> list[MemoryKind]:
+    """Return what one rank keeps on the host or the disk, of the first rank that says so."""
+    for rank in job.ranks:
+        kinds = [kind for kind in rank.memory_kinds if _is_off_device(kind, rank)]
+        if kinds:
+            return kinds
+    return []
+
+
+def _is_off_device(kind: MemoryKind, rank: RankSnapshot) -> bool:
+    if kind.kind not in {"parameters", "gradients", "optimizer", "activations"}:
+        return False
+    # The host is where a rank on a CPU computes.
+    is_away = kind.place == "disk" or (kind.place == "host" and not rank.device.startswith("cpu"))
+    return is_away and _kept_bytes(kind) > 0
+
+
+def _kept_bytes(kind: MemoryKind) -> int:
+    return kind.measured_bytes or kind.predicted_bytes or 0

@@ -1,0 +1,118 @@
+"""One row of figures for each rank."""
+
+import msgspec
+
+from boltmesh.telemetry.snapshot import RankSnapshot, RankState
+from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.metrics.memo import remember_last
+from boltmesh.tui.metrics.step_time import RankProfile, rank_profiles, recent_step_seconds
+from boltmesh.tui.metrics.stragglers import Lateness, lateness
+from boltmesh.tui.state import State
+
+
+class RankRow(msgspec.Struct, frozen=True):
+    """``None`` where it is not known."""
+
+    rank: int
+    coordinates: dict[str, int]
+    host: str
+    device: str
+    state: RankState
+    phase: str | None
+    global_step: int
+    behind: int
+    """Optimizer steps after the rank that is furthest."""
+    step_s: float | None
+    """Mean of the recent steps, whatever they did."""
+    profile: RankProfile | None
+    """Of the recent ordinary steps."""
+    lateness: Lateness | None
+    """Beside the ranks that do the same."""
+    loss: float | None
+    samples_per_second: float | None
+    tokens_per_second: float | None
+    utilization_percent: float | None
+    """Of the GPU, or of one core by the rank's process."""
+    memory_used_bytes: int | None
+    """Of the GPU, or resident in the host's memory."""
+    memory_total_bytes: int | None
+    """Of the GPU; None on a CPU, where the host's memory is no limit of the rank's own."""
+    temperature_celsius: float | None
+    power_watts: float | None
+    error: str | None
+
+    @property
+    def memory_share(self) -> float | None:
+        """What is used of the memory that there is."""
+        if self.memory_used_bytes is None or not self.memory_total_bytes:
+            return None
+        return self.memory_used_bytes / self.memory_total_bytes
+
+    def phase_share(self, *names: str) -> float | None:
+        """Return the share of an ordinary step that these phases take together."""
+        if self.profile is None:
+            return None
+        return sum(self.profile.phases.get(name, 0.0) for name in names) / self.profile.step_s
+
+
+@remember_last
+def rank_rows(state: State) -> list[RankRow]:
+    """Return the ranks in order, each with the readings of its device."""
+    gpus = {device.uuid: device for device in state.devices if device.kind == "gpu"}
+    processes = {
+        rank: device
+        for device in state.devices
+        if device.kind == "process"
+        for rank in device.ranks
+    }
+    profiles, late = rank_profiles(state.job), lateness(state.job)
+    furthest = max((rank.global_step for rank in state.job.ranks), default=0)
+    return [
+        _row(
+            rank,
+            gpus.get(rank.device_uuid) if rank.device_uuid else None,
+            processes.get(rank.rank),
+            profiles.get(rank.rank),
+            late.get(rank.rank),
+            furthest,
+        )
+        for rank in state.job.ranks
+    ]
+
+
+def _row(
+    rank: RankSnapshot,
+    gpu: DeviceReading | None,
+    process: DeviceReading | None,
+    profile: RankProfile | None,
+    late: Lateness | None,
+    furthest: int,
+) -> RankRow:
+    is_on_cpu = rank.device_uuid is None and rank.device.startswith("cpu")
+    reading = process if is_on_cpu else gpu
+    used = None if reading is None else reading.memory_used_bytes
+    if used is None:
+        # Without a reading from outside, what the rank itself noted last.
+        used = rank.memory.host_rss_bytes if is_on_cpu else rank.memory.device_reserved_bytes
+    return RankRow(
+        rank=rank.rank,
+        coordinates=rank.coordinates,
+        host=rank.host,
+        device=rank.device,
+        state=rank.state,
+        phase=rank.phase,
+        global_step=rank.global_step,
+        behind=furthest - rank.global_step,
+        step_s=recent_step_seconds(rank),
+        profile=profile,
+        lateness=late,
+        loss=next((step.loss for step in reversed(rank.steps) if step.loss is not None), None),
+        samples_per_second=rank.samples_per_second,
+        tokens_per_second=rank.tokens_per_second,
+        utilization_percent=None if reading is None else reading.utilization_percent,
+        memory_used_bytes=used,
+        memory_total_bytes=None if is_on_cpu or reading is None else reading.memory_total_bytes,
+        temperature_celsius=None if reading is None else reading.temperature_celsius,
+        power_watts=None if reading is None else reading.power_watts,
+        error=rank.error,
+    )

@@ -1,0 +1,86 @@
+"""The one line that says what is wrong with a job, and nothing when nothing is."""
+
+import math
+from typing import Literal
+
+import msgspec
+
+from boltmesh.telemetry.snapshot import JobSnapshot
+from boltmesh.tui import units
+from boltmesh.tui.metrics.stall import Stall, find_stall
+from boltmesh.tui.state import State
+
+Level = Literal["muted", "good", "warn", "bad"]
+
+
+class Status(msgspec.Struct, frozen=True):
+    """A sentence, and how much it matters."""
+
+    level: Level
+    text: str
+
+
+def status(state: State) -> Status | None:
+    """Return what the reader should know first, or None while all is well."""
+    if state.lost is not None:
+        return Status(
+            "warn", f"the job can no longer be read, this is its last state: {state.lost}"
+        )
+    job = state.job
+    if job.state == "finished":
+        stopped = [
+            event.message
+            for event in job.events
+            if event.kind == "end" and event.message.startswith("stopped by ")
+        ]
+        if stopped:
+            return Status("warn", stopped[0])
+        ran = units.duration(job.updated - job.started)
+        return Status("good", f"finished after {ran} at step {units.count(job.global_step)}")
+    if job.state != "running":
+        return Status("bad", f"{job.state}: {_cause(job)}")
+    if not any(rank.steps for rank in job.ranks):
+        return Status("muted", "waiting for the first step")
+    return _stall(state) or _broken_loss(job)
+
+
+def _cause(job: JobSnapshot) -> str:
+    if job.cause is not None:
+        return job.cause
+    ended = [rank for rank in job.ranks if rank.state in {"failed", "dead"}]
+    if not ended:
+        return "no rank says why"
+    first = min(ended, key=lambda rank: rank.last_seen)
+    where = f" in {first.phase}" if first.phase else ""
+    why = f": {first.error}" if first.error else ""
+    return f"rank {first.rank} went first, at step {units.count(first.global_step)}{where}{why}"
+
+
+def _stall(state: State) -> Status | None:
+    stall = find_stall(state)
+    if stall is None:
+        return None
+    level: Level = "muted" if stall.is_long_by_nature else "warn"
+    return Status(level, f"no step for {units.duration(stall.silent_s)}: {tell_phases(stall)}")
+
+
+def tell_phases(stall: Stall) -> str:
+    """Say where the ranks are."""
+    if len(stall.phases) == 1:
+        return f"all ranks are in {next(iter(stall.phases))}"
+    return ", ".join(
+        f"{units.ranks(members)} {'is' if len(members) == 1 else 'are'} in {phase}"
+        for phase, members in stall.phases.items()
+    )
+
+
+def _broken_loss(job: JobSnapshot) -> Status | None:
+    losses = [point for point in job.history if point.name == "loss"]
+    if not losses or math.isfinite(losses[-1].value):
+        return None
+    first = losses[-1]
+    for point in reversed(losses):
+        if math.isfinite(point.value):
+            break
+        first = point
+    return Status("bad", f"the loss is {first.value} since step {units.count(first.global_step)}")

@@ -1,0 +1,151 @@
+"""Which rank holds the others up, by how much, and in which phase of its step.
+
+In synchronous training every rank takes as long as the slowest, so the length of a step says
+nothing. What tells is a rank's own time, without what it waits for others: the late rank has the
+most of it and waits the shortest in a collective. It is compared with the ranks that do the same
+work, those of its pipeline stage, by their median and by the median deviation from it, so that a
+few late ranks do not move what counts as normal.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from boltmesh.telemetry.snapshot import PHASES, JobSnapshot
+from boltmesh.tui.metrics.memo import remember_last
+from boltmesh.tui.metrics.step_time import RankProfile, middle, rank_profiles
+
+LATE_SHARE = 0.1
+"""Of a step. Below a tenth, moving the work would gain less than the search for the reason costs;
+ranks on equal machines stay within a few percent of each other."""
+
+LATE_DEVIATIONS = 5.0
+"""Scaled median deviations. Where ranks differ much by nature, as with texts of unequal length,
+only what stands out far is somebody's fault; of a normal spread, five leave one in a million."""
+
+LATE_AT_LEAST_S = 0.001
+"""What a busy host adds to any step."""
+
+FEW_PEERS = 16
+"""Up to here a rank is left out of the spread that it is judged by: of few, one is much."""
+
+STEPS_TO_JUDGE = 5
+"""Fewer steps may all be of one kind by chance."""
+
+_NORMAL = 1.4826
+"""Makes the median deviation of a normal distribution its standard deviation."""
+
+_WAITING = "communication"
+
+
+class Lateness(msgspec.Struct, frozen=True):
+    """One rank beside the others of its stage."""
+
+    rank: int
+    own_s: float
+    """Time of a typical step without waiting for others."""
+    peers_s: float
+    """The same of the others, their median."""
+    step_s: float
+    """The whole step."""
+    phase: str | None
+    """Where it loses the most time; None where it loses none."""
+    phase_s: float
+    phase_peers_s: float
+    wait_s: float
+    """What it waits for the others in a step."""
+    peers_wait_s: float
+    is_late: bool
+
+    @property
+    def excess_s(self) -> float:
+        """Seconds a step beyond the others; negative where it is ahead of them."""
+        return self.own_s - self.peers_s
+
+    @property
+    def share(self) -> float:
+        """The excess over what the others need: 0.31 is 31% slower."""
+        return self.excess_s / self.peers_s if self.peers_s > 0 else 0.0
+
+
+@remember_last
+def lateness(job: JobSnapshot) -> dict[int, Lateness]:
+    """Return every rank that has peers and enough steps to be judged."""
+    profiles = rank_profiles(job)
+    stages: dict[int, list[RankProfile]] = defaultdict(list)
+    for rank in job.ranks:
+        profile = profiles.get(rank.rank)
+        if profile is not None and profile.num_steps >= STEPS_TO_JUDGE:
+            stages[rank.coordinates.get("pipeline", 0)].append(profile)
+    found: dict[int, Lateness] = {}
+    for peers in stages.values():
+        if len(peers) > 1:
+            found.update((late.rank, late) for late in _compare(peers))
+    return found
+
+
+def stragglers(job: JobSnapshot) -> list[Lateness]:
+    """Return the late ranks, the latest first."""
+    late = [found for found in lateness(job).values() if found.is_late]
+    return sorted(late, key=lambda found: (-found.excess_s, found.rank))
+
+
+class _Others:
+    """The median of all values but one, for each of them, from one sorting."""
+
+    def __init__(self, values: Iterable[float]) -> None:
+        self._ordered = sorted(values)
+
+    def middle_without(self, value: float) -> float:
+        ordered = self._ordered
+        half, is_odd = divmod(len(ordered) - 1, 2)
+        # Leaving one out moves what lies above it down by one place.
+        upper = ordered[half + (value <= ordered[half])]
+        if is_odd:
+            return upper
+        lower = ordered[half - 1 + (value <= ordered[half - 1])]
+        return (lower + upper) / 2
+
+
+def _compare(peers: Sequence[RankProfile]) -> Iterable[Lateness]:
+    times = [peer.own_s for peer in peers]
+    own = _Others(times)
+    names = [name for name in PHASES if any(name in peer.typical for peer in peers)]
+    phases = {name: _Others(peer.typical.get(name, 0.0) for peer in peers) for name in names}
+    spread = _spread(times)
+    for place, peer in enumerate(peers):
+        if len(peers) <= FEW_PEERS:
+            spread = _spread(times[:place] + times[place + 1 :])
+        yield _judge(peer, own.middle_without(peer.own_s), spread, phases)
+
+
+def _spread(times: Sequence[float]) -> float:
+    """Return the median deviation, scaled."""
+    center = middle(times)
+    return _NORMAL * middle(abs(time - center) for time in times)
+
+
+def _judge(
+    peer: RankProfile, peers_s: float, spread: float, phases: Mapping[str, _Others]
+) -> Lateness:
+    excess_s = peer.own_s - peers_s
+    typical = {name: peer.typical.get(name, 0.0) for name in phases}
+    others = {name: phases[name].middle_without(typical[name]) for name in phases}
+    losses = {name: typical[name] - others[name] for name in phases if name != _WAITING}
+    worst = max(losses, key=lambda name: losses[name], default=None)
+    if worst is not None and losses[worst] <= 0:
+        worst = None
+    needed_s = max(LATE_AT_LEAST_S, LATE_SHARE * peer.step_s, LATE_DEVIATIONS * spread)
+    return Lateness(
+        rank=peer.rank,
+        own_s=peer.own_s,
+        peers_s=peers_s,
+        step_s=peer.step_s,
+        phase=worst,
+        phase_s=typical[worst] if worst is not None else 0.0,
+        phase_peers_s=others[worst] if worst is not None else 0.0,
+        wait_s=typical.get(_WAITING, 0.0),
+        peers_wait_s=others.get(_WAITING, 0.0),
+        is_late=excess_s >= needed_s and worst is not None,
+    )

@@ -1,0 +1,218 @@
+"""A line chart in Braille dots, or in ASCII: two by four dots a cell, or one by two."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from boltmesh.tui import units
+from boltmesh.tui.render.line import Line
+from boltmesh.tui.render.style import Style, heading, spread
+from boltmesh.tui.state import Series, State, metric_names
+
+_BRAILLE_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+_ASCII_DOTS = " '.:"
+AXIS_FROM_HEIGHT = 6
+MAX_VALUE = 1e300
+"""Larger values, infinities and NaN are not drawn: the range itself must remain a number."""
+
+
+class Scale(msgspec.Struct, frozen=True):
+    """A range of values, and the round numbers within it."""
+
+    low: float
+    high: float
+    step: float
+    """The distance of the ticks; a narrow range may hold only one of them."""
+    ticks: tuple[float, ...]
+
+
+def draw_chart(
+    state: State,
+    width: int,
+    height: int,
+    look: Style,
+    *,
+    metric: str | None = None,
+    is_log: bool = False,
+) -> list[Line]:
+    """One metric over the steps, under a heading with its newest value.
+
+    On a logarithmic axis there is no place for values of zero and below; where that leaves
+    nothing, the axis stays linear and the heading says so.
+    """
+    names = metric_names(state)
+    name = metric if metric in names else (names[0] if names else None)
+    if name is None:
+        return [heading("loss", width, look), Line("nothing logged yet", "muted").crop(width)][
+            :height
+        ]
+    series = state.series[name]
+    value = Line(units.number(series.values[-1]), "strong")
+    if len(names) > 1:
+        value = Line(f"{names.index(name) + 1} of {len(names)}", "muted").add("  ").join(value)
+    if is_log:
+        is_log = any(0 < point <= MAX_VALUE for point in series.values)
+        word = "log" if is_log else "no log axis: nothing above zero"
+        value = Line(word, "muted").add("  ").join(value)
+    has_axis = height >= AXIS_FROM_HEIGHT
+    plot = plot_series(series, width, height - 1 - has_axis, look, is_log=is_log)
+    lines = [heading(name, width, look, right=value), *plot]
+    if has_axis and plot:
+        first = Line(f"step {units.count(series.steps[0])}", "muted")
+        last = Line(units.count(series.steps[-1]), "muted")
+        lines.append(spread(first, last, width))
+    return lines[:height]
+
+
+def plot_series(
+    series: Series, width: int, height: int, look: Style, *, is_log: bool = False
+) -> list[Line]:
+    """Return ``height`` lines: labels of the scale at the left, the curve beside them."""
+    points = [
+        (step, math.log10(value) if is_log else value)
+        for step, value in zip(series.steps, series.values, strict=True)
+        if abs(value) <= MAX_VALUE and (value > 0 or not is_log)
+    ]
+    if not points or height < 1:
+        return [Line("no finite value", "warn").crop(width)][:height]
+    values = [value for _, value in points]
+    ticks = max(2, height // 3)
+    scale = (log_scale if is_log else nice_scale)(min(values), max(values), ticks=ticks)
+    labels = _labels(scale, height, is_log=is_log)
+    label_width = max(len(label) for label in labels)
+    plot_width = width - label_width - 1
+    if plot_width < 4:
+        label_width, plot_width, labels = -1, width, [""] * height
+    rows = _rasterise(points, scale, plot_width, height, is_ascii=look.glyphs.is_ascii)
+    return [
+        Line(label.rjust(label_width), "muted")
+        .add(" " if label_width >= 0 else "")
+        .add(row, "chart")
+        .crop(width)
+        for label, row in zip(labels, rows, strict=True)
+    ]
+
+
+def nice_scale(low: float, high: float, *, ticks: int) -> Scale:
+    """Return a range with about ``ticks`` round numbers: multiples of 1, 2 or 5 x 10^n."""
+    if not high - low > 1e-9 * max(abs(low), abs(high), 1e-300):
+        # All values are the same: any range around them will do.
+        margin = abs(high) * 0.1 or 1.0
+        low, high = low - margin, high + margin
+    rough = (high - low) / max(1, ticks)
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    step = next(
+        (factor * magnitude for factor in (1, 2, 5) if factor * magnitude >= rough),
+        10 * magnitude,
+    )
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return Scale(
+        low=low, high=high, step=step, ticks=tuple(step * n for n in range(first, last + 1))
+    )
+
+
+def log_scale(low: float, high: float, *, ticks: int) -> Scale:
+    """Return a range of exponents; the ticks are powers of ten, or 1, 2 and 5 between them.
+
+    Less than one such tick in the range leaves its two ends.
+    """
+    if not high - low > 1e-9:
+        low, high = low - 0.05, high + 0.05
+    for factors in ((1,), (1, 2, 5), tuple(range(1, 10))):
+        found = [
+            exponent + math.log10(factor)
+            for exponent in range(math.floor(low), math.ceil(high) + 1)
+            for factor in factors
+            if low <= exponent + math.log10(factor) <= high
+        ]
+        if len(found) >= 2:
+            break
+    else:
+        found = [low, high]
+    every = -(-len(found) // max(2, ticks))
+    return Scale(low=low, high=high, step=high - low, ticks=tuple(found[::every]))
+
+
+def _labels(scale: Scale, height: int, *, is_log: bool) -> list[str]:
+    """Return a label, or nothing, for each line; the top of the scale is the first line."""
+    labels = [""] * height
+    for tick in scale.ticks:
+        place = round((scale.high - tick) / (scale.high - scale.low) * (height - 1))
+        labels[place] = f"{10.0**tick:.3g}" if is_log else _label(tick, scale.step)
+    return labels
+
+
+def _label(value: float, step: float) -> str:
+    """Return ``value`` with just the decimals that tell it from its neighbour."""
+    size = max(abs(value), step)
+    if size >= 1e5 or step < 1e-4:
+        return f"{value:.2g}" if value else "0"
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return f"{value:.{decimals}f}"
+
+
+def _rasterise(
+    points: Sequence[tuple[int, float]], scale: Scale, width: int, height: int, *, is_ascii: bool
+) -> list[str]:
+    across, down = (1, 2) if is_ascii else (2, 4)
+    columns, rows = width * across, height * down
+    first, last = points[0][0], points[-1][0]
+    dots = [[False] * columns for _ in range(rows)]
+    before: tuple[int, int] | None = None
+    for x, entry, lowest, highest, leave in _by_column(points, first, last, columns):
+        y_entry, y_low, y_high, y_leave = (
+            _row_of(value, scale, rows) for value in (entry, lowest, highest, leave)
+        )
+        for y in range(y_high, y_low + 1):
+            dots[y][x] = True
+        if before is not None:
+            _connect(dots, before, (x, y_entry))
+        before = (x, y_leave)
+    return [
+        "".join(
+            _cell(dots, column * across, row * down, is_ascii=is_ascii) for column in range(width)
+        )
+        for row in range(height)
+    ]
+
+
+def _by_column(
+    points: Sequence[tuple[int, float]], first: int, last: int, columns: int
+) -> list[tuple[int, float, float, float, float]]:
+    """Return (column, first, lowest, highest, last value) for each column that has points."""
+    found: list[tuple[int, float, float, float, float]] = []
+    for step, value in points:
+        x = round((step - first) / (last - first) * (columns - 1)) if last > first else 0
+        if found and found[-1][0] == x:
+            _, entry, lowest, highest, _ = found[-1]
+            found[-1] = (x, entry, min(lowest, value), max(highest, value), value)
+        else:
+            found.append((x, value, value, value, value))
+    return found
+
+
+def _row_of(value: float, scale: Scale, rows: int) -> int:
+    return round((scale.high - value) / (scale.high - scale.low) * (rows - 1))
+
+
+def _connect(dots: list[list[bool]], start: tuple[int, int], end: tuple[int, int]) -> None:
+    """Draw a straight line between two dots, gapless."""
+    (x0, y0), (x1, y1) = start, end
+    length = max(abs(x1 - x0), abs(y1 - y0), 1)
+    for place in range(length + 1):
+        x = x0 + round((x1 - x0) * place / length)
+        y = y0 + round((y1 - y0) * place / length)
+        dots[y][x] = True
+
+
+def _cell(dots: list[list[bool]], x: int, y: int, *, is_ascii: bool) -> str:
+    if is_ascii:
+        return _ASCII_DOTS[dots[y][x] + 2 * dots[y + 1][x]]
+    bits = sum(
+        bit
+        for across, column in enumerate(_BRAILLE_DOTS)
+        for down, bit in enumerate(column)
+        if dots[y + down][x + across]
+    )
+    return chr(0x2800 + bits) if bits else " "

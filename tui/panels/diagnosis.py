@@ -1,0 +1,201 @@
+"""What is wrong, in words: the worst finding with its evidence and what to try, others in short.
+
+It speaks only when something is to be said, and also says what the status does: that a job has
+ended, can no longer be read, or has not begun.
+
+What is wrong with a job: every finding with its evidence and what to try, or silence.
+
+The line that speaks only when something is to be said.
+"""
+
+from collections.abc import Callable, Iterable
+
+from rich.cells import cell_len
+
+from boltmesh.tui.metrics.balance import Balance, balance
+from boltmesh.tui.metrics.findings import ends, limits, pipeline, waits
+from boltmesh.tui.metrics.findings.finding import Finding, Kind
+from boltmesh.tui.metrics.memo import remember_last
+from boltmesh.tui.metrics.status import Status, status
+from boltmesh.tui.render.line import Line, Role, fit
+from boltmesh.tui.render.style import Style
+from boltmesh.tui.state import State
+
+_ALWAYS: tuple[Callable[[State], Finding | None], ...] = (
+    ends.find_crash,
+    ends.find_broken_loss,
+    ends.find_standstill,
+    limits.find_memory,
+    limits.find_traffic,
+    waits.find_straggler,
+)
+
+_IN_STEADY_STATE: tuple[Callable[[State, Balance], Finding | None], ...] = (
+    waits.find_input,
+    waits.find_offload,
+    pipeline.find_bubble,
+    waits.find_communication,
+    waits.find_uneven,
+)
+
+_URGENT: tuple[Kind, ...] = ("crashed", "loss", "stalled", "memory", "traffic")
+"""What comes before anything that merely costs time, in this order."""
+
+
+@remember_last
+def diagnose(state: State) -> tuple[Finding, ...]:
+    """Return what is wrong, the most severe first; nothing when nothing is."""
+    found = [finding for find in _ALWAYS if (finding := find(state)) is not None]
+    typical = balance(state.job) if state.job.state == "running" else None
+    if typical is not None and not any(finding.kind == "stalled" for finding in found):
+        found += [
+            finding for judge in _IN_STEADY_STATE if (finding := judge(state, typical)) is not None
+        ]
+    return tuple(sorted(found, key=_urgency))
+
+
+def _urgency(finding: Finding) -> tuple[bool, int, float]:
+    place = _URGENT.index(finding.kind) if finding.kind in _URGENT else len(_URGENT)
+    return (finding.severity != "bad", place, -finding.cost)
+
+
+MAX_LINES = 3
+
+
+def draw_status(state: State, width: int, height: int, look: Style) -> list[Line]:
+    """The status in words, wrapped, with a sign before it; no line where all is well."""
+    found = status(state)
+    return [] if found is None else _wrap_status(found, width, look)[:height]
+
+
+def _wrap_status(found: Status, width: int, look: Style) -> list[Line]:
+    glyphs = look.glyphs
+    sign = {
+        "muted": glyphs.absent,
+        "good": glyphs.finished,
+        "warn": "!",
+        "bad": glyphs.failed,
+    }[found.level]
+    room = max(1, width - 2)
+    rows = [""]
+    for word in Line(found.text).plain.split():
+        joined = f"{rows[-1]} {word}".strip()
+        if Line(joined).width <= room:
+            rows[-1] = joined
+        else:
+            rows.append(word)
+    rows = [row for row in rows if row]
+    if len(rows) > MAX_LINES:
+        # The mark needs a cell of its own at the end of the last line that is kept.
+        rows = [*rows[: MAX_LINES - 1], f"{rows[MAX_LINES - 1]} {rows[MAX_LINES]}"]
+    lines = []
+    for place, row in enumerate(rows):
+        mark = look.sign(sign if place == 0 else " ")
+        text = fit(row, room, ellipsis=glyphs.ellipsis)
+        lines.append(Line(mark + text, found.level).crop(width))
+    return lines
+
+
+MAX_FINDINGS = 3
+"""More at once are consequences of each other more often than not."""
+
+LINES_OF_THE_WORST = 3
+NARROW = 100
+"""In less than this the worst finding has a line more."""
+
+_TOLD_BY_STATUS: frozenset[Kind] = frozenset({"crashed", "loss", "stalled"})
+
+
+def draw_diagnosis(
+    state: State, width: int, height: int, look: Style, *, says_all_is_well: bool = False
+) -> list[Line]:
+    """The findings, the most severe first; no line where there are none.
+
+    With ``says_all_is_well`` the only line says that nothing stands out, where that is so.
+    """
+    findings = diagnose(state)
+    lines = _status_lines(state, findings, width, look)[: max(0, height)]
+    room = height - len(lines)
+    if room < 1:
+        return lines
+    if not findings and not lines and says_all_is_well:
+        return [_well(state, width, look)]
+    shown: list[Line] = []
+    for place, finding in enumerate(findings[:MAX_FINDINGS]):
+        left = room - len(shown)
+        if left < 1:
+            break
+        most = min(left, LINES_OF_THE_WORST + (width < NARROW) if place == 0 else 1)
+        hidden = len(findings) - 1 if place == 0 and left == most else 0
+        shown += _draw_finding(finding, width, most, look, num_hidden=hidden)
+    return lines + shown
+
+
+def diagnosis_lines(state: State, width: int, look: Style) -> int:
+    """How many lines the diagnosis needs."""
+    return len(draw_diagnosis(state, width, MAX_FINDINGS * LINES_OF_THE_WORST, look))
+
+
+def _status_lines(
+    state: State, findings: tuple[Finding, ...], width: int, look: Style
+) -> list[Line]:
+    is_told = any(finding.kind in _TOLD_BY_STATUS for finding in findings)
+    if status(state) is None or (is_told and state.lost is None):
+        return []
+    return draw_status(state, width, LINES_OF_THE_WORST, look)
+
+
+def _well(state: State, width: int, look: Style) -> Line:
+    # Before the first steps nothing could stand out.
+    has_steps = any(rank.steps for rank in state.job.ranks)
+    text = "nothing stands out" if has_steps else "too early to tell"
+    return Line(look.sign(look.glyphs.equal) + text, "muted").crop(width)
+
+
+def _draw_finding(
+    finding: Finding, width: int, most: int, look: Style, *, num_hidden: int = 0
+) -> list[Line]:
+    """What is wrong and the evidence, then what to try on a line of its own, if there is one."""
+    mark = look.sign(look.glyphs.failed if finding.severity == "bad" else "!")
+    words: list[tuple[str, Role]] = [(word, finding.severity) for word in _words(finding.headline)]
+    if num_hidden:
+        words += [(word, "muted") for word in _words(f"(+{num_hidden} more)")]
+    if finding.evidence:
+        facts = f" {look.glyphs.dot} ".join(finding.evidence)
+        words += [(word, "muted") for word in _words(f"[{facts}]")]
+    cure: list[tuple[str, Role]] = [("try:", "strong")]
+    cure += [(word, "text") for word in _words(finding.advice)]
+    room = max(1, width - cell_len(mark))
+    ellipsis = look.glyphs.ellipsis
+    if most == 1:
+        rows = _wrap([*words, *cure], room, 1, ellipsis)
+    else:
+        rows = _wrap(words, room, most - 1, ellipsis)
+        rows += _wrap(cure, room, most - len(rows), ellipsis)
+    return [
+        Line(mark if place == 0 else " " * cell_len(mark), finding.severity).join(row).crop(width)
+        for place, row in enumerate(rows)
+    ]
+
+
+def _words(text: str) -> list[str]:
+    return Line(text).plain.split()
+
+
+def _wrap(words: Iterable[tuple[str, Role]], width: int, most: int, ellipsis: str) -> list[Line]:
+    """Fill at most ``most`` lines; what does not fit is cut, with a mark."""
+    lines = [Line()]
+    for word, role in words:
+        line = lines[-1]
+        gap = 1 if line.width else 0
+        if line.width + gap + cell_len(word) <= width:
+            line.add(" " * gap + word, role)
+            continue
+        if len(lines) < most and line.width:
+            lines.append(Line(fit(word, width, ellipsis=ellipsis), role))
+            continue
+        line.add(fit(" " * gap + word, width - line.width, ellipsis=ellipsis), role)
+        if not line.plain.endswith(ellipsis):
+            line.crop(max(0, width - cell_len(ellipsis))).add(ellipsis, role)
+        break
+    return [line.crop(width) for line in lines if line.width]

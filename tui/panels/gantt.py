@@ -1,0 +1,290 @@
+"""A step of the pipeline over time: a row for each rank, a block for each microbatch.
+
+Where ranks have several stages and blocks are too short to name them, each stage has a row of its
+own, if there is room for so many. A block that is too short for its number has it in the line
+below, if there is room for such lines.
+
+Who in a pipeline did what and when, in one step.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from boltmesh.telemetry.snapshot import Chunk
+from boltmesh.tui import units
+from boltmesh.tui.metrics.pipelines import PipelineStep, newest_step, slowest_whole_step
+from boltmesh.tui.render.line import Line, Role
+from boltmesh.tui.render.pipeline import fit_rows, nothing_to_show, row_names, step_text
+from boltmesh.tui.render.style import Style, heading, wrap_facts
+from boltmesh.tui.state import State
+
+STUCK_AT_LEAST_S = 15.0
+STUCK_IN_WINDOWS = 10.0
+"""A step that is begun and goes on no more, for so long, is the one that somebody wants to see."""
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """One chunk; times count from the start of the window that all ranks share."""
+
+    kind: Literal["F", "B", "I", "W"]
+    stage: int
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+class GanttRow(msgspec.Struct, frozen=True):
+    """One rank of the pipeline."""
+
+    rank: int
+    stages: tuple[int, ...]
+    bars: tuple[Bar, ...]
+
+
+class Gantt(msgspec.Struct, frozen=True):
+    """One step of one pipeline."""
+
+    step: int
+    batch: int
+    """Of the optimizer step, from 0."""
+    place: dict[str, int]
+    """Where this pipeline stands on the other axes."""
+    num_pipelines: int
+    is_whole: bool
+    """False: the step was begun, and its pipeline stands still."""
+    window_s: float
+    rows: tuple[GanttRow, ...]
+
+
+def gantt(state: State) -> Gantt | None:
+    """Return the newest whole step of the slowest pipeline, or the one in which it got stuck."""
+    whole = slowest_whole_step(state.job)
+    begun = newest_step(state.job)
+    if begun is not None and not begun.is_whole and _is_stuck(state, begun, whole):
+        return _draw(begun)
+    return None if whole is None else _draw(whole)
+
+
+def _is_stuck(state: State, begun: PipelineStep, whole: PipelineStep | None) -> bool:
+    if whole is not None and (begun.step, begun.batch) <= (whole.step, whole.batch):
+        return False
+    if state.job.state in {"failed", "crashed"}:
+        return True
+    patience_s = STUCK_IN_WINDOWS * (whole.window_s if whole is not None else 0.0)
+    return state.time - begun.end > max(STUCK_AT_LEAST_S, patience_s)
+
+
+def _draw(step: PipelineStep) -> Gantt:
+    start = step.start
+    return Gantt(
+        step=step.step,
+        batch=step.batch,
+        place=step.place,
+        num_pipelines=step.num_pipelines,
+        is_whole=step.is_whole,
+        window_s=step.window_s,
+        rows=tuple(
+            GanttRow(
+                rank=rank,
+                stages=tuple(sorted({chunk.stage for chunk in row})),
+                bars=tuple(_bar(chunk, start) for chunk in row),
+            )
+            for rank, row in zip(step.ranks, step.chunks, strict=True)
+        ),
+    )
+
+
+def _bar(chunk: Chunk, start: float) -> Bar:
+    return Bar(
+        kind=chunk.kind,
+        stage=chunk.stage,
+        microbatch=chunk.microbatch,
+        start_s=chunk.start - start,
+        end_s=max(chunk.start, chunk.end) - start,
+    )
+
+
+_ROLES: dict[str, Role] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward",
+    "W": "optimizer",
+}
+_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+Placed = tuple[Bar, int, int]
+"""A bar, its first cell, and how many it has."""
+Texts = Callable[[Bar], str]
+LINES_WITH_AXIS = 3
+LINES_WITH_LEGEND = 5
+
+
+def draw_gantt(state: State, width: int, height: int, look: Style) -> list[Line]:
+    """The rows, and where there is room a time axis and what the signs mean."""
+    found = gantt(state)
+    if found is None:
+        return nothing_to_show(state, "last step", width, height, look)
+    lines = [heading(_title(found), width, look)] if look.has_headings and height >= 2 else []
+    room = max(0, height - len(lines))
+    axis, legend = int(room >= LINES_WITH_AXIS), int(room >= LINES_WITH_LEGEND)
+    room -= axis + legend
+    rows = found.rows
+    num_stages = sum(len(row.stages) for row in rows)
+    if len(rows) < num_stages <= room and not _names_stages(rows, found.window_s, width):
+        rows = tuple(each for row in rows for each in _by_stage(row))
+    names = row_names([(row.rank, row.stages) for row in rows], width)
+    cells = width - len(names[0])
+    has_room = 2 * len(rows) <= room
+    drawn = draw_rows(rows, names, found.window_s, cells, width, look, has_room=has_room)
+    lines += fit_rows(drawn.rows, room, width)
+    if axis:
+        lines.append(_axis(found.window_s, len(names[0]), width))
+    if legend:
+        lines += drawn.legend[:1]
+    return [line.crop(width) for line in lines[:height]]
+
+
+def _names_stages(rows: Sequence[GanttRow], window_s: float, width: int) -> bool:
+    """Whether each block of a row has room for the name of its stage."""
+    names = row_names([(row.rank, row.stages) for row in rows], width)
+    placed = [_place(row.bars, window_s, width - len(names[0])) for row in rows]
+    return _texts(rows, placed) is _stage_and_microbatch
+
+
+class GanttRows(NamedTuple):
+    """Rows of blocks, and what their signs mean."""
+
+    rows: list[Line]
+    legend: list[Line]
+
+
+def draw_rows(
+    rows: Sequence[GanttRow],
+    names: Sequence[str],
+    window_s: float,
+    cells: int,
+    width: int,
+    look: Style,
+    *,
+    has_room: bool = False,
+) -> GanttRows:
+    """The blocks of each rank behind its name, in so many cells; later ones are left out.
+
+    Args:
+        rows: Of ranks, or of their stages.
+        names: Of the rows, all equally long.
+        window_s: What the cells stand for.
+        cells: Of a row.
+        width: Of the legend.
+        look: How to draw.
+        has_room: Each row may have a second line.
+    """
+    placed = [_place(row.bars, window_s, cells) for row in rows]
+    texts = _texts(rows, placed)
+    drawn: list[Line] = []
+    for row, name, bars in zip(rows, names, placed, strict=True):
+        drawn.append(Line(name, "muted").join(_row(row, bars, cells, texts, look)))
+        below = _below(row, bars, texts) if has_room else ""
+        if below:
+            drawn.append(Line(" " * len(name)).add(below, "muted"))
+    return GanttRows(drawn, _legend(rows, width, look, texts))
+
+
+def _by_stage(row: GanttRow) -> list[GanttRow]:
+    """Return a row for each stage, which still has the bars of the others."""
+    return [msgspec.structs.replace(row, stages=(stage,)) for stage in row.stages]
+
+
+def _title(found: Gantt) -> str:
+    word = "last step" if found.is_whole else "the step in which it stopped"
+    return f"{word}: {step_text(found.step, found.batch, found.place, found.num_pipelines)}"
+
+
+def _row(row: GanttRow, placed: Sequence[Placed], cells: int, texts: Texts, look: Style) -> Line:
+    line = Line()
+    drawn = 0
+    for bar, first, size in placed:
+        line.add(look.glyphs.idle * (first - drawn), "faint")
+        drawn = first + size
+        if bar.stage not in row.stages:  # the rank is busy, in the row of another stage
+            line.add(" " * size)
+            continue
+        text = texts(bar) if _has_text_inside(bar, size, texts) else ""
+        line.add(text + look.glyphs.chunks[bar.kind] * (size - len(text)), _ROLES[bar.kind])
+    return line.add(look.glyphs.idle * (cells - drawn), "faint")
+
+
+def _has_text_inside(bar: Bar, size: int, texts: Texts) -> bool:
+    # One cell at least keeps the pattern, which is what tells a forward from a backward.
+    return len(texts(bar)) < size
+
+
+def _below(row: GanttRow, placed: Sequence[Placed], texts: Texts) -> str:
+    """Return the names of blocks that are too short for them, each under its block."""
+    text = ""
+    gap = int(any(len(texts(bar)) > 1 for bar, _, _ in placed))
+    for bar, first, size in placed:
+        if bar.stage not in row.stages or _has_text_inside(bar, size, texts):
+            continue
+        if first >= len(text) + (gap if text else 0):
+            text = text.ljust(first) + texts(bar)
+    return text
+
+
+def _microbatch(bar: Bar) -> str:
+    return str(bar.microbatch)
+
+
+def _stage_and_microbatch(bar: Bar) -> str:
+    return f"{bar.stage}.{bar.microbatch}"
+
+
+def _texts(rows: Sequence[GanttRow], placed: Sequence[Sequence[Placed]]) -> Texts:
+    """Name the stage too where ranks have several, if each of the blocks has room for that."""
+    if all(len(row.stages) <= 1 for row in rows):
+        return _microbatch
+    fits = all(len(_stage_and_microbatch(bar)) < size for row in placed for bar, _, size in row)
+    return _stage_and_microbatch if fits else _microbatch
+
+
+def _place(bars: Sequence[Bar], window_s: float, cells: int) -> list[Placed]:
+    """Return the bars that have a cell, with their first cell and their number of cells.
+
+    Every edge is rounded by itself, so a bar stands where it belongs however many precede it.
+    """
+    if window_s <= 0 or cells < 1:
+        return []
+    placed = []
+    free = 0
+    for bar in bars:
+        first = max(free, round(bar.start_s / window_s * cells))
+        last = min(cells, round(bar.end_s / window_s * cells))
+        if last > first:
+            placed.append((bar, first, last - first))
+            free = last
+    return placed
+
+
+def _axis(window_s: float, indent: int, width: int) -> Line:
+    """The start, the end, and as many times between as have room."""
+    cells = width - indent
+    end = units.seconds(window_s)
+    line = Line(" " * indent)
+    parts = max(1, min(4, cells // (3 * len(end))))
+    for part in range(parts):
+        text = "0" if part == 0 else units.seconds(window_s * part / parts)
+        line.pad_to(indent + cells * part // parts).add(text, "muted")
+    return line.pad_to(width - len(end)).add(end, "muted")
+
+
+def _legend(rows: Sequence[GanttRow], width: int, look: Style, texts: Texts) -> list[Line]:
+    kinds = {bar.kind for row in rows for bar in row.bars}
+    digits = "digits: stage.microbatch" if texts is _stage_and_microbatch else "digits: microbatch"
+    parts = [
+        Line(look.glyphs.chunks[kind] * 2, _ROLES[kind]).add(f" {_WORDS[kind]}", "muted")
+        for kind in "FBIW"
+        if kind in kinds
+    ]
+    parts.append(Line(look.glyphs.idle * 2, "faint").add(" idle", "muted"))
+    return wrap_facts([*parts, Line(digits, "muted")], width)

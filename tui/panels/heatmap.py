@@ -1,0 +1,241 @@
+"""The ranks laid out by the mesh, each a shade of one figure.
+
+A shade is a character of its own in a colour of its own, so the map reads without colours; in
+ASCII it is a digit. Where there is room the figure stands beside it.
+
+One cell of a map of ranks, and what explains it: a shade, and a figure where there is room.
+
+A shade is a character of its own in a colour of its own, so a map reads without colours; in ASCII
+it is a digit.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+
+import msgspec
+
+from boltmesh.tui.metrics.heat import HEAT_FIGURES, Heat, HeatValue, Mark, heat
+from boltmesh.tui.metrics.mesh_grid import MeshGrid, plan_grid
+from boltmesh.tui.render.line import Line, Role, fit
+from boltmesh.tui.render.ranks import rank_state
+from boltmesh.tui.render.style import Style, facts, heading
+from boltmesh.tui.state import State
+
+PLACE_FROM_WIDTH = 64
+"""From here on the selected rank's place in the mesh is told."""
+
+_SHADES = 2
+"""Cells of shade before a figure; a terminal's cells are twice as high as wide."""
+
+_HEAT_ROLES: tuple[Role, ...] = ("heat1", "heat2", "heat3", "heat4", "heat5")
+
+
+def cell_widths(shown: Heat) -> tuple[int, int, int]:
+    """Return the widths that cells may have: with the figure, of two shades, of one."""
+    return _SHADES + 1 + shown.widest + 1, _SHADES, 1
+
+
+def cell_shades(
+    shown: Heat, rank: int, width: int, look: Style, *, is_selected: bool
+) -> tuple[str, Role]:
+    """Return the shade of a rank as it stands in a cell, and its role."""
+    glyph, role = _shade(shown.values[rank], shown, look)
+    if not is_selected:
+        return glyph * min(width, _SHADES), role
+    return (look.glyphs.cursor + glyph if width >= _SHADES else glyph), "selected"
+
+
+def draw_cell(shown: Heat, rank: int, width: int, look: Style, *, is_selected: bool) -> Line:
+    """Return the shade of a rank, and its figure where the cell is wide enough."""
+    shades, role = cell_shades(shown, rank, width, look, is_selected=is_selected)
+    line = Line(shades, role)
+    if width > _SHADES:
+        text = fit(shown.values[rank].text, width - _SHADES - 2, ellipsis=look.glyphs.ellipsis)
+        line.add(" " + text, "selected" if is_selected else "text" if text else "muted")
+    return line
+
+
+def _shade(value: HeatValue, shown: Heat, look: Style) -> tuple[str, Role]:
+    glyphs = look.glyphs
+    if value.mark is not None:
+        return _mark(value.mark, look)
+    if value.level is None:
+        return "?", "muted"
+    step = min(len(glyphs.shades) - 1, int(value.level * len(glyphs.shades)))
+    colour = min(len(_HEAT_ROLES) - 1, int(value.level * len(_HEAT_ROLES)))
+    # The warm end of the colours is where it hurts.
+    return glyphs.shades[step], _HEAT_ROLES[colour if shown.is_bad_high else -1 - colour]
+
+
+def shade_of(level: float, shown: Heat, look: Style) -> tuple[str, Role]:
+    """Return the sign and the role of a place on the scale, from 0 to 1."""
+    return _shade(HeatValue("", level, None), shown, look)
+
+
+def _mark(mark: Mark, look: Style) -> tuple[str, Role]:
+    if mark == "not finite":
+        return "~", "bad"
+    if mark == "failed":  # often because of the one that died, which is marked otherwise
+        return "!", "bad"
+    sign = rank_state(mark, _with_signs(look))
+    return sign.plain[0], sign.spans[0].role
+
+
+def _with_signs(look: Style) -> Style:
+    # A map is made of signs, also where words go without them.
+    return msgspec.structs.replace(look, has_signs=True)
+
+
+def worst_rank(ranks: Iterable[int], shown: Heat) -> int:
+    """Return the rank that stands for the others of its cell."""
+
+    def badness(rank: int) -> tuple[bool, float]:
+        value = shown.values[rank]
+        level = -1.0 if value.level is None else value.level
+        is_marked = value.mark not in {None, "running", "finished"}
+        return is_marked, level if shown.is_bad_high or value.level is None else 1 - level
+
+    return max(ranks, key=badness)
+
+
+def draw_legend(shown: Heat, look: Style, *, ranks_per_cell: int = 1) -> list[Line]:
+    """The ends of the scale, what other signs mean, and whom a cell stands for."""
+    parts: list[Line] = []
+    if shown.low:
+        shades = look.glyphs.shades
+        scale = Line(f"{shown.low} ", "muted")
+        for place in range(len(shades)):
+            level = (place + 0.5) / len(shades)
+            scale.add(*shade_of(level, shown, look))
+        parts.append(scale.add(f" {shown.high}", "muted"))
+    if ranks_per_cell > 1:
+        parts.append(Line(f"each cell the worst of {ranks_per_cell}", "muted"))
+    counts = Counter(value.mark for value in shown.values.values() if value.mark is not None)
+    for mark, count in sorted(counts.items()):
+        sign, role = _mark(mark, look)
+        parts.append(Line(f"{sign} ", role).add(f"{count} {mark}", "muted"))
+    is_unknown = any(value.level is None and value.mark is None for value in shown.values.values())
+    if is_unknown:
+        parts.append(Line("? not known", "muted"))
+    return parts
+
+
+def about_rank(state: State, shown: Heat, selected: int | None, width: int) -> Line:
+    """Say which rank is selected, where it stands, and its figure."""
+    rank = next((rank for rank in state.job.ranks if rank.rank == selected), None)
+    if rank is None:
+        return Line()
+    line = Line(f"rank {rank.rank} ", "strong")
+    mesh = state.job.mesh
+    places = [f"{axis} {at}" for axis, at in rank.coordinates.items() if mesh.get(axis, 1) > 1]
+    # On one axis the place is the rank itself.
+    if len(places) > 1 and width >= PLACE_FROM_WIDTH:
+        line.add(f"({', '.join(places)}) ", "muted")
+    return line.add(shown.values[rank.rank].text, "strong")
+
+
+__all__ = ["HEAT_FIGURES", "draw_heatmap", "heatmap_lines", "rank_at"]
+
+IDEAL_LINES = 12
+"""A map of many ranks is given no more lines than this if others need them too."""
+
+
+def draw_heatmap(
+    state: State,
+    width: int,
+    height: int,
+    look: Style,
+    *,
+    figure: str = HEAT_FIGURES[0],
+    selected: int | None = None,
+) -> list[Line]:
+    """The map, under a heading that tells of the selected rank, and the scale below it."""
+    shown = heat(state, figure)
+    grid, labels = _plan(state, shown, width, height, look)
+    about = about_rank(state, shown, selected, width)
+    lines: list[Line] = []
+    if look.has_headings:
+        axes = Line("" if grid is None else grid.axes, "muted")
+        right = about if about.width else axes
+        lines.append(heading(f"ranks by {shown.title}", width, look, right=right))
+    if grid is None:
+        return [*lines, Line("no ranks yet", "muted").crop(width)][: max(0, height)]
+    if labels:
+        lines.append(_column_labels(grid, width))
+    lines += _rows(grid, shown, width, look, selected)
+    legend = draw_legend(shown, look, ranks_per_cell=grid.ranks_per_cell)
+    if not look.has_headings:
+        legend = [about, Line(f"by {shown.figure}", "muted"), *legend]
+    lines.append(facts(legend, width))
+    return lines[: max(0, height)]
+
+
+def heatmap_lines(state: State, width: int, look: Style, *, figure: str = HEAT_FIGURES[0]) -> int:
+    """How many lines the map would fill, its heading and its scale included."""
+    top = int(look.has_headings)
+    grid, labels = _plan(state, heat(state, figure), width, IDEAL_LINES + top + 2, look)
+    return top + labels + (1 if grid is None else grid.height + 1)
+
+
+def rank_at(
+    state: State,
+    width: int,
+    height: int,
+    x: int,
+    y: int,
+    *,
+    look: Style,
+    figure: str = HEAT_FIGURES[0],
+) -> int | None:
+    """Return the rank whose cell is at a place of the drawing; of several the one that it shows."""
+    shown = heat(state, figure)
+    grid, labels = _plan(state, shown, width, height, look)
+    if grid is None:
+        return None
+    cell = grid.cell_at(x, y - labels - int(look.has_headings))
+    return None if cell is None else worst_rank(cell.ranks, shown)
+
+
+def _plan(
+    state: State, shown: Heat, width: int, height: int, look: Style
+) -> tuple[MeshGrid | None, int]:
+    """Return the grid, and how many lines of labels stand above it.
+
+    The cells come first, then the scale, then the labels.
+    """
+    room = height - int(look.has_headings)
+    widths = cell_widths(shown)
+    if room >= 3:
+        grid = plan_grid(state.job, width, room - 2, cell_widths=widths)
+        if grid is not None and grid.ranks_per_cell == 1 and any(grid.column_labels.values()):
+            return grid, 1
+    return plan_grid(state.job, width, max(1, room - 1), cell_widths=widths), 0
+
+
+def _column_labels(grid: MeshGrid, width: int) -> Line:
+    """Name the groups; where their axis does not fit each time, only the first has it."""
+    line = Line()
+    starts = sorted(grid.column_labels)
+    room = min((after - start for start, after in pairwise(starts)), default=width) - 1
+    axis = grid.column_labels[starts[0]].rpartition(" ")[0]
+    is_short = any(len(label) > room for label in grid.column_labels.values())
+    if is_short and len(axis) < grid.left:
+        line.pad_to(grid.left - len(axis) - 1).add(axis, "muted")
+    for start in starts:
+        label = grid.column_labels[start]
+        if is_short:
+            label = label.rpartition(" ")[2]
+        if len(label) <= room:
+            line.pad_to(start).add(label, "muted")
+    return line.crop(width)
+
+
+def _rows(grid: MeshGrid, shown: Heat, width: int, look: Style, selected: int | None) -> list[Line]:
+    lines = [Line(grid.row_labels.get(y, ""), "muted") for y in range(grid.height)]
+    for cell in grid.cells:
+        line = lines[cell.y]
+        rank = worst_rank(cell.ranks, shown)
+        line.pad_to(cell.x)
+        line.join(draw_cell(shown, rank, grid.cell_width, look, is_selected=selected in cell.ranks))
+    return [line.crop(width) for line in lines]

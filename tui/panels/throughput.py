@@ -1,0 +1,188 @@
+"""Samples and tokens a second, now and in the recent past, and how much of the devices is used.
+
+How much the job computes, and what share that is of what its devices can do.
+
+The model FLOPs utilisation counts what the model needs, not what was run: recomputed activations
+and padding do not raise it (Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311).
+
+Samples and tokens a second over the recent past.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
+from boltmesh.tui import units
+from boltmesh.tui.metrics.memo import remember_last
+from boltmesh.tui.metrics.step_time import rank_profiles
+from boltmesh.tui.render.bars import bar, sparkline
+from boltmesh.tui.render.line import Line
+from boltmesh.tui.render.style import Style, facts, heading, labelled
+from boltmesh.tui.state import State
+
+
+class Flops(msgspec.Struct, frozen=True):
+    """Of the whole job, over its recent ordinary steps."""
+
+    per_second: float
+    """Model FLOPs of all ranks whose FLOPs are known, a second."""
+    utilization: float | None
+    """Share of the peak of the same ranks; None where the peak of one is not known."""
+    num_ranks: int
+    """Those that are in it."""
+
+
+@remember_last
+def job_flops(job: JobSnapshot) -> Flops | None:
+    """Return what the job computes, or None where no rank says what a batch costs."""
+    if job.state != "running":
+        return None
+    profiles = rank_profiles(job)
+    done = 0.0
+    peak: float | None = 0.0
+    num_ranks = 0
+    for rank in job.ranks:
+        profile = profiles.get(rank.rank)
+        if profile is None or not _has_flops(rank):
+            continue
+        num_ranks += 1
+        done += (rank.flops_per_batch or 0.0) / profile.step_s
+        known = rank.peak_flops_per_second
+        peak = None if peak is None or not known or known <= 0 else peak + known
+    if not num_ranks:
+        return None
+    return Flops(done, done / peak if peak else None, num_ranks)
+
+
+def rank_flops(job: JobSnapshot, rank: RankSnapshot) -> Flops | None:
+    """Return the same of one rank."""
+    profile = rank_profiles(job).get(rank.rank)
+    if profile is None or not _has_flops(rank):
+        return None
+    done = (rank.flops_per_batch or 0.0) / profile.step_s
+    peak = rank.peak_flops_per_second
+    return Flops(done, done / peak if peak and peak > 0 else None, 1)
+
+
+def _has_flops(rank: RankSnapshot) -> bool:
+    return rank.flops_per_batch is not None and rank.flops_per_batch > 0
+
+
+Unit = Literal["samples", "tokens"]
+
+
+def throughput(job: JobSnapshot, unit: Unit) -> float | None:
+    """Return the job's recent rate."""
+    return job.samples_per_second if unit == "samples" else job.tokens_per_second
+
+
+def throughput_over_time(job: JobSnapshot, unit: Unit, *, buckets: int) -> list[float]:
+    """Return the job's rate in equal spans of the recent past, oldest first.
+
+    One rank's records are scaled up to the job's rate: in synchronous training every rank keeps the
+    same pace, and a job of a thousand ranks costs no more to draw. There are at most ``buckets``
+    spans, and fewer where a span would hold less than two steps and show only noise.
+    """
+    job_rate = throughput(job, unit)
+    rank = next((rank for rank in job.ranks if len(rank.steps) >= 3), None)
+    if job_rate is None or rank is None:
+        return []
+    rank_rate = rank.samples_per_second if unit == "samples" else rank.tokens_per_second
+    if not rank_rate:
+        return []
+    return [amount * job_rate / rank_rate for amount in _rate_in_spans(rank, unit, buckets=buckets)]
+
+
+def _rate_in_spans(rank: RankSnapshot, unit: Unit, *, buckets: int) -> list[float]:
+    """Return the rank's mean rate in each span, a step counted evenly over its own time."""
+    first, *steps = rank.steps
+    start, span_s = first.end_time, rank.steps[-1].end_time - first.end_time
+    buckets = max(1, min(buckets, len(steps) // 2))
+    if not 0 < span_s < math.inf or not all(math.isfinite(step.end_time) for step in steps):
+        return []
+    amounts = [0.0] * buckets
+    began = 0.0
+    for step in steps:
+        ended = (step.end_time - start) / span_s * buckets
+        # A clock that was set back while the job ran leaves a step without time.
+        if ended > began:
+            density = (getattr(step, unit) or 0) / (ended - began)
+            for place in range(int(began), min(int(ended) + 1, buckets)):
+                overlap = min(ended, place + 1) - max(began, place)
+                amounts[place] += density * max(0.0, overlap)
+            began = ended
+    return [amount * buckets / span_s for amount in amounts]
+
+
+_UNITS: tuple[Unit, ...] = ("samples", "tokens")
+_LABEL_WIDTH = 9
+_FIGURE_WIDTH = 10
+_SPARKLINE_FROM_WIDTH = 8
+
+
+def draw_throughput(state: State, width: int, height: int, look: Style) -> list[Line]:
+    """A line for each unit that the job counts, or all of them in the only line there is."""
+    known: list[Unit] = [unit for unit in _UNITS if throughput(state.job, unit) is not None] or [
+        "samples"
+    ]
+    flops = job_flops(state.job)
+    if height == 1 and len(known) + (flops is not None) > 1:
+        return [_draw_side_by_side(state, known, flops, width, look)]
+    lines = [_draw(state, unit, width, look) for unit in known]
+    if flops is not None:
+        lines.append(_draw_flops(flops, width, look))
+    if look.has_headings and height > len(lines):
+        lines.insert(0, heading("throughput", width, look))
+    return lines[: max(0, height)]
+
+
+def flops_words(flops: Flops) -> tuple[str, str]:
+    """Return what is counted and its figure: the share of the peak where that is known."""
+    if flops.utilization is None:
+        return "compute", units.flops(flops.per_second)
+    return "MFU", f"{flops.utilization:.1%}"
+
+
+def _draw_side_by_side(
+    state: State, known: Sequence[Unit], flops: Flops | None, width: int, look: Style
+) -> Line:
+    cells = (width - 2) // len(known)
+    parts = [_draw(state, unit, cells, look) for unit in known]
+    if flops is None and all(part.width == cells for part in parts):
+        return facts(parts, width)
+    parts = [
+        labelled(f"{unit}/s", units.rate(throughput(state.job, unit)), "strong") for unit in known
+    ]
+    if flops is not None:
+        parts.append(labelled(*flops_words(flops), "strong"))
+    return facts(parts, width)
+
+
+def _draw_flops(flops: Flops, width: int, look: Style) -> Line:
+    """Label and figure, a bar of the share, and the rate that it stands for."""
+    label, figure = flops_words(flops)
+    line = Line(label.ljust(_LABEL_WIDTH), "muted")
+    line.add(figure.rjust(_FIGURE_WIDTH), "strong")
+    if flops.utilization is None:
+        return line.crop(width)
+    rate = Line(units.flops(flops.per_second), "muted")
+    room = width - line.width - rate.width - 4
+    if room >= _SPARKLINE_FROM_WIDTH:
+        line.add("  ").join(bar(flops.utilization, room, look.glyphs))
+    if line.width + 2 + rate.width <= width:
+        line.add("  ").join(rate)
+    return line.crop(width)
+
+
+def _draw(state: State, unit: Unit, width: int, look: Style) -> Line:
+    """Label and figure, and a sparkline where it fits; figures are never cut."""
+    line = Line(f"{unit}/s".ljust(_LABEL_WIDTH), "muted")
+    line.add(units.rate(throughput(state.job, unit)).rjust(_FIGURE_WIDTH), "strong")
+    room = width - line.width - 2
+    if room >= _SPARKLINE_FROM_WIDTH:
+        values = throughput_over_time(state.job, unit, buckets=room)
+        line.add("  ").join(sparkline(values, room, look.glyphs))
+    return line.crop(width)

@@ -1,0 +1,74 @@
+"""Figures in one line: a bar, a stacked bar, a sparkline."""
+
+import math
+from collections.abc import Sequence
+
+from boltmesh.telemetry.snapshot import PhaseTime
+from boltmesh.tui.render.line import Line, Role
+from boltmesh.tui.render.style import Glyphs
+
+
+def bar(fraction: float, width: int, glyphs: Glyphs, *, role: Role = "accent") -> Line:
+    """A share of ``width``, in steps of half a cell."""
+    share = min(1.0, max(0.0, fraction)) if math.isfinite(fraction) else 0.0
+    halves = round(share * width * 2)
+    full, half = divmod(halves, 2)
+    line = Line(glyphs.bar_full * full + glyphs.bar_half * half, role)
+    return line.pad_to(width, glyphs.bar_rest, "faint")
+
+
+def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> Line:
+    """The newest ``width`` values as columns from zero to their maximum, at the right edge.
+
+    What is no number is as low as nothing, and as high as the highest where it is infinite.
+    """
+    values = values[-width:] if width > 0 else ()
+    top = max((value for value in values if math.isfinite(value)), default=0.0)
+    last = len(glyphs.levels) - 1
+    columns = "".join(
+        glyphs.levels[round(min(1.0, max(0.0, value / top)) * last) if top > 0 else 0]
+        for value in (0.0 if math.isnan(value) else value for value in values)
+    )
+    return Line(" " * (width - len(columns))).add(columns, "faint")
+
+
+def stacked_bar(phases: Sequence[PhaseTime], width: int, glyphs: Glyphs) -> Line:
+    """Phases side by side; one that takes time but less than a cell is left to the legend."""
+    return stack(
+        [(phase.seconds, glyphs.phases[phase.name], phase_role(phase.name)) for phase in phases],
+        width,
+    )
+
+
+def stack(parts: Sequence[tuple[float, str, Role]], width: int) -> Line:
+    """Amounts side by side, in cells by the largest remainder, so that they fill ``width``."""
+    # Shares of the largest first, for a sum of huge amounts is no number.
+    largest = max((amount for amount, _, _ in parts if math.isfinite(amount)), default=0.0)
+    line = Line()
+    if largest <= 0 or width <= 0:
+        return line
+    amounts = [amount / largest if 0 < amount < math.inf else 0.0 for amount, _, _ in parts]
+    exact = [amount / sum(amounts) * width for amount in amounts]
+    cells = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda place: cells[place] - exact[place])
+    for place in by_remainder[: width - sum(cells)]:
+        cells[place] += 1
+    for (_, pattern, role), size in zip(parts, cells, strict=True):
+        line.add(pattern * size, role)
+    return line
+
+
+def phase_role(name: str) -> Role:
+    """Return the role that colours a phase; roles carry the names of the phases."""
+    roles: dict[str, Role] = {
+        "data": "data",
+        "transfer": "transfer",
+        "forward": "forward",
+        "backward": "backward",
+        "communication": "communication",
+        "optimizer": "optimizer",
+        "validation": "validation",
+        "checkpoint": "checkpoint",
+        "bubble": "bubble",
+    }
+    return roles.get(name, "other")

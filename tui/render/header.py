@@ -1,0 +1,151 @@
+"""The first two lines: which job this is, how it is laid out, and how far it has come.
+
+How far a job is: elapsed time, pace, time that is left.
+
+Where a replay is in its recording.
+"""
+
+import msgspec
+
+from boltmesh.telemetry.snapshot import JobSnapshot, JobState
+from boltmesh.tui import units
+from boltmesh.tui.panels.events import clock
+from boltmesh.tui.render.bars import bar
+from boltmesh.tui.render.line import Line, fit
+from boltmesh.tui.render.style import Style, facts, labelled, spread
+from boltmesh.tui.state import State
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """``None`` where it cannot be known."""
+
+    elapsed_s: float
+    left_s: float | None
+    fraction: float | None
+    """Of ``max_steps``."""
+
+
+def progress(state: State) -> Progress:
+    """Return how far the job is, and when it will end at its recent pace."""
+    job = state.job
+    is_running = job.state == "running"
+    elapsed_s = max(0.0, (state.time if is_running else job.updated) - job.started)
+    pace = _pace(job)
+    # Lightning writes -1 for "no limit".
+    limit = job.max_steps if job.max_steps is not None and job.max_steps > 0 else None
+    left_s = None
+    if is_running and limit is not None and pace is not None:
+        left_s = max(0, limit - job.global_step) / pace
+    return Progress(
+        elapsed_s=elapsed_s,
+        left_s=left_s,
+        fraction=None if limit is None else min(1.0, job.global_step / limit),
+    )
+
+
+def _pace(job: JobSnapshot) -> float | None:
+    """Return optimizer steps a second, from the first rank that has records."""
+    for rank in job.ranks:
+        if len(rank.steps) >= 2:
+            first, last = rank.steps[0], rank.steps[-1]
+            steps = last.global_step - first.global_step
+            seconds = last.end_time - first.end_time
+            return steps / seconds if steps > 0 and seconds > 0 else None
+    return None
+
+
+def draw_header(
+    state: State,
+    width: int,
+    height: int,
+    look: Style,
+    *,
+    is_paused: bool = False,
+    has_bar: bool = True,
+) -> list[Line]:
+    """Name, strategy, mesh and state; step, epoch and time below, where there is a second line."""
+    lines = [
+        _identity(state, width, look, is_paused=is_paused),
+        _progress(state, width, look, has_bar=has_bar),
+    ]
+    return lines[:height]
+
+
+def job_state(state: JobState, look: Style) -> Line:
+    """The job's state as a sign and a word."""
+    glyphs = look.glyphs
+    if state == "running":
+        return Line(look.sign(glyphs.running) + state, "good")
+    if state == "finished":
+        return Line(look.sign(glyphs.finished) + state, "good")
+    return Line(look.sign(glyphs.failed) + state, "bad")
+
+
+def _identity(state: State, width: int, look: Style, *, is_paused: bool) -> Line:
+    job, glyphs = state.job, look.glyphs
+    right = job_state(job.state, look)
+    if state.lost is not None:
+        right = Line(look.sign(glyphs.absent) + "disconnected", "warn")
+    if is_paused:
+        right = Line("paused", "warn").add("  ").join(right)
+    room = width - right.width - 2
+    name = fit(job.name, max(8, min(room, width // 2)), ellipsis=glyphs.ellipsis)
+    mesh = units.mesh(job.mesh, job.world_size, times=f" {glyphs.times} ")
+    left = facts(
+        [
+            Line(name, "strong"),
+            Line(job.strategy),
+            Line(mesh),
+            Line(job.id, "muted") if job.id != job.name else Line(),
+        ],
+        room,
+    )
+    return spread(left, right, width)
+
+
+def _progress(state: State, width: int, look: Style, *, has_bar: bool) -> Line:
+    job, run = state.job, progress(state)
+    step = units.count(job.global_step)
+    if run.fraction is not None:
+        step = f"{step} / {units.count(job.max_steps)}"
+    parts = [
+        labelled("step", step),
+        labelled("epoch", units.count(job.epoch)),
+        labelled("elapsed", units.duration(run.elapsed_s)),
+    ]
+    if run.left_s is not None:
+        parts.append(labelled("left", units.duration(run.left_s)))
+    line = facts(parts, width)
+    if run.fraction is not None:
+        share = Line(units.percent(100 * run.fraction), "muted")
+        room = width - line.width - share.width - 4
+        if has_bar and room >= 10:
+            line.add("   ").join(bar(run.fraction, room, look.glyphs)).add(" ").join(share)
+    return line.crop(width)
+
+
+def draw_timeline(
+    span: tuple[float, float],
+    now: float,
+    width: int,
+    look: Style,
+    *,
+    is_playing: bool,
+    speed: float,
+) -> Line:
+    """Clock, position and length as words, and what is left of the line as a bar."""
+    first, last = span
+    position, length = max(0.0, now - first), max(0.0, last - first)
+    how = f"replay {speed:g}x" if is_playing else "replay held"
+    line = facts(
+        [
+            Line(how, "accent" if is_playing else "warn"),
+            Line(clock(now, now), "strong"),
+            labelled("at", f"{units.duration(position)} of {units.duration(length)}"),
+        ],
+        width,
+    )
+    room = width - line.width - 3
+    if room >= 8:
+        line.add("   ").join(bar(position / length if length else 1.0, room, look.glyphs))
+    return line.crop(width)

@@ -1,0 +1,144 @@
+"""A screen that watches a session: it looks once a second, and shows one page of what is known."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+
+from textual import events
+from textual.message import Message
+from typing_extensions import override
+
+from boltmesh.tui.pages.frame import Front, frame_panels
+from boltmesh.tui.pages.page import Page, Panel, Scene, active_table
+from boltmesh.tui.pages.registry import PAGES
+from boltmesh.tui.pages.table import Table
+from boltmesh.tui.screens.base import PanelScreen
+from boltmesh.tui.screens.prompt import Prompt
+from boltmesh.tui.session import Lost, Session
+from boltmesh.tui.sources.live import Observation
+
+MAX_SHARE = 1 / 8
+"""Of a core that watching may take: a job of very many ranks is looked at less often."""
+UNFOCUSED_INTERVAL_S = 10.0
+"""Nobody types here, but somebody may be looking, and alerts have to ring."""
+FIRST_LOOK_S = 0.3
+"""How long the first paint waits for the first look."""
+
+
+class WatchingScreen(PanelScreen):
+    """Owns a session, and closes it when it goes.
+
+    Args:
+        session: What is shown.
+        page: The name of the page to begin with.
+        interval_s: Time between two looks. None: only when a test asks for one.
+    """
+
+    @dataclass
+    class Looked(Message):
+        """The source was read, or could not be."""
+
+        seen: Observation | Lost
+
+        @override
+        def can_replace(self, message: Message) -> bool:
+            # A slow terminal skips what is out of date instead of falling behind.
+            return isinstance(message, WatchingScreen.Looked)
+
+    def __init__(
+        self, session: Session, *, page: str | None = None, interval_s: float | None = 1.0
+    ) -> None:
+        super().__init__()
+        self.session = session
+        self.page: Page = PAGES.get(page or "overview", PAGES["overview"])
+        self.note = ""
+        """Said in place of the keys until the next one is pressed."""
+        self._interval_s = interval_s
+        self._last_look = float("-inf")
+        self._cost_s = 0.0
+        """CPU time of the last look, with the drawing."""
+        self._begun_s: float | None = None
+
+    @property
+    def scene(self) -> Scene | None:
+        """What the page is drawn from, once something is known of the job."""
+        state = self.session.state
+        if state is None:
+            return None
+        return Scene(state=state, view=self.session.view, look=self.look, width=self.size.width)
+
+    @property
+    def table(self) -> Table | None:
+        """The table that the keys work on."""
+        return active_table(self.page, self.session.view)
+
+    @override
+    def panels(self) -> Sequence[Panel]:
+        front = Front(
+            page=self.page,
+            note=self.note,
+            has_jobs=self.dashboard.has_jobs,
+            has_prompt=bool(self.query(Prompt)),
+        )
+        width, height = self.size
+        return frame_panels(self.session, front, width, height, self.look)
+
+    async def on_mount(self) -> None:
+        """Look at once, then every second."""
+        # The first paint shows the job, unless that is far away and would keep the screen dark.
+        first = asyncio.ensure_future(asyncio.to_thread(self.session.look))
+        await asyncio.wait({first}, timeout=FIRST_LOOK_S)
+        if first.done():
+            self.session.take(first.result())
+        else:
+            self.run_worker(self._await_look(first), group="look")
+        if self._interval_s is not None:
+            # The first look leaves out what is slow, so the second one does not wait.
+            self.call_after_refresh(self.start_look)
+            self.set_interval(self._interval_s, self._on_tick)
+
+    def on_unmount(self) -> None:
+        """Detach from the job."""
+        self.session.close()
+
+    def on_key(self, event: events.Key) -> None:
+        """Take away what was said, whichever key comes."""
+        del event
+        self.say("")
+
+    def say(self, note: str) -> None:
+        """Show a line in place of the keys."""
+        if note != self.note:
+            self.note = note
+            self.paint()
+
+    def start_look(self) -> None:
+        """Look in the background, unless a look is under way."""
+        self._last_look = self.dashboard.clock()
+        if not any(worker.group == "look" and worker.is_running for worker in self.workers):
+            self._begun_s = time.process_time()
+            self.run_worker(self.look_again(), group="look")
+
+    async def look_again(self) -> None:
+        """Read the source in a thread and post what it saw; keys work meanwhile."""
+        await self._await_look(asyncio.to_thread(self.session.look))
+
+    def on_watching_screen_looked(self, message: Looked) -> None:
+        """Fold one look; a held screen keeps what it shows."""
+        if self.session.take(message.seen):
+            self.app.bell()
+        self.paint()
+        if self._begun_s is not None:  # the first look, which reads everything, is no measure
+            self._cost_s = time.process_time() - self._begun_s
+            self._begun_s = None
+
+    async def _await_look(self, look: Awaitable[Observation | Lost]) -> None:
+        self.post_message(self.Looked(await look))
+
+    def _on_tick(self) -> None:
+        waited = self.dashboard.clock() - self._last_look
+        if waited * MAX_SHARE >= self._cost_s and (
+            self.dashboard.is_focused or waited >= UNFOCUSED_INTERVAL_S
+        ):
+            self.start_look()

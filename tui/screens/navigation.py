@@ -1,0 +1,231 @@
+"""The keys that change how a job is looked at: rows, columns, metrics, figures."""
+
+from boltmesh.tui.metrics.heat import HEAT_FIGURES
+from boltmesh.tui.pages.neighbours import neighbour
+from boltmesh.tui.pages.overview import chosen_heat, chosen_metric
+from boltmesh.tui.pages.page import MESH, OVERVIEW, Page
+from boltmesh.tui.pages.registry import PAGES, RANK
+from boltmesh.tui.pages.table import DrawView, Table, hold_window, next_column
+from boltmesh.tui.panels.mesh_map import rank_beside
+from boltmesh.tui.screens.live import WatchingScreen
+from boltmesh.tui.state import metric_names
+from boltmesh.tui.view import TableView
+
+
+class ChoosingScreen(WatchingScreen):
+    """What a key does depends on the page; where it means nothing, nothing happens."""
+
+    page_before: Page | None = None
+    """Where a rank was chosen; None while no rank is shown in full."""
+
+    def show_page(self, name: str) -> None:
+        """Go to another page."""
+        self.page = PAGES[name]
+        self.page_before = None
+        self.paint()
+
+    def show_rank(self, rank: int) -> None:
+        """Show one rank in full."""
+        if self.page is not RANK:
+            self.page_before = self.page
+        self.page = RANK
+        self.session.choose(rank=rank)
+        self.paint()
+
+    def leave_rank(self) -> bool:
+        """Go back to where the rank was chosen; return whether one was shown."""
+        if self.page_before is None:
+            return False
+        self.page, self.page_before = self.page_before, None
+        self.paint()
+        return True
+
+    def show_metric(self, name: str) -> None:
+        """Show a metric in the chart."""
+        self.session.choose(metric=name)
+        self.paint()
+
+    def show_heat(self, figure: str) -> None:
+        """Show a figure in the heat map."""
+        self.session.choose(heat_figure=figure)
+        self.paint()
+
+    def sort_by(self, table: Table, column: str | None, *, is_descending: bool = False) -> None:
+        """Sort a table; the window goes back to its first row."""
+        self.session.look_at_table(
+            table.name, sort=column, is_descending=is_descending, first=0, selected=None
+        )
+        self.paint()
+
+    def select(self, table: Table, row: int) -> None:
+        """Select a row, and the rank that it is about."""
+        scene = self.scene
+        if scene is None:
+            return
+        first = self.window(table).first
+        view = self.session.look_at_table(table.name, selected=row, first=first)
+        rank = table.selected_rank(scene.state, view)
+        if rank is not None:
+            self.session.choose(rank=rank)
+        self.paint()
+
+    def window(self, table: Table) -> TableView:
+        """Return how a table is looked at, with the window that is on the screen."""
+        view = self.session.view.table(table.name)
+        draw = self.draw_view(table)
+        return view if draw is None else hold_window(draw, view)
+
+    def draw_view(self, table: Table) -> DrawView | None:
+        """Return what draws a table at its place, if it is on the screen."""
+        scene = self.scene
+        for drawn in self.canvas.drawn:
+            if drawn.panel.name == table.name and scene is not None:
+                _, _, width, height = drawn.panel.region
+                return lambda view: table.draw(scene.state, width, height, scene.look, table=view)
+        return None
+
+    def action_show_page(self, name: str) -> None:
+        """Go to another page."""
+        self.show_page(name)
+
+    def action_next_metric(self, by: int) -> None:
+        """Show another metric in the chart."""
+        scene = self.scene
+        names = () if scene is None else metric_names(scene.state)
+        shown = None if scene is None else chosen_metric(scene)
+        if shown is not None:
+            self.show_metric(names[(names.index(shown) + by) % len(names)])
+
+    def action_toggle_log(self) -> None:
+        """Put the chart's values on a logarithmic axis, or back on a linear one."""
+        self.session.choose(is_log=not self.session.view.is_log)
+        self.paint()
+
+    def action_next_heat(self, by: int) -> None:
+        """Show another figure in the heat map."""
+        scene = self.scene
+        if scene is not None:
+            place = HEAT_FIGURES.index(chosen_heat(scene))
+            self.show_heat(HEAT_FIGURES[(place + by) % len(HEAT_FIGURES)])
+
+    def action_sort(self) -> None:
+        """Sort the table by its next column."""
+        table = self.table
+        if table is not None:
+            self.sort_by(table, next_column(table, self.session.view.table(table.name)))
+
+    def action_reverse(self) -> None:
+        """Sort the other way round."""
+        table = self.table
+        if table is None:
+            return
+        view = self.session.view.table(table.name)
+        if view.sort is None:
+            self.say("press s first to choose a column")
+        else:
+            self.sort_by(table, view.sort, is_descending=not view.is_descending)
+
+    def action_next_table(self) -> None:
+        """Let the keys work on the page's other table."""
+        table = self.table
+        if table is not None:
+            names = [item.name for item in self.page.tables]
+            self.activate(names[(names.index(table.name) + 1) % len(names)])
+
+    def activate(self, name: str) -> None:
+        """Let the keys work on a table of this page."""
+        active = {**self.session.view.active, self.page.tab.name: name}
+        self.session.choose(active=active)
+        if self.session.view.table(name).selected is None:
+            self.session.look_at_table(name, selected=0)
+        self.paint()
+
+    def action_move(self, across: int, down: int) -> None:
+        """Select the next row, or the next rank; at the ends nothing happens."""
+        scene, table = self.scene, self.table
+        if scene is None:
+            return
+        if self.page is RANK:
+            self._move_rank(across + down)
+        elif self.page is PAGES["overview"]:
+            rank = neighbour(scene.state.job, scene.view.rank, across, down)
+            self.session.choose(rank=rank)
+            self.paint()
+        elif self.page.tab is MESH:
+            self._move_on_map(across, down)
+        elif across:
+            names = list(PAGES)
+            self.show_page(names[(names.index(self.page.tab.name) + across) % len(names)])
+        elif table is not None:
+            self._move_row(table, down)
+
+    def action_turn(self, by: int) -> None:
+        """Select the row a page further."""
+        height = max(1, self.size.height - 8)
+        if self.table is not None:
+            self._move_row(self.table, by * height)
+
+    def action_jump(self, row: int) -> None:
+        """Select the first row, or with -1 the last."""
+        scene, table = self.scene, self.table
+        if scene is not None and table is not None:
+            num_rows = len(table.rows(scene.state, scene.view.table(table.name)))
+            if num_rows:
+                self.select(table, row % num_rows)
+
+    def action_drill(self) -> None:
+        """Show the selected rank in full."""
+        scene, table = self.scene, self.table
+        if scene is None or self.page is RANK:
+            return
+        has_map = self.page.tab in {OVERVIEW, MESH}
+        rank = scene.view.rank if has_map else None
+        if table is not None and rank is None:
+            rank = table.selected_rank(scene.state, scene.view.table(table.name))
+        if rank is not None:
+            self.show_rank(rank)
+        elif table is not None:
+            self.say("choose a row with the arrows first; not every row is about one rank")
+        elif has_map:
+            self.say("choose a rank with the arrows first")
+
+    def _move_row(self, table: Table, by: int) -> None:
+        scene = self.scene
+        if scene is None:
+            return
+        view = scene.view.table(table.name)
+        num_rows = len(table.rows(scene.state, view))
+        if num_rows:
+            row = 0 if view.selected is None else view.selected + by
+            self.select(table, min(max(0, row), num_rows - 1))
+
+    def _move_on_map(self, across: int, down: int) -> None:
+        scene = self.scene
+        for drawn in self.canvas.drawn:
+            if drawn.panel.name == "map" and scene is not None:
+                _, _, width, height = drawn.panel.region
+                rank = rank_beside(
+                    scene.state,
+                    width,
+                    height,
+                    scene.view.rank,
+                    across,
+                    down,
+                    look=scene.look,
+                    figure=chosen_heat(scene),
+                )
+                self.session.choose(rank=rank)
+                self.paint()
+
+    def _move_rank(self, by: int) -> None:
+        scene = self.scene
+        ranks = [] if scene is None else [rank.rank for rank in scene.state.job.ranks]
+        if scene is None or not ranks:
+            return
+        if scene.view.rank in ranks:
+            place = ranks.index(scene.view.rank) + by
+            rank = ranks[min(max(0, place), len(ranks) - 1)]
+        else:
+            rank = ranks[0]
+        self.session.choose(rank=rank)
+        self.paint()
