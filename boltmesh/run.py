@@ -112,12 +112,14 @@ class RunBuilder:
         torch.set_float32_matmul_precision(run.matmul_precision)
         if run.seed is not None:
             seed_everything(run.seed, workers=True, verbose=False)
+        # What the other ranks find is a stand-in: they load what the first one has found.
+        verifies = self.rank.rank == 0 and not for_show
         if self.verb == "fit":
-            checkpoint = checkpoint_to_resume(self.config)
+            checkpoint = checkpoint_to_resume(self.config, verifies=verifies)
         elif for_show and run.ckpt_path == "auto":
             checkpoint = None
         else:
-            checkpoint = checkpoint_to_evaluate(self.config)
+            checkpoint = checkpoint_to_evaluate(self.config, verifies=verifies)
         model: LightningModule = self._build("model", LightningModule)
         data: LightningDataModule | None = None
         if self.config.data.class_path is not None:

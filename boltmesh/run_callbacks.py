@@ -53,7 +53,7 @@ class RunFolder(Callback):
         rank: This process.
         title: What is being done, for the first line.
         folder: On rank 0 the run's folder, None where the command writes nothing.
-        checkpoint: What this rank is about to load.
+        checkpoint: What this rank has found to load; that of rank 0 is loaded.
         followers: Callbacks that write into a folder inside the run's.
     """
 
@@ -79,11 +79,13 @@ class RunFolder(Callback):
         for each in self._followers:
             if each.folder is not None and chosen is not None:
                 each.folder = chosen / each.folder.name
-        if not trainer.strategy.reduce_boolean_decision(self._checkpoint == checkpoint):
+        is_seen = (self._checkpoint is None) == (checkpoint is None) and (
+            not isinstance(checkpoint, Path) or checkpoint.exists()
+        )
+        if not trainer.strategy.reduce_boolean_decision(is_seen):
             raise CheckpointError(
-                f"Rank 0 goes on from {checkpoint}, and rank {trainer.global_rank} finds "
-                f"{self._checkpoint or 'no checkpoint'}. Set run.dir to a folder that all "
-                f"machines share."
+                f"Rank 0 goes on from {checkpoint or 'no checkpoint'}, and not every rank sees the "
+                f"same. Set run.dir to a folder that all machines share."
             )
         if trainer.is_global_zero:
             self._announce(trainer)

@@ -5,7 +5,8 @@
     runs/NAME/                 run.dir and run.name
         0/                     the first run of that name, then 1/, 2/, ...
             config.yaml        the config that was used, itself a valid config
-            checkpoints/       *.ckpt, complete or absent: files, or directories of shards
+            checkpoints/       *.ckpt, complete or absent: files, or directories of shards;
+                               *.ckpt.damaged, found to be so and kept
             logs/              metrics.csv, one folder per start
 
 Which checkpoint an address means: itself, or the newest that is complete in the folder there.
@@ -19,8 +20,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from boltmesh.configs.advice import nearest
 from boltmesh.errors import ConfigError
+from boltmesh.launch.stopping import say
+from boltmesh.strategies.checkpoint.archive_check import find_damage
 from boltmesh.strategies.checkpoint.atomic_replace import ASIDE, restore_aside
-from boltmesh.strategies.checkpoint.manifest import MANIFEST, find_fault
+from boltmesh.strategies.checkpoint.manifest import MANIFEST, NEWER, find_fault
 from boltmesh.strategies.checkpoint.storage.addresses import (
     as_os_errors,
     is_file,
@@ -80,6 +83,8 @@ def _when(system: Any, path: str, folder: str) -> Any:
 
 
 CHECKPOINTS = "checkpoints"
+DAMAGED = ".damaged"
+"""Ends the name of a checkpoint that was found to be damaged, and is kept."""
 CONFIG_FILE = "config.yaml"
 
 
@@ -103,43 +108,125 @@ def check_run_dir(config: DictConfig) -> None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint that was written last in any run of a name."""
+    """The complete checkpoint that was written last in any run of a name; not read for damage."""
+    return next((path for path in _checkpoints(folder) if _missing(path) is None), None)
+
+
+def newest_verified_checkpoint(folder: Path, key: str) -> Path | None:
+    """The checkpoint that was written last in any run of a name and holds what was written.
+
+    Newer ones are named on stderr, and those that boltmesh has written and that are damaged now
+    get another name, ``.damaged``. Reads whole checkpoints: for one process of a job.
+
+    Args:
+        folder: That of all runs of a name.
+        key: Of the config, for errors.
+
+    Raises:
+        ConfigError: There are checkpoints, and none is whole; they keep their names.
+    """
+    passed: dict[Path, str] = {}
+    for path in _checkpoints(folder):
+        fault = _missing(path) or _damage(path)
+        if fault is None:
+            for each, why in passed.items():
+                is_ours = each.is_file() or (each / MANIFEST).is_file()
+                is_damaged = is_ours and not why.startswith(NEWER)
+                renamed = f"; it is now {_set_aside(each).name}" if is_damaged else ""
+                say(f"boltmesh: passed over {each}: {why}{renamed}\n")
+            return path
+        passed[path] = fault
+    if passed:
+        newest, why = next(iter(passed.items()))
+        others = f", and neither are {len(passed) - 1} older ones" if len(passed) > 1 else ""
+        raise ConfigError(
+            f"{key}=auto finds no whole checkpoint below {folder}: {newest} is not ({why})"
+            f"{others}. Give the path of another one, or set {key}=null to begin without one."
+        )
+    return None
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """All checkpoints of a name, complete or not, the newest first."""
     for aside in folder.glob(f"*/{CHECKPOINTS}/*.ckpt{ASIDE}"):
         restore_aside(aside.with_name(aside.name.removesuffix(ASIDE)))
+    found: list[tuple[int, str, Path]] = []
     # What is being written or deleted has another suffix.
-    found = [
-        path
-        for path in folder.glob(f"*/{CHECKPOINTS}/*.ckpt")
-        if path.is_file() or (path.is_dir() and find_fault(path) is None)
-    ]
-    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+    for path in folder.glob(f"*/{CHECKPOINTS}/*.ckpt"):
+        with contextlib.suppress(FileNotFoundError):  # another process renames it just now
+            found.append((path.stat().st_mtime_ns, path.name, path))
+    return [path for *_, path in sorted(found, reverse=True)]
 
 
-def checkpoint_to_resume(config: DictConfig) -> Path | str | None:
-    """What ``run.resume`` means, a path or an address: None starts at the beginning."""
+def _missing(path: Path) -> str | None:
+    """What a checkpoint lacks to be complete, in words."""
+    return find_fault(path) if path.is_dir() else None
+
+
+def _damage(path: Path) -> str | None:
+    """What of a complete checkpoint are not the bytes that were written, in words."""
+    if path.is_dir():
+        from boltmesh.strategies.checkpoint.directory import find_damage as find_damage_in
+
+        return find_damage_in(path, threads=8)
+    try:
+        with path.open("rb") as file:
+            return find_damage(file)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror or error})"
+
+
+def _set_aside(path: Path) -> Path:
+    """Give a damaged checkpoint a name under which none is looked for."""
+    number, target = 1, path.with_name(f"{path.name}{DAMAGED}")
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}{DAMAGED}-{number}")
+    try:
+        return path.rename(target)
+    except OSError:  # a folder that may not be written: it is passed over at every start
+        return path
+
+
+def checkpoint_to_resume(config: DictConfig, *, verifies: bool = False) -> Path | str | None:
+    """What ``run.resume`` means, a path or an address: None starts at the beginning.
+
+    Args:
+        config: As ``load`` gives it.
+        verifies: Read what ``auto`` finds, and fall back to an older one when it is damaged.
+    """
     asked = config.run.resume
     if asked is None:
         return None
     if asked == "auto":
-        return newest_checkpoint(folder_of_name(config))
+        return _automatic("run.resume", config, verifies=verifies)
     return _existing("run.resume", asked)
 
 
-def checkpoint_to_evaluate(config: DictConfig) -> Path | str | None:
-    """What ``run.ckpt_path`` means, a path or an address: None takes the model as it is built."""
+def checkpoint_to_evaluate(config: DictConfig, *, verifies: bool = False) -> Path | str | None:
+    """What ``run.ckpt_path`` means, a path or an address: None takes the model as it is built.
+
+    Args:
+        config: As ``load`` gives it.
+        verifies: See ``checkpoint_to_resume``.
+    """
     asked = config.run.ckpt_path
     if asked is None:
         return None
     if asked != "auto":
         return _existing("run.ckpt_path", asked)
-    folder = folder_of_name(config)
-    found = newest_checkpoint(folder)
+    found = _automatic("run.ckpt_path", config, verifies=verifies)
     if found is None:
         raise ConfigError(
-            f"run.ckpt_path=auto finds no checkpoint below {folder}. Run boltmesh fit first, give "
-            f"a path, or set run.ckpt_path=null to take the model as it is built."
+            f"run.ckpt_path=auto finds no checkpoint below {folder_of_name(config)}. Run boltmesh "
+            f"fit first, give a path, or set run.ckpt_path=null to take the model as it is built."
         )
     return found
+
+
+def _automatic(key: str, config: DictConfig, *, verifies: bool) -> Path | None:
+    folder = folder_of_name(config)
+    return newest_verified_checkpoint(folder, key) if verifies else newest_checkpoint(folder)
 
 
 def next_run_folder(config: DictConfig, resumed: Path | str | None) -> Path:

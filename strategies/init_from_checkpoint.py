@@ -56,7 +56,7 @@ class StartingWeights(Callback):
         if is_directory(self.path):
             checkpoint = load_directory(self.path, checks_files=checks_files)
         else:
-            checkpoint = load_file(self.path, is_mapped=True)
+            checkpoint = load_file(self.path, is_mapped=True, checks_values=checks_files)
         if MODEL not in checkpoint:
             raise ConfigError(f"{self.path} has no 'state_dict', as checkpoints of Lightning have.")
         return checkpoint

@@ -10,6 +10,7 @@ renamed. Remote file systems keep Lightning's way.
 
 import contextlib
 import os
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.archive_check import check_values
 from boltmesh.strategies.checkpoint.atomic_replace import partial_path, remove, replace
 from boltmesh.strategies.checkpoint.manifest import Written
 from boltmesh.strategies.checkpoint.safe_load import check_weights_only, safe_load
@@ -163,20 +165,29 @@ def put_file(address: str, data: bytes) -> None:
 
 
 def load_file(
-    place: str | Path, *, is_mapped: bool = False, map_location: Any = "cpu"
+    place: str | Path,
+    *,
+    is_mapped: bool = False,
+    checks_values: bool = True,
+    map_location: Any = "cpu",
 ) -> dict[str, Any]:
     """Read a file; no code that it names is run.
 
     Args:
         place: Path or address; what lies at an address is read into memory.
         is_mapped: Leave the tensors of a local file on the disk until they are read.
+        checks_values: Compare its checksums first; one rank of those that read one file is enough.
         map_location: As for ``torch.load``.
 
     Raises:
         CheckpointError: It is damaged, unsafe, or no file of ``torch.save``.
         OSError: It is missing or could not be read.
     """
+    has_checksums = True
     if isinstance(place, Path):
+        if checks_values:
+            with place.open("rb") as file:
+                has_checksums = check_values(file, place)
         # The format of old torch versions cannot be mapped.
         is_mapped = is_mapped and zipfile.is_zipfile(place)
         found = safe_load(place, place, is_mapped=is_mapped, map_location=map_location)
@@ -184,11 +195,20 @@ def load_file(
         system, path = open_address(place)
         with as_os_errors():
             data = BytesIO(system.cat_file(path))
+        if checks_values:
+            has_checksums = check_values(data, place)
+            data.seek(0)
         found = safe_load(data, place, map_location=map_location)
     if not isinstance(found, dict):
         raise CheckpointError(
             f"{place} has no 'state_dict', as every checkpoint of Lightning has: it holds a "
             f"{type(found).__name__}. Give another checkpoint."
+        )
+    if not has_checksums:
+        warnings.warn(
+            f"{place} has no checksums, so that damaged values in it cannot be found: it was "
+            f"written by torch before 1.6, or with torch.serialization.set_crc32_options(False).",
+            stacklevel=2,
         )
     return found
 

@@ -20,7 +20,12 @@ METADATA = ".metadata"
 REST = "meta.pt"
 """All that is no shard; Lightning's name."""
 
+CRC32 = "crc32"
+"""Key of a checksum: of a file in its entry, of the manifest without this key at the top."""
+
 FORMAT = 1
+NEWER = "it has format"
+"""Begins the fault of a directory that is whole as far as can be told."""
 FORMAT_WITHIN = 2
 """Of a directory whose files lie in a folder inside of it, as where another one was replaced."""
 
@@ -62,7 +67,8 @@ def write_manifest(draft: Draft, *, world_size: int, files: Mapping[str, Written
     content: dict[str, Any] = {"format": FORMAT, "world_size": world_size, "files": entries}
     if draft.within:
         content |= {"format": FORMAT_WITHIN, "within": draft.within}
-    draft.finish(json.dumps(content, indent=1).encode(), list(entries))
+    content[CRC32] = zlib.crc32(_encode(content))
+    draft.finish(_encode(content), list(entries))
 
 
 def find_fault(place: str | Path, *, checks_files: bool = True) -> str | None:
@@ -83,8 +89,10 @@ def find_fault(place: str | Path, *, checks_files: bool = True) -> str | None:
         return f"it has no {MANIFEST}"
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {MANIFEST} cannot be read ({error})"
+    except CheckpointError as error:
+        return str(error)
     if form > FORMAT_WITHIN:
-        return f"it has format {form}, and this version of boltmesh reads up to {FORMAT_WITHIN}"
+        return f"{NEWER} {form}, and this version of boltmesh reads up to {FORMAT_WITHIN}"
     for name in sorted({*files, METADATA, REST}) if checks_files else ():
         try:
             expected = int(files[name]["bytes"])
@@ -121,4 +129,18 @@ def read_checked(folder: Folder, name: str) -> bytes:
 
 
 def _read_manifest(folder: Folder) -> Any:
-    return json.loads(folder.read(MANIFEST).decode("utf-8"))
+    content = json.loads(folder.read(MANIFEST).decode("utf-8"))
+    if int(content["format"]) > FORMAT_WITHIN:
+        return content
+    checked = {key: each for key, each in content.items() if key != CRC32}
+    # Earlier versions wrote none; if the name of the key is damaged, it is not one of these.
+    is_without = checked.keys() <= {"format", "world_size", "files", "within"} and (
+        CRC32 not in content
+    )
+    if not is_without and content.get(CRC32) != zlib.crc32(_encode(checked)):
+        raise CheckpointError(f"its {MANIFEST} was damaged after it was written")
+    return content
+
+
+def _encode(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=1).encode()

@@ -56,9 +56,9 @@ def safe_load(
         lines = [line.strip() for line in text.splitlines()]
         reason = next((line for line in lines if line and not _ADVICE.search(line)), "")
         raise CheckpointError(
-            f"{name} cannot be read: it is damaged, or was not written by torch.save "
+            f"{name} cannot be loaded: it is damaged, or was not written by torch.save "
             f"({_printable(f'{type(error).__name__}: {reason}'.removesuffix(': '))}). "
-            f"Give another checkpoint."
+            f"Resume from another checkpoint."
         ) from error
 
 

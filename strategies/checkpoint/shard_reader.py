@@ -93,6 +93,20 @@ class ShardReader:
         if isinstance(part, OffloadedChunk):
             part.write(value)
 
+    def pieces(self) -> list[MetadataIndex]:
+        """All pieces of all tensors, in the order in which they are stored."""
+        places = self._metadata.storage_data
+        return sorted(places, key=lambda index: (places[index].relative_path, places[index].offset))
+
+    def check(self, index: MetadataIndex) -> None:
+        """Compare the checksum of a piece.
+
+        Raises:
+            CheckpointError: The bytes are not those that were written.
+            OSError: They could not be read.
+        """
+        self._read(index)
+
     def _entry(self, name: str) -> TensorStorageMetadata:
         entry = self._metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
@@ -104,6 +118,11 @@ class ShardReader:
             narrow(part, item.dest_offsets, item.lengths).copy_(piece)
 
     def _piece(self, index: MetadataIndex) -> Tensor:
+        piece: Tensor = safe_load(self._read(index), f"{self._folder}: {index.fqn}")
+        return piece
+
+    def _read(self, index: MetadataIndex) -> io.BytesIO:
+        """Return the file of one piece, whose checksum was right."""
         where = self._metadata.storage_data[index]
         name = Path(where.relative_path).name
         # A stream of bytes that nobody else holds is cut without a copy.
@@ -119,8 +138,7 @@ class ShardReader:
                 f"{index.fqn!r} is wrong. Resume from another checkpoint."
             )
         stream.truncate(where.length)
-        piece: Tensor = safe_load(stream, f"{self._folder}/{name}")
-        return piece
+        return stream
 
 
 def _parse(folder: Folder, data: bytes) -> Metadata:

@@ -337,16 +337,19 @@ class CheckpointingStrategy(SavingStrategy):
     ) -> dict[str, Any]:
         check_weights_only(weights_only, checkpoint_path)
         self.finish_saving()
+        checkpoint_path = self.broadcast(checkpoint_path)
         place = path_or_address(checkpoint_path)
         if self._is_directory(place):
             checkpoint = all_or_none(
                 partial(load_directory, place, checks_files=self.is_global_zero)
             )
-        elif isinstance(place, Path) and self.stores_shards:
-            checkpoint = all_or_none(partial(load_file, place, is_mapped=True))
+        elif type(self.checkpoint_io) is AtomicCheckpointIO:
+            load = partial(load_file, place, is_mapped=self.stores_shards)
+            # Hosts may have copies of their own.
+            checkpoint = all_or_none(partial(load, checks_values=self.local_rank == 0))
         else:
-            load = partial(super().load_checkpoint, checkpoint_path, True, **kwargs)
-            checkpoint = all_or_none(load)
+            plugin = partial(super().load_checkpoint, checkpoint_path, True, **kwargs)
+            checkpoint = all_or_none(plugin)
         trainer = trainer_of(self.lightning_module)
         if self._resume is not None and trainer is not None:
             self._resume.read(checkpoint, trainer, str(checkpoint_path))

@@ -189,11 +189,11 @@ def test_what_cannot_be_exported_is_refused_in_one_line(holder: Holder, capsys: 
         (
             "text.ckpt",
             "a.safetensors",
-            "text.ckpt cannot be read: it is damaged, or was not written",
+            "text.ckpt cannot be loaded: it is damaged, or was not written",
         ),
         ("list.ckpt", "a.safetensors", "list.ckpt has no 'state_dict'"),
         ("code.ckpt", "a.safetensors", "could run code"),
-        ("short.ckpt", "a.safetensors", "short.ckpt cannot be read"),
+        ("short.ckpt", "a.safetensors", "short.ckpt cannot be loaded: it is damaged"),
         ("file.ckpt", "a.ckpt", "is a Lightning file as it is: copy it"),
         ("odd.ckpt", "a.safetensors", "complex128"),
         ("source", "a.bin", "End its name in .ckpt"),

@@ -223,6 +223,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path, directory: Path) -> Non
     data = pickle.dumps(Kills())
     (directory / METADATA).write_bytes(data)
     manifest = json.loads((directory / MANIFEST).read_text())
+    del manifest["crc32"]  # as earlier versions wrote it
     manifest["files"][METADATA] = {"bytes": len(data), "crc32": zlib.crc32(data)}
     (directory / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"builtins\.exec has no place in it"):

@@ -225,7 +225,7 @@ def test_what_is_no_checkpoint_is_said_without_advice_of_torch(tmp_path: Path) -
     script = path.read_bytes()
     for data in (b"", b"nothing of torch", b"PK\x03\x04 and no more", script, script[:-40]):
         path.write_bytes(data)
-        with pytest.raises(CheckpointError, match=r"a\.ckpt cannot be read: it is") as caught:
+        with pytest.raises(CheckpointError, match=r"a\.ckpt cannot be loaded: it is") as caught:
             load_file(path, is_mapped=True)
         said = str(caught.value)
         assert "weights_only" not in said
