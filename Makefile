@@ -9,10 +9,10 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format screenshot bench house snapshot clean
+.PHONY: help venv demo test test-all check format screenshot bench house snapshot clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 venv: $(INSTALLED)  ## make .venv with boltmesh, editable, and all development tools
 
@@ -33,8 +33,13 @@ demo: venv  ## train a small GPT on two CPU ranks for about two minutes
 	  '  boltmesh fit ddp --print-config > mine.yaml                 # a config of your own'
 
 # Many tests wait, for a process to start or to end; meanwhile another worker computes.
-test: check  ## check, then the whole test suite
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
+
+test: check  ## check, then the tests: each capability, of matrices each pair of values; minutes
+	$(TESTS) -m "not full"
+
+test-all: check  ## check, then every test there is; half an hour
+	$(TESTS)
 
 check: venv  ## lint, format, types, import contracts
 	$(BIN)/ruff check

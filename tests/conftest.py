@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pairwise import mark_the_rest
 from tests.support.turnstile import taking_turns
 
 # Before torch is imported, here or in a rank: several ranks share few cores.
@@ -60,6 +61,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m "not full" is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put slow tests last, and skip by name what needs a device that is not there.
 
@@ -67,6 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     share the cores the others run short tests, which mostly wait. The longest begin, so that what
     the workers share at the end is short, and none of them computes while the others are done.
     """
+    mark_the_rest(items)
     if hasattr(config, "workerinput"):
         items.sort(key=_slow_seconds, reverse=True)
     else:

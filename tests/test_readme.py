@@ -1,14 +1,15 @@
 """Every command and every Python block of README.md runs, in the order of the page.
 
 They run in a copy of the checkout, in an environment that has the dependencies and not boltmesh:
-the page itself installs it. What would take minutes, a screen or the network is shortened by
-SHORTENED, and by nothing else.
+the page itself installs it. That is ``full``; ``make test`` runs the same commands as forks. What
+would take minutes, a screen or the network is shortened by SHORTENED, and by nothing else.
 """
 
 import os
 import re
+import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 import boltmesh
 import boltmesh.strategies
 from tests.packaging.environments import ROOT, Environment, copy_checkout, make_environment
+from tests.support.forked_python import BOLTMESH, run_python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FEW_BATCHES = "limit_val_batches=1 limit_predict_batches=1"
@@ -96,6 +98,48 @@ def installed(workplace: Workplace) -> Workplace:
     return workplace
 
 
+NEEDS_NOTHING = re.compile(r"(make|pip|python|torchrun|boltmesh (plan|check)) ")
+"""What a command begins with that goes on from none above it."""
+INTERPRETED = {"boltmesh": BOLTMESH, "torchrun": ("-m", "torch.distributed.run"), "python": ()}
+
+
+def run_as_forks(chosen: list[str], checkout: Path) -> None:
+    """Run commands of the page that are Python's; others are for the true environment."""
+    for command in chosen:
+        line, _, file = shortened(command).partition(" > ")
+        program, *arguments = shlex.split(line)
+        if program == "make" or "pip" in arguments:
+            continue
+        done = run_python(*INTERPRETED[program], *arguments, cwd=checkout)
+        assert done.returncode == 0, f"{line}\nexits {done.returncode}:\n{done.stdout}{done.stderr}"
+        if file:
+            (checkout / file).write_text(done.stdout)
+
+
+@pytest.mark.slow(15)
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_every_command_that_goes_on_from_others_runs_as_a_fork(tmp_path: Path) -> None:
+    chosen = [each for each in commands() if not NEEDS_NOTHING.match(each)]
+    assert len(chosen) > 10
+    run_as_forks(chosen, copy_checkout(tmp_path / "boltmesh"))
+
+
+INDEPENDENT = [
+    # Eight ranks, of which tests/parity/test_three_axes.py has others.
+    pytest.param(each, marks=[pytest.mark.full] if "threed" in each else [])
+    for each in commands()
+    if NEEDS_NOTHING.match(each)
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("command", INDEPENDENT)
+def test_a_command_that_needs_no_other_runs_as_a_fork(command: str, tmp_path: Path) -> None:
+    run_as_forks([command], copy_checkout(tmp_path / "boltmesh"))
+
+
+@pytest.mark.full
 @pytest.mark.slow(180)
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
@@ -105,19 +149,35 @@ def test_every_command_runs_in_the_order_of_the_page(workplace: Workplace) -> No
         workplace.run(shortened(command))
 
 
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_every_python_block_runs_as_a_fork(tmp_path: Path) -> None:
+    checkout = copy_checkout(tmp_path / "boltmesh")
+    for script in python_scripts(checkout):
+        done = run_python(str(script), cwd=checkout)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def python_scripts(checkout: Path) -> Iterator[Path]:
+    """The blocks, beside the examples, from where the page says that its model and data come."""
+    first, *others = blocks("python")
+    assert first.count("max_steps=200") == 1
+    for number, block in enumerate([first.replace("max_steps=200", "max_steps=2"), *others]):
+        script = checkout / "examples" / f"readme_{number}.py"
+        script.write_text(block, encoding="utf-8")
+        yield script
+
+
+@pytest.mark.full
 @pytest.mark.slow(35)
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_every_python_block_runs(installed: Workplace) -> None:
-    first, *others = blocks("python")
-    assert first.count("max_steps=200") == 1
-    for number, block in enumerate([first.replace("max_steps=200", "max_steps=2"), *others]):
-        # Beside the examples, from where the page says that its model and data come.
-        script = installed.checkout / "examples" / f"readme_{number}.py"
-        script.write_text(block, encoding="utf-8")
+    for script in python_scripts(installed.checkout):
         installed.run(f"python {script}")
 
 
+@pytest.mark.full
 @pytest.mark.slow(35)
 @pytest.mark.ranks
 @pytest.mark.timeout(300)

@@ -1,14 +1,16 @@
 """``boltmesh check`` as a user runs it, where ranks share batches and where they do not."""
 
-import subprocess
-import sys
-
 import pytest
 
-SMALL = ["model.init_args.n_layer=2", "model.init_args.n_embd=32", "data.init_args.batch_size=4"]
+from tests.support.forked_python import BOLTMESH, run_python
+
+SMALL = [
+    "model.init_args.n_layer=2", "model.init_args.n_embd=32", "data.init_args.batch_size=4",
+    "limit_val_batches=1", "limit_predict_batches=1",
+]  # fmt: skip
 
 
-@pytest.mark.slow(40)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "overrides", "ranks"),
     [
@@ -20,8 +22,8 @@ SMALL = ["model.init_args.n_layer=2", "model.init_args.n_embd=32", "data.init_ar
 def test_layouts_are_compared_with_the_batches_that_their_data_ranks_see(
     workplace, recipe, overrides, ranks
 ):
-    line = [sys.executable, "-m", "boltmesh", "check", recipe, "--steps", "2", *SMALL, *overrides]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=110)
+    line = (*BOLTMESH, "check", recipe, "--steps", "2", *SMALL, *overrides)
+    done = run_python(*line, timeout_s=110)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f" on {ranks} ranks against one process:" in done.stdout
     assert "compared: 2 losses, 2 gradient norms" in done.stdout

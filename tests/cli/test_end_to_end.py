@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from tests.cli.conftest import TINY
+from tests.support.forked_python import BOLTMESH, ForkedPython, run_python
 
-BOLTMESH = [sys.executable, "-m", "boltmesh"]
 TIMEOUT_S = 110
 
 
-_started: list[subprocess.Popen[str]] = []
+_started: list[ForkedPython] = []
 
 
 @pytest.fixture(autouse=True)
@@ -27,33 +27,21 @@ def _nothing_left_running():
     while _started:
         process = _started.pop()
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.kill_all()
 
 
-def start(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def start(*arguments: str) -> ForkedPython:
     # Lightning warns of few loader workers and the like; the lines of boltmesh are what counts.
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, "-m", "boltmesh"] if launcher else BOLTMESH
-    process = subprocess.Popen(
-        [*command, *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    _started.append(process)
-    return process
+    _started.append(ForkedPython(*BOLTMESH, *arguments, env=environment))
+    return _started[-1]
 
 
 def job_after_steps(steps: int) -> dict:
     """The only job of this folder, once it has made so many steps."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        done = subprocess.run(
-            [*BOLTMESH, "top", "--once", "--json"], capture_output=True, text=True
-        )
+        done = run_python(*BOLTMESH, "top", "--once", "--json")
         if done.returncode == 0 and (job := json.loads(done.stdout))["global_step"] >= steps:
             return job
         time.sleep(0.2)
@@ -112,11 +100,7 @@ def test_a_killed_rank_ends_the_job_and_is_named_by_both_the_command_and_the_das
         f"see `boltmesh top {job['id']}`."
     )
     assert "Traceback" not in error
-    afterwards = json.loads(
-        subprocess.run(
-            [*BOLTMESH, "top", job["id"], "--once", "--json"], capture_output=True, text=True
-        ).stdout
-    )
+    afterwards = json.loads(run_python(*BOLTMESH, "top", job["id"], "--once", "--json").stdout)
     assert afterwards["state"] == "crashed"
     assert afterwards["cause"].startswith("rank 1 was killed by SIGKILL")
     assert not any(Path(f"/proc/{each['pid']}").exists() for each in job["ranks"])
@@ -127,9 +111,14 @@ def test_a_killed_rank_ends_the_job_and_is_named_by_both_the_command_and_the_das
 @pytest.mark.timeout(200)
 def test_ranks_of_torchrun_are_joined(workplace):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    run = start("fit", str(TINY), "max_epochs=1", launcher=launcher)
-    out, error = run.communicate(timeout=TIMEOUT_S)
-    assert run.returncode == 0, error
-    assert out.count("boltmesh: fit tiny on 2 ranks into runs/tiny/0;") == 1
-    assert out.count("boltmesh: trained 12 steps") == 1
+    run = subprocess.run(  # a true start of everything
+        [sys.executable, *launcher, *BOLTMESH, "fit", str(TINY), "max_epochs=1"],
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("boltmesh: fit tiny on 2 ranks into runs/tiny/0;") == 1
+    assert run.stdout.count("boltmesh: trained 12 steps") == 1
     assert Path("runs/tiny/0/checkpoints/last.ckpt").is_file()

@@ -43,6 +43,7 @@ def test_a_spawned_process_imports_the_checkout(
     assert all(is_inside(file, checkout) for file in files)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("editable", ["links"], indirect=True)
 def test_torchrun_starts_the_example(editable: tuple[Environment, Path]) -> None:
     environment, checkout = editable

@@ -14,12 +14,16 @@ FOUR_RANKS = ["GPT-2, tied", "T5", "U-Net"]
 """A tied weight, an encoder's output and skips, each over borders that are not neighbours."""
 
 
+@pytest.mark.each_choice
+@pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [*((name, 2) for name in ZOO), *((name, 4) for name in FOUR_RANKS)],
 )
-def test_gradients_losses_and_parameters_are_those_of_one_process(name: str, ranks: int) -> None:
-    cases = ON_TWO if ranks == 2 else ON_FOUR
+def test_gradients_losses_and_parameters_are_those_of_one_process(
+    name: str, ranks: int, number: int
+) -> None:
+    cases = [(ON_TWO if ranks == 2 else ON_FOUR)[number]]
     for (schedule, precision), apart in zip(cases, measure(name, ranks, cases, 110), strict=True):
         if precision == "32-true":
             assert apart.gradient < 1e-5, schedule

@@ -7,7 +7,8 @@ import pytest
 from tests.parity.resharding import TOLERANCE, Matrix, distance, read
 from tests.support.layouts import PLAIN
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow(30)]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow(30), pytest.mark.full]
+"""Each two of the axes go on from others, and others from them, in files of their own."""
 
 THREE_AXES, DDP, SHARDS = "2 x 2 x 2, ZeRO-1", "DDP, 2", "ZeRO-3 on the CPU, 2"
 

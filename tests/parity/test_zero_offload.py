@@ -68,10 +68,15 @@ def layouts(rank: int, world_size: int, case: Case, folder: str, names: list[str
     return traces
 
 
-@pytest.mark.slow(20)
+THIRDS = [list(LAYOUTS)[first::3] for first in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.each_choice
+@pytest.mark.parametrize("names", THIRDS, ids=["first", "second", "third"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_layout_equals_one_process(case: Case, tmp_path: Path) -> None:
-    check(case, list(LAYOUTS), tmp_path)
+def test_every_layout_equals_one_process(case: Case, names: list[str], tmp_path: Path) -> None:
+    check(case, names, tmp_path)
 
 
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.name)

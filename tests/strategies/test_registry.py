@@ -16,9 +16,11 @@ from boltmesh.strategies.registry import STRATEGIES, build_strategy
     "imports",
     [
         "import boltmesh; import lightning.pytorch",
-        "import lightning.pytorch; import boltmesh",
-        "import boltmesh; import lightning",
-        "import boltmesh.errors; from lightning.pytorch import Trainer",
+        pytest.param("import lightning.pytorch; import boltmesh", marks=pytest.mark.full),
+        pytest.param("import boltmesh; import lightning", marks=pytest.mark.full),
+        pytest.param(
+            "import boltmesh.errors; from lightning.pytorch import Trainer", marks=pytest.mark.full
+        ),
     ],
 )
 def test_names_are_known_in_every_order_of_imports(imports: str) -> None:

@@ -1,7 +1,7 @@
 """On 2 x 2 x 2 ranks: whole parameters in callbacks, one overflow for all, bytes of each axis."""
 
 import itertools
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from tests.support.gpts import TinyGPT, text_data
 from tests.support.planned_meshes import check_memory, measured, planned, said
 from tests.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow(100), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow(20), pytest.mark.timeout(400)]
 
 SIZE = 2
 """Of each axis."""
@@ -176,55 +176,42 @@ TRAINED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 """Settings of the Trainer, and options of the strategy."""
 
 
-# All of it, in ranks that are started once.
-
-
-@dataclass
-class Found:
-    """What a rank has seen."""
-
-    looks: list[tuple[list[dict[str, Tensor]], float]]
-    overflow: tuple[list[Tensor], float, bool]
-    paths: list[str]
-    """Of telemetry."""
-
-
-def all_of_it(rank: int, world_size: int) -> Found:
-    return Found(
-        [
-            look(rank, world_size, zero_stage=0, **INTERLEAVED),
-            look(rank, world_size, zero_stage=3),
-        ],
-        overflow(rank, world_size),
-        [train(rank, world_size, settings, **options) for settings, options in TRAINED],
-    )
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+@pytest.fixture(
+    scope="module", params=[pytest.param(TRAINED[0], marks=pytest.mark.full), TRAINED[1]]
+)
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """Telemetry of a run, settings of its Trainer, and options of its strategy."""
+    settings, options = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BOLTMESH_RUN_DIR", str(tmp_path_factory.mktemp("telemetry")))
-        return run_ranks(all_of_it, RANKS, timeout_s=240)
+        path, *_ = run_ranks(partial(train, **options), RANKS, settings, timeout_s=240)
+    return Path(path), settings, options
 
 
-def test_callbacks_see_and_write_what_they_would_in_one_process(ranks: list[Found]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"zero_stage": 0, **INTERLEAVED}, marks=pytest.mark.full), {"zero_stage": 3}],
+    ids=lambda options: f"stage {options['zero_stage']}",
+)
+def test_callbacks_see_and_write_what_they_would_in_one_process(options: dict[str, Any]) -> None:
     wanted, loss = run_ranks(look, 1)[0]
     assert len(wanted) == 6
     assert not torch.equal(wanted[1]["norm.weight"], wanted[2]["norm.weight"])
-    for each in ranks:
-        for seen, found in each.looks:
-            assert found == pytest.approx(loss, rel=1e-5)
-            assert len(seen) == len(wanted)
-            for ours, theirs in zip(seen, wanted, strict=True):
-                assert ours.keys() == theirs.keys()
-                for name, value in theirs.items():
-                    torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    for seen, found in run_ranks(partial(look, **options), RANKS, timeout_s=240):
+        assert found == pytest.approx(loss, rel=1e-5)
+        assert len(seen) == len(wanted)
+        for ours, theirs in zip(seen, wanted, strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, value in theirs.items():
+                torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: list[Found]) -> None:
-    first = ranks[0].overflow[0]
-    for each in ranks:
-        seen, scale, is_followed = each.overflow
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    ranks = run_ranks(overflow, RANKS, timeout_s=240)
+    first = ranks[0][0]
+    for seen, scale, is_followed in ranks:
         assert scale == 64.0
         assert not is_followed  # the user's scaler is as it was
         moved = [not torch.equal(*pair) for pair in itertools.pairwise(seen)]
@@ -233,30 +220,29 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: list[Found]) -> No
         assert all(map(torch.equal, seen, first))
 
 
-def test_each_axis_moves_what_is_expected_of_it(ranks: list[Found]) -> None:
-    for path in ranks[0].paths:
-        with open_job(Path(path)) as job:
-            seen = job.snapshot()
-        expected = {
-            (each.axis, each.operator): (each.payload_bytes, each.calls)
-            for each in seen.expected
-            if each.axis in AXES
-        }
-        assert {axis for axis, _ in expected} == set(AXES)
-        moved = measured(seen)
-        assert moved.keys() == expected.keys()
-        for key, amount in moved.items():
-            assert amount == pytest.approx(expected[key]), key
+def test_each_axis_moves_what_is_expected_of_it(trained: Any) -> None:
+    with open_job(trained[0]) as job:
+        seen = job.snapshot()
+    expected = {
+        (each.axis, each.operator): (each.payload_bytes, each.calls)
+        for each in seen.expected
+        if each.axis in AXES
+    }
+    assert {axis for axis, _ in expected} == set(AXES)
+    moved = measured(seen)
+    assert moved.keys() == expected.keys()
+    for key, amount in moved.items():
+        assert amount == pytest.approx(expected[key]), key
 
 
-def test_a_plan_has_said_before_what_each_axis_moves_and_ranks_hold(ranks: list[Found]) -> None:
-    for path, (settings, options) in zip(ranks[0].paths, TRAINED, strict=True):
-        with open_job(Path(path)) as job:
-            seen = job.snapshot()
-        sizes = {"data": SIZE, "pipeline": SIZE, "tensor": SIZE, "microbatches": 2}
-        plan = planned(Silent, Texts, RANKS, {**sizes, **options}, settings, depth=4, ties=True)
-        moved, told = measured(seen), said(plan)
-        assert moved.keys() == told.keys()
-        for key, amount in moved.items():
-            assert told[key] == pytest.approx(amount), key
-        check_memory(plan, seen, num_parameters=len(list(Silent(depth=4).parameters())))
+def test_a_plan_has_said_before_what_each_axis_moves_and_ranks_hold(trained: Any) -> None:
+    path, settings, options = trained
+    with open_job(path) as job:
+        seen = job.snapshot()
+    sizes = {"data": SIZE, "pipeline": SIZE, "tensor": SIZE, "microbatches": 2}
+    plan = planned(Silent, Texts, RANKS, {**sizes, **options}, settings, depth=4, ties=True)
+    moved, told = measured(seen), said(plan)
+    assert moved.keys() == told.keys()
+    for key, amount in moved.items():
+        assert told[key] == pytest.approx(amount), key
+    check_memory(plan, seen, num_parameters=len(list(Silent(depth=4).parameters())))

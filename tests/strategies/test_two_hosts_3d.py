@@ -12,7 +12,13 @@ from tests.support import hosts_job
 from tests.support.hosts import needs_namespaces, training, two_hosts
 from tests.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow(45), pytest.mark.timeout(400), needs_namespaces]
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.slow(45),
+    pytest.mark.full,
+    pytest.mark.timeout(400),
+    needs_namespaces,
+]
 
 ROOT = Path(__file__).parents[2]
 

@@ -111,9 +111,7 @@ def run_ranks(
 
     ``grace_s`` is for tests that look at what the others say when one has failed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    _start_server()
+    context = fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         # The fork server keeps the environment that it was started with.
         run_dir = os.environ.get("BOLTMESH_RUN_DIR") or str(Path(folder, "telemetry"))
@@ -137,12 +135,14 @@ def run_ranks(
     return [each.result for each in ranks]
 
 
-def _start_server() -> None:
+def fork_server() -> "multiprocessing.context.ForkServerContext":
     """Start the fork server, unless it runs, where it finds ``tests``, wherever a test stands.
 
     Python 3.11 has it take no notice of ``sys.path``: it looks in the folder that it starts in.
     That is the process's: a second thread of a test would take it for where the test stands.
     """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
     with _STARTING:
         before = Path.cwd()
         os.chdir(ROOT)
@@ -150,6 +150,7 @@ def _start_server() -> None:
             forkserver.ensure_running()
         finally:
             os.chdir(before)
+    return context
 
 
 def _wait(ranks: list[_Rank], timeout_s: float, grace_s: float) -> None:

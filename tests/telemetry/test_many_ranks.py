@@ -97,6 +97,7 @@ def test_a_thousand_ranks_are_watched_by_a_small_part_of_a_core(many_files, monk
     assert min(costs) < STEADY_S
 
 
+@pytest.mark.full
 @pytest.mark.slow(25)
 def test_an_hour_of_looking_takes_no_more_memory_than_its_first_minutes():
     """A look a second at a rank whose steps take three seconds, and whose rings are full."""

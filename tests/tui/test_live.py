@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.forked_python import ForkedPython
 from tests.tui.training import BOLTMESH, global_step, run_training, wait_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 @pytest.fixture
-def training(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def training(tmp_path: Path) -> Iterator[ForkedPython]:
     with run_training(tmp_path) as process:
         yield process
 
@@ -64,7 +65,7 @@ class Terminal:
 
 
 def test_watching_leaves_the_job_alone_and_sees_it_die(
-    training: "subprocess.Popen[bytes]",
+    training: ForkedPython,
 ) -> None:
     document: dict[str, Any] = json.loads(_top("--once", "--json"))
     assert document["state"] == "running"

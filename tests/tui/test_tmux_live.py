@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from boltmesh.tui.pages.page import PAGE_TABS
+from tests.support.forked_python import ForkedPython
 from tests.tui.training import BOLTMESH, global_step, run_training, snapshot, wait_for
 
 pytestmark = [
@@ -72,7 +73,7 @@ class Viewer:
 
 
 @pytest.fixture
-def training(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def training(tmp_path: Path) -> Iterator[ForkedPython]:
     with run_training(tmp_path) as process:
         yield process
 
@@ -101,7 +102,7 @@ def footprint(pid: int) -> tuple[int, ...]:
 
 
 def test_two_viewers_come_and_go_and_the_job_does_not_notice(
-    training: "subprocess.Popen[bytes]", tmp_path: Path, viewers: list[Viewer]
+    training: ForkedPython, tmp_path: Path, viewers: list[Viewer]
 ) -> None:
     job = snapshot()
     assert job is not None
@@ -139,7 +140,7 @@ def test_two_viewers_come_and_go_and_the_job_does_not_notice(
 
 
 def test_a_killed_rank_is_named_on_the_screen(
-    training: "subprocess.Popen[bytes]", tmp_path: Path, viewers: list[Viewer]
+    training: ForkedPython, tmp_path: Path, viewers: list[Viewer]
 ) -> None:
     job = snapshot()
     assert job is not None
@@ -156,7 +157,7 @@ def test_a_killed_rank_is_named_on_the_screen(
 
 
 def test_an_interrupted_run_is_shown_as_ended_with_its_checkpoint(
-    training: "subprocess.Popen[bytes]", tmp_path: Path, viewers: list[Viewer]
+    training: ForkedPython, tmp_path: Path, viewers: list[Viewer]
 ) -> None:
     viewers.append(Viewer(tmp_path))
     viewers[0].see("running")

@@ -1,7 +1,6 @@
 """A real run of two ranks that trains for as long as a test lasts."""
 
 import contextlib
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.reader.reader import open_job
 from boltmesh.telemetry.snapshot import JobSnapshot
+from tests.support.forked_python import ForkedPython
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 BOLTMESH = [sys.executable, "-m", "boltmesh"]
@@ -34,13 +34,13 @@ def global_step() -> int:
 
 
 @contextlib.contextmanager
-def run_training(folder: Path, *, step_s: float = 0.05) -> Iterator["subprocess.Popen[bytes]"]:
+def run_training(folder: Path, *, step_s: float = 0.05) -> Iterator[ForkedPython]:
     """Train until the block ends; it begins once a few steps are done."""
     command = [
-        *BOLTMESH, "fit", str(TINY), "max_epochs=100000", f"model.init_args.step_s={step_s}"
+        "-m", "boltmesh", "fit", str(TINY), "max_epochs=100000", f"model.init_args.step_s={step_s}"
     ]  # fmt: skip
-    log = (folder / "fit.log").open("wb")
-    with log, subprocess.Popen(command, cwd=folder, stdout=log, stderr=log) as process:
+    with (folder / "fit.log").open("wb") as log:
+        process = ForkedPython(*command, cwd=folder, stdout=log, stderr=log)
         try:
             wait_for(
                 lambda: global_step() >= 8 or process.poll() is not None,
@@ -49,5 +49,5 @@ def run_training(folder: Path, *, step_s: float = 0.05) -> Iterator["subprocess.
             assert process.poll() is None, (folder / "fit.log").read_text()
             yield process
         finally:
-            if process.poll() is None:
-                process.terminate()
+            process.terminate()
+            process.wait()

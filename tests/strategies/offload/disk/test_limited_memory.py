@@ -172,6 +172,7 @@ def _train(folder: Path, tier: str, limit: str, checkpoint: str = "none") -> dic
     return found
 
 
+@pytest.mark.full
 @pytest.mark.slow(100)
 @pytest.mark.timeout(900)
 def test_a_model_whose_state_is_four_times_all_of_the_memory_trains_with_nvme(

@@ -1,0 +1,72 @@
+"""Chooses of a matrix of tests so few that each pair of its values, or each value, is still there.
+
+``@pytest.mark.pairwise`` above the ``parametrize`` marks of a test has every other combination
+marked ``full``, which ``make test`` leaves out and ``make test-all`` runs; so has
+``@pytest.mark.each_choice``, which keeps each value and not each pair, for matrices of two axes. A
+parametrize of several names at once is one axis, whose rows all stay. Most faults of combinations
+take two values: Kuhn, Wallace, Gallo, "Software Fault Interactions and Implications for Software
+Testing", 2004; both names are of Grindal, Offutt, Andler, "Combination Testing Strategies", 2005.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations
+
+import pytest
+
+Values = frozenset[tuple[str, Hashable]]
+
+
+def cover(cases: Sequence[Mapping[str, Hashable]], strength: int = 2) -> set[int]:
+    """Choose cases, by their places, that hold each combination of values which any case holds.
+
+    Greedy: of those that hold most combinations which are still missing, one whose values were
+    chosen least, and of these the first.
+
+    Args:
+        cases: The value of each argument.
+        strength: How many values make a combination: 2 for each pair, 1 for each value.
+    """
+    held = [_combinations(each, strength) for each in cases]
+    missing = set().union(*held)
+    uses: Counter[tuple[str, Hashable]] = Counter()
+    chosen: set[int] = set()
+
+    def gain(at: int) -> tuple[int, int, int]:
+        return len(held[at] & missing), -sum(uses[each] for each in cases[at].items()), -at
+
+    while missing:
+        best = max(range(len(cases)), key=gain)
+        chosen.add(best)
+        missing -= held[best]
+        uses.update(cases[best].items())
+    return chosen
+
+
+def _combinations(case: Mapping[str, Hashable], strength: int) -> set[Values]:
+    return {frozenset(each) for each in combinations(case.items(), min(strength, len(case)))}
+
+
+def mark_the_rest(items: Sequence[pytest.Item]) -> None:
+    """Mark what the cover of a test's matrix leaves out as ``full``."""
+    for marker, strength in (("pairwise", 2), ("each_choice", 1)):
+        matrices: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            if item.get_closest_marker(marker) is not None:
+                matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        for matrix in matrices.values():
+            chosen = cover([_places(each) for each in matrix], strength)
+            for at, item in enumerate(matrix):
+                if at not in chosen:
+                    item.add_marker(pytest.mark.full)
+
+
+def _places(item: pytest.Item) -> dict[str, Hashable]:
+    """Of each axis, a parametrize or a fixture's params, which row a test has."""
+    callspec = getattr(item, "callspec", None)
+    left = {} if callspec is None else {name: id(each) for name, each in callspec.params.items()}
+    found: dict[str, Hashable] = {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if isinstance(mark.args[0], str) else ",".join(mark.args[0])
+        found[names] = tuple(left.pop(each.strip()) for each in names.split(",") if each)
+    return {**found, **left}
