@@ -135,20 +135,17 @@ def parameters_lent(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> 
                     setattr(module, key, getattr(lender, key))
         yield
     finally:
-        for module, key, own in before:
+        for module, key, own in reversed(before):  # lists of parameters before what is in them
             setattr(module, key, own)
 
 
 def _borrowed(module: Module) -> list[tuple[str, object]]:
-    """Return what a module borrows, by name: parameters, and what has no values."""
+    """Return what a module borrows, by name: parameters and lists of them, what has no values."""
+    others = [each for each in vars(module).items() if each[0] not in _REGISTERED]
     return [
-        (key, each)
-        for key, each in own_tensors(module)
-        if isinstance(each, Parameter) or each.is_meta
-    ] + [
         (key, value)
-        for key, value in vars(module).items()
-        if key not in _REGISTERED and any(each.is_meta for each in tensors_of(value))
+        for key, value in (*own_tensors(module), *others)
+        if any(isinstance(each, Parameter) or each.is_meta for each in tensors_of(value))
     ]
 
 

@@ -259,6 +259,56 @@ def test_a_block_that_is_wrong_beside_others_alone_does_not_train(
         assert notes == ()
 
 
+class Deciding(LightningModule):
+    """Blocks in which roundings decide a little, as they do where tokens go to experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gated() for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = functional.one_hot(batch[0], 24).float()
+        for block in self.blocks:
+            x = block(x)
+        return functional.mse_loss(x, functional.one_hot(batch[1], 24).float())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 12), nn.Linear(12, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(x).tanh())
+        with torch.no_grad():
+            goes_up = (y * 5e4).round() % 2
+        return x + y + 0.02 * goes_up
+
+
+def decide(rank: int, world_size: int) -> tuple[list[str], tuple[str, ...], int]:
+    seed_everything(1, verbose=False)
+    nudges: list[object] = []
+    nudge = verify._nudge
+    vars(verify)["_nudge"] = lambda each: nudges.append(nudge(each))
+    strategy = TensorParallelStrategy(telemetry=False)
+    Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(Deciding(), text_data(12, 12))  # fmt: skip
+    assert strategy.plan is not None
+    return list(strategy.plan.sharded), strategy.plan.notes, len(nudges)
+
+
+def test_what_roundings_decide_is_no_fault() -> None:
+    for sharded, notes, nudges in run_ranks(decide, 2, timeout_s=90):
+        assert nudges > 0
+        assert "blocks.3.up.weight" in sharded
+        assert notes == ()
+
+
 def test_a_step_that_cannot_be_run_before_the_first_is_refused_with_its_reason() -> None:
     with pytest.raises(RankFailure, match=r"training_step could not be run.*no data of mine"):
         run_ranks(train_strange, 2, "raises")
