@@ -1,4 +1,4 @@
-"""What the launchers know of processes: how one ended, and how to end with one's parent."""
+"""Processes: how one ended, how one ends at once, and how one ends with its parent."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import select
 import signal
 import sys
 import time
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -21,8 +22,28 @@ def describe_exit(code: int) -> str:
     return f"was killed by signal {-code} ({name})"
 
 
+def write_stderr(text: str) -> None:
+    """Write to stderr past Python's buffers, which a signal handler may have interrupted."""
+    os.write(2, text.encode(errors="replace"))
+
+
+def end_process(code: int, message: str = "") -> NoReturn:
+    """End this process now. The only place of boltmesh that calls ``os._exit``.
+
+    From any thread and from a signal handler: nothing is unwound and no lock is taken, because the
+    main thread may hang in a collective that never completes.
+
+    Args:
+        code: Exit code.
+        message: One line for stderr, without ``boltmesh:``; empty for none.
+    """
+    if message:
+        write_stderr(f"boltmesh: {message}\n")
+    os._exit(code)
+
+
 def end_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends (Linux only).
+    """Make the kernel kill this process when the thread that started it ends (Linux only).
 
     A rank whose launcher was killed would wait in a collective until its timeout.
     """
@@ -30,7 +51,7 @@ def end_with_parent() -> None:
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was asked
+    if os.getppid() != parent:  # it ended before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 

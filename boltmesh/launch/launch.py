@@ -26,8 +26,8 @@ from types import FrameType
 from boltmesh.errors import TelemetryError
 from boltmesh.launch.rank import RENDEZVOUS_VARIABLE, SUPERVISOR_VARIABLE, stop_line, traceback_hint
 from boltmesh.launch.reports import Report, read_reports, store_traceback
-from boltmesh.launch.stopping import HANDLED, STOPPING, describe_stop, say
-from boltmesh.process import describe_exit
+from boltmesh.launch.stopping import HANDLED, STOPPING, describe_stop
+from boltmesh.process import describe_exit, write_stderr
 from boltmesh.telemetry.job import ID_VARIABLE, job_path, record_end
 
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -305,7 +305,7 @@ class Supervisor:
         """The first signal asks the ranks to stop, the second one ends them."""
         received = len(self._signals)
         if forwarded == 0 and received:
-            say(STOPPING)
+            write_stderr(STOPPING)
             for each in running:
                 each.ask_to_stop(self._signals[0])
         if received > 1:
@@ -355,7 +355,9 @@ class Supervisor:
 
     def _conclude(self) -> int:
         if len(self._signals) > 1:
-            say(f"boltmesh: killed by a second signal; go on with: {self.resume_command}\n")
+            write_stderr(
+                f"boltmesh: killed by a second signal; go on with: {self.resume_command}\n"
+            )
             return 128 + self._signals[0]
         cause = self._first_cause()
         if cause is not None:
@@ -363,12 +365,14 @@ class Supervisor:
         stopped = [each for each in self._reports.values() if each.kind == "stopped"]
         if stopped:
             kept = next((each for each in stopped if each.checkpoint is not None), stopped[0])
-            say(f"boltmesh: {stop_line(kept.message, kept.checkpoint, self.resume_command)}\n")
+            write_stderr(
+                f"boltmesh: {stop_line(kept.message, kept.checkpoint, self.resume_command)}\n"
+            )
             return 128 + (self._signals or [kept.signum])[0]
         if all(each.code == 0 or self._has_left(each.rank) for each in self._ranks):
             return 0
         signum = (self._signals or [signal.SIGTERM])[0]
-        say(f"boltmesh: {stop_line(describe_stop(signum), None, self.resume_command)}\n")
+        write_stderr(f"boltmesh: {stop_line(describe_stop(signum), None, self.resume_command)}\n")
         return 128 + signum
 
     def _first_cause(self) -> Cause | None:
@@ -385,11 +389,11 @@ class Supervisor:
         line = describe_cause(cause, job_id=self.job_id)
         if cause.report is not None:
             if self.wants_traceback:
-                say(f"{cause.report.traceback}\n")
+                write_stderr(f"{cause.report.traceback}\n")
             if cause.report.kind != "user":
                 path = stored[cause.rank]
                 line += traceback_hint(path, wants_traceback=self.wants_traceback)
-        say(f"boltmesh: {line}\n")
+        write_stderr(f"boltmesh: {line}\n")
         return 2 if cause.report is not None and cause.report.kind == "user" else 1
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from boltmesh.errors import BoltMeshError
 from boltmesh.launch.placement import Launcher, find_launcher
 from boltmesh.launch.reports import Kind, Report, report_of_error, store_traceback, write_report
-from boltmesh.launch.stopping import SAME_SIGNAL_S, StoppedBySignal, StopSwitch, say
-from boltmesh.process import end_with_parent
+from boltmesh.launch.stopping import SAME_SIGNAL_S, StoppedBySignal, StopSwitch
+from boltmesh.process import end_with_parent, write_stderr
 
 SUPERVISOR_VARIABLE = "BOLTMESH_SUPERVISOR"
 """``PID:FOLDER`` of the supervisor, for its ranks."""
@@ -153,7 +153,7 @@ class Rank:
     @staticmethod
     def _print(line: str) -> None:
         sys.stdout.flush()
-        say(f"boltmesh: {line}\n")
+        write_stderr(f"boltmesh: {line}\n")
 
 
 def _verb(report: Report) -> str:

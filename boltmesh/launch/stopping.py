@@ -9,6 +9,8 @@ import signal
 import time
 from types import FrameType
 
+from boltmesh.process import end_process, write_stderr
+
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SIGNAL_S = 2.0
 """Launchers hand a signal on to ranks that may have had it already: that is no second one."""
@@ -69,10 +71,9 @@ class StopSwitch:
         elif self.signum is None:
             self.signum, self._since = signum, time.monotonic()
             if not self._is_supervised:
-                say(STOPPING)
+                write_stderr(STOPPING)
         elif not self._is_supervised and time.monotonic() - self._since > self._same_signal_s:
-            say("boltmesh: killed by a second signal.\n")
-            os._exit(128 + signum)
+            end_process(128 + signum, "killed by a second signal.")
 
     @staticmethod
     def _handle_in_child(signum: int) -> None:
@@ -86,8 +87,3 @@ STOPPING = (
     "\nboltmesh: stopping after this step (a validation that is due runs to its end first); "
     "once more kills the run.\n"
 )
-
-
-def say(text: str) -> None:
-    """Write to stderr without Python's buffers, which a handler may have interrupted."""
-    os.write(2, text.encode())

@@ -27,7 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from boltmesh.process import describe_exit, wait_for_end_of_parent
+from boltmesh.process import describe_exit, end_process, wait_for_end_of_parent
 
 if TYPE_CHECKING:
     from subprocess import Popen
@@ -202,7 +202,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         wait_for_end_of_parent()
         if self.on_death is not None:
             self.on_death(0, None)
-        os._exit(1)
+        end_process(1)
 
     def _watch(self) -> None:
         while not self._name_first_death():
@@ -216,7 +216,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             if process.poll() is None:
                 process.kill()
         sys.stdout.flush()
-        os._exit(1)
+        end_process(1)
 
     def _name_first_death(self, *, within_s: float = 0.0) -> bool:
         """Say once which rank went first. False when all are alive or ended well."""
