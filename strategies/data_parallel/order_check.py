@@ -2,20 +2,17 @@
 
 Under ZeRO each module is gathered from all ranks and its gradients are reduced over all of them,
 so every rank has to run the same modules in the same order. A layer that only some ranks run
-would pair the collective of one module with that of another: wrong numbers where the sizes
-happen to fit, an abort or a hang where they do not.
+would pair the collective of one module with that of another: wrong numbers if the sizes happen to
+fit, an abort or a hang if they do not.
 
-Every gather and every reduction is compared with what came at this place before. Where a step is
-as the last one nothing is sent; where it is not, the ranks agree before they go on. See [Note:
-Ranks part only where somebody asks] in ``route.py``. A rank that waits in a collective for one
-that never comes is told by a thread of its own, see ``standstill.py``.
-
-Which collective follows which: what ranks have agreed on once they need not agree on again.
+``OrderCheck`` compares every gather and every reduction with what followed at this place before.
+A step that repeats the last one sends nothing; otherwise the ranks agree before they go on, see
+[Note: A mismatch always has a rank that checks]. ``watchdog.py`` explains a rank that waits in a
+collective for a rank that never enters it.
 """
 
 import hashlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -28,30 +25,31 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from boltmesh.errors import DivergenceError
-from boltmesh.strategies.data_parallel.watchdog import RankReport, Watchdog, describe_parting
+from boltmesh.errors import BoltMeshError, DivergenceError
+from boltmesh.strategies.data_parallel.watchdog import RankCall, Watchdog, describe_mismatch
 from boltmesh.strategies.torch_compat.fsdp_hooks import intercept_collectives
 
 START: Final = 0
 
 _MOST_REMEMBERED: Final = 1 << 20
-"""Places; a model that never does the same twice must not fill the memory with what it did."""
+"""Places; a model that never repeats a step must not fill the memory with its order."""
 
 _PRIME: Final = 0x100000001B3
 _MASK: Final = (1 << 64) - 1
 
 
 class KnownOrder:
-    """Where this rank is in the order of collectives, and what came next the last time.
+    """Place of this rank in the order of collectives, and what followed each place last.
 
-    [Note: Ranks part only where somebody asks]
-    At each place one continuation is free: the one that the ranks took there last. Whoever takes
-    another one asks all others first. Ranks that are at one place hold one table, for it changes
-    in agreement alone. So two ranks that go on differently are never both free: at least one of
-    them asks, is not answered by those that took the free one, and stays away from the collective
-    that these wait in. No collective of one module is ever paired with that of another.
+    [Note: A mismatch always has a rank that checks]
+    Each place has one known continuation: the event that followed it last. A rank that takes
+    another one has to agree with all others first. Ranks at the same place hold the same table,
+    because only an agreement changes it. So of two ranks that continue differently at most one
+    takes the known continuation. The other one checks, gets no agreement from the ranks that wait
+    in the known collective, and never enters theirs: no collective of one module is paired with
+    that of another.
 
-    A place is a hash of all that was passed since the last ``restart``.
+    A place is a hash of all events since the last ``restart``.
     """
 
     def __init__(self) -> None:
@@ -59,43 +57,43 @@ class KnownOrder:
         self._next: dict[int, int] = {}
 
     def learn(self, event: int) -> None:
-        """Make this the free continuation; all ranks do so at once."""
+        """Make this the known continuation; all ranks do so at once."""
         if len(self._next) >= _MOST_REMEMBERED:
             self._next.clear()
         self._next[self._place] = event
 
-    def take_free(self, event: int) -> bool:
-        """Go on by one event if it is the free continuation; return whether it is."""
+    def matches_last(self, event: int) -> bool:
+        """Return whether an event followed this place last; advance by it if it did."""
         if self._next.get(self._place) != event:
             return False
-        self._place = (self._place * _PRIME ^ event) & _MASK
+        self.advance(event)
         return True
 
     def advance(self, event: int) -> None:
-        """Go on by one event."""
+        """Advance by one event."""
         self._place = (self._place * _PRIME ^ event) & _MASK
 
     def restart(self, place: int = START) -> None:
-        """Go to a place by name, however this rank came to be here."""
+        """Go to a named place, whatever came before."""
         self._place = place
 
 
 PATIENCE_S: Final = 10.0
-"""How long a rank may stand at one place before it asks where the others are."""
+"""Seconds that a rank may be idle at one place before it compares its calls with other ranks."""
 
 _REMEMBERED_EVENTS: Final = 1 << 16
 """On a GPU the host runs ahead of a gather that never completes, by at most a few steps."""
 
 _MOST_NAMES: Final = 3
 _EVALUATION: Final = 1
-"""The place where each batch of evaluation begins."""
+"""The place at which each evaluation batch begins."""
 
 
 class CollectiveEvent(NamedTuple):
-    """Something that all ranks have to do in the same order."""
+    """A call that all ranks have to make in the same order."""
 
     key: int
-    """A hash of the text that is the same on every rank."""
+    """Hash of the text, equal on every rank."""
     text: str
 
 
@@ -104,28 +102,27 @@ class OrderCheck:
 
     Args:
         group: The ranks that share a model.
-        is_settled: Whether somebody else sees to it just now that all ranks gather alike, so that
-            nothing is compared. Has to be the same on all ranks.
-        patience_s: Instead of PATIENCE_S.
-        timeout: How long a rank may wait for an agreement at most; None: torch's default.
-        on_stuck: Told, from another thread, when this rank cannot be reached: the others have
-            parted from it and its training hangs. The process ends after it returns.
+        is_synchronized: Whether another mechanism makes all ranks gather the same just now, so
+            that nothing is compared. Equal on all ranks.
+        patience_s: In place of PATIENCE_S.
+        timeout: How long a rank may wait for an agreement; None: torch's default.
+        on_stuck: See ``FailureBoard``.
     """
 
     def __init__(
         self,
         group: ProcessGroup,
         *,
-        is_settled: Callable[[], bool] = lambda: False,
+        is_synchronized: Callable[[], bool] = lambda: False,
         patience_s: float | None = None,
         timeout: timedelta | None = None,
-        on_stuck: Callable[[DivergenceError], None] = lambda _: None,
+        on_stuck: Callable[[BoltMeshError], None] = lambda _: None,
     ) -> None:
         self._ranks = dist.get_process_group_ranks(group)
         patience_s = PATIENCE_S if patience_s is None else patience_s
         self._patience = timedelta(seconds=patience_s)
-        # Of its own, so that a question is never taken for a gather, and on the CPU, so that it
-        # waits for no kernel.
+        # A group of its own, so that an agreement is never paired with a gather; on the CPU, so
+        # that it waits for no kernel.
         self._group = dist.new_group(
             self._ranks,
             timeout,
@@ -133,39 +130,37 @@ class OrderCheck:
             use_local_synchronization=True,
             group_desc="divergence",
         )
-        self._route = KnownOrder()
+        self._order = KnownOrder()
         self._events: dict[tuple[str, ...], CollectiveEvent] = {}
         self._history: deque[CollectiveEvent] = deque(maxlen=_REMEMBERED_EVENTS)
         self._count = 0
         self._lock = threading.Lock()
-        self._moved_s = time.monotonic()
         self._is_on = False
         self._has_failed = False
-        self._is_settled = is_settled
+        self._is_synchronized = is_synchronized
         self._is_evaluating = False
-        self._standstill = Watchdog(
+        self._watchdog = Watchdog(
             dist.get_rank(),
             self._group.group_name,
-            self.passed,
-            self.idle_s,
+            self.call_at,
             patience_s=patience_s,
             on_stuck=on_stuck,
         )
 
-    def watch(self, units: Mapping[str, FSDPModule], root: Module) -> None:
-        """Follow what these units gather and reduce, until the model goes.
+    def attach(self, units: Mapping[str, FSDPModule], root: Module) -> None:
+        """Record what these units gather and reduce, for the life of the model.
 
         Args:
-            units: By the names that errors give them; the one that gathers what no other does
-                has an empty name.
-            root: What each batch goes through.
+            units: By name, for errors; the unit of all parameters outside of other units has an
+                empty name.
+            root: The module that each batch goes through.
         """
         for name, unit in units.items():
-            named = f"'{name}'" if name else "what is in no block"
-            gather = self._event(f"gathers {named}")
+            named = f"'{name}'" if name else "the parameters outside of all blocks"
+            gather = self._event(f"called all_gather of {named}")
             intercept_collectives(
                 unit,
-                before_gather=partial(self._pass, gather),
+                before_gather=partial(self._record, gather),
                 before_reduction=partial(self._before_reduction, named),
             )
         root.register_forward_pre_hook(self._before_batch, prepend=True)
@@ -173,130 +168,134 @@ class OrderCheck:
     def start(self) -> None:
         """Begin to compare, at the start of a run."""
         self._is_on, self._has_failed, self._is_evaluating = True, False, False
-        self._route.restart(START)
+        self._order.restart(START)
         with self._lock:  # a run that failed may have left ranks at different places
             self._history.clear()
             self._count = 0
-        self._standstill.start()
+        self._watchdog.start()
 
-    def note(self, text: str) -> None:
-        """Say what this rank is about to do together with the others: ``gathers 'head'``.
+    def record(self, text: str) -> None:
+        """Record what this rank does together with the others: ``called all_gather of 'head'``.
+
+        Called before the collective; the text is in the past tense because errors quote it.
 
         Raises:
-            DivergenceError: Another rank is about to do something else.
+            DivergenceError: Another rank made a different call here.
         """
-        self._pass(self._event(text))
+        self._record(self._event(text))
 
     def end_step(self) -> None:
-        """Say that an optimizer has stepped; what follows is compared with what followed then."""
-        self.note("ends a step")
-        self._route.restart(START)
+        """Record an optimizer step; what follows is compared with what followed the last one."""
+        self.record("ended an optimizer step")
+        self._order.restart(START)
 
     def explain(self, error: BaseException) -> None:
-        """Put the divergence into an error that is its consequence, such as a lost connection."""
+        """Put the mismatch into an error that is its consequence, such as a lost connection."""
         self._has_failed = True
         if not self._is_on or isinstance(error, DivergenceError):
             return
-        verdict = self._standstill.verdict or self._standstill.ask()
-        if verdict is not None:
-            error.args = (verdict,)
+        explanation = self._watchdog.diagnose()
+        if explanation is not None:
+            error.args = (explanation,)
 
     def stop(self) -> None:
-        """Compare no longer, at the end of a run; of a good one tell who still waits for this."""
+        """Compare no longer, at the end of a run. After a good run, tell ranks that still wait."""
         if self._is_on and not self._has_failed:
-            self._standstill.leave(self._count, "has ended its run")
+            self._watchdog.report_mismatch(self._count, "ended its run")
         self._is_on = False
-        self._standstill.stop()
+        self._watchdog.stop()
 
-    def passed(self, index: int) -> str | None:
-        """Return what this rank did at a place, by its number; None where it does not know."""
+    def call_at(self, index: int) -> str | None:
+        """Return this rank's call by its number from the start; None if it is not known."""
         with self._lock:
-            at = index - (self._count - len(self._history))
-            return self._history[at].text if 0 <= at < len(self._history) else None
-
-    def idle_s(self) -> float:
-        """Return how long ago this rank noted anything."""
-        return time.monotonic() - self._moved_s
+            position = index - (self._count - len(self._history))
+            return self._history[position].text if 0 <= position < len(self._history) else None
 
     def _before_reduction(self, named: str, reduced: Sequence[str], missing: Sequence[str]) -> None:
         key = (named, *reduced)
         event = self._events.get(key)
         if event is None:
-            whole = f"reduces the gradients of {named}"
-            said = f"{whole} without {_shorten(missing)}" if missing else whole
-            event = self._event(said, of=key)
-        self._pass(event)
+            text = f"reduced the gradients of {named}"
+            event = self._event(f"{text} without {_shorten(missing)}" if missing else text, key=key)
+        self._record(event)
 
     def _before_batch(self, module: Module, inputs: object) -> None:
-        if self._is_settled():
+        if self._is_synchronized():
             return
-        # A batch is what it is whatever came before it, so that the turns between training and
-        # evaluation are asked about and not all that follows them.
+        # The place after the beginning of a batch does not depend on what came before it. So only
+        # the turns between training and evaluation need an agreement, not all that follows them.
         if not torch.is_grad_enabled():
             self._is_evaluating = True
-            self.note("begins a batch of evaluation")
-            self._route.restart(_EVALUATION)
+            self.record("began an evaluation batch")
+            self._order.restart(_EVALUATION)
             return
-        self.note("begins a training batch")
+        self.record("began a training batch")
         if self._is_evaluating:
             self._is_evaluating = False
-            self._route.restart(START)
-            self._route.advance(self._event("begins a training batch").key)
+            self._order.restart(START)
+            self._order.advance(self._event("began a training batch").key)
 
-    def _event(self, text: str, *, of: tuple[str, ...] = ()) -> CollectiveEvent:
-        """Return the event of a text, or of what stands behind a text that was shortened."""
-        key = of or (text,)
+    def _event(self, text: str, *, key: tuple[str, ...] = ()) -> CollectiveEvent:
+        """Return the event of a text, or of a key if the text is a shortened form of it."""
+        key = key or (text,)
         event = self._events.get(key)
         if event is None:
             digest = hashlib.blake2b("\0".join(key).encode(), digest_size=7).digest()
             event = self._events[key] = CollectiveEvent(int.from_bytes(digest, "little"), text)
         return event
 
-    def _pass(self, event: CollectiveEvent) -> None:
-        if not self._is_on or self._is_settled():
+    def _record(self, event: CollectiveEvent) -> None:
+        if not self._is_on or self._is_synchronized():
             return
         with self._lock:
             self._history.append(event)
             self._count += 1
-            self._moved_s = time.monotonic()
-        if not self._route.take_free(event.key):
-            self._agree(event)
-            self._route.learn(event.key)
-            self._route.advance(event.key)
+        self._watchdog.board.note_progress()
+        if not self._order.matches_last(event.key):
+            self._check(event)
+            self._order.learn(event.key)
+            self._order.advance(event.key)
 
-    def _agree(self, event: CollectiveEvent) -> None:
-        """Ask what the others do here. Collective over those that take no free continuation."""
-        # With the place: where gathers are queued on a GPU, one that took the free continuation
-        # may have come further before it asks.
-        mine = torch.tensor([event.key, self._count])
-        found = [torch.zeros_like(mine) for _ in self._ranks]
-        work = dist.all_gather(found, mine, group=self._group, async_op=True)
+    def _check(self, event: CollectiveEvent) -> None:
+        """Compare this event with the other ranks'.
+
+        Collective over the ranks that do not take the known continuation.
+        """
+        # With the place: where gathers are queued on a GPU, a rank that took the known
+        # continuation may have come further before it checks.
+        own = torch.tensor([event.key, self._count])
+        found = [torch.zeros_like(own) for _ in self._ranks]
+        work = dist.all_gather(found, own, group=self._group, async_op=True)
         assert work is not None
         self._wait(work, event)
-        if all(torch.equal(each, mine) for each in found):
+        if all(torch.equal(row, own) for row in found):
             return
-        at = min(int(each[1]) for each in found) - 1
+        index = min(int(row[1]) for row in found) - 1
         texts: list[str | None] = [None] * len(self._ranks)
-        dist.all_gather_object(texts, self.passed(at), group=self._group)
-        said = [
-            RankReport(rank, text) for rank, text in zip(self._ranks, texts, strict=True) if text
+        dist.all_gather_object(texts, self.call_at(index), group=self._group)
+        calls = [
+            RankCall(rank, text) for rank, text in zip(self._ranks, texts, strict=True) if text
         ]
-        raise DivergenceError(self._standstill.settle(describe_parting(said)))
+        raise DivergenceError(self._watchdog.conclude(describe_mismatch(calls)))
 
     def _wait(self, work: Work, event: CollectiveEvent) -> None:
         while not self._is_done(work):
-            verdict = self._standstill.ask_who_stays(self._count - 1, event.text)
-            if verdict is not None:
-                raise DivergenceError(verdict)
+            explanation = self._watchdog.diagnose_own(self._count - 1, event.text)
+            if explanation is not None:
+                raise DivergenceError(explanation)
 
     def _is_done(self, work: Work) -> bool:
-        """Wait for the others as long as patience lasts; raises where one of them is lost."""
+        """Wait for the other ranks for ``patience_s``.
+
+        Raises:
+            RuntimeError: A rank is lost.
+        """
         try:
             work.wait(self._patience)
         except RuntimeError:
             if not work.is_completed():
                 return False
-            work.wait()  # it came just now, or raises what is the matter
+            work.wait()  # it completed just now, or raises its error
         return True
 
 

@@ -154,23 +154,23 @@ class ZeroAxis(DataAxis):
         model = self._model
         guard = OrderCheck(
             context.group,
-            is_settled=model.attendance.is_settling,
+            is_synchronized=model.attendance.is_settling,
             timeout=context.timeout,
             on_stuck=self._fail,
         )
-        guard.watch(model.units, model.root)
+        guard.attach(model.units, model.root)
         for weight in model.tiled:
-            weight.note = guard.note
+            weight.note = guard.record
         return guard
 
     def _fail(self, error: BaseException) -> None:
         assert self._context is not None
         self._context.recorder.fail(error)
 
-    def _note(self, text: str) -> None:
-        """Say what this rank is about to do together with the others."""
+    def _record(self, text: str) -> None:
+        """Record what this rank does together with the others, see ``OrderCheck.record``."""
         if self._guard is not None:
-            self._guard.note(text)
+            self._guard.record(text)
 
     @override
     def explain(self, error: BaseException) -> None:
@@ -345,7 +345,7 @@ class ZeroAxis(DataAxis):
     def clip_by_norm(
         self, optimizer: Optimizer, parameters: Iterable[Parameter], max_norm: float
     ) -> Tensor:
-        self._note("clips its gradients")
+        self._record("clipped its gradients")
         if self._offload is not None:
             return self._offload.clip(optimizer, max_norm)
         given = list(parameters)
@@ -355,7 +355,7 @@ class ZeroAxis(DataAxis):
 
     @override
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
-        self._note("takes the norm of its gradients")
+        self._record("computed the norm of its gradients")
         if self._offload is not None:
             return self._offload.gradient_norm(optimizer)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]

@@ -250,12 +250,12 @@ class PipelineMeshStrategy(PipelineLoops, PipelineCheckpoints):
     @override
     def explain(self, exception: BaseException) -> None:
         super().explain(exception)
-        self.pipeline_axis.others.explain(exception)
+        self.pipeline_axis.others.annotate(exception)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self.pipeline_axis.others.tell(exception)
+        self.pipeline_axis.others.post(exception)
 
     @override
     def teardown(self) -> None:

@@ -65,7 +65,6 @@ class PipelineAxis:
         count = context.num_replicas * context.num_sharing
         self.others = PeerPipelines(count, dist.get_world_size(), self._fail)
         if self.placement is not None:
-            self._executor.open()
             self.expectations.context = context
 
     def place(
@@ -240,7 +239,7 @@ class PipelineAxis:
         disk meanwhile may turn out to have failed, on this rank alone.
         """
         try:
-            self.others.meet(self.context.data.begin_batch)
+            self.others.run_collective(self.context.data.begin_batch)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
             self.runner.refuse(error)
 
@@ -283,7 +282,7 @@ class PipelineAxis:
             if over_replicas() and self.context.evens_shared:
                 self.holdings.shared.even()
 
-        self.others.meet(average)
+        self.others.run_collective(average)
 
     @property
     def bubble(self) -> float | None:
@@ -304,7 +303,7 @@ class PipelineAxis:
 
     def _explain(self, error: BaseException) -> None:
         self.context.recorder.explain(error)
-        self.others.explain(error)
+        self.others.annotate(error)
 
     def _fail(self, error: BaseException) -> None:
         self.context.recorder.fail(error)

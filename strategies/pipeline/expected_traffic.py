@@ -36,7 +36,7 @@ from boltmesh.strategies.pipeline.microbatch_runs import Around
 from boltmesh.strategies.pipeline.options import PipelineContext
 from boltmesh.strategies.pipeline.partition.placement import TRAINING, StagePlacement
 from boltmesh.strategies.pipeline.runtime.backward import StageGraph, backward
-from boltmesh.strategies.pipeline.runtime.handshake import agreement_size
+from boltmesh.strategies.pipeline.runtime.handshake import handshake_size
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.schedules.actions import (
     RECEIVES,
@@ -314,7 +314,7 @@ class PipelineForecast:
         if self._group.size() == 1:
             return over_borders
         return over_borders + expected_collectives(
-            agreements=agreement_size(self._programs.num_stages, self._group.size(), num_told),
+            agreements=handshake_size(self._programs.num_stages, self._group.size(), num_told),
             shared=shared,
             told=told,
             evened=evened,

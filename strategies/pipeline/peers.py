@@ -1,12 +1,11 @@
-"""What several pipelines do together, and what they tell each other of failures.
+"""What several pipelines do together, and the causes of failures that they share.
 
-They are those of other data ranks, and those of the ranks that share each layer with this one.
-
-A pipeline that fails in a step raises on all of its ranks; the others find out when they wait for
-it at the end of a batch. So do those of the same pipeline where a rank fails outside of steps, in a
-hook of the user's or as its optimizer steps. Nobody can be woken there (see [Note: Failing
-together] in ``executor/failure.py``), but the wait ends with the process that is waited for, or
-after a grace period, and the cause is in the store by then.
+These are the pipelines of other data ranks, and those of the ranks that share each layer with this
+one. A pipeline that fails in a step raises on all of its ranks; the other pipelines find out when
+they wait for it at the end of a batch. The ranks of one pipeline share failures outside of steps in
+the same way: in a user's hook, or while an optimizer steps. A waiting rank cannot be woken there
+(see [Note: Failing together] in ``runtime/failure.py``), but the wait ends with the process that
+is waited for, or after a grace period, and the cause is on the board by then.
 """
 
 import itertools
@@ -16,15 +15,15 @@ from typing import Final
 import torch.distributed as dist
 
 from boltmesh.errors import BoltMeshError, PipelineError
+from boltmesh.failure_board import FailureBoard
 from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
-from boltmesh.strategies.pipeline.runtime.failure import FailureBoard
 
 _RUNS: Final = itertools.count()
-"""Of this process: what was told in one run is not heard in another."""
+"""Of this process: a cause that was posted in one run is not read in another one."""
 
 
 class PeerPipelines:
-    """The pipelines beside this one. Collective to make, over all ranks.
+    """The other pipelines of the job. Collective to make, over all ranks.
 
     Args:
         count: Pipelines of the job, this one among them.
@@ -33,50 +32,51 @@ class PeerPipelines:
     """
 
     def __init__(
-        self, count: int, num_ranks: int, on_stuck: Callable[[PipelineError], None]
+        self, count: int, num_ranks: int, on_stuck: Callable[[BoltMeshError], None]
     ) -> None:
-        self._alarm: FailureBoard | None = None
+        self._board: FailureBoard | None = None
         self._failed = f"Another {'pipeline' if count > 1 else 'rank'} of the job failed"
         if num_ranks > 1:
             name = f"replicas-{broadcast_from_rank0(next(_RUNS))}"
-            self._alarm = FailureBoard(dist.get_rank(), name, on_stuck=on_stuck)
+            self._board = FailureBoard(
+                dist.get_rank(), name, error=PipelineError, on_stuck=on_stuck
+            )
 
-    def meet(self, action: Callable[[], None]) -> None:
-        """Do something that is collective over the data axis.
+    def run_collective(self, action: Callable[[], None]) -> None:
+        """Run an action that is collective over the data axis.
 
         Raises:
-            PipelineError: With the cause, where another pipeline has failed.
+            PipelineError: Another pipeline has failed; with its cause.
         """
-        if self._alarm is None:
+        if self._board is None:
             action()
             return
         try:
-            with self._alarm.watching():
+            with self._board.monitoring():
                 action()
         except BoltMeshError:
             raise
         except Exception as error:
-            cause = self._alarm.look()
+            cause = self._board.peek()
             if cause is None:
                 raise
             raise PipelineError(f"{self._failed}: {cause}") from error
-        self._alarm.num_moves += 1
 
-    def explain(self, error: BaseException) -> None:
-        """Put into an error that ends this rank what another one has told of its own."""
-        if self._alarm is None or isinstance(error, BoltMeshError):
+    def annotate(self, error: BaseException) -> None:
+        """Put the cause that another rank posted into an error that ends this rank."""
+        if self._board is None or isinstance(error, BoltMeshError):
             return
-        cause = self._alarm.look()
+        cause = self._board.peek()
         if cause is not None and cause not in str(error):
-            told = f"{self._failed}: {cause.rstrip('.')}."
-            error.args = (f"{told} Here it shows as: {error}",)
+            first = f"{self._failed}: {cause.rstrip('.')}."
+            error.args = (f"{first} Here it shows as: {error}",)
 
-    def tell(self, error: BaseException) -> None:
-        """Tell the others why this rank ends."""
-        if self._alarm is not None:
-            self._alarm.ring(str(error) or type(error).__name__)
+    def post(self, error: BaseException) -> None:
+        """Post why this rank ends."""
+        if self._board is not None:
+            self._board.post(str(error) or type(error).__name__)
 
     def close(self) -> None:
-        """End the thread that looks for failures."""
-        if self._alarm is not None:
-            self._alarm.close()
+        """Stop the monitor thread."""
+        if self._board is not None:
+            self._board.close()

@@ -92,7 +92,7 @@ class StepRunner:
                 slots, holdings.shared, self._finish, executor.drop_carried
             )
 
-    def work_off(
+    def run_batch(
         self,
         run: MicrobatchRun,
         finish: Finish,
@@ -215,7 +215,7 @@ class StepRunner:
     def relay(self, run: MicrobatchRun) -> Any:
         """Run a step on the whole batch, each unit on its rank; return what it returns."""
         made = relay_of(self._module, self._placement, self._context.group, self._context.device)
-        with self._executor.beside(run.step):
+        with self._executor.guarded(run.step):
             return made.run(run.step, (run.batch, *run.rest), run.kwargs, run.seeds[0])
 
     def refuse(self, error: Exception) -> NoReturn:

@@ -110,7 +110,7 @@ def training_step(
     deposit = GradHandoff(axis.holdings.parameters)
     delayed = axis.delayed
     with deposit.taking() if delayed is None else nullcontext():
-        logs, rows = axis.runner.work_off(run, finish, around, found)
+        logs, rows = axis.runner.run_batch(run, finish, around, found)
     loss, total = _hear(axis, logs, rows, numbers)
     if delayed is not None:
         delayed.wait(len(parts), None if loss is None else total)

@@ -93,7 +93,7 @@ class TiledWeight:
             for tile in range(self.plan.count):
                 yield tile, self._piece(tile, dtype)
             return
-        self.note(f"gathers '{self.name}' in tiles")
+        self.note(f"called all_gather of '{self.name}' in tiles")
         size = (self.plan.ranks * self.plan.tile_rows, *self.parameter.shape[1:])
         device = self.parameter.device
         buffers = [torch.empty(size, dtype=dtype, device=device) for _ in range(2)]
@@ -132,7 +132,7 @@ class TiledWeight:
     def gradient(self) -> "TiledGradient":
         """Begin the gradient of this rank's shard."""
         if self.plan.ranks > 1:
-            self.note(f"reduces the gradients of '{self.name}' in tiles")
+            self.note(f"reduced the gradients of '{self.name}' in tiles")
         return TiledGradient(self)
 
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ReduceScatterOptions, Store
+from torch._C._distributed_c10d import ReduceScatterOptions
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -96,13 +96,3 @@ BROADCAST_BUCKET_BYTES = 250 << 20
 def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     """Give every rank of a group the values of its first one, in few messages. Collective."""
     dist._broadcast_coalesced(group, tensors, BROADCAST_BUCKET_BYTES, 0)  # type: ignore[attr-defined]
-
-
-def shared_store(prefix: str) -> Store | None:
-    """Return the store by which all ranks have met; None where there is no process group.
-
-    To be asked for each time: a store that is kept keeps its server's port.
-    """
-    if not dist.is_initialized():
-        return None
-    return PrefixStore(prefix, dist.distributed_c10d._get_default_store())

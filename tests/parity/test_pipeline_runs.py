@@ -73,7 +73,7 @@ class Wakes(Callback):
         assert axis.context.recorder is strategy.recorder
         if axis.context.recorder not in self.recorders:
             self.recorders.append(axis.context.recorder)
-        thread = axis._executor._alarm._thread
+        thread = axis._executor._board._monitor._thread
         assert thread is not None
         assert thread.is_alive()
 

@@ -74,7 +74,7 @@ def test_who_says_nothing_is_told_with_the_reason() -> None:
     here = {0: standing(0, waits(DATA, (0, 1), 4))}
     found = explain(here, 0, 2)
     assert found is not None
-    assert "Rank 1 does not answer, and its host cannot be looked at" in found.text
+    assert "Rank 1 does not answer, and this host has no telemetry file of it." in found.text
     here[1] = standing(1, group(DATA, (0, 1), 3), silence="is stopped")
     found = explain(here, 0, 2)
     assert found is not None

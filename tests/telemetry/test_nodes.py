@@ -21,7 +21,7 @@ from boltmesh.telemetry.writer.nodes import (
     ReceivedNode,
     ReceivedNodes,
 )
-from boltmesh.telemetry.writer.torch_compat.operators import default_store
+from boltmesh.torch_compat import job_store
 from tests.support.written_jobs import WrittenJob
 
 
@@ -384,19 +384,20 @@ def test_the_file_is_private_and_written_whole(nodes, clock):
 
 
 def test_the_store_of_a_job_is_found_unless_it_is_a_file(tmp_path):
-    assert default_store("x") is None
+    assert job_store("x", in_memory=True) is None
     real = HashStore()
     dist.init_process_group("gloo", store=real, rank=0, world_size=1)
     try:
-        found = default_store("x")
+        found = job_store("x", in_memory=True)
         found.set("key", "value")
-        assert default_store("x").multi_get(["key"]) == [b"value"]
-        assert not default_store("y").check(["key"])
+        assert job_store("x", in_memory=True).multi_get(["key"]) == [b"value"]
+        assert not job_store("y", in_memory=True).check(["key"])
     finally:
         dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        assert default_store("x") is None
+        assert job_store("x", in_memory=True) is None
+        assert job_store("x") is not None
     finally:
         dist.destroy_process_group()
 

@@ -1,10 +1,8 @@
-"""Works out from what ranks say of themselves where a standstill began: plain functions.
+"""Finds from the progress of several ranks where a hang began: plain functions.
 
-The members of a group enter the same collectives in the same order, so the sequence numbers tell
-who has not entered the one in which a rank waits. A missing rank may wait itself, in another
-group: then the question goes on there, to whoever waits for nobody, or around a circle.
-
-What one rank says of itself when it stands still: its collectives, and where its code is.
+The members of a group enter the same collectives in the same order, so the sequence numbers show
+which rank has not entered the one in which another rank waits. A missing rank may wait itself, in
+another group: then the search goes on there, until a rank that does not wait or around a cycle.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,18 +21,18 @@ class GroupPosition(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     axis: str
     members: list[tuple[int, int, int]]
-    """As runs, see ``members.pack_ranks``; empty where they are not known."""
+    """As runs, see ``rank_ranges.pack_ranks``; empty if unknown."""
     sequence: int
-    """The newest collective that it entered, counted from 1."""
+    """Number of the newest collective that it entered, from 1."""
     operator: str | None
     is_done: bool | None
-    """None where the backend does not tell."""
+    """None if the backend does not report it."""
     for_s: float
-    """Since it was entered or, where that is known, done."""
+    """Seconds since it was entered or, if that is known, done."""
     peer: int | None = None
-    """The other side of a call from rank to rank, by global rank."""
+    """Global rank of the other side of a point-to-point call."""
     is_paired: bool = False
-    """Ranks talk to one other here too, so the numbers of two ranks cannot be compared."""
+    """The group also has point-to-point calls, so sequence numbers of two ranks do not compare."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -42,31 +40,31 @@ class GroupPosition(msgspec.Struct, frozen=True, kw_only=True):
         return self.name, self.members[0][0] if self.members else -1
 
     def ranks(self, world_size: int) -> tuple[int, ...]:
-        """The members; all ranks where they are not known."""
+        """Return the members; all ranks if they are unknown."""
         return unpack_ranks(self.members, world_size) or tuple(range(world_size))
 
 
 class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank that makes no progress, or of which that is asked."""
+    """How far one rank has come: its collectives, and where its code is."""
 
     rank: int
     phase: str | None = None
     global_step: int = 0
     place: str = ""
-    """Where its code stands, in words; empty where that is not known."""
+    """Source line of its code, see ``CodeLocation``; empty if unknown."""
     stack: tuple[str, ...] = ()
-    """The lines of its stack that are the user's, the innermost last."""
+    """Lines of its stack that are user code, the innermost last."""
     is_in_library: bool = True
-    """The innermost frame is not the user's, so that it may be a wait."""
+    """The innermost frame is not user code, so it may be a wait."""
     silence: str = ""
-    """Why it did not answer; empty where it did."""
+    """Why it published nothing; empty if it did."""
     groups: tuple[GroupPosition, ...] = ()
     has_stepped: bool = True
-    """It has made a step, so that nothing has to be loaded any more."""
+    """It has made a step, so loading is over."""
 
 
 MAX_NAMED: Final = 4
-"""Missing ranks that are told of one by one."""
+"""Missing ranks that are described one by one."""
 
 _LONG_PHASES: Final = frozenset({"validation", "checkpoint"})
 
@@ -77,96 +75,96 @@ class Wait(NamedTuple):
     """One collective that does not advance."""
 
     group: GroupPosition
-    """As one who waits has it."""
+    """Position of a rank that waits."""
     blocked: int
-    """The number of the collective."""
+    """Number of the collective."""
     operator: str | None
     missing: tuple[int, ...]
-    """Who has not entered it."""
+    """Ranks that have not entered it."""
     waiting: tuple[int, ...]
     others: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Who has entered something else under the same number."""
+    """Operators that were entered under the same number, with their ranks."""
 
 
 class Explanation(NamedTuple):
     """Why a rank waits."""
 
     key: str
-    """The same whoever asks, and of whichever collective, as long as the missing do not move."""
+    """Equal for all ranks and collectives that wait for the same missing ranks, until one moves."""
     text: str
     """One or two sentences."""
     stacks: tuple[str, ...]
     """Lines with the stacks of the missing."""
     takes_long: bool
-    """The missing do what may well take long: a validation, a checkpoint, loading."""
+    """The missing ranks do what may take long: a validation, a checkpoint, loading."""
 
 
 def explain(
-    standings: Mapping[int, RankProgress], start: int, world_size: int
+    progress: Mapping[int, RankProgress], start: int, world_size: int
 ) -> Explanation | None:
-    """Return why rank ``start`` waits; None where it does not, or nobody is known to be behind.
+    """Return why rank ``start`` waits; None if it does not wait or no rank is known to be behind.
 
     Args:
-        standings: By rank, of those that are known of.
-        start: The rank that asks.
+        progress: By rank, for the ranks whose progress is known.
+        start: The rank to explain.
         world_size: Ranks of the job.
     """
-    wait, asker, is_circle = find_root(standings, start, world_size)
+    wait, waiter, is_cycle = find_root(progress, start, world_size)
     if wait is None:
         return None
     name, group = _call(wait), _group(wait.group, world_size)
     text = _what(wait, name, group)
-    told = sorted({*wait.missing} or {rank for _, ranks in wait.others[1:] for rank in ranks})
-    sentences = [_where(rank, standings, world_size) for rank in told[:MAX_NAMED]]
-    if len(told) > MAX_NAMED:
-        sentences.append(f"So are {len(told) - MAX_NAMED} more")
-    if is_circle or wait.others:
-        sentences += [_where(asker, standings, world_size), _ADVICE.rstrip(".")]
-    known = [standings[rank] for rank in wait.missing if rank in standings]
+    named = sorted({*wait.missing} or {rank for _, ranks in wait.others[1:] for rank in ranks})
+    sentences = [_where(rank, progress, world_size) for rank in named[:MAX_NAMED]]
+    if len(named) > MAX_NAMED:
+        sentences.append(f"So are {len(named) - MAX_NAMED} more")
+    if is_cycle or wait.others:
+        sentences += [_where(waiter, progress, world_size), _ADVICE.rstrip(".")]
+    known = [progress[rank] for rank in wait.missing if rank in progress]
     takes_long = len(known) == len(wait.missing) > 0 and all(
-        not each.silence and (each.phase in _LONG_PHASES or not each.has_stepped) for each in known
+        not rank.silence and (rank.phase in _LONG_PHASES or not rank.has_stepped) for rank in known
     )
     return Explanation(
-        key=" ".join(_mark(standings, rank) for rank in (told or wait.waiting)),
+        key=" ".join(_mark(progress, rank) for rank in (named or wait.waiting)),
         text=f"{text}. {'. '.join(sentences)}." if sentences else f"{text}.",
-        stacks=tuple(_stacks([*told[:MAX_NAMED], *([asker] if is_circle else [])], standings)),
-        takes_long=takes_long and not is_circle,
+        stacks=tuple(_stacks([*named[:MAX_NAMED], *([waiter] if is_cycle else [])], progress)),
+        takes_long=takes_long and not is_cycle,
     )
 
 
 def find_root(
-    standings: Mapping[int, RankProgress], start: int, world_size: int
+    progress: Mapping[int, RankProgress], start: int, world_size: int
 ) -> tuple[Wait | None, int, bool]:
-    """Return where the standstill began, a rank that waits there, and whether it is a circle."""
-    rank, path = start, {start: find_wait(standings, start, world_size)}
+    """Return where the hang began, a rank that waits there, and whether it is a cycle."""
+    rank, path = start, {start: find_wait(progress, start, world_size)}
     while (wait := path[rank]) is not None:
-        waits = {each: find_wait(standings, each, world_size) for each in wait.missing}
-        stuck = [each for each, found in waits.items() if found is not None and found.missing]
+        waits = {missing: find_wait(progress, missing, world_size) for missing in wait.missing}
+        stuck = [missing for missing, found in waits.items() if found is not None and found.missing]
         if not stuck or len(stuck) < len(waits):
-            return wait, rank, False  # some wait for nobody: here it began
-        if again := [each for each in stuck if each in path]:
+            return wait, rank, False  # some do not wait: here it began
+        if again := [missing for missing in stuck if missing in path]:
             order = list(path)
-            first = min(order[order.index(again[0]) :])  # the same whoever of the circle asks
+            first = min(order[order.index(again[0]) :])  # the same from every rank of the cycle
             return path[first], first, True
         rank = stuck[0]
         path[rank] = waits[rank]
     return None, start, False
 
 
-def find_wait(standings: Mapping[int, RankProgress], rank: int, world_size: int) -> Wait | None:
-    """Return what a rank waits in, the collective that it has waited in for longest first."""
-    own = standings.get(rank)
+def find_wait(progress: Mapping[int, RankProgress], rank: int, world_size: int) -> Wait | None:
+    """Return what a rank waits in: the collective that it has waited in for longest."""
+    own = progress.get(rank)
     if own is None:
         return None
-    newest = min((each.for_s for each in own.groups), default=0.0)
+    newest = min((group.for_s for group in own.groups), default=0.0)
     found: Wait | None = None
-    for group in sorted(own.groups, key=lambda each: -each.for_s):
+    for group in sorted(own.groups, key=lambda group: -group.for_s):
         if group.is_done is True:
             continue
         is_peer = group.operator in POINT_TO_POINT
         if is_peer and (group.for_s > newest or not own.is_in_library):
-            continue  # it has gone on since, or does something of its own
-        wait = _compare(group, rank, standings, world_size)
+            continue  # it has advanced since, or runs user code
+        wait = _compare(group, rank, progress, world_size)
         if wait.missing or wait.others:
             return wait
         if group.is_done is False:
@@ -175,34 +173,34 @@ def find_wait(standings: Mapping[int, RankProgress], rank: int, world_size: int)
 
 
 def _compare(
-    group: GroupPosition, rank: int, standings: Mapping[int, RankProgress], world_size: int
+    group: GroupPosition, rank: int, progress: Mapping[int, RankProgress], world_size: int
 ) -> Wait:
-    """Look who of a group is where ``rank`` waits."""
+    """Compare the positions of a group with that of ``rank``, which waits."""
     members = group.ranks(world_size)
     if group.operator in POINT_TO_POINT:
-        peers = tuple(each for each in members if each != rank)
+        peers = tuple(member for member in members if member != rank)
         missing = peers if group.peer is None else (group.peer,)
         return Wait(group, group.sequence, group.operator, missing, (rank,))
-    progress = {each: _progress(standings.get(each), group) for each in members}
+    positions = {member: _position(progress.get(member), group) for member in members}
     if group.is_paired:
         waiting = tuple(
-            each
-            for each, found in progress.items()
+            member
+            for member, found in positions.items()
             if found is not None and found.operator == group.operator and found.is_done is False
         )
-        missing = tuple(each for each in members if each not in waiting)
+        missing = tuple(member for member in members if member not in waiting)
         return Wait(group, group.sequence, group.operator, missing, waiting or (rank,))
-    known = {each: found.sequence for each, found in progress.items() if found is not None}
-    oldest = min(known.values())
+    known = {member: found for member, found in positions.items() if found is not None}
+    oldest = min(found.sequence for found in known.values())
     blocked = min(oldest + 1, group.sequence)
-    entered = {each: found for each, found in progress.items() if found and known[each] >= blocked}
+    entered = {member: found for member, found in known.items() if found.sequence >= blocked}
     operators: dict[str, list[int]] = {}
-    for each, found in entered.items():
+    for member, found in entered.items():
         if found.sequence == blocked and found.operator is not None:
-            operators.setdefault(found.operator, []).append(each)
+            operators.setdefault(found.operator, []).append(member)
     others = sorted(operators.items(), key=lambda item: (-len(item[1]), item[1]))
-    behind = tuple(each for each in known if known[each] < blocked)
-    unknown = tuple(each for each, found in progress.items() if found is None)
+    behind = tuple(member for member in known if member not in entered)
+    unknown = tuple(member for member in members if member not in known)
     is_behind = group.sequence > oldest
     return Wait(
         group,
@@ -214,11 +212,11 @@ def _compare(
     )
 
 
-def _progress(standing: RankProgress | None, group: GroupPosition) -> GroupPosition | None:
-    """Return how far a rank is in a group; one that never used the group has entered nothing."""
-    if standing is None:
+def _position(own: RankProgress | None, group: GroupPosition) -> GroupPosition | None:
+    """Return a rank's position in a group; a rank that never used it has entered nothing."""
+    if own is None:
         return None
-    found = next((each for each in standing.groups if each.key == group.key), None)
+    found = next((known for known in own.groups if known.key == group.key), None)
     if found is None:
         return GroupPosition(
             name=group.name,
@@ -251,16 +249,16 @@ def _who_waits(wait: Wait) -> str:
     return f"{name_ranks(wait.waiting)} {verb}"
 
 
-def _where(rank: int, standings: Mapping[int, RankProgress], world_size: int) -> str:
-    """Say what a rank does: one sentence without its full stop."""
-    standing = standings.get(rank)
-    if standing is None:
-        return f"Rank {rank} does not answer, and its host cannot be looked at from here"
-    at = f"in {standing.phase or 'an unknown phase'} after step {standing.global_step:,}"
-    if standing.silence:
-        return f"Rank {rank} {standing.silence}, {at}"
-    place = f", at {standing.place}" if standing.place else ""
-    wait = find_wait(standings, rank, world_size)
+def _where(rank: int, progress: Mapping[int, RankProgress], world_size: int) -> str:
+    """Return what a rank does: one sentence without its full stop."""
+    own = progress.get(rank)
+    if own is None:
+        return f"Rank {rank} does not answer, and this host has no telemetry file of it"
+    at = f"in {own.phase or 'an unknown phase'} after step {own.global_step:,}"
+    if own.silence:
+        return f"Rank {rank} {own.silence}, {at}"
+    place = f", at {own.place}" if own.place else ""
+    wait = find_wait(progress, rank, world_size)
     if wait is not None and wait.missing:
         call = f"{_call(wait)} of {_group(wait.group, world_size)}"
         return f"Rank {rank} waits for {name_ranks(wait.missing)} in {call}, {at}{place}"
@@ -277,18 +275,18 @@ def _group(group: GroupPosition, world_size: int) -> str:
     return f"{of}({name_ranks(members)})"
 
 
-def _mark(standings: Mapping[int, RankProgress], rank: int) -> str:
-    """Return what changes when a rank moves on."""
-    standing = standings.get(rank)
-    return f"{rank}:{sum(group.sequence for group in standing.groups) if standing else '-'}"
+def _mark(progress: Mapping[int, RankProgress], rank: int) -> str:
+    """Return a text that changes when a rank advances."""
+    own = progress.get(rank)
+    return f"{rank}:{sum(group.sequence for group in own.groups) if own else '-'}"
 
 
-def _stacks(ranks: Iterable[int], standings: Mapping[int, RankProgress]) -> Iterable[str]:
+def _stacks(ranks: Iterable[int], progress: Mapping[int, RankProgress]) -> Iterable[str]:
     for rank in ranks:
-        standing = standings.get(rank)
-        if standing is not None and standing.stack:
+        own = progress.get(rank)
+        if own is not None and own.stack:
             yield f"rank {rank}:"
-            yield from (f"  {line}" for line in standing.stack)
+            yield from (f"  {line}" for line in own.stack)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

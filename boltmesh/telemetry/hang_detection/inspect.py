@@ -1,6 +1,6 @@
-"""Looks at this rank itself, and at ranks of this host that do not answer.
+"""Reads the progress of this rank, and of ranks on this host from their telemetry files.
 
-Where the code of a thread stands, in the words of a traceback.
+The source line of a rank is that of its training thread, in the form of a traceback.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import psutil
 
 from boltmesh.errors import TelemetryError
-from boltmesh.telemetry import layout
+from boltmesh.telemetry import layout, writer
 from boltmesh.telemetry.hang_detection.diagnose import POINT_TO_POINT, GroupPosition, RankProgress
 from boltmesh.telemetry.job import rank_file
 from boltmesh.telemetry.reader.rank_reader import RankReader
@@ -34,45 +34,53 @@ MAX_LINE: Final = 100
 
 _OWN: Final = "boltmesh"
 _EXAMPLES: Final = "boltmesh.examples"
-_COUNTING: Final = os.path.join("boltmesh", "telemetry", "recording")
+_COUNTING: Final = os.path.dirname(writer.__file__)
+"""Frames of the hook that counts collectives."""
 
 
 class CodeLocation(NamedTuple):
-    """Where a thread is."""
+    """Source line of a thread."""
 
     text: str
-    """``train.py:31 in training_step: time.sleep(600)``, and in which library, where it is."""
+    """``train.py:31 in training_step: time.sleep(600)``, and the line of the library within."""
     stack: tuple[str, ...]
     is_in_library: bool
 
 
-def place_of(thread: int) -> CodeLocation | None:
-    """Return where a thread of this process stands; None where there is no such thread."""
+def location_of(thread: int) -> CodeLocation | None:
+    """Return the source line of a thread of this process; None if there is no such thread."""
     frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented, and the only way
     if frame is None:
         return None
-    innermost_first = [(each, line) for each, line in traceback.walk_stack(frame)]
-    are_users = [_is_users(each) for each, _ in innermost_first]
+    innermost_first = list(traceback.walk_stack(frame))
+    are_users = [_is_users(frame) for frame, _ in innermost_first]
     summary = traceback.StackSummary.extract(iter(innermost_first), lookup_lines=True)
     return describe(summary, are_users)
 
 
 def describe(frames: Sequence[FrameSummary], are_users: Sequence[bool]) -> CodeLocation:
-    """Say where frames are, the innermost first, of which some are of the user's own code."""
+    """Return the source line of a stack, from its frames and which of them are user code.
+
+    Args:
+        frames: The innermost first.
+        are_users: For each frame, whether it is user code.
+    """
     users = [frame for frame, is_users in zip(frames, are_users, strict=True) if is_users]
-    # Collectives pass through what counts them, which is of no interest.
-    innermost = next((each for each in frames if _COUNTING not in each.filename), frames[0])
+    # Frames of the hook that counts collectives say nothing.
+    innermost = next(
+        (frame for frame in frames if not frame.filename.startswith(_COUNTING)), frames[0]
+    )
     is_in_library = not are_users[0]
     if not users:
-        return CodeLocation(_tell(innermost), (_tell(innermost),), is_in_library)
-    text = _tell(users[0])
+        return CodeLocation(_format(innermost), (_format(innermost),), is_in_library)
+    text = _format(users[0])
     if is_in_library:
         text += f" (inside {_file(innermost.filename)}:{innermost.lineno} in {innermost.name})"
-    stack = tuple(_tell(frame) for frame in reversed(users[:MAX_FRAMES]))
+    stack = tuple(_format(frame) for frame in reversed(users[:MAX_FRAMES]))
     return CodeLocation(text, stack, is_in_library)
 
 
-def _tell(frame: FrameSummary) -> str:
+def _format(frame: FrameSummary) -> str:
     line = (frame.line or "").strip()
     line = line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}..."
     place = f"{_file(frame.filename)}:{frame.lineno} in {frame.name}"
@@ -80,7 +88,7 @@ def _tell(frame: FrameSummary) -> str:
 
 
 def _file(name: str) -> str:
-    """Return a path as short as it can be found by: of a library from its package on."""
+    """Return the shortest path that identifies a file: for a library from its package on."""
     for folder in _LIBRARIES:
         if name.startswith(folder):
             return name[len(folder) :]
@@ -96,12 +104,12 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def _library_folders() -> tuple[str, ...]:
-    """Return where the standard library and what is installed lies, the longest path first."""
+    """Return the folders of the standard library and of packages, the longest path first."""
     paths = sysconfig.get_paths()
     folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {*site.getsitepackages(), site.getusersitepackages()}
-    folders |= {os.path.realpath(each) for each in folders}
-    return tuple(sorted((each + os.sep for each in folders), key=len, reverse=True))
+    folders |= {os.path.realpath(folder) for folder in folders}
+    return tuple(sorted((folder + os.sep for folder in folders), key=len, reverse=True))
 
 
 _LIBRARIES: Final = _library_folders()
@@ -116,13 +124,13 @@ _STATES: Final = {
 
 
 def idle_s(file: RankFile) -> float:
-    """Return since when this rank has neither entered nor left a collective; from any thread."""
+    """Return the seconds since this rank entered or left a collective. From any thread."""
     times = [max(ticket[11], done_ns) for ticket, done_ns, _ in file.newest()]
     newest = max(times, default=file.header.monotonic_ns)
     return (time.monotonic_ns() - newest) / 1e9
 
 
-def look_at_self(
+def own_progress(
     file: RankFile,
     clock: PhaseClock,
     *,
@@ -130,14 +138,14 @@ def look_at_self(
     settle: Callable[[], None],
     progress: Callable[[], tuple[int, bool]],
 ) -> RankProgress:
-    """Return where this rank stands. From any thread; a few hundred microseconds.
+    """Return the progress of this rank. From any thread; a few hundred microseconds.
 
     Args:
-        file: What it has recorded.
+        file: Its telemetry.
         clock: Its phase, and the thread that trains.
-        rank: Its number.
-        settle: Notes the collectives that are done.
-        progress: Gives the newest optimizer step, and whether it has made one in this run.
+        rank: Global rank.
+        settle: Records which collectives are done.
+        progress: Returns the newest optimizer step, and whether it was made in this run.
     """
     settle()
     now = time.monotonic_ns()
@@ -159,35 +167,35 @@ def look_at_self(
                 is_paired=is_paired,
             )
         )
-    place = place_of(clock.thread)
+    location = location_of(clock.thread)
     global_step, has_stepped = progress()
     return RankProgress(
         rank=rank,
         phase=PHASES[clock.phase],
         global_step=global_step,
-        place=place.text if place is not None else "",
-        stack=place.stack if place is not None else (),
-        is_in_library=place is None or place.is_in_library,
+        place=location.text if location is not None else "",
+        stack=location.stack if location is not None else (),
+        is_in_library=location is None or location.is_in_library,
         groups=tuple(groups),
         has_stepped=has_stepped,
     )
 
 
-def look_at(rank: int, folder: Path) -> RankProgress | None:
-    """Return what the file of a rank of this host says; None for one that has none here."""
+def progress_from_file(rank: int, folder: Path) -> RankProgress | None:
+    """Return the progress of a rank from its telemetry file; None if this host has no such file."""
     path = rank_file(folder, rank)
     if not path.exists():
         return None
     reader = RankReader(path, keep_steps=32, keep_spans=1)
     try:
-        return _standing(RankView(rank, reader).look())
+        return _progress_of(RankView(rank, reader).look())
     except (TelemetryError, OSError):
         return None
     finally:
         reader.close()
 
 
-def _standing(seen: RankSnapshot) -> RankProgress:
+def _progress_of(seen: RankSnapshot) -> RankProgress:
     now = time.time()
     paired = {total.group for total in seen.collectives if total.operator in POINT_TO_POINT}
     return RankProgress(
@@ -197,17 +205,17 @@ def _standing(seen: RankSnapshot) -> RankProgress:
         silence=_silence(seen),
         groups=tuple(
             GroupPosition(
-                name=each.group,
-                axis=each.axis,
-                members=pack_ranks(each.ranks),
-                sequence=each.sequence,
-                operator=each.operator,
-                is_done=each.is_done,
-                for_s=max(0.0, now - each.time) if each.time is not None else 0.0,
-                is_paired=each.group in paired,
+                name=group.group,
+                axis=group.axis,
+                members=pack_ranks(group.ranks),
+                sequence=group.sequence,
+                operator=group.operator,
+                is_done=group.is_done,
+                for_s=max(0.0, now - group.time) if group.time is not None else 0.0,
+                is_paired=group.group in paired,
             )
-            for each in seen.groups
-            if each.sequence
+            for group in seen.groups
+            if group.sequence
         ),
         has_stepped=bool(seen.steps),
     )
@@ -225,6 +233,6 @@ def _silence(seen: RankSnapshot) -> str:
         if found is not None:
             return f"(pid {seen.pid}) {found}"
     return (
-        f"(pid {seen.pid}) does not answer: it goes on elsewhere, or native code holds its "
+        f"(pid {seen.pid}) does not answer: it runs other code, or native code holds its "
         f"interpreter (`py-spy dump --native --pid {seen.pid}`)"
     )

@@ -18,7 +18,7 @@ from boltmesh.telemetry.plan_files import remove_plans
 from boltmesh.telemetry.writer import device as devices
 from boltmesh.telemetry.writer.nodes import NodeExchange, remove_nodes
 from boltmesh.telemetry.writer.rank_file import RankFile
-from boltmesh.telemetry.writer.torch_compat.operators import default_store
+from boltmesh.torch_compat import job_store
 
 
 def open_file(job: JobInfo, rank: int) -> RankFile:
@@ -48,7 +48,7 @@ def open_host(job: JobInfo, file: RankFile) -> NodeExchange:
         folder,
         rank=file.header.rank,
         world_size=job.world_size,
-        find_store=functools.partial(default_store, f"boltmesh-{job.id}"),
+        find_store=functools.partial(job_store, f"boltmesh-{job.id}", in_memory=True),
         say=functools.partial(file.event, "warning"),
     )
 

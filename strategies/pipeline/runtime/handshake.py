@@ -1,21 +1,21 @@
-"""What the ranks of a pipeline agree on, at both ends of a step.
+"""The two handshakes of a pipeline step: at its beginning and at its end.
 
-At its beginning, that both sides of each border await the same: ranks that were given different
-batches would otherwise hang, or take bytes for something that they are not. Beside it each tells a
-digest of its batch, which has to be the same on all, and how long it computed in an earlier step.
-The question is asked while the first stage computes already, and answered before the first message.
+At the beginning the ranks compare what both sides of each stage boundary expect: ranks with
+different batches would otherwise hang, or read bytes as something that they are not. They also
+compare a digest of their batch, which has to be the same on all, and exchange how long they
+computed in an earlier step. The rows are sent while the first stage computes already, and are
+waited for before the first message.
 
-At its end, that nobody has failed. So no rank is in a later step than one that fails, and all
-raise in the same step. See [Note: Failing together] in ``failure.py``. The rank that ends last, on
-which the next step waits, has the answer of all others by then. What ranks have to tell each other
-of the step goes along, such as its loss: each further message would be one more to wait for.
+At the end they exchange whether a rank has failed. So no rank is a step ahead of one that fails,
+and all raise in the same step. See [Note: Failing together] in ``failure.py``. The rank that ends
+last, on which the next step waits, has the rows of all others by then. A report of each rank, such
+as its loss, is part of the row: every further message would be one more to wait for.
 
-Small rows that all ranks of a pipeline tell each other, straight from each to each.
-
-gloo's collectives hand a row around in a ring, from thread to thread, and every rank waits for the
-last one and then for the way back. Here whoever comes last finds the rows of all others there
-already. Between two ranks on one host an ``all_reduce`` of 128 bytes takes 0.9 ms and this 0.1 ms
-(torch 2.13). The receives are posted beforehand, so that no sender waits for them.
+The rows go from each rank to each other rank (``RowExchange``). gloo's collectives pass a row
+around a ring, from thread to thread, and every rank waits for the last one and then for the way
+back. Here the last rank finds the rows of all others already there. Between two ranks on one host
+an ``all_reduce`` of 128 bytes takes 0.9 ms and this 0.1 ms (torch 2.13). The receives are posted
+beforehand, so that no sender waits for them.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from boltmesh.errors import PipelineError
+from boltmesh.failure_board import Deadline
 from boltmesh.strategies.dry_run.batch_check import BatchDigest, explain_difference
-from boltmesh.strategies.pipeline.runtime.failure import Deadline
 from boltmesh.strategies.pipeline.runtime.p2p import HostMessages, describe_specs, digest
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.runtime.timing import FIGURES, BubbleMeter
@@ -38,13 +38,13 @@ from boltmesh.strategies.pipeline.schedules.actions import RankProgram
 
 
 class RowExchange:
-    """A row of each rank to all others, once. Every rank of the group has to make one.
+    """Sends a row of each rank to all others, once. Every rank of the group has to make one.
 
     Args:
         group: On the CPU. None for a single rank.
         length: Of a row; equal on all ranks.
-        dtype: Of its numbers; also equal.
-        tag: Tells exchanges apart that are open at the same time.
+        dtype: Of the row; equal on all ranks.
+        tag: Distinguishes exchanges that are open at the same time.
     """
 
     def __init__(
@@ -54,27 +54,31 @@ class RowExchange:
         self._messages = None if group is None else HostMessages(group)
         self._tag = tag
         self._own: Tensor | None = None
-        self._sent: list[Work] = []
-        self._awaited: list[Work] = []
+        self._sends: list[Work] = []
+        self._receives: list[Work] = []
         others = [] if group is None else [r for r in range(group.size()) if r != group.rank()]
         self._rows = torch.empty((len(others), length), dtype=dtype)
         self._others = others
         for other, row in zip(others, self._rows, strict=True):
             assert self._messages is not None
-            self._awaited.append(self._messages.receive(row, other, tag))
+            self._receives.append(self._messages.receive(row, other, tag))
 
-    def tell(self, row: Tensor) -> None:
-        """Send this rank's row; returns at once."""
-        self._own = row  # its memory has to stay until it is through
+    def send(self, row: Tensor) -> None:
+        """Send this rank's row, shape ``(length,)``; returns at once."""
+        self._own = row  # its memory has to stay until it is sent
         for other in self._others:
             assert self._messages is not None
-            self._sent.append(self._messages.send(row, other, self._tag))
+            self._sends.append(self._messages.send(row, other, self._tag))
 
-    def hear(self, patience: Deadline) -> Tensor:
-        """Wait for the others, after ``tell``; return the rows of all ranks, in their order."""
+    def recv(self, deadline: Deadline) -> Tensor:
+        """Wait for the other ranks, after ``send``.
+
+        Returns:
+            The rows of all ranks, in their order, shape ``(num_ranks, length)``.
+        """
         assert self._own is not None
-        patience.wait((*self._awaited, *self._sent))
-        self._awaited, self._sent = [], []
+        deadline.wait((*self._receives, *self._sends))
+        self._receives, self._sends = [], []
         before = 0 if self._group is None else self._group.rank()
         return torch.cat([self._rows[:before], self._own[None], self._rows[before:]])
 
@@ -85,19 +89,19 @@ def exchange_size(length: int, dtype: torch.dtype, num_ranks: int) -> tuple[int,
 
 
 Specs = Mapping[tuple[int, int], tuple[ValueSpec, ...]]
-"""By stage and microbatch what it gives, or what it awaits."""
+"""By stage and microbatch: what the stage sends, or what it expects."""
 
 _UNKNOWN: Final = -1
 
 _ROW: Final = torch.int64
-_TOLD: Final = torch.float64
+_REPORT: Final = torch.float64
 _BEGIN, _END = 0, 1
 
 
-def agreement_size(num_stages: int, num_ranks: int, num_told: int) -> tuple[int, int]:
-    """Return the bytes and the messages that a rank sends for both agreements of a step."""
+def handshake_size(num_stages: int, num_ranks: int, report_length: int) -> tuple[int, int]:
+    """Return the bytes and the messages that a rank sends for both handshakes of a step."""
     begin = exchange_size(_row_length(num_stages, num_ranks), _ROW, num_ranks)
-    end = exchange_size(1 + num_told, _TOLD, num_ranks)
+    end = exchange_size(1 + report_length, _REPORT, num_ranks)
     return begin[0] + end[0], begin[1] + end[1]
 
 
@@ -106,22 +110,21 @@ def _row_length(num_stages: int, num_ranks: int) -> int:
 
 
 class DisagreementError(PipelineError):
-    """Stages that await different things. All ranks raise it, before anything is sent."""
+    """Stages expect different things. All ranks raise it, before anything is sent."""
 
 
 class Handshake:
-    """The questions of one step.
+    """Both handshakes of one step.
 
     Args:
-        group: The ranks of the pipeline, on the CPU and of its own, so that a question is never
-            taken for anything else and waits for no kernel. None for a single rank.
-        program: What this rank does.
-        specs: What this rank's stages give and what they await; None where that could not be
-            found out.
-        batch: What this rank says of its batch.
-        meter: Whose figures of an earlier run are told beside.
-        patience: With the other ranks.
-        num_told: How many numbers each rank tells at the end; equal on all ranks.
+        group: The ranks of the pipeline, on the CPU and of its own, so that a row is never paired
+            with anything else and waits for no kernel. None for a single rank.
+        program: The actions of this rank.
+        specs: What this rank's stages send and what they expect; None if that is unknown.
+        batch: Digest of this rank's batch.
+        meter: Times of an earlier run, which are sent along.
+        deadline: For waiting for the other ranks.
+        report_length: Numbers that each rank reports at the end; equal on all ranks.
     """
 
     def __init__(
@@ -131,12 +134,12 @@ class Handshake:
         specs: tuple[Specs, Specs] | None,
         batch: BatchDigest,
         meter: BubbleMeter,
-        patience: Deadline,
-        num_told: int,
+        deadline: Deadline,
+        report_length: int,
     ) -> None:
         self._group = group
-        self.patience = patience
-        self._num_told = num_told
+        self.deadline = deadline
+        self._report_length = report_length
         self._rank_of_stage = program.rank_of_stage
         self._specs = specs
         self._batch = batch
@@ -144,113 +147,114 @@ class Handshake:
         digests = self._own_digests(program)
         batches = [0] * (1 if group is None else group.size())
         batches[0 if group is None else group.rank()] = batch.number
-        # What only completes a batch says nothing about the schedule.
+        # A run that only completes the batch before says nothing about the schedule.
         is_training = program.has_backward and bool(program.microbatches)
         figures = meter.begin(is_training=is_training)
-        # All lie in one row, of a length that no batch changes.
+        # All in one row, whose length does not depend on the batch.
         row = torch.tensor([*digests[0], *digests[1], *batches, *figures], dtype=_ROW)
-        self._question: RowExchange | None = None
+        self._begin: RowExchange | None = None
         if group is None:
             meter.hear(figures)
         else:
-            self._question = RowExchange(group, len(row), _ROW, tag=_BEGIN)
-            self._question.tell(row)
-            # Asked for now, so that nobody has to wait for room when all is done.
-            self._end = RowExchange(group, 1 + num_told, _TOLD, tag=_END)
+            self._begin = RowExchange(group, len(row), _ROW, tag=_BEGIN)
+            self._begin.send(row)
+            # Its receives are posted now, so that no sender waits for them at the end.
+            self._end = RowExchange(group, 1 + report_length, _REPORT, tag=_END)
 
     def _own_digests(self, program: RankProgram) -> list[list[int]]:
-        """Return what this rank knows, and zeros for what others know.
+        """Return a digest by side and stage: what each stage sends, and what it expects.
 
-        By side and stage, whatever the batch is: what each stage gives, and what it awaits.
+        Zeros for the stages of other ranks.
         """
         table = [[0] * len(program.rank_of_stage) for _ in range(2)]
         for side in range(2):
             for stage in program.stages:
                 table[side][stage] = (
-                    _UNKNOWN if self._specs is None else digest(self._at(side, stage))
+                    _UNKNOWN if self._specs is None else digest(self._specs_of(side, stage))
                 )
         return table
 
-    def _at(self, side: int, stage: int) -> tuple[tuple[ValueSpec, ...], ...]:
-        """What a stage gives (0) or awaits (1) in each microbatch."""
+    def _specs_of(self, side: int, stage: int) -> tuple[tuple[ValueSpec, ...], ...]:
+        """Return what a stage sends (0) or expects (1) in each microbatch."""
         specs = self._specs[side] if self._specs is not None else {}
         return tuple(values for (owner, _), values in specs.items() if owner == stage)
 
-    def settle(self) -> None:
-        """Wait for the answer. Collective the first time, then nothing.
+    def wait(self) -> None:
+        """Wait for the handshake at the beginning. Collective at the first call, then nothing.
 
         Raises:
-            DisagreementError: Two stages await different things, or one does not know what, or
+            DisagreementError: Two stages expect different things, or one does not know what, or
                 ranks have different batches.
         """
-        question, self._question = self._question, None
-        if question is None:
+        exchange, self._begin = self._begin, None
+        if exchange is None:
             return
-        told = question.hear(self.patience).sum(0).tolist()
+        row = exchange.recv(self.deadline).sum(0).tolist()
         num_stages, num_ranks = len(self._rank_of_stage), max(self._rank_of_stage) + 1
-        given, awaited = told[:num_stages], told[num_stages : 2 * num_stages]
-        if min(given + awaited) < 0:
-            raise DisagreementError  # whoever does not know has told why
-        batches, figures = told[2 * num_stages :][:num_ranks], told[2 * num_stages + num_ranks :]
+        sent, expected = row[:num_stages], row[num_stages : 2 * num_stages]
+        if min(sent + expected) < 0:
+            raise DisagreementError  # the rank that does not know has posted why
+        batches, figures = row[2 * num_stages :][:num_ranks], row[2 * num_stages + num_ranks :]
         if len(set(batches) - {0}) > 1:
             raise DisagreementError(self._explain_batches())
-        for stage, (behind, before) in enumerate(zip(given[:-1], awaited[1:], strict=True)):
-            if behind != before:
-                raise DisagreementError(self._explain(stage))
+        for stage, (left, right) in enumerate(zip(sent[:-1], expected[1:], strict=True)):
+            if left != right:
+                raise DisagreementError(self._explain_boundary(stage))
         self._meter.hear(figures)
 
     def _explain_batches(self) -> str:
-        """Say how the batches of ranks differ. Collective."""
+        """Return how the batches of the ranks differ. Collective."""
         assert self._group is not None
-        told: list[BatchDigest] = [BatchDigest()] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, self._batch, group=self._group)
+        digests: list[BatchDigest] = [BatchDigest()] * dist.get_world_size(self._group)
+        dist.all_gather_object(digests, self._batch, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
-        pairs = zip(ranks, told, strict=True)
-        return explain_difference({rank: each for rank, each in pairs if each.number})
+        pairs = zip(ranks, digests, strict=True)
+        return explain_difference({rank: batch for rank, batch in pairs if batch.number})
 
-    def _explain(self, stage: int) -> str:
-        """Say what both sides of the border behind a stage know of it. Collective."""
+    def _explain_boundary(self, stage: int) -> str:
+        """Return what both sides of the boundary after a stage expect. Collective."""
         assert self._group is not None
-        mine = [list(map(describe_specs, self._at(side, stage + side))) for side in range(2)]
-        told: list[list[list[str]]] = [[] for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather_object(told, mine, group=self._group)
+        own = [list(map(describe_specs, self._specs_of(side, stage + side))) for side in range(2)]
+        gathered: list[list[list[str]]] = [[] for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather_object(gathered, own, group=self._group)
         ranks = [self._rank_of_stage[stage + side] for side in range(2)]
-        both = list(itertools.zip_longest(told[ranks[0]][0], told[ranks[1]][1]))
+        both = list(itertools.zip_longest(gathered[ranks[0]][0], gathered[ranks[1]][1]))
         microbatch, texts = next(
             (index, texts) for index, texts in enumerate(both) if texts[0] != texts[1]
         )
         sides = []
-        for side, verb in enumerate(("gives", "awaits")):
-            place = f"stage {stage + side} on rank {dist.get_global_rank(self._group, ranks[side])}"
-            sides.append(f"{place} {verb} {texts[side] or 'no such microbatch'}")
+        for side, verb in enumerate(("sends", "expects")):
+            rank = dist.get_global_rank(self._group, ranks[side])
+            what = texts[side] or "no such microbatch"
+            sides.append(f"stage {stage + side} on rank {rank} {verb} {what}")
         return (
             f"In microbatch {microbatch} {', and '.join(sides)}. All ranks of a pipeline have to "
             "get the same batch: check that the data does not depend on the rank."
         )
 
-    def conclude(self, told: Tensor | None) -> Tensor | None:
-        """Return what all ranks tell of the step. Collective; the last thing in a step.
+    def finish(self, report: Tensor | None) -> Tensor | None:
+        """Exchange the reports at the end of the step. Collective; the last thing in a step.
 
         Args:
-            told: By this rank, shape ``(num_told,)``, fp64; None where it fails.
+            report: Of this rank, shape ``(report_length,)``, fp64; None if it fails.
 
         Returns:
-            A row of each rank, ``(num_ranks, num_told)``; None where any of them fails.
+            The reports of all ranks, ``(num_ranks, report_length)``; None if any rank fails.
         """
-        row = torch.zeros(1 + self._num_told, dtype=_TOLD)
-        if told is None:
+        row = torch.zeros(1 + self._report_length, dtype=_REPORT)
+        if report is None:
             row[0] = 1.0
-        elif self._num_told:
-            row[1:] = told
+        elif self._report_length:
+            row[1:] = report
         rows = row[None]
         if self._group is not None:
-            self._end.tell(row)
-            rows = self._end.hear(self.patience)
+            self._end.send(row)
+            rows = self._end.recv(self.deadline)
         return None if rows[:, 0].any() else rows[:, 1:]
 
     def wait_for_all(self) -> None:
         """Wait until all ranks know why the step failed: with one of them its store may go."""
         if self._group is not None:
-            with contextlib.suppress(Exception):  # who is gone needs not know
+            with contextlib.suppress(Exception):  # a rank that is gone need not know
                 work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
-                self.patience.wait([work])
+                self.deadline.wait([work])

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
 from boltmesh.errors import PipelineError
-from boltmesh.strategies.pipeline.runtime.failure import Deadline
+from boltmesh.failure_board import Deadline
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.schedules.actions import Action
 from boltmesh.strategies.torch_compat.communication import host_backend
@@ -169,12 +169,12 @@ class StageTransport:
         for action in list(self._awaited):
             self.receive(action)
 
-    def finish_after_failure(self, patience: Deadline) -> None:
+    def finish_after_failure(self, deadline: Deadline) -> None:
         """The same, whatever becomes of each message; values are thrown away."""
         waiting = [work for sent in self._sent.values() for work in sent.works]
         waiting += [work for awaited in self._awaited.values() for work in awaited.works]
         if self._device.type == "cpu":
-            patience.wait_for_each(waiting)
+            deadline.wait_despite_errors(waiting)
         for work in waiting if self._device.type != "cpu" else ():  # which the stream waits for
             with contextlib.suppress(Exception):  # the cause is known; this peer may be gone
                 work.wait()

@@ -13,14 +13,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from boltmesh.errors import ConfigError, PipelineError
+from boltmesh.errors import BoltMeshError, ConfigError, PipelineError
+from boltmesh.failure_board import SPREAD_S, Deadline, FailureBoard
 from boltmesh.strategies.dry_run.batch_check import BatchDigest
-from boltmesh.strategies.pipeline.runtime.failure import (
-    SPREADS_S,
-    Deadline,
-    FailureBoard,
-    describe_failure,
-)
+from boltmesh.strategies.pipeline.runtime.failure import describe_failure
 from boltmesh.strategies.pipeline.runtime.handshake import DisagreementError, Handshake
 from boltmesh.strategies.pipeline.runtime.p2p import StageTransport
 from boltmesh.strategies.pipeline.runtime.stage import PipelineStage
@@ -70,7 +66,7 @@ class PipelineRuntime:
         on_peak: OnPeak = lambda _: None,
         name_of: Callable[[Module], str | None] = lambda _: None,
         timeout: timedelta | None = None,
-        on_stuck: Callable[[PipelineError], None] = lambda _: None,
+        on_stuck: Callable[[BoltMeshError], None] = lambda _: None,
         explain: Callable[[BaseException], None] = lambda _: None,
         waits_within: bool = False,
         control_group: ProcessGroup | None = None,
@@ -98,11 +94,9 @@ class PipelineRuntime:
         name = "alone" if self.control_group is None else self.control_group.group_name
         self._carried: Carried | None = None
         """What the newest step with backward passes has left to the next one."""
-        self._alarm = FailureBoard(self._global_rank, name, on_stuck=on_stuck)
-
-    def open(self) -> None:
-        """Look for failures again after ``close``."""
-        self._alarm.open()
+        self._board = FailureBoard(
+            self._global_rank, f"pipeline-{name}", error=PipelineError, on_stuck=on_stuck
+        )
 
     @property
     def bubble(self) -> float | None:
@@ -137,22 +131,22 @@ class PipelineRuntime:
             PipelineError: A stage or ``tell`` raised, on whichever rank, or stages do not fit
                 together, or ranks have different batches.
         """
-        with self._alarm.watching():
+        with self._board.monitoring():
             return self._run(program, {stage.index: stage for stage in stages}, batch, tell)
 
     @contextlib.contextmanager
-    def beside(self, what: str) -> Iterator[None]:
-        """Do something else together with the other ranks: where it fails on one, all end soon.
+    def guarded(self, what: str) -> Iterator[None]:
+        """Within, an error of one rank ends the collective code of all ranks of the pipeline.
 
         Args:
-            what: Is done, for the message that the other ranks end with.
+            what: Name of that code, for the error of the other ranks.
         """
-        with self._alarm.watching():
+        with self._board.monitoring():
             try:
                 yield
             except Exception as error:
-                told = f"{type(error).__name__}: {error}"
-                self._alarm.ring(f"Rank {self._global_rank} failed in {what}: {told}")
+                text = f"{type(error).__name__}: {error}"
+                self._board.post(f"Rank {self._global_rank} failed in {what}: {text}")
                 raise
 
     def refuse(self, program: RankProgram, error: Exception) -> NoReturn:
@@ -174,10 +168,10 @@ class PipelineRuntime:
             f"{type(error).__name__}: {error}"
         )
         try:
-            with self._alarm.watching():
-                self._alarm.ring(cause)
-                agreement = self._agreement(program, None, _NO_BATCH)
-                self._end(agreement, StepOutcome(), error)
+            with self._board.monitoring():
+                self._board.post(cause)
+                handshake = self._handshake(program, None, _NO_BATCH)
+                self._end(handshake, StepOutcome(), error)
         except PipelineError as told:
             if isinstance(error, ConfigError):
                 raise error from None
@@ -186,13 +180,13 @@ class PipelineRuntime:
 
     def close(self) -> None:
         """End the thread that looks for failures."""
-        self._alarm.close()
+        self._board.close()
 
-    def _agreement(
+    def _handshake(
         self, program: RankProgram, specs: tuple[Specs, Specs] | None, batch: BatchDigest
     ) -> Handshake:
-        patience, num_told = Deadline(self._timeout), self._num_told()
-        return Handshake(self.control_group, program, specs, batch, self._meter, patience, num_told)
+        deadline, length = Deadline(self._timeout), self._num_told()
+        return Handshake(self.control_group, program, specs, batch, self._meter, deadline, length)
 
     def _run(
         self,
@@ -206,10 +200,10 @@ class PipelineRuntime:
         try:
             specs = _ask_specs(program, stages)
         except Exception as caught:  # noqa: BLE001 - told to all ranks and raised by _end
-            error = self._ring(caught, None)
-        agreement = self._agreement(program, specs, batch)
+            error = self._post(caught, None)
+        handshake = self._handshake(program, specs, batch)
         if specs is None:
-            return self._end(agreement, StepOutcome(), error)
+            return self._end(handshake, StepOutcome(), error)
         carried = None
         if program.has_backward:
             carried, self._carried = self._carried, None
@@ -217,19 +211,19 @@ class PipelineRuntime:
         step = PipelineStep(
             program, stages, *specs, self._transport, self._spans, self._device, carried
         )
-        step.known_failure = lambda: self._alarm.cause
+        step.known_failure = lambda: self._board.cause
         del carried  # the step lets go of its graphs one by one
-        error = self._perform(step, program, agreement)
+        error = self._perform(step, program, handshake)
         self._spans.end_step(self._meter.number)
         if program.has_backward and error is None:
             self._on_peak(step.outcome.peak_live)
-        return self._end(agreement, step.outcome, error, tell)
+        return self._end(handshake, step.outcome, error, tell)
 
     def _perform(
-        self, step: PipelineStep, program: RankProgram, agreement: Handshake
+        self, step: PipelineStep, program: RankProgram, handshake: Handshake
     ) -> BaseException | None:
         """Do all actions, or in their place what other ranks wait for; return what went wrong."""
-        alarm = self._alarm
+        board = self._board
         actions = program.actions
         done = 0
         action = None
@@ -237,39 +231,39 @@ class PipelineRuntime:
         try:
             for action in actions:
                 began_s = time.monotonic()
-                if alarm.cause is not None:
+                if board.cause is not None:
                     break
                 if action.kind in _COMMUNICATION:
-                    agreement.settle()
+                    handshake.wait()
                 step.perform(action)
                 done += 1
-                alarm.num_moves += 1
+                board.note_progress()
             else:
                 action = None
                 began_s = time.monotonic()
-                agreement.settle()
+                handshake.wait()
                 self._keep(program, step.finish())
                 return None
-            error: BaseException = PipelineError(alarm.cause)
+            error: BaseException = PipelineError(board.cause)
         except DisagreementError as caught:
             step.abandon()
             return caught
         except Exception as caught:  # noqa: BLE001 - told to all ranks and raised by _end
-            error = self._ring(caught, action, program)
+            error = self._post(caught, action, program)
         except BaseException as caught:
-            self._ring(caught, action, program)
+            self._post(caught, action, program)
             raise
-        agreement.patience.begin(began_s)
+        handshake.deadline.begin(began_s)
         if self._waits_within:  # see [Note: Failing within a shared stage] in failure.py
-            agreement.patience.begin(-math.inf)
-            time.sleep(SPREADS_S)
+            handshake.deadline.begin(-math.inf)
+            time.sleep(SPREAD_S)
         try:
-            agreement.settle()
+            handshake.wait()
         except DisagreementError as caught:
             step.abandon()
             return caught
         # See [Note: Failing together] in failure.py.
-        step.pretend_all(actions[done:], agreement.patience)
+        step.drain_after_failure(actions[done:], handshake.deadline)
         return error
 
     def _keep(self, program: RankProgram, left: Carried | None) -> None:
@@ -280,7 +274,7 @@ class PipelineRuntime:
         """Let go of what was left to a next step, which will not come."""
         self._carried = None
 
-    def _ring(
+    def _post(
         self, error: BaseException, action: Action | None, program: RankProgram | None = None
     ) -> BaseException:
         self._explain(error)  # while what is known of the wait is new
@@ -293,12 +287,12 @@ class PipelineRuntime:
         text = describe_failure(
             error, action, rank=self._global_rank, name_of=self._name_of, batch=batch
         )
-        self._alarm.ring(text)
+        self._board.post(text)
         return error
 
     def _end(
         self,
-        agreement: Handshake,
+        handshake: Handshake,
         outcome: StepOutcome,
         error: BaseException | None,
         tell: Callable[[], Tensor] = _nothing_told,
@@ -309,25 +303,25 @@ class PipelineRuntime:
             try:
                 mine = tell()
             except Exception as caught:  # noqa: BLE001 - told to all ranks and raised below
-                error = self._ring(caught, None)
+                error = self._post(caught, None)
         try:
             try:
-                agreement.settle()
+                handshake.wait()
             except DisagreementError as caught:
                 error = caught
-            told = agreement.conclude(mine if error is None else None)
+            told = handshake.finish(mine if error is None else None)
             if told is not None:
                 self._meter.meet()
                 outcome.told = told
                 return outcome
         except Exception as caught:  # noqa: BLE001 - a rank is gone: told to all and raised below
-            error = error or self._ring(caught, None)
-            agreement.patience.begin(-math.inf)
+            error = error or self._post(caught, None)
+            handshake.deadline.begin(-math.inf)
         self.drop_carried()
         said = isinstance(error, DisagreementError) and str(error)
-        cause = said or self._alarm.hear()
-        agreement.wait_for_all()
-        self._alarm.reset()
+        cause = said or self._board.wait_first()
+        handshake.wait_for_all()
+        self._board.reset()
         # Its own traceback ends in the stage; of other ranks there is none.
         raise PipelineError(cause) from error
 

@@ -19,6 +19,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from boltmesh.errors import ConfigError, PipelineError
+from boltmesh.failure_board import Deadline
 from boltmesh.strategies.pipeline.runtime.backward import (
     Grads,
     Later,
@@ -26,7 +27,6 @@ from boltmesh.strategies.pipeline.runtime.backward import (
     backward,
     backward_inputs,
 )
-from boltmesh.strategies.pipeline.runtime.failure import Deadline
 from boltmesh.strategies.pipeline.runtime.p2p import StageTransport, check_outputs
 from boltmesh.strategies.pipeline.runtime.stage import PipelineStage, ValueSpec
 from boltmesh.strategies.pipeline.runtime.timing import ChunkTimer
@@ -148,18 +148,18 @@ class PipelineStep:
         """Do what comes next."""
         self._do[action.kind](action)
 
-    def pretend_all(self, actions: Sequence[Action], patience: Deadline) -> None:
-        """Send zeros and receive what others wait for, and compute nothing: some rank has failed.
+    def drain_after_failure(self, actions: Sequence[Action], deadline: Deadline) -> None:
+        """Send zeros and receive what other ranks send, and compute nothing: a rank has failed.
 
-        Returns once all messages are through, whatever becomes of them, or patience has ended.
+        Returns once all messages have arrived or failed, or the deadline is over.
         """
         self.abandon()
         for action in actions:
             with contextlib.suppress(Exception):  # the cause is known; this peer may be gone
-                self._pretend(action)
-        self._transport.finish_after_failure(patience)
+                self._drain(action)
+        self._transport.finish_after_failure(deadline)
 
-    def _pretend(self, action: Action) -> None:
+    def _drain(self, action: Action) -> None:
         if action.kind in SENDS:
             zeros = [self._zeros(spec) for spec in self._crossing(action)]
             self._transport.send(action, zeros, [""] * len(zeros), self._program.peer(action))

@@ -77,11 +77,11 @@ class Job:
             for this, following in itertools.pairwise(layers):
                 this.set_modules_to_forward_prefetch([following])
         self.guard = OrderCheck(
-            group, patience_s=PATIENCE_S, is_settled=lambda: self.is_settled, **guard
+            group, patience_s=PATIENCE_S, is_synchronized=lambda: self.is_synchronized, **guard
         )
-        self.guard.watch(units, self.net)
+        self.guard.attach(units, self.net)
         self.guard.start()
-        self.is_settled = False
+        self.is_synchronized = False
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
 
     def step(self, *args):
@@ -120,14 +120,24 @@ def parting_worker(rank, world_size, num_steps_before, plans, stage, prefetches)
 
 
 CASES = {
-    "other order": ((0, 1, 2), (0, 2, 1), "rank 1 gathers 'layers.2'", "rank 0 gathers 'layers.1'"),
-    "skipped": ((0, 1, 2), (0, 2), "rank 1 gathers 'layers.2'", "rank 0 gathers 'layers.1'"),
-    "last skipped": ((0, 1, 2), (0, 1), "rank 1", "rank 0 gathers 'layers.2'"),
+    "other order": (
+        (0, 1, 2),
+        (0, 2, 1),
+        "rank 1 called all_gather of 'layers.2'",
+        "rank 0 called all_gather of 'layers.1'",
+    ),
+    "skipped": (
+        (0, 1, 2),
+        (0, 2),
+        "rank 1 called all_gather of 'layers.2'",
+        "rank 0 called all_gather of 'layers.1'",
+    ),
+    "last skipped": ((0, 1, 2), (0, 1), "rank 1", "rank 0 called all_gather of 'layers.2'"),
     "once more": (
         (0, 1, 2),
         (0, 1, 1, 2),
-        "rank 1 gathers 'layers.1'",
-        "rank 0 gathers 'layers.2'",
+        "rank 1 called all_gather of 'layers.1'",
+        "rank 0 called all_gather of 'layers.2'",
     ),
 }
 
@@ -136,7 +146,7 @@ CASES = {
 def test_in_the_first_step_every_rank_names_both(case):
     mine, other, *words = CASES[case]
     for said in run_ranks(parting_worker, 2, 0, (mine, other), 3, False):
-        assert said.startswith("DivergenceError: The ranks have parted: ")
+        assert said.startswith("DivergenceError: Ranks issued different collectives: ")
         for word in words:
             assert word in said
 
@@ -146,7 +156,7 @@ def test_in_a_later_step_who_leaves_the_common_route_names_both(case):
     mine, other, *words = CASES[case]
     begin = time.monotonic()
     _, left = run_ranks(parting_worker, 2, 2, (mine, other), 3, False)
-    assert left.startswith("DivergenceError: The ranks have parted: ")
+    assert left.startswith("DivergenceError: Ranks issued different collectives: ")
     for word in words:
         assert word in left
     assert time.monotonic() - begin < 200  # torch's own timeout is half an hour
@@ -160,7 +170,7 @@ def leaving_worker(rank, world_size, folder, leaves):
 
     job = Job(timeout_s=60, on_stuck=note)
     if not leaves:
-        job.guard._standstill.grace_s = 0.5
+        job.guard._watchdog.board.grace_s = 0.5
 
     def run():
         for _ in range(2):
@@ -174,7 +184,7 @@ def leaving_worker(rank, world_size, folder, leaves):
     os._exit(3)
 
 
-PARTED = "rank 1 gathers 'layers.2' where rank 0 gathers 'layers.1'"
+PARTED = "rank 1 called all_gather of 'layers.2' while rank 0 called all_gather of 'layers.1'"
 
 
 def test_who_stays_says_the_same_when_its_peer_is_gone(tmp_path):
@@ -194,10 +204,11 @@ def test_a_rank_that_cannot_be_reached_is_ended_with_the_reason(tmp_path):
 
 def test_of_four_ranks_the_odd_one_is_named():
     plans = ((0, 1, 2), (0, 1, 2), (0, 2, 1), (0, 1, 2))
+    wanted = "rank 2 called all_gather of 'layers.2' while ranks 0, 1, 3 called all_gather of "
     for said in run_ranks(parting_worker, 4, 0, plans, 3, False):
-        assert "rank 2 gathers 'layers.2' where each of ranks 0, 1, 3 gathers 'layers.1'" in said
+        assert f"{wanted}'layers.1'" in said
     later = run_ranks(parting_worker, 4, 2, plans, 3, False)[2]
-    assert "rank 2 gathers 'layers.2' where each of ranks 0, 1, 3 gathers 'layers.1'" in later
+    assert f"{wanted}'layers.1'" in later
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -235,12 +246,15 @@ class Chooser(nn.Module):
 
 def test_parts_of_one_unit_are_told_apart_though_their_gradients_have_one_size():
     for said in run_ranks(experts_worker, 2, [(0, 0), (1, 1), (0, 1)]):
-        assert "The ranks have parted: rank 1 reduces the gradients of 'block' without" in said
+        assert (
+            "Ranks issued different collectives: rank 1 reduced the gradients of 'block' without"
+            in said
+        )
     first = run_ranks(experts_worker, 2, [(0, 1)])
     for said in first:
         assert (
-            "rank 1 reduces the gradients of 'block' without block.experts.0.weight, "
-            "block.experts.0.bias where rank 0 reduces the gradients of 'block' without "
+            "rank 1 reduced the gradients of 'block' without block.experts.0.weight, "
+            "block.experts.0.bias while rank 0 reduced the gradients of 'block' without "
             "block.experts.1.weight, block.experts.1.bias" in said
         )
 
@@ -249,13 +263,13 @@ def healthy_worker(rank, world_size):
     """Everything that changes on all ranks at once is no divergence, and what repeats is free."""
     job = Job(timeout_s=60)
     asked = []
-    agree = job.guard._agree
+    agree = job.guard._check
 
     def ask(event):
         asked.append(event.text)
         agree(event)
 
-    job.guard._agree = ask
+    job.guard._check = ask
 
     def asks(run):
         asked.clear()
@@ -290,20 +304,20 @@ def healthy_worker(rank, world_size):
     counts["again"] = asks(accumulate)
     time.sleep(2 * PATIENCE_S * rank)
     counts["slow while others ask"] = asks(lambda: job.step((1,)))
-    job.is_settled = True
-    job.guard.note(f"does something of its own {rank}")
-    assert job.guard._standstill.verdict is None
+    job.is_synchronized = True
+    job.guard.record(f"did something of its own {rank}")
+    assert job.guard._watchdog.board.cause is None
     job.guard.stop()
-    job.guard.note(f"does what it likes {rank}")
+    job.guard.record(f"did anything {rank}")
     return counts
 
 
 def restarted_worker(rank, world_size):
     job = Job(timeout_s=60)
     job.step((0, 1, 2))
-    job.is_settled = rank == 1  # so that a failed run leaves the ranks at different places
-    job.guard.note("begins a training batch")
-    job.is_settled = False
+    job.is_synchronized = rank == 1  # so that a failed run leaves the ranks at different places
+    job.guard.record("began a training batch")
+    job.is_synchronized = False
     job.guard.start()
     job.step((2, 0))
     job.guard.stop()
@@ -332,14 +346,18 @@ def ahead_worker(rank, world_size):
     """Rank 0 goes on without its peer, as it does where gathers only queue on a GPU."""
     job = Job()
     for _ in range(2):
-        for text in ("gathers 'a'", "gathers 'b'", "gathers 'c'"):
-            job.guard.note(text)
+        for text in (
+            "called all_gather of 'a'",
+            "called all_gather of 'b'",
+            "called all_gather of 'c'",
+        ):
+            job.guard.record(text)
         job.guard.end_step()
 
     def run():
         if rank == 0:
-            job.guard.note("gathers 'a'")
-        job.guard.note("gathers 'd'")  # one event, at two places
+            job.guard.record("called all_gather of 'a'")
+        job.guard.record("called all_gather of 'd'")  # one event, at two places
 
     return job.error_of(run)
 
@@ -347,22 +365,23 @@ def ahead_worker(rank, world_size):
 def test_one_event_at_two_places_is_no_agreement():
     for said in run_ranks(ahead_worker, 2):
         assert "DivergenceError" in said
-        assert "rank 1 gathers 'd' where rank 0 gathers 'a'" in said
+        assert "rank 1 called all_gather of 'd' while rank 0 called all_gather of 'a'" in said
 
 
 def notes_worker(rank, world_size):
     job = Job()
-    job.guard.note("gathers 'table', tile 3")
+    job.guard.record("called all_gather of 'table', tile 3")
 
     def run():
-        job.guard.note(f"gathers 'table', tile {4 + rank}")
+        job.guard.record(f"called all_gather of 'table', tile {4 + rank}")
 
     return job.error_of(run)
 
 
 def test_other_collectives_can_be_noted_by_name():
     for said in run_ranks(notes_worker, 2):
-        assert "rank 1 gathers 'table', tile 5 where rank 0 gathers 'table', tile 4" in said
+        assert "rank 1 called all_gather of 'table', tile 5 while rank 0 " in said
+        assert "called all_gather of 'table', tile 4" in said
 
 
 def ended_worker(rank, world_size):
@@ -375,10 +394,10 @@ def ended_worker(rank, world_size):
         return None
     verdict = None
     end = time.monotonic() + 20
-    job.guard.note("begins a training batch")
+    job.guard.record("began a training batch")
     while verdict is None and time.monotonic() < end:
         time.sleep(0.05)
-        verdict = job.guard._standstill.verdict
+        verdict = job.guard._watchdog.board.cause
     job.guard.explain(RuntimeError())
     job.guard.stop()
     return verdict
@@ -386,7 +405,7 @@ def ended_worker(rank, world_size):
 
 def test_a_rank_that_has_ended_its_run_is_named_by_who_waits_for_it():
     verdict = run_ranks(ended_worker, 2)[0]
-    assert "rank 1 has ended its run where rank 0 begins a training batch" in verdict
+    assert "rank 1 ended its run while rank 0 began a training batch" in verdict
 
 
 def cost_worker(rank, world_size):
@@ -397,8 +416,8 @@ def cost_worker(rank, world_size):
     begin = time.thread_time()  # what others do on the same cores is not its cost
     for _ in range(2000):
         for _ in range(10):
-            job.guard._pass(job.guard._event("gathers 'layers.0'"))
-        job.guard._route.restart()
+            job.guard._record(job.guard._event("called all_gather of 'layers.0'"))
+        job.guard._order.restart()
     seconds = time.thread_time() - begin
     job.guard.stop()
     return seconds / 20_000

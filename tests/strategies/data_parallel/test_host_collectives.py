@@ -18,8 +18,8 @@ from boltmesh.strategies.data_parallel.cpu_collectives import (
     CpuCollectives,
     CpuReduceScatter,
 )
-from boltmesh.strategies.torch_compat.communication import shared_store
 from boltmesh.strategies.torch_compat.tensors import local_tensor
+from boltmesh.torch_compat import job_store
 from tests.support.ranks import run_ranks
 
 NUMEL = REUSED_BYTES // 4
@@ -158,7 +158,7 @@ def test_gradients_are_those_of_fsdp2_to_the_bit(group) -> None:
 
 def gather_one_by_one(rank: int, world_size: int) -> list[float]:
     """The second rank takes part only when the first one's call has returned."""
-    world, store = dist.group.WORLD, shared_store("gather_one_by_one")
+    world, store = dist.group.WORLD, job_store("gather_one_by_one")
     assert world is not None
     assert store is not None
     comm = CpuAllGather()

@@ -4,7 +4,7 @@ import itertools
 import random
 
 from boltmesh.strategies.data_parallel.order_check import KnownOrder
-from boltmesh.strategies.data_parallel.watchdog import RankReport, describe_parting
+from boltmesh.strategies.data_parallel.watchdog import RankCall, describe_mismatch
 
 
 def journey(routes, plans):
@@ -15,7 +15,7 @@ def journey(routes, plans):
     """
     paired: list[tuple[int, bool]] = []
     for step in itertools.zip_longest(*plans):
-        is_free = [route.take_free(event) for route, event in zip(routes, step, strict=True)]
+        is_free = [route.matches_last(event) for route, event in zip(routes, step, strict=True)]
         if len(set(step)) > 1:
             assert not all(is_free), "ranks that part must not both be free"
             return paired, True
@@ -48,8 +48,8 @@ def test_a_place_is_all_that_was_passed_and_not_the_last_event():
     route.restart()
     for event in (1, 2):
         route.advance(event)
-    assert not route.take_free(5)
-    assert route.take_free(3)
+    assert not route.matches_last(5)
+    assert route.matches_last(3)
 
 
 def test_ranks_that_part_are_caught_whatever_they_did_before():
@@ -80,14 +80,14 @@ def test_who_changes_the_route_together_asks_once_at_each_change():
 
 
 def test_the_few_are_named_first_and_the_many_are_what_they_are_measured_by():
-    text = describe_parting(
-        [RankReport(rank, "gathers 'a'") for rank in (0, 1, 3)] + [RankReport(2, "ends")]
+    text = describe_mismatch(
+        [RankCall(rank, "called a") for rank in (0, 1, 3)] + [RankCall(2, "ended")]
     )
-    assert "parted: rank 2 ends where each of ranks 0, 1, 3 gathers 'a'. With" in text
-    even = describe_parting([RankReport(1, "gathers 'b'"), RankReport(0, "gathers 'a'")])
-    assert "parted: rank 1 gathers 'b' where rank 0 gathers 'a'." in even
+    assert "collectives: rank 2 ended while ranks 0, 1, 3 called a. With" in text
+    even = describe_mismatch([RankCall(1, "called b"), RankCall(0, "called a")])
+    assert "collectives: rank 1 called b while rank 0 called a." in even
 
 
 def test_a_thousand_ranks_are_not_all_named():
-    many = describe_parting([RankReport(rank, "gathers 'a'") for rank in range(1000)])
-    assert "each of ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more gathers 'a'" in many
+    many = describe_mismatch([RankCall(rank, "called a") for rank in range(1000)])
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more called a" in many

@@ -4,7 +4,6 @@ from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES, CollectiveO
 from boltmesh.telemetry.writer.torch_compat.operators import (
     ANYBODY,
     PAYLOAD,
-    default_store,
     group_ranks,
     uncounted_operators,
 )
@@ -15,7 +14,6 @@ __all__ = [
     "PAYLOAD",
     "CollectiveObserver",
     "Ticket",
-    "default_store",
     "group_ranks",
     "uncounted_operators",
 ]

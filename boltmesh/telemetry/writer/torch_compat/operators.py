@@ -1,13 +1,9 @@
-"""The operators of torch that move data between ranks, and what their arguments say.
-
-The store by which ranks have met.
-"""
+"""The operators of torch that move data between ranks, and what their arguments say."""
 
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as _c10d
 
 PAYLOAD: Final[dict[str, int | None]] = {
     "allreduce_": 0,
@@ -100,24 +96,3 @@ def uncounted_operators() -> list[str]:
             for each in getattr(torch.ops.c10d, name).default._schema.arguments
         )
     ]
-
-
-def default_store(prefix: str, *, may_grow: bool = False) -> _c10d.PrefixStore | None:
-    """Return the store by which the ranks of this job have met; None where there is none.
-
-    None also for a store that never forgets: a file would grow with every key that is set anew.
-    It is to be asked for each time, for a store that is kept keeps its server's port.
-
-    Args:
-        prefix: Of all keys.
-        may_grow: A file will do: few keys are set, and rarely.
-    """
-    if not dist.is_initialized():
-        return None
-    store = dist.distributed_c10d._get_default_store()
-    base = store
-    while isinstance(base, _c10d.PrefixStore):
-        base = base.underlying_store
-    if not (may_grow or isinstance(base, (_c10d.TCPStore, _c10d.HashStore))):
-        return None
-    return _c10d.PrefixStore(prefix, store)

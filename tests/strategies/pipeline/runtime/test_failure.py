@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from boltmesh.errors import PipelineError
-from boltmesh.strategies.pipeline.runtime.failure import FailureBoard
+from boltmesh.errors import BoltMeshError, PipelineError
+from boltmesh.failure_board import FailureBoard
 from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from tests.support.programs import programs
@@ -170,8 +170,8 @@ def other_numbers(rank: int) -> tuple[int, ...]:
 def test_ranks_with_other_batches_are_told_before_anything_is_sent() -> None:
     texts = run_ranks(meet_with_other_batches, 3, other_sizes)
     assert len(set(texts)) == 1
-    assert "In microbatch 1 stage 1 on rank 1 gives float64 (6, 3)" in texts[0]
-    assert "stage 2 on rank 2 awaits float64 (6, 4)" in texts[0]
+    assert "In microbatch 1 stage 1 on rank 1 sends float64 (6, 3)" in texts[0]
+    assert "stage 2 on rank 2 expects float64 (6, 4)" in texts[0]
     assert "same batch" in texts[0]
 
 
@@ -179,7 +179,7 @@ def test_ranks_with_other_batches_are_told_before_anything_is_sent() -> None:
 def test_ranks_with_other_numbers_of_microbatches_are_told() -> None:
     texts = run_ranks(meet_with_other_batches, 2, other_numbers)
     assert len(set(texts)) == 1
-    assert "In microbatch 2 stage 0 on rank 0 gives no such microbatch" in texts[0]
+    assert "In microbatch 2 stage 0 on rank 0 sends no such microbatch" in texts[0]
 
 
 class Scribbler(PieceStage):
@@ -265,15 +265,15 @@ def test_a_rank_that_hangs_is_waited_for_once(tmp_path: Path, where: str) -> Non
 
 
 def hang(rank: int, world_size: int, folder: str) -> None:
-    def note(error: PipelineError) -> None:
+    def note(error: BoltMeshError) -> None:
         Path(folder, str(rank)).write_text(str(error))
 
     executor = PipelineRuntime(
         dist.new_group(list(range(world_size))), torch.device("cpu"), on_stuck=note
     )
-    executor._alarm.grace_s = 0.5
+    executor._board.grace_s = 0.5
     if rank == 1:
-        executor._alarm.ring("The device of rank 1 is broken")
+        executor._board.post("The device of rank 1 is broken")
         time.sleep(60)
     executor.run(programs("1f1b", 2, 2)[0], [PieceStage(Piece(0, 2), (1, 1))])
 
@@ -285,12 +285,11 @@ def test_a_rank_that_nothing_reaches_is_ended(tmp_path: Path) -> None:
     assert (tmp_path / "0").read_text() == "The device of rank 1 is broken"
 
 
-def test_a_closed_alarm_leaves_no_thread() -> None:
-    alarm = FailureBoard(0, "alone")
+def test_a_closed_board_leaves_no_thread() -> None:
+    board = FailureBoard(0, "alone")
     for _ in range(3):
-        alarm.open()
         before = set(threading.enumerate())
-        with alarm.watching():
+        with board.monitoring():
             assert set(threading.enumerate()) - before
-        alarm.close()
+        board.close()
         assert not set(threading.enumerate()) - before
