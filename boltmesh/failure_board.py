@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Final
 
-from torch.distributed import Store, Work
+from torch._C._distributed_c10d import Store
+from torch.distributed import Work
 
 from boltmesh.errors import BoltMeshError
 from boltmesh.process import end_process

@@ -33,13 +33,13 @@ def command_of(verb: Verb, summary: str) -> click.Command:
     ) -> int:
         from boltmesh.launch.rank import Rank
 
-        rank = Rank.enter()
+        rank = Rank.attach()
         rank.wants_traceback = wants_traceback
         if print_config:
-            return rank.execute(lambda: _print_config(config, overrides))
+            return rank.run(lambda: _print_config(config, overrides))
         if dry_run:
-            return rank.execute(lambda: _show(verb, config, overrides, rank))
-        return rank.execute(lambda: _start(verb, config, overrides, rank))
+            return rank.run(lambda: _show(verb, config, overrides, rank))
+        return rank.run(lambda: _start(verb, config, overrides, rank))
 
     return click.command(verb, help=f"{summary}\n\n{CONFIG_HELP}")(command)
 
@@ -55,7 +55,7 @@ def check(config: str, overrides: tuple[str, ...], steps: int, wants_traceback: 
     """
     from boltmesh.launch.rank import Rank
 
-    rank = Rank.enter()
+    rank = Rank.attach()
     rank.wants_traceback = wants_traceback
 
     def work() -> int:
@@ -63,7 +63,7 @@ def check(config: str, overrides: tuple[str, ...], steps: int, wants_traceback: 
 
         return compare(config, overrides, steps=steps, rank=rank)
 
-    return rank.execute(work)
+    return rank.run(work)
 
 
 def _print_config(config: str, overrides: Sequence[str]) -> int:

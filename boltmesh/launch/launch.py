@@ -1,10 +1,8 @@
-"""Starts the ranks of one host, watches them, and says in one line why they ended.
+"""Starts the ranks of one host, monitors them, and prints in one line why they ended.
 
-The supervisor imports neither torch nor Lightning: it costs a few megabytes, starts at once, and
-keeps its head when a rank loses its own. Each rank is a process group of its own, so that Ctrl-C
-reaches the supervisor alone, and asks the kernel to end it when the supervisor dies.
-
-Which rank went first, and how to say it in one line: plain functions over ends and reports.
+The supervisor imports neither torch nor Lightning: it takes a few megabytes, starts at once, and
+stays alive when a rank crashes. Each rank is a process group of its own, so that only the
+supervisor receives Ctrl-C, and the kernel ends it when the supervisor dies.
 """
 
 import contextlib
@@ -31,9 +29,9 @@ from boltmesh.process import describe_exit, write_stderr
 from boltmesh.telemetry.job import ID_VARIABLE, job_path, record_end
 
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-"""What ends a rank from outside or in native code. Not SIGABRT: who loses a peer may abort."""
+"""Signals from outside or from native code. Not SIGABRT: a rank that loses a peer may abort."""
 _SEEN_LATE_NS = 500_000_000
-"""Such a death comes before the errors that it causes, and is seen by polling, a little later."""
+"""Such a death precedes the errors that it causes, but polling sees it a little later."""
 
 _HINTS = {
     signal.SIGKILL: "Often the system ran out of memory",
@@ -43,36 +41,39 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended that nobody has ended."""
+    """Exit of a rank that the supervisor did not terminate."""
 
     rank: int
     pid: int
     code: int
-    """As ``subprocess`` has it: negative for a signal."""
+    """Exit code of ``subprocess``: negative for a signal."""
     ended_ns: int
-    """CLOCK_MONOTONIC, when the supervisor saw it."""
+    """CLOCK_MONOTONIC at which the supervisor saw it."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """The rank that went first."""
+    """The first rank that failed."""
 
     rank: int
     pid: int
     exit_code: int
     report: Report | None
-    """None when it left without a word."""
+    """None if it ended without a report."""
 
 
 def first_cause(
-    ends: Sequence[RankExit], reports: Mapping[int, Report], *, was_asked_to_stop: bool
+    ends: Sequence[RankExit], reports: Mapping[int, Report], *, is_stopping: bool
 ) -> Cause | None:
-    """The rank that failed first by itself, or lost a peer when none did.
+    """Return the first rank that failed by itself; without one, the first that lost a peer.
 
-    When the ranks were asked to stop, a lost peer is one that stopped a little earlier, and a
-    rank without a word was not yet able to say one: neither is a cause.
+    Args:
+        ends: Exits of ranks that the supervisor did not terminate.
+        reports: By rank.
+        is_stopping: Whether a signal stops the ranks. Then a lost peer has only stopped a little
+            earlier, and a rank without a report ended before it could write one: neither counts.
     """
-    by_rank = {each.rank: each for each in ends}
+    by_rank = {end.rank: end for end in ends}
     causes: list[tuple[int, Cause]] = []
     consequences: list[tuple[int, Cause]] = []
     for rank in sorted({*by_rank, *reports}):
@@ -84,18 +85,18 @@ def first_cause(
         elif report is not None and report.kind in {"done", "stopped"}:
             continue
         elif end is not None and code:
-            if was_asked_to_stop and -code not in _FROM_OUTSIDE:
+            if is_stopping and -code not in _FROM_OUTSIDE:
                 continue
             early = _SEEN_LATE_NS if -code in _FROM_OUTSIDE else 0
             causes.append((end.ended_ns - early, Cause(rank, end.pid, code, None)))
-    if not causes and was_asked_to_stop:
+    if not causes and is_stopping:
         return None
     found = causes or consequences
-    return min(found, key=lambda each: each[0])[1] if found else None
+    return min(found, key=lambda timed: timed[0])[1] if found else None
 
 
 def describe_cause(cause: Cause, *, job_id: str) -> str:
-    """One line: which rank, how, and where it was in its step."""
+    """Return one line: which rank failed, how, and where in its step."""
     report = cause.report
     if report is not None and report.kind == "user":
         return report.message
@@ -110,17 +111,18 @@ def describe_cause(cause: Cause, *, job_id: str) -> str:
             f"{who} {describe_exit(cause.exit_code)}{where}; nothing else failed before it{advice}"
         )
     if report.kind == "consequence":
-        return f"{who} lost a peer{where}, and no rank has said why: {report.message}"
+        lost = "lost the connection to a peer"
+        return f"{who} {lost}{where}, and no rank reported why: {report.message}"
     return f"{who} failed{where}: {report.message}"
 
 
 def where_it_was(job_id: str, rank: int) -> str:
-    """`` in backward after step 41``, as telemetry has it; empty when there is none."""
+    """Return `` in backward after step 41`` from telemetry; empty without it."""
     from boltmesh.telemetry.reader.reader import open_job
 
     try:
         with open_job(job_id) as job:
-            found = next((each for each in job.snapshot().ranks if each.rank == rank), None)
+            found = next((seen for seen in job.snapshot().ranks if seen.rank == rank), None)
     except (TelemetryError, OSError):
         return ""
     if found is None:
@@ -130,21 +132,21 @@ def where_it_was(job_id: str, rank: int) -> str:
 
 POLL_S = 0.1
 FAILED_GRACE_S = 2.0
-"""How long the other ranks may take to fail by themselves, once one has."""
+"""Seconds that the other ranks have to fail by themselves after the first one."""
 TERMINATE_GRACE_S = 2.0
 STOPPED_GRACE_S = 15.0
-"""How long a rank may take to follow the others, once one has stopped as it was asked to."""
+"""Seconds that a rank has to stop after the first one stopped on a signal."""
 LEAVING_GRACE_S = 60.0
-"""How long a rank that has reported its end may take to leave, for loggers that upload."""
+"""Seconds that a rank has to exit after it reported its end, for loggers that upload."""
 
 
 @dataclass
-class _Started:
+class _RankProcess:
     rank: int
     process: "subprocess.Popen[bytes]"
     ended_ns: int | None = None
-    is_being_ended: bool = False
-    """Whether the supervisor has ended it, which makes its exit nobody's fault."""
+    is_terminated: bool = False
+    """Whether the supervisor ended it, so that its exit is not a cause."""
 
     @property
     def code(self) -> int | None:
@@ -154,17 +156,17 @@ class _Started:
         if self.ended_ns is None and self.process.poll() is not None:
             self.ended_ns = time.monotonic_ns()
 
-    def ask_to_stop(self, signum: int) -> None:
+    def send_signal(self, signum: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signum)
 
     def terminate(self) -> None:
-        self.is_being_ended = True
-        self.ask_to_stop(signal.SIGTERM)
+        self.is_terminated = True
+        self.send_signal(signal.SIGTERM)
 
     def kill_group(self) -> None:
         """End the rank and its loader workers."""
-        self.is_being_ended = self.is_being_ended or self.code is None
+        self.is_terminated = self.is_terminated or self.code is None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -174,8 +176,8 @@ class Supervisor:
 
     Args:
         arguments: The command line of every rank.
-        num_ranks: How many to start.
-        job_id: Under which telemetry keeps the job.
+        num_ranks: Ranks to start.
+        job_id: Id of the job in telemetry.
         wants_traceback: Print the traceback of the first failure.
     """
 
@@ -193,7 +195,7 @@ class Supervisor:
         self.job_id = job_id
         self.wants_traceback = wants_traceback
         self._folder = Path()
-        self._ranks: list[_Started] = []
+        self._ranks: list[_RankProcess] = []
         self._signals: list[int] = []
         self._reports: dict[int, Report] = {}
         self._has_recorded_death = False
@@ -208,32 +210,32 @@ class Supervisor:
             self._reports = read_reports(self._folder)
             return self._conclude()
         finally:
-            for each in self._ranks:
-                each.kill_group()
-                each.process.wait()
+            for rank in self._ranks:
+                rank.kill_group()
+                rank.process.wait()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @contextmanager
     def _handled_signals(self) -> Iterator[None]:
-        def note(signum: int, frame: FrameType | None) -> None:
+        def record(signum: int, frame: FrameType | None) -> None:
             self._signals.append(signum)
 
-        before = {each: signal.getsignal(each) for each in HANDLED}
-        for each, handler in before.items():
+        before = {signum: signal.getsignal(signum) for signum in HANDLED}
+        for signum, handler in before.items():
             if handler is not signal.SIG_IGN:
-                signal.signal(each, note)
+                signal.signal(signum, record)
         try:
             yield
         finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
 
     def _start(self) -> None:
-        # See Rank.serve_rendezvous for what becomes of the socket.
+        # See Rank.serve_rendezvous for the use of the socket.
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as rendezvous:
             environment = self._environment(rendezvous.getsockname()[1])
-            # A rank is born deaf to signals and listens once it has its handlers, so that none
-            # arrives in between and ends it with a traceback.
+            # Signals stay blocked in a rank until its handlers are installed, so that none ends it
+            # with a traceback before that.
             signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
             try:
                 for rank in range(self.num_ranks):
@@ -249,7 +251,7 @@ class Supervisor:
                         pass_fds=descriptors,
                         start_new_session=True,
                     )
-                    self._ranks.append(_Started(rank, process))
+                    self._ranks.append(_RankProcess(rank, process))
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
@@ -268,7 +270,7 @@ class Supervisor:
         # Every rank would otherwise start one thread per core of the machine.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // self.num_ranks)))
-        if sys.platform.startswith("linux"):  # all ranks are on this host, whatever its name is
+        if sys.platform.startswith("linux"):  # all ranks are on this host, whatever its name
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return environment
 
@@ -277,9 +279,9 @@ class Supervisor:
         forwarded = 0
         ending_since: float | None = None
         while True:
-            for each in self._ranks:
-                each.poll()
-            running = [each for each in self._ranks if each.code is None]
+            for rank in self._ranks:
+                rank.poll()
+            running = [rank for rank in self._ranks if rank.code is None]
             self._reports = read_reports(self._folder)
             self._record_death()
             if not running:
@@ -293,31 +295,31 @@ class Supervisor:
                 if not self._has_failed():
                     self._end_stragglers(running, waited)
                 elif waited > FAILED_GRACE_S + TERMINATE_GRACE_S:
-                    for each in running:
-                        each.kill_group()
+                    for rank in running:
+                        rank.kill_group()
                 elif waited > FAILED_GRACE_S:
-                    for each in running:
-                        if not each.is_being_ended:
-                            each.terminate()
+                    for rank in running:
+                        if not rank.is_terminated:
+                            rank.terminate()
             time.sleep(POLL_S)
 
-    def _forward_signals(self, running: Sequence[_Started], forwarded: int) -> int:
-        """The first signal asks the ranks to stop, the second one ends them."""
+    def _forward_signals(self, running: Sequence[_RankProcess], forwarded: int) -> int:
+        """Stop the ranks at the first signal, kill them at the second one."""
         received = len(self._signals)
         if forwarded == 0 and received:
             write_stderr(STOPPING)
-            for each in running:
-                each.ask_to_stop(self._signals[0])
+            for rank in running:
+                rank.send_signal(self._signals[0])
         if received > 1:
-            for each in running:
-                each.kill_group()
+            for rank in running:
+                rank.kill_group()
         return received
 
     def _record_death(self) -> None:
-        """Let the dashboard know of a rank that went first and could not record its own end.
+        """Record the first failing rank's exit code in telemetry if it could not do so itself.
 
-        Another rank may have told of its lost peer before the death is seen, so that this is asked
-        again at every look, up to the last.
+        Another rank may report its lost peer before the supervisor sees the death, so this runs at
+        every poll, the last one included.
         """
         if self._signals or self._has_recorded_death:
             return
@@ -328,63 +330,65 @@ class Supervisor:
                 record_end(job_path(self.job_id), rank=cause.rank, exit_code=cause.exit_code)
 
     def _is_ending(self) -> bool:
-        return self._has_failed() or any(each.kind == "stopped" for each in self._reports.values())
+        return self._has_failed() or any(
+            report.kind == "stopped" for report in self._reports.values()
+        )
 
     def _has_failed(self) -> bool:
         has_error = {"user", "failure", "consequence"}
-        return any(each.kind in has_error for each in self._reports.values()) or any(
-            each.code and not self._has_left(each.rank) for each in self._ranks
+        return any(report.kind in has_error for report in self._reports.values()) or any(
+            rank.code and not self._has_left(rank.rank) for rank in self._ranks
         )
 
     def _has_left(self, rank: int) -> bool:
-        """Whether the rank's own report says that it ended as it should.
+        """Return whether the rank reported that it completed its work.
 
-        What happens to it after that, such as an abort of gloo's threads while the interpreter
-        goes down (pytorch#190489), takes nothing away from the run.
+        Errors after that do not fail the run, such as an abort of gloo's threads while the
+        interpreter exits (pytorch#190489).
         """
         report = self._reports.get(rank)
         return report is not None and report.kind in {"done", "stopped"}
 
-    def _end_stragglers(self, running: Sequence[_Started], waited: float) -> None:
-        for each in running:
-            patience = LEAVING_GRACE_S if self._has_left(each.rank) else STOPPED_GRACE_S
+    def _end_stragglers(self, running: Sequence[_RankProcess], waited: float) -> None:
+        for rank in running:
+            patience = LEAVING_GRACE_S if self._has_left(rank.rank) else STOPPED_GRACE_S
             if waited > patience:
-                each.kill_group()
+                rank.kill_group()
 
-    # Telling.
+    # Results.
 
     def _conclude(self) -> int:
         if len(self._signals) > 1:
             write_stderr(
-                f"boltmesh: killed by a second signal; go on with: {self.resume_command}\n"
+                f"boltmesh: killed by a second signal; resume with: {self.resume_command}\n"
             )
             return 128 + self._signals[0]
         cause = self._first_cause()
         if cause is not None:
-            return self._tell_cause(cause)
-        stopped = [each for each in self._reports.values() if each.kind == "stopped"]
+            return self._print_cause(cause)
+        stopped = [report for report in self._reports.values() if report.kind == "stopped"]
         if stopped:
-            kept = next((each for each in stopped if each.checkpoint is not None), stopped[0])
+            kept = next((report for report in stopped if report.checkpoint is not None), stopped[0])
             write_stderr(
                 f"boltmesh: {stop_line(kept.message, kept.checkpoint, self.resume_command)}\n"
             )
             return 128 + (self._signals or [kept.signum])[0]
-        if all(each.code == 0 or self._has_left(each.rank) for each in self._ranks):
+        if all(rank.code == 0 or self._has_left(rank.rank) for rank in self._ranks):
             return 0
         signum = (self._signals or [signal.SIGTERM])[0]
         write_stderr(f"boltmesh: {stop_line(describe_stop(signum), None, self.resume_command)}\n")
         return 128 + signum
 
     def _first_cause(self) -> Cause | None:
-        """The rank that failed first by itself, of those that have ended so far."""
+        """Return the first rank that failed by itself, of those that have ended so far."""
         ends = [
-            RankExit(each.rank, each.process.pid, each.code, each.ended_ns or 0)
-            for each in self._ranks
-            if each.code is not None and not each.is_being_ended
+            RankExit(rank.rank, rank.process.pid, rank.code, rank.ended_ns or 0)
+            for rank in self._ranks
+            if rank.code is not None and not rank.is_terminated
         ]
-        return first_cause(ends, self._reports, was_asked_to_stop=bool(self._signals))
+        return first_cause(ends, self._reports, is_stopping=bool(self._signals))
 
-    def _tell_cause(self, cause: Cause) -> int:
+    def _print_cause(self, cause: Cause) -> int:
         stored = {rank: store_traceback(report) for rank, report in self._reports.items()}
         line = describe_cause(cause, job_id=self.job_id)
         if cause.report is not None:
@@ -398,10 +402,10 @@ class Supervisor:
 
 
 def resume_command(arguments: Sequence[str]) -> str:
-    """The command line that continues the run which these arguments have started."""
+    """Return the command line that resumes the run of these arguments."""
     kept = [
-        each
-        for each in arguments
-        if not each.startswith(("resume=", "run.resume=")) and each != "--traceback"
+        argument
+        for argument in arguments
+        if not argument.startswith(("resume=", "run.resume=")) and argument != "--traceback"
     ]
     return shlex.join(["boltmesh", *kept, "resume=auto"])

@@ -1,4 +1,4 @@
-"""Keeps what Lightning and torch say in every run, on every rank, out of the terminal."""
+"""Filters log lines and warnings that Lightning and torch print in every run on every rank."""
 
 import logging
 import warnings
@@ -15,14 +15,14 @@ _LOGGED = (
     "All distributed processes registered",
     "-" * 20,
 )
-"""Known before (the dry run shows the devices), or an advertisement."""
+"""Lines without news (the dry run shows the devices), or advertisements."""
 
 _WARNED = (
-    # Going on in one's own folder is what resuming means here.
+    # A resumed run continues in its own folder.
     r"Checkpoint directory .* exists and is not empty",
-    # Evaluation makes no checkpoints, so their callback is rightly absent.
+    # Evaluation writes no checkpoints, so it has no checkpoint callback.
     r"Be aware that when using `ckpt_path`, callbacks used to create the checkpoint",
-    # Between Lightning 2.6 and torch 2.13; nothing that a user can change.
+    # Between Lightning 2.6 and torch 2.13; a user cannot change it.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
 )
 
@@ -34,7 +34,7 @@ class _KnownBefore(logging.Filter):
 
 
 def quiet_lightning() -> None:
-    """Call once Lightning is imported."""
+    """Install the filters; call it after Lightning is imported."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(_KnownBefore())

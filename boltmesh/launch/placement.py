@@ -1,6 +1,6 @@
-"""How many ranks a config asks for, on which devices, and who starts them.
+"""Number of ranks of a config, their devices, and the launcher that started them.
 
-Loads torch only where NVML says that there are CUDA devices to count.
+Imports torch only if NVML reports CUDA devices.
 """
 
 import os
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Who has started this process as one rank of several."""
+    """The launcher that started this process as one rank of several."""
 
     name: str
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int | None
-    """Ranks of this host, where the launcher tells."""
+    """Ranks of this host, if the launcher sets them."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of this host run."""
+    """Devices and ranks of this host."""
 
     accelerator: Literal["cpu", "cuda"]
     devices: int | list[int]
-    """As the Trainer takes it: a number of ranks, or the CUDA devices of the ranks."""
+    """Argument of the Trainer: a number of ranks, or the CUDA devices of the ranks."""
     num_nodes: int
     launcher: Launcher | None
 
@@ -50,11 +50,11 @@ class Placement:
 
 
 def place_ranks(config: "DictConfig") -> Placement:
-    """Decide devices and ranks, and compare them with what a launcher has started.
+    """Choose devices and ranks, and compare them with the ranks that a launcher has started.
 
     Raises:
-        ConfigError: When the devices are not there.
-        LayoutError: When the ranks asked for are not the ranks that there are.
+        ConfigError: The devices do not exist.
+        LayoutError: The config needs another number of ranks than were started.
     """
     launcher = find_launcher(os.environ)
     trainer = config.trainer
@@ -116,7 +116,7 @@ def find_launcher(environment: Mapping[str, str]) -> Launcher | None:
 
 
 def count_cuda_devices() -> int:
-    """CUDA devices that torch would use here."""
+    """Return the number of CUDA devices that torch sees here."""
     if not _has_gpu_driver():
         return 0
     import torch
@@ -139,27 +139,27 @@ def _has_gpu_driver() -> bool:
         return False
 
 
-def _choose_accelerator(asked: str) -> Literal["cpu", "cuda"]:
-    if asked == "cpu":
+def _choose_accelerator(wanted: str) -> Literal["cpu", "cuda"]:
+    if wanted == "cpu":
         return "cpu"
     if count_cuda_devices():
         return "cuda"
-    if asked == "auto":
+    if wanted == "auto":
         return "cpu"
     raise ConfigError(
-        f"trainer.accelerator={asked} needs a CUDA device, and torch finds none here. "
+        f"trainer.accelerator={wanted} needs a CUDA device, and torch finds none here. "
         f"Set trainer.accelerator=cpu."
     )
 
 
-def _cpu_ranks(asked: Any, launcher: Launcher | None) -> int:
-    if asked == "auto":
+def _cpu_ranks(wanted: Any, launcher: Launcher | None) -> int:
+    if wanted == "auto":
         if launcher is None:
             return 1
         return launcher.local_world_size or launcher.world_size
-    text = str(asked)
-    if isinstance(asked, MutableSequence) or not text.isdigit():
-        count = len([each for each in text.strip("[]").split(",") if each.strip()]) or 1
+    text = str(wanted)
+    if isinstance(wanted, MutableSequence) or not text.isdigit():
+        count = len([name for name in text.strip("[]").split(",") if name.strip()]) or 1
         raise ConfigError(
             f"trainer.devices={text} names CUDA devices, but the ranks run on the CPU. "
             f"Set trainer.devices={count}."
@@ -167,16 +167,16 @@ def _cpu_ranks(asked: Any, launcher: Launcher | None) -> int:
     return int(text)
 
 
-def _cuda_devices(asked: Any, available: int) -> int | list[int]:
-    text = "auto" if asked == -1 else str(asked)
+def _cuda_devices(wanted: Any, available: int) -> int | list[int]:
+    text = "auto" if wanted == -1 else str(wanted)
     if text in {"auto", "-1"}:
         return available
-    if isinstance(asked, MutableSequence) or "," in text:
-        chosen = [int(each) for each in text.strip("[]").split(",") if each.strip()]
+    if isinstance(wanted, MutableSequence) or "," in text:
+        chosen = [int(name) for name in text.strip("[]").split(",") if name.strip()]
         missing = [device for device in chosen if device >= available]
         if missing or len(set(chosen)) < len(chosen):
             raise ConfigError(
-                f"trainer.devices={chosen} wants CUDA devices that are not there or are named "
+                f"trainer.devices={chosen} names CUDA devices that do not exist, or one "
                 f"twice; there are 0 to {available - 1}. Set trainer.devices={available}."
             )
         return chosen

@@ -1,7 +1,7 @@
-"""This process as one rank: who started it, what it tells them, and how it ends.
+"""This process as one rank: its launcher, its reports, and its exit code.
 
-Three ways lead here: a supervisor of ours (``launch.py``) that reads reports, a launcher such as
-torchrun that knows exit codes, and nobody, for a run of one rank.
+A rank is started by boltmesh's supervisor (``launch.py``), which reads reports, by a launcher such
+as torchrun, which reads exit codes, or by a user, for a run of one rank.
 """
 
 import os
@@ -27,7 +27,7 @@ RENDEZVOUS_VARIABLE = "BOLTMESH_RENDEZVOUS_FD"
 
 @dataclass
 class Rank:
-    """This process's place in its job, and what is known of the run so far."""
+    """This process as a rank of its job, and the state of its run."""
 
     launcher: Launcher | None
     supervisor_folder: Path | None
@@ -41,17 +41,17 @@ class Rank:
 
     @property
     def rank(self) -> int:
-        """0 where nobody has started others."""
+        """Global rank; 0 without a launcher."""
         return 0 if self.launcher is None else self.launcher.rank
 
     @property
     def is_supervised(self) -> bool:
-        """Whether a supervisor of ours prints for this rank."""
+        """Whether boltmesh's supervisor prints for this rank."""
         return self.supervisor_folder is not None
 
     @classmethod
-    def enter(cls) -> "Rank":
-        """Take this process's place: be ready for signals, and end with the supervisor."""
+    def attach(cls) -> "Rank":
+        """Attach this process to its job: handle signals, and end with the supervisor."""
         launcher = find_launcher(os.environ)
         folder = _supervisor_folder()
         stop = StopSwitch(
@@ -62,11 +62,11 @@ class Rank:
         return cls(launcher, folder, stop)
 
     def serve_rendezvous(self) -> None:
-        """On rank 0 of a supervisor: answer on the port that the supervisor holds.
+        """Serve the rendezvous store on rank 0 of a supervisor, on the supervisor's port.
 
-        The supervisor listens before any rank exists and hands the socket down, so nobody can
-        take the port in between. torch finds this store when it makes the process group, because
-        stores of one process and port share their server.
+        The supervisor listens before any rank exists and passes the socket on, so no other process
+        can take the port in between. torch finds this store when it makes the process group,
+        because stores of one process and port share their server.
         """
         inherited = os.environ.pop(RENDEZVOUS_VARIABLE, None)
         if inherited is None:
@@ -86,7 +86,7 @@ class Rank:
         )
 
     def report(self, kind: Kind, *, message: str = "", signum: int = 0) -> None:
-        """Tell the supervisor, if there is one."""
+        """Write a report for the supervisor, if there is one."""
         if self.supervisor_folder is not None:
             report = Report(
                 rank=self.rank,
@@ -101,7 +101,7 @@ class Rank:
             write_report(self.supervisor_folder, report)
 
     def report_error(self, error: BaseException) -> None:
-        """Tell of an error at once, before anything unwinds; the first one stays."""
+        """Report an error now, before anything unwinds; the first one stays."""
         if self._reported is not None or isinstance(error, StoppedBySignal):
             return
         self._reported = error
@@ -109,8 +109,8 @@ class Rank:
             report = report_of_error(error, rank=self.rank, run_folder=self.run_folder)
             write_report(self.supervisor_folder, report)
 
-    def execute(self, work: Callable[[], int]) -> int:
-        """Run ``work`` to its end, tell how it ended, and return the exit code."""
+    def run(self, work: Callable[[], int]) -> int:
+        """Run ``work``, report how it ended, and return the exit code."""
         try:
             code = work()
         except StoppedBySignal as stopped:
@@ -122,7 +122,7 @@ class Rank:
         except SystemExit as left:
             # Lightning exits by itself after a KeyboardInterrupt that user code raised.
             return left.code if isinstance(left.code, int) else 1
-        except BaseException as error:  # noqa: BLE001 - told in one line, kept with its traceback
+        except BaseException as error:  # noqa: BLE001 - reported with its traceback
             return self._fail(error)
         self.report("done")
         return code
@@ -132,11 +132,11 @@ class Rank:
         assert self._reported is not None
         report = report_of_error(self._reported, rank=self.rank, run_folder=self.run_folder)
         if not self.is_supervised:
-            self._tell_of_failure(report)
+            self._print_failure(report)
         return self._reported.exit_code if isinstance(self._reported, BoltMeshError) else 1
 
-    def _tell_of_failure(self, report: Report) -> None:
-        """Print one line for a mistake of the user, and one for each rank that failed by itself."""
+    def _print_failure(self, report: Report) -> None:
+        """Print one line per host for an error of the user, one per rank for other failures."""
         is_first_here = self.launcher is None or self.launcher.local_rank == 0
         if report.kind == "user" and not is_first_here:
             return
@@ -144,9 +144,9 @@ class Rank:
             print(report.traceback, file=sys.stderr, flush=True)  # noqa: T201 - asked for
         line = report.message
         if report.kind == "consequence" and self.launcher is not None:
-            line = "lost a peer; the rank that went first says why"
+            line = "connection to a peer was lost; see the first failing rank above"
         if report.kind != "user":
-            line = line if self.launcher is None else f"rank {self.rank} {_verb(report)}{line}"
+            line = line if self.launcher is None else f"rank {self.rank}{_verb(report)}: {line}"
             line += traceback_hint(store_traceback(report), wants_traceback=self.wants_traceback)
         self._print(line)
 
@@ -157,18 +157,18 @@ class Rank:
 
 
 def _verb(report: Report) -> str:
-    return "" if report.kind == "consequence" else "failed: "
+    return "" if report.kind == "consequence" else " failed"
 
 
 def stop_line(message: str, checkpoint: str | None, resume_command: str) -> str:
-    """What a stopped run has kept, and how it goes on."""
+    """Return the line for a stopped run: its checkpoint and the command that resumes it."""
     if checkpoint is None:
         return f"{message}; no checkpoint was written for it."
-    return f"{message}; checkpoint: {checkpoint}; go on with: {resume_command}"
+    return f"{message}; checkpoint: {checkpoint}; resume with: {resume_command}"
 
 
 def traceback_hint(path: Path | None, *, wants_traceback: bool) -> str:
-    """The end of a line about a failure: where the traceback is."""
+    """Return the end of the line for a failure: where the traceback is."""
     if path is not None:
         return f"; traceback: {path}"
     return "" if wants_traceback else "; add --traceback to see where"
@@ -179,7 +179,7 @@ def _supervisor_folder() -> Path | None:
     if value is None:
         return None
     pid, _, folder = value.partition(":")
-    if int(pid) != os.getppid():  # it was killed before this rank could ask to end with it
+    if int(pid) != os.getppid():  # it was killed before this rank could follow it
         os.kill(os.getpid(), signal.SIGKILL)
     end_with_parent()
     return Path(folder)

@@ -1,8 +1,8 @@
-"""What a rank tells the process that started it: one small file, written whole or not at all.
+"""The report of a rank to its supervisor: one small file, replaced atomically.
 
-A rank that fails says so before it unwinds, because unwinding may wait for peers that never come.
-The one who started the ranks tells the cause from its consequences: when a rank goes, the others
-lose a peer and fail with errors of their own, which say nothing about why.
+A rank that fails writes its report before it unwinds, because unwinding may wait for peers that
+never come. The supervisor separates the cause from its consequences: after the first failure the
+other ranks lose the connection to a peer, and their own errors do not say why.
 """
 
 import os
@@ -17,28 +17,28 @@ from boltmesh.errors import BoltMeshError
 from boltmesh.telemetry.reader.cause import LOST_PEER
 
 Kind = Literal["running", "done", "stopped", "user", "failure", "consequence"]
-"""``user``: what a config or command line has to change. ``consequence``: a peer was lost."""
+"""``user``: an error in a config or command line. ``consequence``: a peer was lost."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest word of one rank."""
+    """The newest report of one rank."""
 
     rank: int
     pid: int
     kind: Kind
     time_ns: int
-    """CLOCK_MONOTONIC, which all processes of a host share."""
+    """CLOCK_MONOTONIC, shared by all processes of a host."""
     message: str = ""
     """One line."""
     traceback: str = ""
     run_folder: str | None = None
     checkpoint: str | None = None
     signum: int = 0
-    """Which signal has stopped the rank."""
+    """The signal that stopped the rank; 0 for none."""
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: the type and the message, or the message alone where it is boltmesh's own."""
+    """Return one line: class and message; of boltmesh's own errors the message only."""
     text = " ".join(str(error).split())
     if isinstance(error, BoltMeshError):
         return text
@@ -51,12 +51,12 @@ def _shorten(text: str, at_most: int = 400) -> str:
 
 
 def kind_of_error(error: BaseException) -> Kind:
-    """Whether the user can mend it, a peer was lost, or this rank failed by itself."""
+    """Return whether the user can fix it, a peer was lost, or this rank failed by itself."""
     if isinstance(error, BoltMeshError):
         return "user" if error.exit_code == 2 else "failure"
     seen: BaseException | None = error
     while seen is not None:
-        # gloo, NCCL and the store raise RuntimeErrors; an OSError is of this rank's own files.
+        # gloo, NCCL and the store raise RuntimeErrors; an OSError comes from this rank's own files.
         text = "" if isinstance(seen, OSError) else str(seen).lower()
         if any(sign in text for sign in LOST_PEER):
             return "consequence"
@@ -65,7 +65,7 @@ def kind_of_error(error: BaseException) -> Kind:
 
 
 def report_of_error(error: BaseException, *, rank: int, run_folder: Path | None) -> Report:
-    """The report of a rank that fails with this error."""
+    """Return the report of a rank that fails with this error."""
     return Report(
         rank=rank,
         pid=os.getpid(),
@@ -86,7 +86,7 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def read_reports(folder: Path) -> dict[int, Report]:
-    """The reports of all ranks that have written one, by rank."""
+    """Return the reports by rank, of the ranks that have written one."""
     reports = (
         msgspec.json.decode(path.read_bytes(), type=Report)
         for path in sorted(folder.glob("rank-*.json"))
@@ -95,7 +95,7 @@ def read_reports(folder: Path) -> dict[int, Report]:
 
 
 def store_traceback(report: Report) -> Path | None:
-    """Keep a traceback in the run's folder and return where, or None when there is no folder."""
+    """Write a traceback into the run's folder; return its path, or None without a folder."""
     if not report.traceback or report.run_folder is None:
         return None
     path = Path(report.run_folder, f"error-rank-{report.rank}.txt")

@@ -1,7 +1,7 @@
-"""What a signal does to a rank: Ctrl-C and SIGTERM end a run between two optimizer steps.
+"""Signal handling of a rank: Ctrl-C and SIGTERM end a run between two optimizer steps.
 
-Loads nothing heavy, because a rank must be ready for a signal before it has imported torch. How
-the ranks of a training run agree on the step is in ``graceful.py``.
+Imports nothing heavy, because a rank has to handle signals before it has imported torch. The ranks
+of a training run agree on the step in ``graceful_stop.py``.
 """
 
 import os
@@ -13,11 +13,11 @@ from boltmesh.process import end_process, write_stderr
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SIGNAL_S = 2.0
-"""Launchers hand a signal on to ranks that may have had it already: that is no second one."""
+"""Seconds within which a second signal is the first one, forwarded by a launcher."""
 
 
 class StoppedBySignal(BaseException):
-    """Ends a run that was asked to stop. No Exception, so that nothing takes it for a failure."""
+    """Ends a run after a signal. Not an ``Exception``: no handler may treat it as a failure."""
 
     def __init__(
         self, signum: int, *, step: int | None = None, checkpoint: str | None = None
@@ -29,23 +29,23 @@ class StoppedBySignal(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """As a shell has it for a process that a signal ended."""
+        """Exit code of a shell for a process that a signal ended."""
         return 128 + self.signum
 
 
 def describe_stop(signum: int, step: int | None = None) -> str:
-    """What has stopped the run, and when."""
+    """Return which signal stopped the run, and after which step."""
     name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
     when = "before the first step" if step is None else f"after step {step}"
     return f"stopped by {name} {when}"
 
 
 class StopSwitch:
-    """Remembers the signal that asks this process to stop.
+    """Records the signal that stops this process.
 
-    Until ``is_training`` the process just ends, since there is nothing to keep. Then the signal
-    waits for the callback that brings the ranks to the same step. A second signal ends the
-    process at once; where a supervisor started it, that is the supervisor's to do.
+    Before ``is_training`` the process ends at once, since there is nothing to keep. After that the
+    signal waits for the callback that stops all ranks after the same step. A second signal ends the
+    process immediately; under a supervisor, the supervisor does that.
     """
 
     def __init__(self, *, is_supervised: bool = False, same_signal_s: float = 0.0) -> None:
@@ -57,10 +57,10 @@ class StopSwitch:
         self._pid = os.getpid()
 
     def install(self) -> None:
-        """Handle the signals from now on; one that the caller of this program ignores, stays so."""
-        for each in HANDLED:
-            if signal.getsignal(each) is not signal.SIG_IGN:
-                signal.signal(each, self._handle)
+        """Handle the signals from now on, except those that the parent process ignores."""
+        for signum in HANDLED:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -77,7 +77,7 @@ class StopSwitch:
 
     @staticmethod
     def _handle_in_child(signum: int) -> None:
-        """A forked loader worker outlives Ctrl-C, for its rank needs batches until it stops."""
+        """A forked loader worker ignores Ctrl-C, because its rank needs batches until it stops."""
         if signum != signal.SIGINT:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)

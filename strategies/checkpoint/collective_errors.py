@@ -1,4 +1,4 @@
-"""What ranks do together fails on all of them or on none, so that nobody waits for the others."""
+"""Actions that fail on all ranks or on none, so that no rank waits for one that has failed."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,12 +14,12 @@ def all_or_none(action: Callable[[], T], group: dist.ProcessGroup | None = None)
     """Run ``action``, and raise on every rank when it raises on one. Collective over all ranks.
 
     Args:
-        action: What may fail.
-        group: Of all ranks, where the default group is somebody else's at this time.
+        action: May fail.
+        group: Of all ranks, if the default group is in use by another thread.
 
     Raises:
-        CheckpointError: With the words of the first rank that failed; a subclass where that is
-            what it raised.
+        CheckpointError: With the error of the first rank that failed; of its class if that is a
+            subclass.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -31,7 +31,9 @@ def all_or_none(action: Callable[[], T], group: dist.ProcessGroup | None = None)
         reports: list[tuple[type[CheckpointError], str] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, None if failure is None else _describe(failure), group)
         if any(reports):
-            rank, (kind, report) = next((at, each) for at, each in enumerate(reports) if each)
+            rank, (kind, report) = next(
+                (rank, found) for rank, found in enumerate(reports) if found
+            )
             raise kind(f"{report} (rank {rank})") from failure
     elif failure is not None:
         raise failure
@@ -41,32 +43,32 @@ def all_or_none(action: Callable[[], T], group: dist.ProcessGroup | None = None)
 def run_on_rank0_and_broadcast(
     action: Callable[[], T], group: dist.ProcessGroup | None = None
 ) -> T:
-    """Run ``action`` on the first rank and give all of them its result. Collective over all ranks.
+    """Run ``action`` on rank 0 and return its result on all ranks. Collective over all ranks.
 
     Args:
-        action: What may fail; gives what can be pickled.
-        group: See ``together``.
+        action: May fail; returns an object that can be pickled.
+        group: See ``all_or_none``.
 
     Raises:
-        CheckpointError: On every rank, when it failed.
+        CheckpointError: The action failed; on every rank.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    result = all_or_none(action if is_first else _nothing, group)
+    result = all_or_none(action if is_first else _noop, group)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        told = [result]
-        dist.broadcast_object_list(told, 0, group)
-        (result,) = told
+        results = [result]
+        dist.broadcast_object_list(results, 0, group)
+        (result,) = results
     return result  # type: ignore[return-value]
 
 
 def run_on_rank0(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
-    """Run ``action`` on the first rank, and raise on all of them when it fails. Collective."""
+    """Run ``action`` on rank 0, and raise on all ranks when it fails. Collective."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    all_or_none(action if is_first else _nothing, group)
+    all_or_none(action if is_first else _noop, group)
 
 
-def _nothing() -> None:
-    """What other ranks do while the first one works."""
+def _noop() -> None:
+    """The action of the other ranks."""
 
 
 def _describe(error: Exception) -> tuple[type[CheckpointError], str]:

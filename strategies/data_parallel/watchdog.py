@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from boltmesh.errors import BoltMeshError, DivergenceError
 from boltmesh.failure_board import FailureBoard

@@ -1,15 +1,11 @@
-"""A short number by which ranks that share one model see that they have the same batch.
+"""Checks by a digest that ranks which share one model have the same batch.
 
 In a pipeline, stage 0 computes with the inputs of a batch and the last stage with its targets; in a
-tensor group each rank computes its heads: each from the copy that its own DataLoader gave it.
-Copies that differ train on nonsense without a word: random crops, masks or mixtures drawn apart, an
-order of the data that depends on the rank. So every rank tells a digest of what it has, and they
-are compared before anything is sent.
-
-Sees to it that the ranks of a tensor group have the same batch, before they compute with it.
-
-Each rank computes some heads of every token; with another batch on one of them all train on
-nonsense, without a word. A digest of each batch is compared while the batch is transferred.
+tensor group each rank computes some heads of every token. Each uses the copy from its own
+DataLoader. Copies that differ train on nonsense and raise no error: random crops, masks or mixtures
+drawn per rank, an order of the data that depends on the rank. So the ranks compare a digest of
+their batch before they send anything: a pipeline in its handshake (``runtime/handshake.py``), a
+tensor group while the batch is transferred (``SameBatchCheck``).
 """
 
 import functools
@@ -28,61 +24,61 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.pytree import is_constant_list, leaves
 
 MOST_ELEMENTS: Final = 1024
-"""Of a tensor that are looked at: where one in a hundred differs, all but one in 30,000 batches
-are told apart by one tensor alone."""
+"""Sampled elements of a tensor. If one in a hundred differs, one tensor alone distinguishes all but
+one in 30,000 batches."""
 
-_TAKEN: Final = (
+_TAKE_DTYPES: Final = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-"""What torch can take elements out of."""
+"""The dtypes for which torch implements ``Tensor.take``."""
 
-_MOST_TOLD: Final = 12
+_MOST_SHOWN: Final = 12
 _GOLDEN: Final = 0.6180339887498949
 
 
 @dataclass(frozen=True)
 class BatchDigest:
-    """What a rank says of its batch."""
+    """Digest of one rank's batch."""
 
     number: int = 0
-    """Positive and below 2**56; 0 where nothing is said."""
+    """Positive and below 2**56; 0 if the rank does not take part."""
     text: str = ""
-    """What it looks like, for messages."""
+    """Shapes and dtypes, for errors."""
     is_last: bool = False
-    """Whether the rank's loader gives no batch after it."""
+    """Whether it is the last batch of the rank's loader."""
 
 
 def batch_digest(batch: Any, *, is_last: bool = False) -> BatchDigest:
     """Return the digest of a batch.
 
-    All shapes, types, strings and numbers count, and a sample of the elements of tensors on the
-    CPU: no device is waited for, so of tensors that are elsewhere only the shape is known.
+    It covers all shapes, types, strings and numbers, and a sample of the elements of tensors on the
+    CPU. No device is waited for, so of tensors on other devices it covers the shape only.
 
     Args:
-        batch: As the DataLoader gave it.
-        is_last: Whether the loader has no more.
+        batch: As the DataLoader returned it.
+        is_last: Whether it is the last one of the loader.
     """
     hasher = hashlib.blake2b(b"last" if is_last else b"", digest_size=7)
-    told: list[str] = []
+    texts: list[str] = []
     for path, leaf in leaves(batch):
         text = f"{path.removeprefix('batch')} {_describe(leaf)}".strip()
-        told.append(text)
+        texts.append(text)
         hasher.update(text.encode())
         hasher.update(_contents(leaf))
-    shown = ", ".join(told[:_MOST_TOLD]) + (", ..." if len(told) > _MOST_TOLD else "")
+    shown = ", ".join(texts[:_MOST_SHOWN]) + (", ..." if len(texts) > _MOST_SHOWN else "")
     return BatchDigest(int.from_bytes(hasher.digest(), "big") | 1, shown, is_last)
 
 
-def explain_difference(told: Mapping[int, BatchDigest], *, group: str = "pipeline") -> str:
-    """Say how batches differ, and what to do.
+def explain_difference(batches: Mapping[int, BatchDigest], *, group: str = "pipeline") -> str:
+    """Return the error for ranks whose batches differ.
 
     Args:
-        told: By global rank what each has; at least two differ.
-        group: What the ranks are that should have the same, in a word or two.
+        batches: By global rank; at least two differ.
+        group: Kind of the group, for the error.
     """
-    (first, mine), *others = told.items()
-    rank, other = next(each for each in others if each[1].number != mine.number)
+    (first, mine), *others = batches.items()
+    rank, other = next((rank, batch) for rank, batch in others if batch.number != mine.number)
     if mine.is_last != other.is_last:
         last, longer = (first, rank) if mine.is_last else (rank, first)
         how = (
@@ -95,9 +91,9 @@ def explain_difference(told: Mapping[int, BatchDigest], *, group: str = "pipelin
         how = f"Ranks {first} and {rank} have batches of the same shapes with other values."
     return (
         f"{how} All ranks of a {group} have to get the same batch, because each computes a part of "
-        f"what is made of it. Take care that a dataset, sampler or collate_fn does not look at the "
-        f"rank or the time, that it draws random numbers from the generators of torch, numpy or "
-        f"random, and that no callback draws from these on one rank alone."
+        f"the result. Check that a dataset, sampler or collate_fn does not depend on the rank or "
+        f"the time, that it draws random numbers from the generators of torch, numpy or random, "
+        f"and that no callback draws from these on one rank alone."
     )
 
 
@@ -122,16 +118,16 @@ def _contents(leaf: Any) -> bytes:
 
 
 def _as_tensor(array: "np.ndarray[Any, Any]") -> Tensor:
-    """Return the bytes of an array, of whatever type."""
+    """Return the bytes of an array of any dtype, shape ``(num_bytes,)``, uint8."""
     return torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Return the bytes of some elements, spread over the tensor in no regular distance."""
+    """Return the bytes of some elements, at irregular distances over the tensor."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
         return b""
     tensor = tensor.detach()
-    if tensor.dtype not in _TAKEN:
+    if tensor.dtype not in _TAKE_DTYPES:
         tensor = tensor.contiguous().reshape(-1).view(torch.uint8)
     if tensor.numel() > MOST_ELEMENTS:
         tensor = tensor.take(_positions(tensor.numel()))
@@ -140,26 +136,26 @@ def _sample(tensor: Tensor) -> bytes:
 
 @functools.lru_cache(maxsize=256)
 def _positions(count: int) -> Tensor:
-    # Multiples of the golden ratio: a regular distance may be that of a row, and see one column.
+    # Multiples of the golden ratio: a regular distance may be the row length and sample a column.
     steps = torch.arange(1, MOST_ELEMENTS + 1, dtype=torch.float64) * _GOLDEN
     return ((steps % 1.0) * count).long().clamp_(max=count - 1)
 
 
 BYTES_PER_RANK = torch.int64.itemsize
-"""Of the question that is asked for each batch."""
+"""That ``SameBatchCheck`` moves for each batch."""
 
 
 class _PendingCheck(NamedTuple):
     batch: Any
-    """As the step will get it, by identity."""
+    """The object that the step will get."""
     digest: BatchDigest
     row: torch.Tensor
-    """A number of each rank, 0-filled by the others."""
+    """Digest numbers by rank, shape ``(num_ranks,)``; summed over the ranks."""
     work: Work | None
 
 
 class SameBatchCheck:
-    """The questions of one tensor group.
+    """Compares each batch within a tensor group.
 
     Args:
         group: Its ranks, on the CPU and of its own, so that no kernel is waited for.
@@ -167,37 +163,37 @@ class SameBatchCheck:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._asked: _PendingCheck | None = None
+        self._pending: _PendingCheck | None = None
 
-    def ask(self, batch: Any, digest: BatchDigest) -> None:
+    def start(self, batch: Any, digest: BatchDigest) -> None:
         """Begin to compare a batch. Collective over the group.
 
         Args:
             batch: As the step will get it.
-            digest: What it was where its values could be read without waiting.
+            digest: Computed where its values can be read without waiting for a device.
         """
         row = torch.zeros(self._group.size(), dtype=torch.int64)
         row[self._group.rank()] = digest.number
         work = dist.all_reduce(row, group=self._group, async_op=True)
-        self._asked = _PendingCheck(batch, digest, row, work)
+        self._pending = _PendingCheck(batch, digest, row, work)
 
-    def settle(self, batch: Any) -> None:
-        """Wait for the answer, before a step with the batch. Collective over the group.
+    def wait(self, batch: Any) -> None:
+        """Wait for the result, before a step with the batch. Collective over the group.
 
         Raises:
-            ConfigError: On all ranks, when they have different batches.
+            ConfigError: The ranks have different batches; on all of them.
         """
-        if self._asked is None or self._asked.batch is not batch:
-            self.ask(batch, batch_digest(batch))  # a step that was given another one
-        question, self._asked = self._asked, None
-        assert question is not None
-        if question.work is not None:
-            question.work.wait()
-        if len(set(question.row.tolist())) > 1:
-            raise ConfigError(self._explain(question.digest))
+        if self._pending is None or self._pending.batch is not batch:
+            self.start(batch, batch_digest(batch))  # the step got another batch
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        if pending.work is not None:
+            pending.work.wait()
+        if len(set(pending.row.tolist())) > 1:
+            raise ConfigError(self._explain(pending.digest))
 
     def _explain(self, digest: BatchDigest) -> str:
-        told: list[BatchDigest] = [BatchDigest()] * self._group.size()
-        dist.all_gather_object(told, digest, group=self._group)
+        digests: list[BatchDigest] = [BatchDigest()] * self._group.size()
+        dist.all_gather_object(digests, digest, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
-        return explain_difference(dict(zip(ranks, told, strict=True)), group="tensor group")
+        return explain_difference(dict(zip(ranks, digests, strict=True)), group="tensor group")

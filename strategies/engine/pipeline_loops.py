@@ -58,7 +58,7 @@ class PipelineLoops(SharedBatchStrategy):
         # All ranks of the job tell each other at the end of each batch how it went.
         signals = self.pipeline_axis.signals
         agreement = SigtermAgreement(self._trainer, signals.take_heard)
-        signals.told = agreement.told
+        signals.told = agreement.flags
         return agreement
 
     @override

@@ -200,11 +200,11 @@ class TensorMeshStrategy(SharedBatchStrategy):
     @override
     def announce_batch(self, batch: Any, digest: BatchDigest) -> None:
         super().announce_batch(batch, digest)
-        self.tensor_axis.batches.ask(batch, digest)
+        self.tensor_axis.batches.start(batch, digest)
 
     @override
     def check_batch(self, batch: Any) -> None:
-        self.tensor_axis.batches.settle(batch)
+        self.tensor_axis.batches.wait(batch)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Starting the ranks of this host, and ending all of them when one dies.
-
-Ending a run on SIGTERM, and saving it when SLURM announces the end of its time.
-"""
+"""Launchers that end all ranks of this host when one dies, and SIGTERM handling of a run."""
 
 import contextlib
 import os
@@ -35,91 +32,91 @@ if TYPE_CHECKING:
 
 
 class SigtermAgreement:
-    """How the ranks of a run agree to end after SIGTERM: all before the same batch.
+    """Ends a run after SIGTERM on all ranks before the same batch.
 
-    Lightning's handler broadcasts from wherever the signal finds a rank, and its loop broadcasts
-    before every batch. A rank that stands in the loop's broadcast already takes the handler's for
-    it, and each rank then waits for another collective for good. Here the handler only makes a
-    note, and the loop's question is put to all ranks: whichever was told, all of them leave.
+    Lightning's handler broadcasts at any point of the code, and its loop broadcasts before every
+    batch. A rank that is already in the loop's broadcast pairs it with the handler's, and then each
+    rank waits in another collective forever. Here the handler only sets a flag, and the ranks
+    exchange their flags before a batch: if one rank received the signal, all of them end.
 
-    SLURM's signal to save and go back into the queue is agreed on with it. Lightning saves in the
-    handler, wherever the signal finds the rank: ranks would wait for each other for good there, or
-    write shards of different steps. Here all save before the same batch.
+    SLURM's signal to save and requeue is handled with it. Lightning saves in the handler, at any
+    point of the code: ranks would wait for each other forever, or write shards of different steps.
+    Here all ranks save before the same batch.
 
     Args:
         trainer: Of the run.
-        heard: Gives the largest of what ranks have told each other by ``told`` since it was asked
-            last, alike on all ranks, where they do that anyway at the end of a batch; else they are
-            asked before each.
+        take_flags: Returns the maximum over all ranks of ``flags`` since its last call, equal on
+            all ranks, if they exchange them anyway at the end of a batch. By default they are
+            reduced before each batch.
     """
 
     def __init__(
-        self, trainer: Trainer, heard: Callable[[], tuple[float, ...]] | None = None
+        self, trainer: Trainer, take_flags: Callable[[], tuple[float, ...]] | None = None
     ) -> None:
         self._trainer = trainer
-        self._heard = heard
-        self._is_told = False
+        self._take_flags = take_flags
+        self._has_sigterm = False
         self._requeue = 0
-        """SLURM's signal, once it has come."""
+        """SLURM's signal, once it was received; else 0."""
         self._is_saving = False
 
     def begin(self) -> None:
-        """Take the place of Lightning's handler and of its loop's question.
+        """Replace Lightning's handler, and the broadcast of its loop.
 
-        On all ranks before a loop; more than once is as good as once. Another one's handler, such
-        as that of ``boltmesh fit``, stays.
+        On all ranks before a loop; further calls change nothing. A handler that is not Lightning's,
+        such as that of ``boltmesh fit``, stays.
         """
         loop: Any = self._trainer.fit_loop.epoch_loop
-        loop._broadcast_sigterm_tensor = self._ask
+        loop._broadcast_sigterm_tensor = self._reduce_flags
         connector = self._trainer._signal_connector
-        _exchange(signal.SIGTERM, connector._sigterm_notifier_fn, self._hear)
+        _replace_handler(signal.SIGTERM, connector._sigterm_notifier_fn, self._on_sigterm)
         environment = self._trainer._accelerator_connector.cluster_environment
         is_fitting = self._trainer.state.fn == TrainerFn.FITTING
         if is_fitting and isinstance(environment, SLURMEnvironment) and environment.requeue_signal:
             requeue = connector._slurm_sigusr_handler_fn
-            _exchange(environment.requeue_signal, requeue, self._hear_requeue)
+            _replace_handler(environment.requeue_signal, requeue, self._on_requeue)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Let a save come to its end that SIGTERM would break off, where nothing is trained."""
+        """Within, SIGTERM does not interrupt a save outside of training; the run ends after it."""
         self._is_saving = True
         try:
             yield
         finally:
             self._is_saving = False
-        if self._is_told and not self._trainer.training:
+        if self._has_sigterm and not self._trainer.training:
             raise SIGTERMException(128 + signal.SIGTERM)
 
     def end(self) -> None:
-        """Leave the loop as it was. Lightning itself takes its handler away."""
+        """Restore the loop. Lightning itself removes its handler."""
         loop: Any = self._trainer.fit_loop.epoch_loop
         loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
-    def _hear(self, signum: int, frame: "FrameType | None") -> None:
+    def _on_sigterm(self, signum: int, frame: "FrameType | None") -> None:
         trainer = self._trainer
-        if not self._is_told and trainer.strategy.launcher is not None:
-            trainer.strategy.launcher.kill(signum)  # hands it on to the ranks that it started
-        self._is_told = True
+        if not self._has_sigterm and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)  # forwards it to the ranks that it started
+        self._has_sigterm = True
         if not trainer.training and not self._is_saving:
-            # Nothing is lost, and loops that train nothing ask nobody.
+            # Nothing is lost, and loops that do not train exchange no flags.
             raise SIGTERMException(128 + signum)
 
-    def _hear_requeue(self, signum: int, frame: "FrameType | None") -> None:
+    def _on_requeue(self, signum: int, frame: "FrameType | None") -> None:
         self._requeue = signum
 
-    def told(self) -> tuple[float, float]:
-        """Return whether this rank was told to end, and SLURM's signal if that has come."""
-        return float(self._is_told), float(self._requeue)
+    def flags(self) -> tuple[float, float]:
+        """Return whether this rank received SIGTERM, and SLURM's signal or 0."""
+        return float(self._has_sigterm), float(self._requeue)
 
-    def _ask(self) -> None:
-        """Save or end the run when any rank was told to. Collective over all ranks."""
+    def _reduce_flags(self) -> None:
+        """Save or end the run if any rank received a signal. Collective over all ranks."""
         trainer = self._trainer
-        if self._heard is None:
-            told = torch.tensor(self.told(), device=trainer.strategy.root_device)
-            dist.all_reduce(told, dist.ReduceOp.MAX)
-            must_end, requeue = map(int, told.tolist())
+        if self._take_flags is None:
+            flags = torch.tensor(self.flags(), device=trainer.strategy.root_device)
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
+            must_end, requeue = map(int, flags.tolist())
         else:
-            must_end, requeue = map(int, self._heard())
+            must_end, requeue = map(int, self._take_flags())
         if requeue:
             self._requeue = 0
             trainer._signal_connector._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]
@@ -128,12 +125,12 @@ class SigtermAgreement:
             raise SIGTERMException(128 + signal.SIGTERM)
 
 
-def _exchange(signum: int, old: object, new: Callable[[int, Any], None]) -> None:
-    """Put one handler in the place of another, among those that Lightning calls on a signal."""
+def _replace_handler(signum: int, old: object, new: Callable[[int, Any], None]) -> None:
+    """Replace one of the handlers that Lightning calls on a signal."""
     composed = signal.getsignal(signum)
     if isinstance(composed, _HandlersCompose):
         composed.signal_handlers = [
-            new if each == old else each for each in composed.signal_handlers
+            new if handler == old else handler for handler in composed.signal_handlers
         ]
 
 
@@ -149,12 +146,12 @@ _GRACE_S = 3.0
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Runs the script again for the other ranks of this host, and ends all when one dies.
 
-    Lightning's own observer looks every five seconds and kills its process without a word; this
-    one names the rank that went first, within a second. Ranks whose parent dies, end with it.
+    Lightning's own observer polls every five seconds and kills its process with no message; this
+    one names the first rank that died, within a second. A rank whose parent dies ends with it.
     """
 
     on_death: Callable[[int, int | None], None] | None = None
-    """Called with the local rank that went first and its exit code, None where that is unknown."""
+    """Called with the first local rank that died and its exit code, None if that is unknown."""
 
     def __init__(
         self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
@@ -164,7 +161,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._is_named = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # Users copy Trainers, and a lock cannot be copied.
+        # Users copy Trainers; a lock cannot be copied.
         return {key: value for key, value in vars(self).items() if key != "_naming"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -194,7 +191,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         try:
             return function(*args, **kwargs)
         except BaseException:
-            # This rank may have failed because it lost a peer, and then says only that.
+            # This error may only be the lost connection to the rank that died first.
             self._name_first_death(within_s=_POLL_S)
             raise
 
@@ -209,8 +206,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             if all(process.poll() == 0 for process in self.procs):
                 return
             time.sleep(_POLL_S)
-        # A rank that failed by an exception leaves its peers with an error of their own to
-        # report; one that is stuck in a collective never gets there.
+        # Ranks that lost a peer get time to report their own error; one that hangs in a collective
+        # never does.
         time.sleep(_GRACE_S)
         for process in self.procs:
             if process.poll() is None:
@@ -219,7 +216,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         end_process(1)
 
     def _name_first_death(self, *, within_s: float = 0.0) -> bool:
-        """Say once which rank went first. False when all are alive or ended well."""
+        """Print once which rank died first. False if all are alive or ended well."""
         deadline = time.monotonic() + within_s
         with self._naming:
             while not self._is_named:
@@ -246,7 +243,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):
-    """Hands the main process whole parameters, where ranks have parts of them."""
+    """Gives the main process full parameters where ranks hold shards."""
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
@@ -255,12 +252,12 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
 
         def whole_state_dict() -> dict[str, Any]:
             if trainer.state.fn != TrainerFn.FITTING:
-                return {}  # the main process has what was evaluated
+                return {}  # the main process has the evaluated parameters
             strategy: Any = self._strategy
             whole: dict[str, Any] = strategy.whole_state(state_dict)
             return whole
 
-        vars(module)["state_dict"] = whole_state_dict  # all ranks ask, before the first one saves
+        vars(module)["state_dict"] = whole_state_dict  # all ranks call it, before rank 0 saves
         try:
             return super()._collect_rank_zero_results(trainer, results)
         finally:

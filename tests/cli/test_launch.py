@@ -20,7 +20,7 @@ from pathlib import Path
 from boltmesh.launch.rank import Rank
 from boltmesh.errors import ConfigError, OffloadError
 
-rank = Rank.enter()
+rank = Rank.attach()
 Path(f"pid-{rank.rank}").write_text(str(os.getpid()))
 
 def touch(name):
@@ -44,7 +44,7 @@ def supervisor(body: str, *, num_ranks: int = 2, **options) -> Supervisor:
     made.command = [
         sys.executable,
         "-c",
-        f"{RANK}{lines}\n    return 0\nsys.exit(rank.execute(work))",
+        f"{RANK}{lines}\n    return 0\nsys.exit(rank.run(work))",
     ]
     return made
 
@@ -193,7 +193,10 @@ raise KeyError("planted")
 def test_ranks_that_all_lost_a_peer_say_so(workplace, capfd):
     assert supervisor("lose_a_peer()").run() == 1
     error = capfd.readouterr().err
-    assert "lost a peer, and no rank has said why: RuntimeError: [pair.cc:553]" in error
+    assert (
+        "lost the connection to a peer, and no rank reported why: RuntimeError: [pair.cc:553]"
+        in error
+    )
     assert error.count("\n") == 1
 
 
@@ -257,7 +260,7 @@ def test_a_signal_is_handed_to_all_ranks_and_the_way_on_is_said(
     assert first.startswith("boltmesh: stopping after this step")
     assert last == (
         f"boltmesh: stopped by {name} after step 41; checkpoint: kept.ckpt; "
-        f"go on with: boltmesh fit mine.yaml resume=auto"
+        f"resume with: boltmesh fit mine.yaml resume=auto"
     )
 
 
@@ -287,7 +290,7 @@ time.sleep(60)
     assert time.monotonic() - sender.sent_s < SOON_S
     assert not any(alive(int(Path(f"pid-{rank}").read_text())) for rank in range(2))
     assert capfd.readouterr().err.strip().splitlines()[-1] == (
-        "boltmesh: killed by a second signal; go on with: boltmesh fit mine.yaml resume=auto"
+        "boltmesh: killed by a second signal; resume with: boltmesh fit mine.yaml resume=auto"
     )
 
 
@@ -316,7 +319,7 @@ def test_ranks_end_with_a_supervisor_that_is_killed(workplace):
         "import sys; from boltmesh.launch.launch import Supervisor\n"
         "made = Supervisor(['fit', 'x'], num_ranks=2, job_id='test')\n"
         f"made.command = [sys.executable, '-c', {RANK + ORPHANED!r}\n"
-        "                'sys.exit(rank.execute(work))']\n"
+        "                'sys.exit(rank.run(work))']\n"
         "made.run()\n"
     )
     # Who is killed leaves its folder behind: not in /tmp.
@@ -336,7 +339,7 @@ def test_ranks_end_with_a_supervisor_that_is_killed(workplace):
 
 def test_a_rank_that_starts_after_its_supervisor_is_gone_ends_at_once(workplace):
     environment = {**os.environ, "BOLTMESH_SUPERVISOR": f"{os.getppid()}:{workplace}"}
-    code = "from boltmesh.launch.rank import Rank; Rank.enter(); print('went on')"
+    code = "from boltmesh.launch.rank import Rank; Rank.attach(); print('went on')"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )

@@ -23,7 +23,7 @@ SIGNAL_AT = f"{TINY.with_name('tiny.py')}:SignalAt"
 def commands(rank: int, world_size: int, folder: str, lines: list[list[str]]) -> list[Any]:
     """Run command lines one after another; return the code, stdout and stderr of each."""
     os.chdir(folder)
-    graceful_stop.ASK_EVERY_S = 0.0  # at every step, so that a test stops where it means to
+    graceful_stop.CHECK_EVERY_S = 0.0  # at every step, so that a test stops where it means to
     outcomes = []
     for number, line in enumerate(lines):
         errors = Path(folder, f"stderr-{rank}-{number}")

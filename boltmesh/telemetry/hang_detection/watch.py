@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 from typing_extensions import override
 
 from boltmesh.errors import BoltMeshError
