@@ -292,7 +292,7 @@ def test_a_command_that_fails_is_said_and_stops_nothing(host: Host, capsys: Capt
 FOLLOW = """
 import sys, time
 from pathlib import Path
-from boltmesh.tui.commands import places
+from boltmesh.tui.commands import targets
 from boltmesh.tui.commands.record import record
 from tests.tui.played import look
 
@@ -304,7 +304,7 @@ class Source:
     def close(self):
         pass
 
-places.open_source = lambda *_, **__: Source()
+targets.open_source = lambda *_, **__: Source()
 raise SystemExit(record(None, Path(sys.argv[1]), interval_s=0.01))
 """
 

@@ -285,7 +285,7 @@ FULL_DISK = """
 import sys, torch
 from pathlib import Path
 from boltmesh.errors import OffloadError
-from boltmesh.strategies.offload.disk.state_store import DiskStore
+from boltmesh.strategies.offload.disk.state_store import DiskStateStore
 from boltmesh.strategies.offload.disk.swap_file import Swap
 folder = Path(sys.argv[1])
 (folder / "last.ckpt").write_bytes(b"checkpoint" * 1000)
@@ -293,7 +293,7 @@ try:
     Swap(folder, 16 << 20, rank=2)
 except OffloadError as error:
     print(error)
-store = DiskStore(Swap(folder, 2 << 20, rank=2), device=torch.device("cpu"))
+store = DiskStateStore(Swap(folder, 2 << 20, rank=2), device=torch.device("cpu"))
 (folder / "other").write_bytes(bytes(5 << 20))
 try:
     for chunk in range(9):

@@ -12,7 +12,7 @@ STEPS = """
 import sys
 import torch
 from boltmesh.errors import OffloadError
-from boltmesh.strategies.offload.disk.state_store import DiskStore
+from boltmesh.strategies.offload.disk.state_store import DiskStateStore
 from boltmesh.strategies.offload.disk.swap_file import Swap
 from boltmesh.strategies.offload.memory_stores import HostStore
 
@@ -40,7 +40,7 @@ def step(tensors, chunk, number):
 # Everything that is made once is made before the limit.
 warm = chunk_values(0)
 step(warm, 0, 1)
-store = DiskStore(Swap(folder, state_bytes), device=CPU) if place == "disk" else None
+store = DiskStateStore(Swap(folder, state_bytes), device=CPU) if place == "disk" else None
 allow(state_bytes // 4)
 if store is None:
     store = HostStore(CPU)
