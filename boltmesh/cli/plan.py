@@ -52,15 +52,20 @@ def plan(
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", required=False)
 @click.option(
     "--stages",
     type=click.IntRange(min=1),
-    required=True,
+    default=4,
     metavar="P",
-    help="Ranks of the pipeline, each with --stages-per-rank stages.",
+    help="Ranks of the pipeline, each with --stages-per-rank stages. [4]",
 )
-@click.option("--microbatches", type=click.IntRange(min=1), required=True, metavar="M")
+@click.option(
+    "--microbatches",
+    type=click.IntRange(min=1),
+    metavar="M",
+    help="Microbatches of one optimizer step. [two for each rank]",
+)
 @click.option(
     "--stages-per-rank",
     type=click.IntRange(min=1),
@@ -82,22 +87,24 @@ def plan(
 @click.option("--ascii", "ascii_only", is_flag=True, help="Draw with ASCII.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def schedule(
-    name: str,
+    name: str | None,
     stages: int,
-    microbatches: int,
+    microbatches: int | None,
     stages_per_rank: int | None,
     forward: float,
     backward: float,
     ascii_only: bool,
     as_json: bool,
 ) -> int:
-    """Draw one step of a pipeline schedule, its bubble, and what it keeps.
+    """Draw one step of a pipeline schedule, its bubble, and what is kept in memory.
 
-    NAME is gpipe, 1f1b, looped_bfs, interleaved_1f1b, zero_bubble, zbv, dualpipev or pipedream_2bw.
-    Stages are taken as equal, and transfers as free.
+    Without NAME, list the schedules. Stages are taken as equal, and transfers as free.
     """
+    from boltmesh.plan.schedule import list_schedules
     from boltmesh.plan.schedule import schedule as draw
 
+    if name is None:
+        return list_schedules(as_json=as_json)
     return draw(
         name,
         stages=stages,

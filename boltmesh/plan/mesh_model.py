@@ -38,6 +38,7 @@ from boltmesh.plan.stage_model import (
 )
 from boltmesh.plan.strategy_options import optimizer_copies
 from boltmesh.plan.tensor_plan import TensorSummary, find_division, summarise
+from boltmesh.schedule_sim import peak_live_bytes
 from boltmesh.strategies.cost_model.memory import estimate_late_memory
 from boltmesh.strategies.cost_model.model import ModelShape
 from boltmesh.strategies.data_parallel.expected_traffic import (
@@ -52,7 +53,6 @@ from boltmesh.strategies.pipeline.expected_traffic import PipelineForecast, Stag
 from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter
 from boltmesh.strategies.pipeline.partition.placement import StageAssignment
 from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
-from boltmesh.strategies.pipeline.schedules.bubble import peak_live_bytes
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from boltmesh.strategies.pipeline.stage_params import TiedWeights

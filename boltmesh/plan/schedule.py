@@ -1,7 +1,4 @@
-"""``boltmesh schedule``: draw a pipeline schedule, and say what it costs and keeps.
-
-How a schedule reads: a row of blocks for each rank, and its costs below.
-"""
+"""``boltmesh schedule``: a row of blocks for each rank of one step, and below its costs."""
 
 import json
 import math
@@ -9,16 +6,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from boltmesh.errors import ConfigError
+from boltmesh.schedule_sim import StageTimes
 from boltmesh.strategies.pipeline.schedules.bubble import (
     Ideal,
-    StageTimes,
     closed_form_bubble,
     simulate_ideal,
 )
-from boltmesh.strategies.pipeline.schedules.orders import schedule_table
-from boltmesh.strategies.pipeline.schedules.registry import KINDS, check_schedule
+from boltmesh.strategies.pipeline.schedules.registry import (
+    check_schedule,
+    schedule_kind,
+    schedule_table,
+    schedules,
+)
 from boltmesh.tui.commands.console import print_line, terminal_look, width
-from boltmesh.tui.panels.gantt import Bar, GanttRow, draw_rows
+from boltmesh.tui.panels.gantt import GanttRow, draw_rows
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.pipeline import row_names
 from boltmesh.tui.render.style import Style, sentence
@@ -63,20 +64,7 @@ def draw_schedule(
 
 def _rows(ideal: Ideal) -> list[GanttRow]:
     return [
-        GanttRow(
-            rank=rank,
-            stages=ideal.table.stages_of(rank),
-            bars=tuple(
-                Bar(
-                    kind=slot.action.kind,  # type: ignore[arg-type]
-                    stage=slot.action.stage,
-                    microbatch=slot.action.microbatch,
-                    start_s=slot.start,
-                    end_s=slot.end,
-                )
-                for slot in row
-            ),
-        )
+        GanttRow(rank=rank, stages=ideal.table.stages_of(rank), slots=row)
         for rank, row in enumerate(ideal.timetable)
     ]
 
@@ -114,7 +102,7 @@ def _axis(scale: _Scale, indent: int, width: int) -> Line:
     """Times, at round numbers."""
     least = LEAST_CELLS_OF_TICK / scale.cells_per_time
     power = 10.0 ** math.floor(math.log10(least))
-    step = next(power * each for each in (1, 2, 5, 10) if power * each >= least)
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
     line = Line()
     for tick in range(math.floor(scale.shown / step + 1e-9) + 1):
         text = f"{tick * step:g}"
@@ -149,7 +137,7 @@ def _facts(ideal: Ideal, advice: str) -> list[tuple[str, str]]:
         ("peak live", f"{peaks} activations by rank, each of a microbatch in a stage"),
         ("stages", f"{table.num_stages}, {table.stages_per_rank} on each rank{first}"),
     ]
-    note = KINDS[table.name].note
+    note = schedule_kind(table.name).note
     if note:
         facts.append(("note", f"{note}."))
     facts.append(("next", advice))
@@ -175,7 +163,7 @@ class _Size:
     stages_per_rank: int | None
 
     def bubble(self, times: StageTimes) -> float | None:
-        """By formula where there is one, for that needs no torch; None if it cannot be had."""
+        """By formula where there is one: that needs no torch. None if the size does not exist."""
         sizes = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches}
         try:
             per_rank = check_schedule(self.name, **sizes, stages_per_rank=self.stages_per_rank)
@@ -188,11 +176,24 @@ class _Size:
         return simulate_ideal(table, times.seconds).bubble
 
 
+def list_schedules(*, as_json: bool) -> int:
+    """Print the names of all schedules, each with a summary."""
+    kinds = schedules().values()
+    if as_json:
+        print_line(json.dumps([{"schedule": kind.name, "summary": kind.summary} for kind in kinds]))
+        return 0
+    widest = max(len(kind.name) for kind in kinds)
+    for kind in kinds:
+        print_line(f"{kind.name:<{widest}}  {kind.summary}")
+    print_line("\nboltmesh schedule NAME draws one.")
+    return 0
+
+
 def schedule(
     name: str,
     *,
     stages: int,
-    microbatches: int,
+    microbatches: int | None,
     stages_per_rank: int | None,
     forward: float,
     backward: float,
@@ -201,11 +202,24 @@ def schedule(
 ) -> int:
     """Draw one step of a schedule, or print it as JSON.
 
+    Args:
+        name: One of the registered schedules.
+        stages: Ranks of the pipeline.
+        microbatches: None for two a rank, which every schedule has.
+        stages_per_rank: None for the schedule's default.
+        forward: Time of one stage for one microbatch, in any unit.
+        backward: The same of a whole backward.
+        ascii_only: Draw with ASCII.
+        as_json: Print JSON in place of the picture.
+
     Raises:
         ConfigError: There is no such schedule, or not in this size.
     """
     table = schedule_table(
-        name, num_ranks=stages, num_microbatches=microbatches, stages_per_rank=stages_per_rank
+        name,
+        num_ranks=stages,
+        num_microbatches=2 * stages if microbatches is None else microbatches,
+        stages_per_rank=stages_per_rank,
     )
     times = StageTimes.of(forward, backward)
     ideal = simulate_ideal(table, times.seconds)
@@ -219,17 +233,17 @@ def schedule(
 
 
 def next_to_try(ideal: Ideal, times: StageTimes) -> str:
-    """What lowers the bubble, or what is kept, most simply from here."""
+    """Return the simplest change that lowers the bubble or the activations that are kept."""
     table = ideal.table
     if table.num_ranks == 1:
-        return "One rank waits for nobody. Take --stages 2 to divide the layers."
-    if table.name == "pipedream_2bw":
+        return "One rank never waits. Take --stages 2 to divide the layers."
+    if schedule_kind(table.name).is_asynchronous:
         return "Its weights are one step old: compare its loss with that of 1f1b."
     return _keeps_less(ideal, times) or _waits_less(ideal, times) or _with_more(ideal, times)
 
 
 def _keeps_less(ideal: Ideal, times: StageTimes) -> str | None:
-    """The schedule that has the same bubble with less in memory, where it has these sizes."""
+    """Name a schedule with the same bubble and fewer activations in memory."""
     table = ideal.table
     name = _SMALLER.get(table.name)
     if name is None:
@@ -244,10 +258,10 @@ def _keeps_less(ideal: Ideal, times: StageTimes) -> str | None:
     except ConfigError:
         return None
     found = simulate_ideal(other, times.seconds)
-    kept, others_kept = max(ideal.peak_live_activations), max(found.peak_live_activations)
-    if others_kept >= kept or found.bubble > ideal.bubble + 1e-9:
+    kept, less = max(ideal.peak_live_activations), max(found.peak_live_activations)
+    if less >= kept or found.bubble > ideal.bubble + 1e-9:
         return None
-    return f"{name} waits as long, and keeps {others_kept} activations at most instead of {kept}."
+    return f"{name} waits as long, and keeps {less} activations at most instead of {kept}."
 
 
 def _waits_less(ideal: Ideal, times: StageTimes) -> str | None:
@@ -272,9 +286,9 @@ def _with_more(ideal: Ideal, times: StageTimes) -> str:
 
 
 def _as_data(ideal: Ideal, times: StageTimes, advice: str) -> dict[str, Any]:
-    """The schedule as JSON has it; times in the unit of --forward and --backward."""
+    """Return the schedule for JSON; times in the unit of --forward and --backward."""
     table = ideal.table
-    kind = KINDS[table.name]
+    kind = schedule_kind(table.name)
     return {
         "schema": 1,
         "schedule": table.name,

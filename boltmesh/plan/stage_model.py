@@ -30,8 +30,7 @@ from boltmesh.strategies.pipeline.partition.choose import MemoryBudget
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.placement import StageAssignment, divide
 from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
-from boltmesh.strategies.pipeline.schedules.orders import schedule_table
-from boltmesh.strategies.pipeline.schedules.registry import ScheduleTable
+from boltmesh.strategies.pipeline.schedules.registry import ScheduleTable, schedule_table
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from boltmesh.strategies.torch_compat.tensors import fake_tensors, tree_map

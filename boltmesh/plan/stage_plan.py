@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from boltmesh.errors import ConfigError
 from boltmesh.plan.strategy_options import optimizer_copies
 from boltmesh.plan.text import align, size_text
+from boltmesh.schedule_sim import NOMINAL, Action, peaks_by_stage
 from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.pipeline.schedules.bubble import NOMINAL, simulate_ideal
-from boltmesh.telemetry.schedule import Action, peaks_by_stage
+from boltmesh.strategies.pipeline.schedules.bubble import simulate_ideal
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

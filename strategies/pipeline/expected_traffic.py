@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from boltmesh.schedule_sim import RECEIVES, SENDS, peak_live_bytes
 from boltmesh.strategies.cost_model.traffic import NORM_BYTES, OVERFLOW_BYTES
 from boltmesh.strategies.dry_run.metrics import find_metrics
 from boltmesh.strategies.dry_run.no_side_effects import (
@@ -38,13 +39,7 @@ from boltmesh.strategies.pipeline.partition.placement import TRAINING, StagePlac
 from boltmesh.strategies.pipeline.runtime.backward import StageGraph, backward
 from boltmesh.strategies.pipeline.runtime.handshake import handshake_size
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
-from boltmesh.strategies.pipeline.schedules.actions import (
-    RECEIVES,
-    SENDS,
-    RankProgram,
-    RankPrograms,
-)
-from boltmesh.strategies.pipeline.schedules.bubble import peak_live_bytes
+from boltmesh.strategies.pipeline.schedules.actions import RankProgram, RankPrograms
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 from boltmesh.strategies.pipeline.stage_params import StageParameters
 from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast

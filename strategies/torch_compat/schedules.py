@@ -1,13 +1,15 @@
 """Torch's own pipeline schedules, without running them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from boltmesh.schedule_sim import Order
 
 
 @dataclass
 class _ScheduledStage:
-    """What torch's schedules ask of a stage to work an order out; it holds no module."""
+    """What torch's schedules read from a stage to make an order; it holds no module."""
 
     num_stages: int
     group_size: int
@@ -16,34 +18,36 @@ class _ScheduledStage:
     stage_index_to_group_rank: dict[int, int] | None = None
 
 
-def torch_schedule_order(
-    class_name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
-) -> tuple[tuple[str | None, ...], ...]:
-    """The order of one of torch's schedules of several stages a rank, in torch's own words.
+def torch_schedule_order(class_name: str) -> Callable[[int, int, int], Order]:
+    """Return a function of ranks, microbatches and stages on a rank: the order of a torch class.
 
-    torch works it out when a schedule is built, on stages that exist. Communication is added there
-    too, which is left out here: :func:`torch_send_recv` does that when it is asked for.
+    torch makes the order when a schedule is built, on stages that exist, and adds communication
+    there too. That is left out here: :func:`torch_send_recv` adds it. The function loads torch.
     """
-    from torch.distributed.pipelining import schedules
 
-    made: Any = type(
-        class_name,
-        (getattr(schedules, class_name),),
-        {"_prepare_schedule_with_comms": lambda *_, **__: None},
-    )
-    num_stages = num_ranks * stages_per_rank
-    stages = [_ScheduledStage(num_stages, num_ranks) for _ in range(stages_per_rank)]
-    rows = made(stages, num_microbatches).pipeline_order
-    return tuple(
-        tuple(None if action is None else str(action) for action in rows[rank])
-        for rank in range(num_ranks)
-    )
+    def order(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Order:
+        from torch.distributed.pipelining import schedules
+
+        schedule_class: Any = type(
+            class_name,
+            (getattr(schedules, class_name),),
+            {"_prepare_schedule_with_comms": lambda *_, **__: None},
+        )
+        num_stages = num_ranks * stages_per_rank
+        stages = [_ScheduledStage(num_stages, num_ranks) for _ in range(stages_per_rank)]
+        rows = schedule_class(stages, num_microbatches).pipeline_order
+        return tuple(
+            tuple(None if action is None else str(action) for action in rows[rank])
+            for rank in range(num_ranks)
+        )
+
+    return order
 
 
 def torch_send_recv(
     order: Sequence[Sequence[str | None]], rank_of_stage: Sequence[int]
 ) -> tuple[tuple[str, ...], ...]:
-    """``order`` with sends and receives where torch places them.
+    """Return ``order`` with sends and receives where torch places them.
 
     The parts of an overlapped pair are placed one after the other, which is how torch runs them
     too unless a function for pairs is registered; so a forward is sent on before its pair's

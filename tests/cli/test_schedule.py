@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from boltmesh import cli
-from boltmesh.strategies.pipeline.schedules.registry import KINDS
+from boltmesh.strategies.pipeline.schedules.registry import schedules
 
 
 @pytest.fixture(autouse=True)
@@ -70,14 +70,14 @@ def test_stages_are_named_where_blocks_have_room(capsys, monkeypatch):
     assert "rank 0  stages 0,4 0.0" in shown
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", schedules())
 @pytest.mark.parametrize("width", [20, 40, 80, 160, 400])
 def test_every_width_holds_the_picture(capsys, monkeypatch, name, width):
     monkeypatch.setenv("COLUMNS", str(width))
     for sizes in ({"stages": 1, "microbatches": 2}, {"stages": 6, "microbatches": 24}):
         shown = schedule(capsys, name, **sizes)
         assert max(map(len, shown.splitlines())) <= width
-        if KINDS[name].note:
+        if schedules()[name].note:
             assert "note" in shown
 
 
@@ -120,7 +120,7 @@ def test_json_has_the_timeline(capsys):
 @pytest.mark.parametrize(
     ("name", "sizes", "said"),
     [
-        ("1f1b", {"stages": 1}, "One rank waits for nobody. Take --stages 2"),
+        ("1f1b", {"stages": 1}, "One rank never waits. Take --stages 2"),
         ("gpipe", {}, "1f1b waits as long, and keeps 4 activations at most instead of 8."),
         ("gpipe", {"microbatches": 4}, "zero_bubble .* 20.0% bubble."),
         ("looped_bfs", {}, "interleaved_1f1b waits as long, and keeps 11 .* instead of 16."),
@@ -156,7 +156,6 @@ def test_what_is_said_to_be_better_is(capsys):
             ["zbv", "--stages", "4", "--microbatches", "8", "--stages-per-rank", "3"],
             "Set stages_per_rank=2, or schedule=zero_bubble for 3.",
         ),
-        (["1f1b", "--stages", "4"], "--microbatches"),
         (["1f1b", "--stages", "0", "--microbatches", "4"], "--stages"),
         (["1f1b", "--stages", "2", "--microbatches", "4", "--forward", "0"], "--forward"),
     ],
@@ -168,8 +167,31 @@ def test_what_cannot_be_drawn_is_refused(capsys, arguments, said):
     assert len(text.splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", schedules())
+def test_the_name_is_enough(capsys, name):
+    assert cli.run_command(["schedule", name]) == 0
+    assert capsys.readouterr().out == schedule(capsys, name, stages=4, microbatches=8)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
+def test_every_schedule_has_two_microbatches_for_each_rank(capsys, stages):
+    for name in schedules():
+        assert cli.run_command(["schedule", name, "--stages", str(stages)]) == 0
+        assert f", {2 * stages} microbatches" in capsys.readouterr().out
+
+
+def test_without_a_name_the_schedules_are_listed(capsys):
+    assert cli.run_command(["schedule"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-2]] == list(schedules())
+    assert "1f1b              one forward, one backward by turns" in lines
+    assert cli.run_command(["schedule", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [kind["schedule"] for kind in found] == list(schedules())
+
+
 def test_1f1b_is_drawn_without_a_training_library():
-    line = ["schedule", "1f1b", "--stages", "4", "--microbatches", "8"]
+    line = ["schedule", "1f1b"]
     code = (
         "import sys\nfrom boltmesh.cli import run_command\n"
         f"code = run_command({line})\n"

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from boltmesh.telemetry.schedule import gpipe
+from boltmesh.strategies.pipeline.schedules.orders.gpipe_1f1b import gpipe
 from boltmesh.telemetry.snapshot import (
     Chunk,
     JobSnapshot,

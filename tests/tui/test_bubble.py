@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from boltmesh.telemetry.schedule import of_ideal, one_forward_one_backward, simulate
+from boltmesh.schedule_sim import of_ideal, one_forward_one_backward, simulate
 from boltmesh.telemetry.snapshot import Chunk, PipelinePlan
 from boltmesh.tui.panels.bubble import Bubble, Parts, _bar, bubble, draw_bubble
 from boltmesh.tui.render.style import ASCII, UNICODE, Style

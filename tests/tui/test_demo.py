@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from boltmesh.telemetry.schedule import actions
+from boltmesh.schedule_sim import actions
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, RankSnapshot
 from boltmesh.tui.demo import HEAD_START, STEP_S, DemoSource, Scenario, mesh_of, observe
 from boltmesh.tui.demo.history import MAX_STEPS

@@ -56,9 +56,9 @@ def test_every_microbatch_of_a_wide_drawing_is_named(name: str) -> None:
     found = gantt(state(recorded_pipelines()[name]))
     assert found is not None
     shown = text(recorded_pipelines()[name], 600)
-    for line, each in zip(shown[1:], found.rows, strict=False):
-        for bar in each.bars:
-            named = f"{bar.stage}.{bar.microbatch}" if len(each.stages) > 1 else f"{bar.microbatch}"
+    for line, row in zip(shown[1:], found.rows, strict=False):
+        for (stage, _, microbatch), _, _ in row.slots:
+            named = f"{stage}.{microbatch}" if len(row.stages) > 1 else f"{microbatch}"
             assert named in line
 
 

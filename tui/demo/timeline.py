@@ -7,7 +7,7 @@ window is what the simulator makes of 1F1B, so the bubble on the screen is the s
 import functools
 import math
 
-from boltmesh.telemetry.schedule import (
+from boltmesh.schedule_sim import (
     Action,
     Order,
     Timetable,

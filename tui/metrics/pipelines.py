@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from boltmesh.telemetry.schedule import actions
+from boltmesh.schedule_sim import actions
 from boltmesh.telemetry.snapshot import Chunk, JobSnapshot, PipelinePlan, RankSnapshot
 
 Rows = tuple[tuple[Chunk, ...], ...]

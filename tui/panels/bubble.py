@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from typing_extensions import override
 
-from boltmesh.telemetry.schedule import (
+from boltmesh.schedule_sim import (
     NOMINAL,
     Action,
     DeadlockError,
@@ -229,7 +229,7 @@ def order_of(step: PipelineStep, plan: PipelinePlan | None) -> Order:
 
 @functools.lru_cache(maxsize=16)
 def _ideal(order: Order) -> list[float]:
-    return idle_shares(simulate(order, lambda action: NOMINAL[action.kind]))
+    return idle_shares(simulate(order, NOMINAL.seconds))
 
 
 def _medians(rows: Sequence[Sequence[Chunk]]) -> Mapping[tuple[int, str], float]:

@@ -4,14 +4,15 @@ Where ranks have several stages and blocks are too short to name them, each stag
 own, if there is room for so many. A block that is too short for its number has it in the line
 below, if there is room for such lines.
 
-Who in a pipeline did what and when, in one step.
+Blocks are slots of :mod:`boltmesh.schedule_sim`; ``boltmesh schedule`` draws simulated ones.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
+from boltmesh.schedule_sim import Action, Slot
 from boltmesh.telemetry.snapshot import Chunk
 from boltmesh.tui import units
 from boltmesh.tui.metrics.pipelines import PipelineStep, newest_step, slowest_whole_step
@@ -22,17 +23,7 @@ from boltmesh.tui.state import State
 
 STUCK_AT_LEAST_S = 15.0
 STUCK_IN_WINDOWS = 10.0
-"""A step that is begun and goes on no more, for so long, is the one that somebody wants to see."""
-
-
-class Bar(msgspec.Struct, frozen=True):
-    """One chunk; times count from the start of the window that all ranks share."""
-
-    kind: Literal["F", "B", "I", "W"]
-    stage: int
-    microbatch: int
-    start_s: float
-    end_s: float
+"""An unfinished step is shown once it has been idle for so long."""
 
 
 class GanttRow(msgspec.Struct, frozen=True):
@@ -40,7 +31,8 @@ class GanttRow(msgspec.Struct, frozen=True):
 
     rank: int
     stages: tuple[int, ...]
-    bars: tuple[Bar, ...]
+    slots: tuple[Slot, ...]
+    """Times count from the start of the window that all ranks share."""
 
 
 class Gantt(msgspec.Struct, frozen=True):
@@ -89,21 +81,16 @@ def _draw(step: PipelineStep) -> Gantt:
             GanttRow(
                 rank=rank,
                 stages=tuple(sorted({chunk.stage for chunk in row})),
-                bars=tuple(_bar(chunk, start) for chunk in row),
+                slots=tuple(_slot(chunk, start) for chunk in row),
             )
             for rank, row in zip(step.ranks, step.chunks, strict=True)
         ),
     )
 
 
-def _bar(chunk: Chunk, start: float) -> Bar:
-    return Bar(
-        kind=chunk.kind,
-        stage=chunk.stage,
-        microbatch=chunk.microbatch,
-        start_s=chunk.start - start,
-        end_s=max(chunk.start, chunk.end) - start,
-    )
+def _slot(chunk: Chunk, start: float) -> Slot:
+    action = Action(chunk.stage, chunk.kind, chunk.microbatch)
+    return Slot(action, chunk.start - start, max(chunk.start, chunk.end) - start)
 
 
 _ROLES: dict[str, Role] = {
@@ -113,9 +100,9 @@ _ROLES: dict[str, Role] = {
     "W": "optimizer",
 }
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-Placed = tuple[Bar, int, int]
-"""A bar, its first cell, and how many it has."""
-Texts = Callable[[Bar], str]
+Placed = tuple[Slot, int, int]
+"""A slot, its first cell, and how many it has."""
+Texts = Callable[[Action], str]
 LINES_WITH_AXIS = 3
 LINES_WITH_LEGEND = 5
 
@@ -132,7 +119,7 @@ def draw_gantt(state: State, width: int, height: int, look: Style) -> list[Line]
     rows = found.rows
     num_stages = sum(len(row.stages) for row in rows)
     if len(rows) < num_stages <= room and not _names_stages(rows, found.window_s, width):
-        rows = tuple(each for row in rows for each in _by_stage(row))
+        rows = tuple(part for row in rows for part in _by_stage(row))
     names = row_names([(row.rank, row.stages) for row in rows], width)
     cells = width - len(names[0])
     has_room = 2 * len(rows) <= room
@@ -148,7 +135,7 @@ def draw_gantt(state: State, width: int, height: int, look: Style) -> list[Line]
 def _names_stages(rows: Sequence[GanttRow], window_s: float, width: int) -> bool:
     """Whether each block of a row has room for the name of its stage."""
     names = row_names([(row.rank, row.stages) for row in rows], width)
-    placed = [_place(row.bars, window_s, width - len(names[0])) for row in rows]
+    placed = [_place(row.slots, window_s, width - len(names[0])) for row in rows]
     return _texts(rows, placed) is _stage_and_microbatch
 
 
@@ -180,19 +167,19 @@ def draw_rows(
         look: How to draw.
         has_room: Each row may have a second line.
     """
-    placed = [_place(row.bars, window_s, cells) for row in rows]
+    placed = [_place(row.slots, window_s, cells) for row in rows]
     texts = _texts(rows, placed)
     drawn: list[Line] = []
-    for row, name, bars in zip(rows, names, placed, strict=True):
-        drawn.append(Line(name, "muted").join(_row(row, bars, cells, texts, look)))
-        below = _below(row, bars, texts) if has_room else ""
+    for row, name, blocks in zip(rows, names, placed, strict=True):
+        drawn.append(Line(name, "muted").join(_row(row, blocks, cells, texts, look)))
+        below = _below(row, blocks, texts) if has_room else ""
         if below:
             drawn.append(Line(" " * len(name)).add(below, "muted"))
     return GanttRows(drawn, _legend(rows, width, look, texts))
 
 
 def _by_stage(row: GanttRow) -> list[GanttRow]:
-    """Return a row for each stage, which still has the bars of the others."""
+    """Return a row for each stage, which still has the slots of the others."""
     return [msgspec.structs.replace(row, stages=(stage,)) for stage in row.stages]
 
 
@@ -204,64 +191,69 @@ def _title(found: Gantt) -> str:
 def _row(row: GanttRow, placed: Sequence[Placed], cells: int, texts: Texts, look: Style) -> Line:
     line = Line()
     drawn = 0
-    for bar, first, size in placed:
+    for (action, _, _), first, size in placed:
         line.add(look.glyphs.idle * (first - drawn), "faint")
         drawn = first + size
-        if bar.stage not in row.stages:  # the rank is busy, in the row of another stage
+        if action.stage not in row.stages:  # the rank is busy, in the row of another stage
             line.add(" " * size)
             continue
-        text = texts(bar) if _has_text_inside(bar, size, texts) else ""
-        line.add(text + look.glyphs.chunks[bar.kind] * (size - len(text)), _ROLES[bar.kind])
+        text = texts(action) if _has_text_inside(action, size, texts) else ""
+        kind = action.kind
+        line.add(text + look.glyphs.chunks[kind] * (size - len(text)), _ROLES[kind])
     return line.add(look.glyphs.idle * (cells - drawn), "faint")
 
 
-def _has_text_inside(bar: Bar, size: int, texts: Texts) -> bool:
-    # One cell at least keeps the pattern, which is what tells a forward from a backward.
-    return len(texts(bar)) < size
+def _has_text_inside(action: Action, size: int, texts: Texts) -> bool:
+    # One cell at least keeps the pattern, which distinguishes a forward from a backward.
+    return len(texts(action)) < size
 
 
 def _below(row: GanttRow, placed: Sequence[Placed], texts: Texts) -> str:
     """Return the names of blocks that are too short for them, each under its block."""
     text = ""
-    gap = int(any(len(texts(bar)) > 1 for bar, _, _ in placed))
-    for bar, first, size in placed:
-        if bar.stage not in row.stages or _has_text_inside(bar, size, texts):
+    gap = int(any(len(texts(slot.action)) > 1 for slot, _, _ in placed))
+    for (action, _, _), first, size in placed:
+        if action.stage not in row.stages or _has_text_inside(action, size, texts):
             continue
         if first >= len(text) + (gap if text else 0):
-            text = text.ljust(first) + texts(bar)
+            text = text.ljust(first) + texts(action)
     return text
 
 
-def _microbatch(bar: Bar) -> str:
-    return str(bar.microbatch)
+def _microbatch(action: Action) -> str:
+    return str(action.microbatch)
 
 
-def _stage_and_microbatch(bar: Bar) -> str:
-    return f"{bar.stage}.{bar.microbatch}"
+def _stage_and_microbatch(action: Action) -> str:
+    return f"{action.stage}.{action.microbatch}"
 
 
 def _texts(rows: Sequence[GanttRow], placed: Sequence[Sequence[Placed]]) -> Texts:
     """Name the stage too where ranks have several, if each of the blocks has room for that."""
     if all(len(row.stages) <= 1 for row in rows):
         return _microbatch
-    fits = all(len(_stage_and_microbatch(bar)) < size for row in placed for bar, _, size in row)
+    fits = all(
+        _has_text_inside(slot.action, size, _stage_and_microbatch)
+        for row in placed
+        for slot, _, size in row
+    )
     return _stage_and_microbatch if fits else _microbatch
 
 
-def _place(bars: Sequence[Bar], window_s: float, cells: int) -> list[Placed]:
-    """Return the bars that have a cell, with their first cell and their number of cells.
+def _place(slots: Sequence[Slot], window_s: float, cells: int) -> list[Placed]:
+    """Return the slots that have a cell, with their first cell and their number of cells.
 
-    Every edge is rounded by itself, so a bar stands where it belongs however many precede it.
+    Every edge is rounded by itself, so rounding errors do not add up along a row.
     """
     if window_s <= 0 or cells < 1:
         return []
     placed = []
     free = 0
-    for bar in bars:
-        first = max(free, round(bar.start_s / window_s * cells))
-        last = min(cells, round(bar.end_s / window_s * cells))
+    for slot in slots:
+        first = max(free, round(slot.start / window_s * cells))
+        last = min(cells, round(slot.end / window_s * cells))
         if last > first:
-            placed.append((bar, first, last - first))
+            placed.append((slot, first, last - first))
             free = last
     return placed
 
@@ -279,7 +271,7 @@ def _axis(window_s: float, indent: int, width: int) -> Line:
 
 
 def _legend(rows: Sequence[GanttRow], width: int, look: Style, texts: Texts) -> list[Line]:
-    kinds = {bar.kind for row in rows for bar in row.bars}
+    kinds = {slot.action.kind for row in rows for slot in row.slots}
     digits = "digits: stage.microbatch" if texts is _stage_and_microbatch else "digits: microbatch"
     parts = [
         Line(look.glyphs.chunks[kind] * 2, _ROLES[kind]).add(f" {_WORDS[kind]}", "muted")

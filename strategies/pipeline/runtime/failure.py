@@ -21,7 +21,7 @@ from typing import Final
 from torch.nn import Module
 
 from boltmesh.errors import PipelineError
-from boltmesh.strategies.pipeline.schedules.actions import Action
+from boltmesh.schedule_sim import Action
 
 _PHASES: Final = {
     "F": "the forward pass",

@@ -29,8 +29,8 @@ from torch.distributed import P2POp, ProcessGroup, Work
 
 from boltmesh.errors import PipelineError
 from boltmesh.failure_board import Deadline
+from boltmesh.schedule_sim import Action
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
-from boltmesh.strategies.pipeline.schedules.actions import Action
 from boltmesh.strategies.torch_compat.communication import host_backend
 from boltmesh.strategies.torch_compat.tensors import times_written
 from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES

@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from boltmesh.errors import BoltMeshError, ConfigError, PipelineError
 from boltmesh.failure_board import SPREAD_S, Deadline, FailureBoard
+from boltmesh.schedule_sim import RECEIVES, SENDS, Action
 from boltmesh.strategies.dry_run.batch_check import BatchDigest
 from boltmesh.strategies.pipeline.runtime.failure import describe_failure
 from boltmesh.strategies.pipeline.runtime.handshake import DisagreementError, Handshake
@@ -22,7 +23,7 @@ from boltmesh.strategies.pipeline.runtime.p2p import StageTransport
 from boltmesh.strategies.pipeline.runtime.stage import PipelineStage
 from boltmesh.strategies.pipeline.runtime.step import Carried, PipelineStep, Specs, StepOutcome
 from boltmesh.strategies.pipeline.runtime.timing import BubbleMeter, OnChunk, build_spans
-from boltmesh.strategies.pipeline.schedules.actions import RECEIVES, SENDS, Action, RankProgram
+from boltmesh.strategies.pipeline.schedules.actions import RankProgram
 
 _NO_BATCH: Final = BatchDigest()
 

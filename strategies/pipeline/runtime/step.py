@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from boltmesh.errors import ConfigError, PipelineError
 from boltmesh.failure_board import Deadline
+from boltmesh.schedule_sim import RECEIVES, SENDS, Action
 from boltmesh.strategies.pipeline.runtime.backward import (
     Grads,
     Later,
@@ -30,7 +31,7 @@ from boltmesh.strategies.pipeline.runtime.backward import (
 from boltmesh.strategies.pipeline.runtime.p2p import StageTransport, check_outputs
 from boltmesh.strategies.pipeline.runtime.stage import PipelineStage, ValueSpec
 from boltmesh.strategies.pipeline.runtime.timing import ChunkTimer
-from boltmesh.strategies.pipeline.schedules.actions import RECEIVES, SENDS, Action, RankProgram
+from boltmesh.strategies.pipeline.schedules.actions import RankProgram
 
 
 @contextmanager

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from boltmesh.strategies.pipeline.schedules.actions import Action
+from boltmesh.schedule_sim import Action
 
 OnChunk = Callable[[int, int, str, int, int], None]
 """Called with stage, microbatch, kind, and start and end on the monotonic clock in ns."""

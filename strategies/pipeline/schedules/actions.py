@@ -1,89 +1,47 @@
-"""What one rank has to do in a step, read from the actions of a schedule.
+"""What one rank does in a step, for any number of microbatches: computation, sends, receives."""
 
-Actions are written as torch writes them: ``0F3`` is the forward pass of microbatch 3 in stage 0,
-``B`` a whole backward pass, ``I`` and ``W`` its halves (of the inputs, of the weights), and
-``0SEND_F3``, ``1RECV_F3``, ``1SEND_B3``, ``0RECV_B3`` hand over values and gradients.
-
-The actions of this rank for any number of microbatches.
-"""
-
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, NamedTuple
-
-from typing_extensions import override
+from typing import Final
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.pipeline.schedules.bubble import peak_live_bytes
-from boltmesh.strategies.pipeline.schedules.orders import (
-    asynchronous_timetable,
-    leaves_work,
-    schedule_table,
-    with_communication,
-    with_messages,
+from boltmesh.schedule_sim import (
+    BACKWARD,
+    NOMINAL,
+    Action,
+    Order,
+    Timetable,
+    carried,
+    parse_actions,
+    peak_live_bytes,
+    simulate,
 )
-from boltmesh.strategies.pipeline.schedules.registry import ScheduleTable, schedule_kind
-from boltmesh.telemetry.schedule import Order
+from boltmesh.strategies.pipeline.options import PipelineOptions
+from boltmesh.strategies.pipeline.schedules.registry import (
+    ScheduleTable,
+    schedule_kind,
+    schedule_table,
+)
 
-SENDS: Final = frozenset({"SEND_F", "SEND_B"})
-RECEIVES: Final = frozenset({"RECV_F", "RECV_B"})
-BACKWARD: Final = frozenset({"B", "I", "W"})
-
-_ACTION: Final = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
-_OVERLAPPED: Final = re.compile(r"\(([^()]+)\)OVERLAP_F_B")
 _OF_FORWARD: Final = frozenset({"F", "SEND_F", "RECV_F"})
-
-
-class Action(NamedTuple):
-    """One thing to do with one microbatch in one stage."""
-
-    stage: int
-    kind: str
-    microbatch: int
-
-    @override
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-
-def parse_actions(texts: Sequence[str]) -> tuple[Action, ...]:
-    """Read a list of actions; an overlapped pair, ``(0F3;1B0)OVERLAP_F_B``, is its parts in order.
-
-    Raises:
-        ValueError: One of them is none that the executor can do.
-    """
-    actions = []
-    for text in texts:
-        pair = _OVERLAPPED.fullmatch(text)
-        for part in pair[1].split(";") if pair else (text,):
-            match = _ACTION.fullmatch(part.strip())
-            if match is None:
-                raise ValueError(
-                    f"cannot run the action {text!r}: it is none of F, B, I, W, SEND_F, RECV_F, "
-                    "SEND_B, RECV_B and OVERLAP_F_B with a stage before and a microbatch behind"
-                )
-            actions.append(Action(int(match[1]), match[2], int(match[3])))
-    return tuple(actions)
 
 
 @dataclass(frozen=True)
 class RankProgram:
     """The actions of one rank, and where the stages are.
 
-    Ranks count within the group of the pipeline axis. The order in which a rank posts its messages
-    is that of its actions, so lists in which sends and receives of any two ranks come in orders
-    that fit each other, as torch's do, cannot lock up however messages are carried.
+    Ranks count within the group of the pipeline axis. A rank posts its messages in the order of its
+    actions. The sends and receives of any two ranks come in matching orders, as torch places them,
+    so they cannot deadlock whether sends are buffered or not.
     """
 
     rank: int
     rank_of_stage: tuple[int, ...]
     actions: tuple[Action, ...]
     num_before: int = 0
-    """Microbatches of the batch before, where backward passes of it are done in this step; they
-    count from its end, -1 being the last."""
+    """Microbatches of the batch before, if backward passes of it run in this step; they count from
+    its end, -1 being the last."""
     carries: bool = False
     """Whether backward passes of this step's batch are left to the next one, on some rank."""
 
@@ -113,7 +71,9 @@ class RankProgram:
     @cached_property
     def microbatches(self) -> tuple[int, ...]:
         """The numbers of the step's microbatches, without those of the batch before."""
-        return tuple(sorted({each.microbatch for each in self.actions if each.microbatch >= 0}))
+        return tuple(
+            sorted({action.microbatch for action in self.actions if action.microbatch >= 0})
+        )
 
     @cached_property
     def has_backward(self) -> bool:
@@ -141,12 +101,12 @@ class RankProgram:
 
 
 class RankPrograms:
-    """Works schedules out as batches ask for them: a last batch may have too few rows for all.
+    """The actions of one rank by number of microbatches: a last batch may have fewer rows.
 
     Args:
-        options: What the user chose.
-        num_ranks: Of the pipeline.
-        rank: This one, within it.
+        options: The user's choice of schedule and sizes.
+        num_ranks: Ranks of the pipeline.
+        rank: This rank, within the pipeline.
     """
 
     def __init__(self, options: PipelineOptions, num_ranks: int, rank: int) -> None:
@@ -155,34 +115,44 @@ class RankPrograms:
         self._rank = rank
         self._tables: dict[int, ScheduleTable] = {}
         self._programs: dict[int, RankProgram] = {}
-        self._between: dict[tuple[int, int], RankProgram] = {}
-        self.is_asynchronous = schedule_kind(options.schedule).is_asynchronous
-        whole = self._table(options.num_microbatches(num_ranks))
-        self.num_stages = whole.num_stages
-        self.rank_of_stage = whole.rank_of_stage
+        self._overlapped: dict[tuple[int, int], RankProgram] = {}
+        self._overlapped_step = schedule_kind(options.schedule).overlapped_step
+        self.is_asynchronous = self._overlapped_step is not None
+        full_batch = self._table(options.num_microbatches(num_ranks))
+        self.num_stages = full_batch.num_stages
+        self.rank_of_stage = full_batch.rank_of_stage
 
     def asynchronous(self, before: int, now: int) -> RankProgram:
-        """Return what this rank does in a step that goes on with the batch before.
+        """Return the actions in a step that overlaps with the one before. Asynchronous schedules.
 
         Args:
-            before: Microbatches of that one, of which backward passes are left; 0: there are none.
-            now: Microbatches of the step's own batch; 0: nothing but what is left is done.
+            before: Microbatches of the batch before, whose last backward passes are left; 0 if none
+                are.
+            now: Microbatches of the step's own batch; 0 does only what is left.
         """
-        if (before, now) not in self._between:
-            timetable = asynchronous_timetable(self._num_ranks, before=before, now=now)
-            self._between[before, now] = RankProgram(
+        assert self._overlapped_step is not None
+        if (before, now) not in self._overlapped:
+            timetable = self._overlapped_step(self._num_ranks, before, now)
+            backward = [
+                action.microbatch
+                for row in timetable
+                for action, _, _ in row
+                if action.kind in {"B", "W"}
+            ]
+            num_left = sum(microbatch < 0 for microbatch in backward)
+            self._overlapped[before, now] = RankProgram(
                 self._rank,
                 self.rank_of_stage,
-                tuple(Action(*each) for each in with_messages(timetable)[self._rank]),
-                num_before=before if leaves_work(self._num_ranks, before) else 0,
-                carries=leaves_work(self._num_ranks, now),
+                with_messages(timetable)[self._rank],
+                num_before=before if num_left else 0,
+                carries=len(backward) - num_left < self.num_stages * now,
             )
-        return self._between[before, now]
+        return self._overlapped[before, now]
 
     def of(self, num_microbatches: int) -> RankProgram:
-        """Return what this rank does in a step with so many microbatches.
+        """Return the actions in a step with so many microbatches.
 
-        Where steps take each other's gaps, in one between two others of its size.
+        Of an asynchronous schedule, in a step between two others of its size.
         """
         if self.is_asynchronous:
             return self.asynchronous(num_microbatches, num_microbatches)
@@ -199,7 +169,7 @@ class RankPrograms:
         """Return how many microbatches each stage keeps at once at most."""
         order = self._table(num_microbatches).order
         return tuple(
-            peak_live_bytes(order[rank], [int(each == stage) for each in range(self.num_stages)])
+            peak_live_bytes(order[rank], [int(other == stage) for other in range(self.num_stages)])
             for stage, rank in enumerate(self.rank_of_stage)
         )
 
@@ -209,10 +179,10 @@ class RankPrograms:
 
     def _table(self, num_microbatches: int) -> ScheduleTable:
         if num_microbatches not in self._tables:
-            self._tables[num_microbatches] = self._work_out(num_microbatches)
+            self._tables[num_microbatches] = self._make_table(num_microbatches)
         return self._tables[num_microbatches]
 
-    def _work_out(self, num_microbatches: int) -> ScheduleTable:
+    def _make_table(self, num_microbatches: int) -> ScheduleTable:
         try:
             return schedule_table(
                 self._options.schedule,
@@ -223,14 +193,14 @@ class RankPrograms:
         except ConfigError:
             if not self._tables:
                 raise
-        # A small batch at the end of an epoch: the schedule has no order for so few.
+        # A small batch at the end of an epoch: the schedule has no order for so few microbatches.
         return all_forward_first(self._options.schedule, self.rank_of_stage, num_microbatches)
 
 
 def all_forward_first(
     name: str, rank_of_stage: tuple[int, ...], num_microbatches: int
 ) -> ScheduleTable:
-    """The plainest order, which stages can have in any number: all forwards, then all backwards."""
+    """Return GPipe's order for stages in any place and number: all forwards, then all backwards."""
     num_ranks = max(rank_of_stage) + 1
     rows: list[tuple[str, ...]] = []
     for rank in range(num_ranks):
@@ -247,3 +217,47 @@ def all_forward_first(
         order=tuple(rows),
         rank_of_stage=rank_of_stage,
     )
+
+
+def with_communication(table: ScheduleTable) -> tuple[tuple[str, ...], ...]:
+    """Return what each rank computes, sends and receives, in torch's order.
+
+    ``0SEND_F3`` sends the output of stage 0 for microbatch 3 to the rank of stage 1, which has
+    ``1RECV_F3`` for it; ``1SEND_B3`` and ``0RECV_B3`` return the gradient. Nothing is sent between
+    stages of one rank. Overlapped pairs become a forward, then a backward. A send and its receive
+    are placed at the same point of one sequence over all ranks, so that the list runs to its end
+    also if a send blocks its rank until the receiver is there.
+    """
+    if carried(table.order):
+        timetable = simulate(table.order, NOMINAL.seconds)
+        return tuple(tuple(map(str, row)) for row in with_messages(timetable))
+    from boltmesh.strategies.torch_compat.schedules import torch_send_recv
+
+    return torch_send_recv(table.order, table.rank_of_stage)
+
+
+def with_messages(timetable: Timetable) -> tuple[tuple[Action, ...], ...]:
+    """Add sends and receives: of each pair both at once, when the value has been computed.
+
+    So all messages have one order, and no two ranks wait for each other. One stage a rank.
+    """
+    last = len(timetable) - 1
+    rows: list[list[tuple[float, bool, Action]]] = [[] for _ in timetable]
+    for slot in (slot for row in timetable for slot in row):
+        stage, kind, microbatch = slot.action
+        rows[stage].append((slot.start, True, slot.action))
+        other = stage + (1 if kind == "F" else -1)
+        if 0 <= other <= last:
+            rows[stage].append((slot.end, False, Action(stage, f"SEND_{kind}", microbatch)))
+            rows[other].append((slot.end, False, Action(other, f"RECV_{kind}", microbatch)))
+    return tuple(tuple(_by_time(row)) for row in rows)
+
+
+def _by_time(row: Iterable[tuple[float, bool, Action]]) -> list[Action]:
+    # At one moment: messages in the order of stages and microbatches, then what needs them.
+    def key(entry: tuple[float, bool, Action]) -> tuple[float, bool, int, str, int]:
+        time, is_computed, (stage, kind, microbatch) = entry
+        sender = stage if "SEND" in kind else stage + (1 if kind.endswith("B") else -1)
+        return time, is_computed, sender, kind[-1], microbatch
+
+    return [action for _, _, action in sorted(row, key=key)]

@@ -1,21 +1,81 @@
-"""The schedules by name: where they come from, and which sizes they can be had in. No torch.
+"""The schedules by name: which sizes they have, and their orders. Loads no torch by itself.
 
-A schedule that is worked out: which rank does what, in which order. No torch.
+A schedule is one module in ``orders/``, which registers it; docs/pipeline_schedules.md has an
+example. :func:`schedule_table` gives the order of one in one size, checked.
 """
 
 import difflib
-import re
-from collections.abc import Callable
+import functools
+import pkgutil
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from types import MappingProxyType
-from typing import Final
 
 from boltmesh.errors import ConfigError
-from boltmesh.telemetry.schedule import Order, actions
+from boltmesh.schedule_sim import (
+    NOMINAL,
+    DeadlockError,
+    Order,
+    StageTimes,
+    Timetable,
+    actions,
+    carried,
+    simulate,
+    stage_owners,
+)
 
-STEP = re.compile(r"(\d+)(F|B|I|W|SEND_F|SEND_B|RECV_F|RECV_B)(\d+)")
-"""One step as torch writes it: the stage, what is done, the microbatch."""
+
+@dataclass(frozen=True)
+class MicrobatchRule:
+    """Numbers of microbatches that a schedule has; both functions get ranks and microbatches."""
+
+    fits: Callable[[int, int], bool]
+    why: Callable[[int, int], str]
+    """Why a number that does not fit is refused."""
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """What is true of a schedule in every size."""
+
+    name: str
+    summary: str
+    source: str
+    """The paper, or who describes it."""
+    order: Callable[[int, int, int], Order]
+    """What each rank computes, by number of ranks, of microbatches and of stages on a rank."""
+    default_stages_per_rank: int = 1
+    least_stages_per_rank: int = 1
+    most_stages_per_rank: int | None = 1
+    """None: no limit."""
+    instead: str = ""
+    """What to use for a number of stages that this one does not have."""
+    microbatch_rule: MicrobatchRule | None = None
+    """None: any number, from 1 on."""
+    splits_backward: bool = False
+    """The gradients of inputs and weights are computed apart (I and W in place of B)."""
+    overlapped_step: Callable[[int, int, int], Timetable] | None = None
+    """For a schedule that does backward passes of the batch before, so that its gradient comes a
+    step late: what ranks compute in a step, by number of ranks, of microbatches of the batch before
+    and of microbatches of the step's own. One stage a rank."""
+    wait_per_rank: Callable[[int, int, StageTimes], float | None] | None = None
+    """Published idle time that each rank after the first adds to the window, by number of ranks and
+    of microbatches, for equal stages; None where there is no closed form."""
+    note: str = ""
+    """What a picture of one step does not show."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Gradients are applied a step late."""
+        return self.overlapped_step is not None
+
+    def has_stages_per_rank(self, size: int) -> bool:
+        """Whether it exists with so many stages on a rank."""
+        most = self.most_stages_per_rank
+        return self.least_stages_per_rank <= size and (most is None or size <= most)
 
 
 @dataclass(frozen=True)
@@ -27,9 +87,6 @@ class ScheduleTable:
     num_stages: int
     num_microbatches: int
     order: Order
-    """For each rank what it computes: ``0F3`` is stage 0's forward of microbatch 3, B the whole
-    backward, I that of the input, W that of the weights. None is a slot that torch leaves empty,
-    ``(0F7;7B3)OVERLAP_F_B`` a forward and a backward that may run side by side."""
     rank_of_stage: tuple[int, ...]
 
     @property
@@ -49,115 +106,34 @@ class ScheduleTable:
         )
 
 
-def owners(order: Order) -> dict[int, int]:
-    """Return the rank that works on each stage.
+_kinds: dict[str, ScheduleKind] = {}
+
+
+def register(kind: ScheduleKind) -> None:
+    """Make a schedule available by its name.
+
+    Modules in ``orders/`` call it when they are imported. A module elsewhere has to be imported on
+    every rank before the strategy is built.
 
     Raises:
-        ValueError: Two ranks work on one stage.
+        ValueError: There is another schedule of that name.
     """
-    found: dict[int, int] = {}
-    for rank, row in enumerate(actions(order)):
-        for action in row:
-            if found.setdefault(action.stage, rank) != rank:
-                both = f"{found[action.stage]} and {rank}"
-                raise ValueError(f"ranks {both} both work on stage {action.stage}")
-    return found
+    if kind.name in _kinds:
+        raise ValueError(f"There is a schedule named '{kind.name}' already. Choose another name.")
+    _kinds[kind.name] = kind
 
 
-@dataclass(frozen=True)
-class ScheduleKind:
-    """What is true of a schedule in every size."""
-
-    name: str
-    summary: str
-    source: str
-    """The paper, or who describes it."""
-    default_stages_per_rank: int = 1
-    least_stages_per_rank: int = 1
-    most_stages_per_rank: int | None = 1
-    """None: no limit."""
-    instead: str = ""
-    """What to use for a number of stages that this one does not have."""
-    splits_backward: bool = False
-    """The gradients of input and weights are computed apart."""
-    is_asynchronous: bool = False
-    """A step does backward passes of the batch before, whose gradient comes a step late."""
-    note: str = ""
-    """What a picture of one step does not show."""
+def schedules() -> Mapping[str, ScheduleKind]:
+    """Return all schedules by name, in the order in which they were registered."""
+    _import_orders()
+    return MappingProxyType(_kinds)
 
 
-_KINDS = (
-    ScheduleKind(
-        "gpipe",
-        "all forwards, then all backwards",
-        "Huang et al. 2019, https://arxiv.org/abs/1811.06965",
-        instead="looped_bfs",
-    ),
-    ScheduleKind(
-        "1f1b",
-        "one forward, one backward by turns",
-        "Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2.1",
-        instead="interleaved_1f1b",
-    ),
-    ScheduleKind(
-        "looped_bfs",
-        "all microbatches through one stage of the rank, then through the next",
-        "Lamy-Poirier 2023, https://arxiv.org/abs/2211.05953",
-        default_stages_per_rank=2,
-        least_stages_per_rank=2,
-        most_stages_per_rank=None,
-        instead="gpipe",
-    ),
-    ScheduleKind(
-        "interleaved_1f1b",
-        "1F1B in rounds over several stages of a rank",
-        "Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2.2",
-        default_stages_per_rank=2,
-        least_stages_per_rank=2,
-        most_stages_per_rank=None,
-        instead="1f1b",
-    ),
-    ScheduleKind(
-        "zero_bubble",
-        "1F1B, with the gradients of weights computed where a rank would wait (ZB-H1)",
-        "Qi et al. 2023, https://arxiv.org/abs/2401.10241, section 2.1",
-        most_stages_per_rank=None,
-        splits_backward=True,
-    ),
-    ScheduleKind(
-        "zbv",
-        "two stages a rank in a V, with the gradients of weights in the gaps (ZB-V)",
-        "Qi et al. 2023, https://arxiv.org/abs/2401.10241, section 6",
-        default_stages_per_rank=2,
-        least_stages_per_rank=2,
-        most_stages_per_rank=2,
-        instead="zero_bubble",
-        splits_backward=True,
-    ),
-    ScheduleKind(
-        "dualpipev",
-        "two stages a rank in a V, forwards paired with backwards of other microbatches",
-        "DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, section 3.2.1, and "
-        "https://github.com/deepseek-ai/DualPipe",
-        default_stages_per_rank=2,
-        least_stages_per_rank=2,
-        most_stages_per_rank=2,
-        instead="zero_bubble",
-        splits_backward=True,
-        note="a forward and a backward that may run side by side are shown one after the other",
-    ),
-    ScheduleKind(
-        "pipedream_2bw",
-        "1F1B without a pause between steps, on weights that are one step old",
-        "Narayanan et al. 2021, https://arxiv.org/abs/2006.09503, section 3.1",
-        instead="interleaved_1f1b",
-        is_asynchronous=True,
-        note="shown is a step between two others: it begins with backward passes of the batch "
-        "before, and leaves as many of its own to the next",
-    ),
-)
-KINDS: Final = MappingProxyType({each.name: each for each in _KINDS})
-"""In the order in which they are listed to people."""
+@functools.cache
+def _import_orders() -> None:
+    package = import_module(f"{__package__}.orders")
+    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda found: found.name):
+        import_module(f"{package.__name__}.{module.name}")
 
 
 def schedule_kind(name: str) -> ScheduleKind:
@@ -166,12 +142,13 @@ def schedule_kind(name: str) -> ScheduleKind:
     Raises:
         ConfigError: There is none of that name; the nearest is named.
     """
-    if name in KINDS:
-        return KINDS[name]
+    known = schedules()
+    if name in known:
+        return known[name]
     # As people write them: 1F1B, ZB-V, interleaved-1f1b.
     plain = name.lower().replace("-", "_").replace(" ", "_")
-    alike = difflib.get_close_matches(plain, KINDS, n=1)
-    hint = f"Did you mean '{alike[0]}'?" if alike else f"Use one of {', '.join(KINDS)}."
+    similar = difflib.get_close_matches(plain, known, n=1)
+    hint = f"Did you mean '{similar[0]}'?" if similar else f"Use one of {', '.join(known)}."
     raise ConfigError(f"There is no schedule '{name}'. {hint}")
 
 
@@ -181,13 +158,13 @@ def check_schedule(
     """Return the stages of a rank, and refuse sizes that the schedule does not have.
 
     Args:
-        name: One of :data:`KINDS`.
-        num_ranks: Of the pipeline.
-        num_microbatches: Of one optimizer step.
-        stages_per_rank: None for what is usual with this schedule.
+        name: One of :func:`schedules`.
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one optimizer step.
+        stages_per_rank: None for the schedule's default.
 
     Raises:
-        ConfigError: It cannot be had; says what is true and names the nearest numbers that can.
+        ConfigError: The schedule does not have this size; names the nearest numbers that it has.
     """
     kind = schedule_kind(name)
     if num_ranks < 1:
@@ -198,78 +175,112 @@ def check_schedule(
             f"Set microbatches={4 * num_ranks}, four for each rank."
         )
     size = kind.default_stages_per_rank if stages_per_rank is None else stages_per_rank
-    most = kind.most_stages_per_rank
-    if size < kind.least_stages_per_rank or (most is not None and size > most):
+    if not kind.has_stages_per_rank(size):
         raise ConfigError(_wrong_stages(kind, size))
-    fits = _FITS.get(name)
-    if fits is not None and not fits.holds(num_ranks, num_microbatches):
-        near = " or ".join(map(str, _nearest_fits(fits.holds, num_ranks, num_microbatches)))
+    rule = kind.microbatch_rule
+    if rule is not None and not rule.fits(num_ranks, num_microbatches):
+        nearest = " or ".join(map(str, _nearest_fits(rule, num_ranks, num_microbatches)))
         raise ConfigError(
             f"microbatches={num_microbatches} with schedule={name} on {num_ranks} ranks: "
-            f"{fits.why(num_ranks, num_microbatches)}. Set microbatches={near}."
+            f"{rule.why(num_ranks, num_microbatches)}. Set microbatches={nearest}."
         )
     return size
 
 
 def _wrong_stages(kind: ScheduleKind, size: int) -> str:
     least, most = kind.least_stages_per_rank, kind.most_stages_per_rank
-    if least == most:
-        has = f"exactly {least} stage{'s' if least > 1 else ''} on each rank"
-    else:
-        has = f"at least {least} stage{'s' if least > 1 else ''} on each rank"
-    near = least if size < least or most is None else most
-    text = f"stages_per_rank={size} with schedule={kind.name}: it has {has}. "
-    text += f"Set stages_per_rank={near}"
-    other = KINDS.get(kind.instead)
-    if other is not None and size >= 1 and _has(other, size):
+    bound = "exactly" if least == most else "at least"
+    nearest = least if size < least or most is None else most
+    text = (
+        f"stages_per_rank={size} with schedule={kind.name}: it has {bound} {least} "
+        f"stage{'s' if least > 1 else ''} on each rank. Set stages_per_rank={nearest}"
+    )
+    other = schedules().get(kind.instead)
+    if other is not None and size >= 1 and other.has_stages_per_rank(size):
         text += f", or schedule={other.name} for {size}"
     return f"{text}."
 
 
-def _has(kind: ScheduleKind, size: int) -> bool:
-    most = kind.most_stages_per_rank
-    return kind.least_stages_per_rank <= size and (most is None or size <= most)
+def _nearest_fits(rule: MicrobatchRule, num_ranks: int, asked: int) -> list[int]:
+    """Return the next number below and the next above that fit, where there is one."""
+    below = range(asked - 1, 0, -1)
+    above = range(asked + 1, asked + 2 * num_ranks + 1)
+    found = [
+        next((count for count in numbers if rule.fits(num_ranks, count)), None)
+        for numbers in (below, above)
+    ]
+    return [count for count in found if count is not None]
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """Which numbers of microbatches a schedule has, and why no others."""
+def schedule_table(
+    name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
+) -> ScheduleTable:
+    """Return the order of a schedule in one size.
 
-    holds: Callable[[int, int], bool]
-    why: Callable[[int, int], str]
+    Args:
+        name: One of :func:`schedules`.
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches of one optimizer step.
+        stages_per_rank: None for the schedule's default.
 
-
-def _num_rounds(num_ranks: int, num_microbatches: int) -> int:
-    return max(1, num_microbatches // num_ranks)
-
-
-_IN_ROUNDS = _Fit(
-    lambda ranks, count: count % _num_rounds(ranks, count) == 0,
-    lambda ranks, count: (
-        f"they run in {_num_rounds(ranks, count)} rounds of at least {ranks}, all equally long, "
-        f"and {_num_rounds(ranks, count)} does not divide {count}"
-    ),
-)
-_FITS = {
-    "interleaved_1f1b": _IN_ROUNDS,
-    "zero_bubble": _IN_ROUNDS,
-    "dualpipev": _Fit(
-        lambda ranks, count: count >= 2 * ranks,
-        lambda ranks, _: f"it needs at least as many as there are stages, {2 * ranks}",
-    ),
-    # With fewer, a microbatch would meet weights older than the two versions that are kept.
-    "pipedream_2bw": _Fit(
-        lambda ranks, count: count >= ranks,
-        lambda ranks, _: f"two versions of the weights are enough from {ranks} on, one a rank",
-    ),
-}
-
-
-def _nearest_fits(holds: Callable[[int, int], bool], num_ranks: int, asked: int) -> list[int]:
-    """The next number below and the next above that hold, where there is one."""
-    below = next((count for count in range(asked - 1, 0, -1) if holds(num_ranks, count)), None)
-    above = next(
-        (count for count in range(asked + 1, asked + 2 * num_ranks + 1) if holds(num_ranks, count)),
-        None,
+    Raises:
+        ConfigError: The schedule does not have this size, or its order cannot be run.
+    """
+    size = check_schedule(
+        name,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        stages_per_rank=stages_per_rank,
     )
-    return [each for each in (below, above) if each is not None]
+    order = schedule_kind(name).order(num_ranks, num_microbatches, size)
+    try:
+        owners = stage_owners(order)
+        table = ScheduleTable(
+            name=name,
+            num_ranks=num_ranks,
+            num_stages=num_ranks * size,
+            num_microbatches=num_microbatches,
+            order=order,
+            rank_of_stage=tuple(rank for _, rank in sorted(owners.items())),
+        )
+        check_order(table)
+    except ValueError as error:
+        raise ConfigError(
+            f"The order of schedule={name} on {num_ranks} ranks with {num_microbatches} "
+            f"microbatches cannot be run: {error}. Set schedule=1f1b."
+        ) from error
+    return table
+
+
+def check_order(table: ScheduleTable) -> None:
+    """Check that every microbatch goes forward and backward once through every stage.
+
+    Raises:
+        ValueError: Work is missing, done twice, or done by the wrong rank.
+        DeadlockError: A rank would wait forever.
+    """
+    if dict(enumerate(table.rank_of_stage)) != stage_owners(table.order):
+        raise ValueError("stages are worked on by other ranks than rank_of_stage says")
+    stages = [len(table.stages_of(rank)) for rank in range(table.num_ranks)]
+    if stages != [table.stages_per_rank] * len(table.order):
+        raise ValueError(f"ranks have {', '.join(map(str, stages))} stages")
+    done = Counter(action for row in actions(table.order) for action in row)
+    for stage in range(table.num_stages):
+        for microbatch in range(table.num_microbatches):
+            forward, whole, inputs, weights = (
+                done.pop((stage, kind, microbatch), 0)  # type: ignore[call-overload]
+                for kind in "FBIW"
+            )
+            if forward != 1 or (whole, inputs, weights) not in ((1, 0, 0), (0, 1, 1)):
+                raise ValueError(
+                    f"microbatch {microbatch} goes {forward} times forward and "
+                    f"{whole} + {inputs}/{weights} times backward through stage {stage}"
+                )
+    if done:
+        raise ValueError(f"{next(iter(done))} is not part of the step")
+    kind = _kinds.get(table.name)
+    if kind is None or not kind.is_asynchronous:
+        for stage, microbatch in sorted(carried(table.order)):
+            rank = table.rank_of_stage[stage]
+            raise DeadlockError(f"pipeline rank {rank} waits forever before {stage}B{microbatch}")
+    simulate(table.order, NOMINAL.seconds)

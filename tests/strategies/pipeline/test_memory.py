@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, TensorDataset
 
+from boltmesh.schedule_sim import peak_live_bytes
 from boltmesh.strategies import telemetry
 from boltmesh.strategies.pipeline.microbatch_runs import MicrobatchStage
-from boltmesh.strategies.pipeline.schedules.bubble import peak_live_bytes
-from boltmesh.strategies.pipeline.schedules.orders import schedule_table
+from boltmesh.strategies.pipeline.schedules.registry import schedule_table
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from boltmesh.telemetry.writer.memory import measure
 from tests.support.ranks import run_ranks

@@ -1,4 +1,4 @@
-"""Every schedule in every size: complete, in order, never stuck, and equal to torch's own."""
+"""Every schedule in every size: complete, in order, free of deadlock, equal to torch's own."""
 
 import contextlib
 import hashlib
@@ -13,14 +13,14 @@ import pytest
 import torch.distributed.pipelining.schedules as of_torch
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.schedules.orders import (
-    check_communication,
+from boltmesh.schedule_sim import NOMINAL, actions, simulate
+from boltmesh.strategies.pipeline.schedules.actions import with_communication
+from boltmesh.strategies.pipeline.schedules.registry import (
+    ScheduleTable,
     check_order,
     schedule_table,
-    with_communication,
+    schedules,
 )
-from boltmesh.strategies.pipeline.schedules.registry import KINDS, ScheduleTable
-from boltmesh.telemetry.schedule import actions
 
 RANKS = range(1, 7)
 MICROBATCHES = range(1, 13)
@@ -48,30 +48,30 @@ NUM_SIZES = {
     "dualpipev": 36,
     "pipedream_2bw": 57,
 }
+"""A schedule that is not here is checked in the sizes that it has."""
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_every_size_is_complete_and_nobody_waits_forever(name: str) -> None:
+@pytest.mark.parametrize("name", schedules())
+def test_every_size_is_complete_and_free_of_deadlock(name: str) -> None:
     tables = list(every_size(name))
-    assert len(tables) == NUM_SIZES[name]
+    assert tables
+    assert len(tables) == NUM_SIZES.get(name, len(tables))
     for table in tables:
         check_order(table)
         rows = with_communication(table)
-        check_communication(rows, table.rank_of_stage, is_buffered=False)
-        check_communication(rows, table.rank_of_stage, is_buffered=True)
+        simulate(rows, NOMINAL.seconds, sends="buffered")
+        simulate(rows, NOMINAL.seconds, sends="rendezvous")
         computed = [[text for text in row if "_" not in text] for row in rows]
-        assert computed == [
-            [f"{stage}{kind}{at}" for stage, kind, at in row] for row in actions(table.order)
-        ]
+        assert computed == [list(map(str, row)) for row in actions(table.order)]
         borders = sum(here != there for here, there in itertools.pairwise(table.rank_of_stage))
         sends = sum("SEND" in text for row in rows for text in row)
         assert sends == 2 * borders * table.num_microbatches
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NUM_SIZES)
 def test_stages_lie_in_a_loop_or_in_a_v(name: str) -> None:
     table = schedule_table(name, num_ranks=4, num_microbatches=8)
-    assert table.stages_per_rank == KINDS[name].default_stages_per_rank
+    assert table.stages_per_rank == schedules()[name].default_stages_per_rank
     if name in ("zbv", "dualpipev"):
         assert [table.stages_of(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
     else:
@@ -153,22 +153,3 @@ def test_between_stages_of_one_rank_nothing_is_sent() -> None:
     first, last = (" ".join(row) for row in with_communication(table))
     assert first == "0F0 0SEND_F0 3RECV_F0 3F0 3I0 3SEND_B0 3W0 0RECV_B0 0I0 0W0"
     assert last == "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2I0 2W0 1I0 1SEND_B0 1W0"
-
-
-def test_an_order_of_torch_that_cannot_be_run_is_refused() -> None:
-    broken = (("0F0", "0B0"), ("1B0", "1F0"), ("2F0", "2B0"), ("3F0", "3B0"))
-    with (
-        patch("boltmesh.strategies.torch_compat.torch_schedule_order", return_value=broken),
-        pytest.raises(ConfigError, match=r"schedule=zbv that cannot be run.*Set schedule=1f1b"),
-    ):
-        schedule_table("zbv", num_ranks=2, num_microbatches=1)
-
-
-def test_messages_of_torch_that_nobody_takes_are_refused() -> None:
-    table = schedule_table("1f1b", num_ranks=2, num_microbatches=1)
-    broken = (("0F0", "0SEND_F0", "0RECV_B0", "0B0"), ("1RECV_F0", "1F0", "1B0"))
-    with (
-        patch("boltmesh.strategies.torch_compat.torch_send_recv", return_value=broken),
-        pytest.raises(ConfigError, match=r"schedule=1f1b so that ranks do not.*rank 0 waits"),
-    ):
-        with_communication(table)

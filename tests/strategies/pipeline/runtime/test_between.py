@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from boltmesh.errors import PipelineError
+from boltmesh.schedule_sim import actions, peaks_by_stage
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
 from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
-from boltmesh.telemetry.schedule import actions, peaks_by_stage
 from tests.support.ranks import run_ranks
 from tests.support.stages import Piece, PieceStage, whole_model
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from boltmesh.schedule_sim import Action, simulate
 from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
-from boltmesh.telemetry.schedule import Action, simulate
 from tests.support.programs import order, programs
 from tests.support.ranks import run_ranks
 

@@ -11,16 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from boltmesh.schedule_sim import RECEIVES, SENDS, Action
 from boltmesh.strategies.pipeline.expected_traffic import expected_traffic
 from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.runtime.timing import DeviceChunkTimer
-from boltmesh.strategies.pipeline.schedules.actions import (
-    RECEIVES,
-    SENDS,
-    RankProgram,
-    parse_actions,
-)
+from boltmesh.strategies.pipeline.schedules.actions import RankProgram
 from boltmesh.strategies.torch_compat.communication import host_backend
 from tests.support.programs import NAMES, programs
 from tests.support.ranks import run_ranks
@@ -221,7 +217,7 @@ def test_spans_of_a_device_come_two_steps_late_and_on_the_clock_of_the_host(
         device.is_passed = step != 3
         # Only the second step finds the device idle: there the clocks can be compared.
         device.lag_ns = 0 if step == 1 else 50_000_000
-        for action in parse_actions([f"0F{step}", f"0B{step}"]):
+        for action in (Action(0, kind, step) for kind in "FB"):
             start_ns = clock.now_ns
             mark = spans.begin()
             clock.now_ns += 2_000_000
@@ -244,11 +240,11 @@ def test_spans_of_a_device_come_two_steps_late_and_on_the_clock_of_the_host(
 
 
 def test_programs_are_read_as_torch_writes_them() -> None:
-    texts = ["0F0", "(0F1;0B0)OVERLAP_F_B", "1RECV_F12", "0SEND_B3", "1I2", "1W2"]
-    assert " ".join(map(str, parse_actions(texts))) == "0F0 0F1 0B0 1RECV_F12 0SEND_B3 1I2 1W2"
-    for text in ("0UNSHARD", "F0", "0F", "0F0 1F0", "(0F1;0X0)OVERLAP_F_B", ""):
-        with pytest.raises(ValueError, match="cannot run the action"):
-            parse_actions([text])
+    texts = ["0F0", "(0F1;0B0)OVERLAP_F_B", "0RECV_B12", "0SEND_B3", "0I2", "0W2"]
+    program = RankProgram.parse(texts, rank=0, rank_of_stage=(0, 1))
+    assert " ".join(map(str, program.actions)) == "0F0 0F1 0B0 0RECV_B12 0SEND_B3 0I2 0W2"
+    with pytest.raises(ValueError, match="cannot run the action"):
+        RankProgram.parse(["0UNSHARD"], rank=0, rank_of_stage=(0, 1))
     with pytest.raises(ValueError, match=r"1F0 on rank 0 .* its stages are 0"):
         RankProgram.parse(["0F0", "1F0"], rank=0, rank_of_stage=(0, 1))
 

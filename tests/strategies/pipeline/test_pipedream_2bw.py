@@ -1,28 +1,29 @@
-"""The order of steps that take each other's gaps, in every size and between batches of any two."""
+"""PipeDream-2BW's overlapping steps, in every size and between batches of any two."""
 
 import itertools
 
 import pytest
 
-from boltmesh.strategies.pipeline.partition.choose import unit_cost
-from boltmesh.strategies.pipeline.partition.cost import UnitUse
-from boltmesh.strategies.pipeline.schedules.bubble import peak_live_bytes, simulate_ideal
-from boltmesh.strategies.pipeline.schedules.orders import (
-    asynchronous_timetable,
-    num_carried,
-    pipedream_2bw,
-    schedule_table,
-    with_messages,
-)
-from boltmesh.telemetry.schedule import (
+from boltmesh.schedule_sim import (
     NOMINAL,
     Timetable,
     carried,
     peak_live_activations,
+    peak_live_bytes,
     peaks_by_stage,
     simulate,
     window_of,
 )
+from boltmesh.strategies.pipeline.partition.choose import unit_cost
+from boltmesh.strategies.pipeline.partition.cost import UnitUse
+from boltmesh.strategies.pipeline.schedules.actions import with_messages
+from boltmesh.strategies.pipeline.schedules.bubble import simulate_ideal
+from boltmesh.strategies.pipeline.schedules.orders.pipedream_2bw import (
+    num_carried,
+    overlapped_step,
+    pipedream_2bw,
+)
+from boltmesh.strategies.pipeline.schedules.registry import schedule_table
 
 SIZES = list(itertools.product(range(1, 7), range(9), range(9)))
 
@@ -35,7 +36,7 @@ def microbatches(timetable: Timetable, kind: str) -> list[list[int]]:
 
 @pytest.mark.parametrize(("ranks", "before", "now"), SIZES)
 def test_each_step_does_what_the_one_before_has_left(ranks: int, before: int, now: int) -> None:
-    timetable = asynchronous_timetable(ranks, before=before, now=now)
+    timetable = overlapped_step(ranks, before, now)
     left, leaves = num_carried(ranks, before), num_carried(ranks, now)
     assert microbatches(timetable, "F") == [list(range(now))] * ranks
     wanted = [list(range(-old, now - new)) for old, new in zip(left, leaves, strict=True)]
@@ -49,9 +50,7 @@ def test_messages_meet_and_are_there_when_they_are_needed(
     ranks: int, before: int, now: int
 ) -> None:
     """Each rank waits until its next action can be: the strictest way to run the lists."""
-    rows = [
-        list(row) for row in with_messages(asynchronous_timetable(ranks, before=before, now=now))
-    ]
+    rows = [list(row) for row in with_messages(overlapped_step(ranks, before, now))]
     leaves = num_carried(ranks, before)
     here = {  # gradients that came in the step before
         (rank, "B", -each)
@@ -104,7 +103,7 @@ def test_a_list_between_two_others_is_simulated_as_such() -> None:
         ("1B3", "1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3"),
     )
     assert carried(order) == {(0, 2), (0, 3), (1, 3)}
-    timetable = simulate(order, lambda action: NOMINAL[action.kind])
+    timetable = simulate(order, NOMINAL.seconds)
     assert window_of(timetable) == 12
     assert peak_live_activations(order) == [3, 1]
     assert peaks_by_stage(order) == {0: 3, 1: 1}

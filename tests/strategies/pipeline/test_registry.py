@@ -1,11 +1,19 @@
-"""What each schedule asks of its sizes, and what is said where they do not fit."""
+"""The sizes of each schedule, the errors for other sizes, and what registration refuses."""
 
 import re
 
 import pytest
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.schedules.registry import KINDS, check_schedule
+from boltmesh.schedule_sim import Order
+from boltmesh.strategies.pipeline.schedules import registry
+from boltmesh.strategies.pipeline.schedules.registry import (
+    ScheduleKind,
+    check_schedule,
+    register,
+    schedule_table,
+    schedules,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +38,7 @@ def test_a_wrong_name_names_the_nearest(asked: str, nearest: str) -> None:
 def test_a_name_like_none_lists_them_all() -> None:
     with pytest.raises(ConfigError) as caught:
         check_schedule("chimera", num_ranks=2, num_microbatches=4)
-    assert all(name in str(caught.value) for name in KINDS)
+    assert all(name in str(caught.value) for name in schedules())
 
 
 @pytest.mark.parametrize(
@@ -75,7 +83,31 @@ def test_every_number_that_a_message_names_works(name: str) -> None:
             if text is None:
                 continue
             found = re.findall(r"Set microbatches=(\d+)(?: or (\d+))?\.", text)
-            for each in filter(None, found[0]):
-                assert refusal(name, ranks, int(each)) is None
+            for number in filter(None, found[0]):
+                assert refusal(name, ranks, int(number)) is None
                 num_named += 1
     assert num_named > 20
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="named '1f1b' already"):
+        register(schedules()["1f1b"])
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ((("0F0", "0B0"), ("1B0", "1F0")), "pipeline rank 1 waits forever before 1B0"),
+        ((("0F0", "0B0"), ("1F0",)), "microbatch 0 goes 1 times forward and 0 "),
+        ((("0F0", "0B0"), ("0F0", "0B0")), "ranks 0 and 1 both work on stage 0"),
+        ((("0F0", "1F0", "1B0", "0B0"),), "ranks have 2, 0 stages"),
+    ],
+)
+def test_an_order_that_cannot_be_run_is_refused_when_it_is_built(
+    monkeypatch: pytest.MonkeyPatch, order: Order, said: str
+) -> None:
+    known = dict(schedules())
+    known["broken"] = ScheduleKind("broken", "", "", lambda *_: order)
+    monkeypatch.setattr(registry, "_kinds", known)
+    with pytest.raises(ConfigError, match=f"schedule=broken on 2 ranks .*{said}.*schedule=1f1b"):
+        schedule_table("broken", num_ranks=2, num_microbatches=1)
