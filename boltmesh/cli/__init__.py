@@ -13,6 +13,7 @@ import click
 from boltmesh import __version__
 from boltmesh.cli.bench import bench
 from boltmesh.cli.convert import export, import_command
+from boltmesh.cli.doctor import doctor
 from boltmesh.cli.plan import plan, schedule
 from boltmesh.cli.run import check, command_of
 from boltmesh.cli.top import export_metrics, jobs, record, stream, top
@@ -61,6 +62,7 @@ def _complain(message: str, exit_code: int) -> int:
         bench,
         plan,
         schedule,
+        doctor,
         top,
         record,
         export,

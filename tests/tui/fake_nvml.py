@@ -45,6 +45,8 @@ class FakeNvml:
         self.values = _values() | values
         self.counters: dict[int, int] = {}
         """Of ``nvmlDeviceGetFieldValues``, by field; one that is missing is not supported."""
+        self.lost: set[int] = set()
+        """Numbers of GPUs that have fallen off the bus."""
         self.calls: list[str] = []
         self.is_initialised = False
 
@@ -71,6 +73,12 @@ class FakeNvml:
         if name == "nvmlDeviceGetHandleByUUID":
             if arguments[0] == "GPU-lost":
                 raise pynvml.NVMLError_NotFound
+            return arguments[0]
+        if name == "nvmlDeviceGetHandleByIndex":
+            if arguments[0] in self.lost:
+                raise pynvml.NVMLError_GpuIsLost
+            return f"GPU-{arguments[0]}"
+        if name == "nvmlDeviceGetUUID":
             return arguments[0]
         if name == "nvmlDeviceGetFieldValues":
             return [self._field(field) for field in arguments[1]]

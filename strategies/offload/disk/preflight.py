@@ -9,13 +9,13 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from boltmesh.file_system import IN_MEMORY, file_system_of
 from boltmesh.strategies.offload.disk.file import Extent
 from boltmesh.strategies.offload.disk.swap_file import Swap
 from boltmesh.strategies.offload.disk.transfer import BLOCK_BYTES, Ticket
@@ -40,9 +40,6 @@ than the samples is measured by one: its transfers take no time that matters."""
 
 ADAM_NUMEL = 1 << 21
 """Elements of the trial step: 32 MB, more than caches hold."""
-
-MOUNTS = Path("/proc/self/mountinfo")
-IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 @dataclass(frozen=True)
@@ -198,23 +195,6 @@ def _times(reports: Sequence[DiskReport]) -> str:
     longest_pass_s = max(each.pass_s for each in reports)
     gathers = f", reading all parameters {_time(longest_pass_s)}" if longest_pass_s else ""
     return f"an optimizer step takes about {_time(slowest.step_s)}{where}{gathers}"
-
-
-def file_system_of(folder: Path) -> str:
-    """The type of the file system that a folder lies on, as the kernel calls it."""
-    path = folder.resolve()
-    best, kind = -1, "unknown file system"
-    try:
-        lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return kind
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        mount = before.split()[4].replace("\\040", " ")
-        # The last of equal ones hides those before it.
-        if path.is_relative_to(mount) and len(mount) >= best:
-            best, kind = len(mount), after.split()[0]
-    return kind
 
 
 def _scratch(offset: int, num_bytes: int) -> Extent:

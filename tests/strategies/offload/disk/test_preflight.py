@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from boltmesh.strategies.offload.disk import preflight
+from boltmesh import file_system
+from boltmesh.file_system import file_system_of
 from boltmesh.strategies.offload.disk.preflight import (
     DiskLoad,
     DiskReport,
     announce_disks,
-    file_system_of,
     measure_disk,
     preflight_line,
 )
@@ -131,14 +131,14 @@ def test_the_file_system_is_that_of_the_longest_mount(
         "4 1 8:4 / /over rw - nfs /dev/d rw\n"
         "5 1 8:5 / /over rw - tmpfs tmpfs rw\n"
     )
-    monkeypatch.setattr(preflight, "MOUNTS", mounts)
+    monkeypatch.setattr(file_system, "MOUNTS", mounts)
     assert file_system_of(Path(folder)) == kind
 
 
 def test_without_a_list_of_mounts_the_file_system_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "MOUNTS", tmp_path / "missing")
+    monkeypatch.setattr(file_system, "MOUNTS", tmp_path / "missing")
     assert file_system_of(tmp_path) == "unknown file system"
 
 
