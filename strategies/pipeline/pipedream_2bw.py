@@ -1,19 +1,17 @@
-"""The gradients of PipeDream-2BW: made by one batch, complete and applied in the step of the next.
+"""PipeDream-2BW: gradients of one batch are applied in the step of the next; weight stashing.
 
 The update is W(t+1) = W(t) - step(gradient of batch t-1 at W(t-1)) (Narayanan et al. 2021,
 https://arxiv.org/abs/2006.09503, section 3.1): on every rank the same delay of one step. The first
-batch of a run finds no gradient, and its optimizer step changes nothing; that of the last batch is
-not applied unless the run is gone on with, for which checkpoints keep it.
-
-A version of the weights: what a batch's forward passes use, whatever the optimizer does after.
+batch of a run has no gradient to apply, so its optimizer step changes nothing. The gradient of the
+last batch is not applied unless the run is resumed; checkpoints keep it for that.
 
 [Note: Two versions]
-A backward pass that comes after an optimizer step has to see the weights that its forward pass has
-seen. Autograd keeps a parameter itself, not a copy, so writing it makes every graph that has it
-worthless (and autograd says so). Therefore the module runs with stand-ins: parameters of the same
-values in the same memory, that no optimizer knows. Where a graph outlives the step, the module's
-own parameters move to new memory before the optimizer writes them, and the stand-ins keep the old.
-Gradients arrive at the stand-ins, so those of two batches never mix.
+A backward pass after an optimizer step has to use the weights of its forward pass. Autograd saves
+the parameter itself, not a copy, so writing to it invalidates every graph that contains it (and
+autograd raises an error). Therefore the module runs with stashed parameters: the same values in the
+same memory, unknown to any optimizer. If a graph outlives the step, the module's own parameters get
+new memory before the optimizer writes to them, and the stashed ones keep the old memory. Gradients
+accumulate in the stashed parameters, so the gradients of two batches never mix.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,23 +29,23 @@ from boltmesh.strategies.torch_compat.optimizers import scale_all
 
 
 class ParamSites:
-    """Where in a module the trained parameters of this rank stand, under each of their names.
+    """The submodules and attribute names at which a module has the trained parameters of this rank.
 
     Args:
-        module: The whole model.
+        module: The full model.
         held: The parameters of this rank.
     """
 
     def __init__(self, module: Module, held: Iterable[Parameter]) -> None:
-        wanted = {id(each) for each in held if each.requires_grad}
-        self.slots = [
-            (owner, name, each)
+        trained = {id(param) for param in held if param.requires_grad}
+        self.sites = [
+            (owner, name, param)
             for owner in module.modules()
-            for name, each in owner.named_parameters(recurse=False, remove_duplicate=False)
-            if id(each) in wanted
+            for name, param in owner.named_parameters(recurse=False, remove_duplicate=False)
+            if id(param) in trained
         ]
-        self.parameters = list({id(each): each for _, _, each in self.slots}.values())
-        self._names = {id(each): name for name, each in module.named_parameters()}
+        self.parameters = list({id(param): param for _, _, param in self.sites}.values())
+        self._names = {id(param): name for name, param in module.named_parameters()}
 
     def name_of(self, parameter: Parameter) -> str:
         """Return its first name in the module."""
@@ -55,122 +53,120 @@ class ParamSites:
 
 
 class StashedWeights:
-    """The weights as they are now; see [Note: Two versions].
+    """The current weights, kept for the backward passes of a batch; see [Note: Two versions].
 
     Raises:
-        ConfigError: A parameter has a hook on its gradient, which would never be called.
+        ConfigError: A parameter has a gradient hook, which would never be called.
     """
 
-    def __init__(self, slots: ParamSites) -> None:
-        self._slots = slots
-        for each in slots.parameters:
-            if has_gradient_hooks(each):
+    def __init__(self, sites: ParamSites) -> None:
+        self._sites = sites
+        for param in sites.parameters:
+            if has_gradient_hooks(param):
                 raise ConfigError(
-                    f"{slots.name_of(each)} has a hook on its gradient, and with schedule="
+                    f"{sites.name_of(param)} has a hook on its gradient, and with schedule="
                     f"'pipedream_2bw' gradients arrive a step late and beside it. Change "
                     f"gradients in on_before_optimizer_step, or use schedule='1f1b'."
                 )
-        self._stand_ins = {id(each): _stand_in(each) for each in slots.parameters}
+        self._stashed = {id(param): _stash(param) for param in sites.parameters}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the module computes with this version.
+        """Inside, the module computes with this version.
 
         Raises:
-            ConfigError: The module has kept one of its own parameters elsewhere and used that.
+            ConfigError: The module uses one of its parameters by a reference kept elsewhere.
         """
-        own = self._slots.parameters
-        for each in own:
-            each.grad = None  # of the step before; whoever makes gradients begins with none
-        for owner, name, parameter in self._slots.slots:
-            setattr(owner, name, self._stand_ins[id(parameter)])
+        own = self._sites.parameters
+        for param in own:
+            param.grad = None  # of the step before
+        for owner, name, parameter in self._sites.sites:
+            setattr(owner, name, self._stashed[id(parameter)])
         try:
             yield
         finally:
-            for owner, name, parameter in self._slots.slots:
+            for owner, name, parameter in self._sites.sites:
                 setattr(owner, name, parameter)
-        astray = next((each for each in own if each.grad is not None), None)
-        if astray is not None:
+        bypassed = next((param for param in own if param.grad is not None), None)
+        if bypassed is not None:
             raise ConfigError(
-                f"The model uses {self._slots.name_of(astray)} by a reference of its own beside "
+                f"The model uses {self._sites.name_of(bypassed)} by a reference of its own beside "
                 f"the module that it belongs to, and schedule='pipedream_2bw' puts a version of "
                 f"the weights into that module's place. Read the parameter from its module, or "
                 f"use schedule='1f1b'."
             )
 
     @torch.no_grad()
-    def part(self) -> None:
-        """Let the module's parameters go to memory of their own: the optimizer is about to come."""
-        for each in self._slots.parameters:
-            if each.data_ptr() == self._stand_ins[id(each)].data_ptr():
-                each.data = each.data.clone()
+    def copy_on_write(self) -> None:
+        """Give the module's parameters fresh storage; called before ``optimizer.step``."""
+        for param in self._sites.parameters:
+            if param.data_ptr() == self._stashed[id(param)].data_ptr():
+                param.data = param.data.clone()
 
     def gradients(self) -> dict[int, Tensor]:
-        """Return what has arrived, by identity of the module's parameter."""
-        return {
-            number: each.grad for number, each in self._stand_ins.items() if each.grad is not None
-        }
+        """Return the gradients so far, by ``id`` of the module's parameter."""
+        return {key: param.grad for key, param in self._stashed.items() if param.grad is not None}
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what it keeps in memory beside the module: weights and gradients."""
+        """Return the weights and gradients kept in memory in addition to the module's."""
         weights: list[Tensor] = [
-            self._stand_ins[id(each)]
-            for each in self._slots.parameters
-            if self._stand_ins[id(each)].data_ptr() != each.data_ptr()
+            self._stashed[id(param)]
+            for param in self._sites.parameters
+            if self._stashed[id(param)].data_ptr() != param.data_ptr()
         ]
         return weights, list(self.gradients().values())
 
 
-def _stand_in(parameter: Parameter) -> Parameter:
-    made = Parameter(parameter.data)
-    made.__dict__.update(parameter.__dict__)  # what users and libraries mark parameters with
-    return made
+def _stash(parameter: Parameter) -> Parameter:
+    stashed = Parameter(parameter.data)
+    stashed.__dict__.update(parameter.__dict__)  # attributes set by users and libraries
+    return stashed
 
 
 @dataclass
 class _DelayedBatch:
-    """One whose backward passes are not all done."""
+    """A batch whose backward passes are not all done."""
 
     version: StashedWeights
     num_microbatches: int
     total: Tensor | float | None
-    """What its gradients are to be divided by; None where it gave no loss."""
+    """Divisor of its gradients; None if it gave no loss."""
 
 
 class DelayedGradients:
-    """What is under way between two batches on one rank.
+    """The batch on one rank whose gradients are applied in the next step.
 
     Args:
-        slots: The parameters of this rank.
-        shared: Those that several ranks hold.
-        finish: Does the backward passes that are left of so many microbatches. Collective.
-        drop: Lets go of them.
+        sites: The parameters of this rank.
+        shared: The tied weights that several ranks hold.
+        finish: Runs the backward passes that are left of so many microbatches. Collective.
+        drop: Frees their graphs.
     """
 
     def __init__(
         self,
-        slots: ParamSites,
+        sites: ParamSites,
         shared: TiedWeights,
         finish: Callable[[int], None],
         drop: Callable[[], None],
     ) -> None:
-        self._slots = slots
+        self._sites = sites
         self._shared = shared
         self._finish = finish
         self._drop = drop
         self._under_way: _DelayedBatch | None = None
         self._ready: dict[int, Tensor] = {}
-        """Of the newest batch that is complete, until a step takes them."""
+        """Gradients of the newest complete batch, by ``id`` of the parameter."""
 
     @contextmanager
     def batch(self) -> Iterator[int]:
-        """Within, a batch's schedule is run; gives the microbatches of the one that it completes.
+        """Run a batch's schedule inside; yields the microbatches of the batch that it completes.
 
-        Collective over the pipeline. That batch's gradient is ready afterwards, and the new one
-        goes on when ``wait`` is called.
+        Collective over the pipeline. The gradient of the completed batch is ready on exit; ``wait``
+        keeps the new batch.
         """
         before, self._under_way = self._under_way, None
-        self._version = StashedWeights(self._slots)
+        self._version = StashedWeights(self._sites)
         with self._version.in_place():
             yield before.num_microbatches if before is not None else 0
         if before is not None:
@@ -180,22 +176,22 @@ class DelayedGradients:
         """Keep the batch that was run last until the next one completes it.
 
         Args:
-            num_microbatches: Of it.
-            total: What its gradients are to be divided by; None where it gave no loss.
+            num_microbatches: Microbatches of the batch.
+            total: Divisor of its gradients; None if it gave no loss.
         """
-        self._version.part()
+        self._version.copy_on_write()
         self._under_way = _DelayedBatch(self._version, num_microbatches, total)
         del self._version
 
     def take(self) -> dict[int, Tensor]:
-        """Give away the gradients that are ready, by identity of their parameter."""
+        """Return the gradients that are ready, by ``id`` of their parameter, and forget them."""
         ready, self._ready = self._ready, {}
         return ready
 
     def drain(self) -> None:
-        """Complete what is under way, so that no graph is left. Collective over the pipeline.
+        """Complete the batch under way, so that no graph is left. Collective over the pipeline.
 
-        Nothing of what is computed changes by it.
+        No result changes by it.
         """
         before, self._under_way = self._under_way, None
         if before is not None:
@@ -203,36 +199,36 @@ class DelayedGradients:
             self._complete(before)
 
     def abandon(self) -> None:
-        """Let go of what is under way; what is ready stays."""
+        """Drop the batch under way; gradients that are ready stay."""
         self._under_way = None
         self._drop()
 
     def _complete(self, batch: _DelayedBatch) -> None:
         if batch.total is None:
             return
-        made = batch.version.gradients()
-        made |= self._shared.add_up(made)
-        if made:
-            _divide(list(made.values()), batch.total)
-        self._ready = made
+        gradients = batch.version.gradients()
+        gradients |= self._shared.add_up(gradients)
+        if gradients:
+            _divide(list(gradients.values()), batch.total)
+        self._ready = gradients
 
-    # Keeping.
+    # Checkpoints.
 
     def pending(self) -> Mapping[int, Tensor]:
-        """Return the gradients that are ready, which stay here; after ``drain`` all there are."""
+        """Return the gradients that are ready, and keep them; after ``drain`` these are all."""
         return self._ready
 
     def begin(self) -> None:
-        """Begin anew: nothing is under way, nothing ready."""
+        """Drop the batch under way and the gradients that are ready."""
         self.abandon()
         self._ready = {}
 
     def put(self, parameter: Parameter, gradient: Tensor) -> None:
-        """Take a gradient that a run before has kept."""
+        """Set a gradient that a checkpoint has kept."""
         self._ready[id(parameter)] = gradient
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what is kept in memory beside the module: weights and gradients."""
+        """Return the weights and gradients kept in memory in addition to the module's."""
         weights: list[Tensor] = []
         gradients = list(self._ready.values())
         if self._under_way is not None:
@@ -242,9 +238,9 @@ class DelayedGradients:
 
 
 def _divide(gradients: Sequence[Tensor], total: Tensor | float) -> None:
-    """As ``GradHandoff`` does it: in the same way on every rank; without any weight to zeros."""
-    whole = torch.as_tensor(total, dtype=torch.float64, device=gradients[0].device)
-    factor = torch.where(whole == 0, 0.0, 1 / whole)
-    for dtype in {each.dtype for each in gradients}:
-        alike = [each for each in gradients if each.dtype == dtype]
-        scale_all(alike, factor.to(torch.promote_types(dtype, torch.float32)))
+    """Divide as ``GradHandoff`` does, equally on every rank; a total of 0 gives zeros."""
+    divisor = torch.as_tensor(total, dtype=torch.float64, device=gradients[0].device)
+    factor = torch.where(divisor == 0, 0.0, 1 / divisor)
+    for dtype in {grad.dtype for grad in gradients}:
+        same_dtype = [grad for grad in gradients if grad.dtype == dtype]
+        scale_all(same_dtype, factor.to(torch.promote_types(dtype, torch.float32)))

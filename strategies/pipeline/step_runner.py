@@ -87,9 +87,9 @@ class StepRunner:
         self.delayed: DelayedGradients | None = None
         """Where the schedule applies gradients a step late."""
         if programs.is_asynchronous:
-            slots = ParamSites(module, holdings.parameters)
+            sites = ParamSites(module, holdings.parameters)
             self.delayed = DelayedGradients(
-                slots, holdings.shared, self._finish, executor.drop_carried
+                sites, holdings.shared, self._finish, executor.drop_carried
             )
 
     def run_batch(

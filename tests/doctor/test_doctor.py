@@ -74,8 +74,8 @@ REPORT = """\
 versions     boltmesh 0.1.0, python 3.12.1, torch 2.13.0+cu130, lightning 2.6.6, textual
              8.2.8, omegaconf 2.4.0
 host         Linux-6.8, 64 cores
-GPUs         NVIDIA H100 80.0 GiB (0 B used), NVIDIA H100 80.0 GiB (1.00 GiB used); driver
-             580.10, CUDA up to 13.0
+GPUs         NVIDIA H100 80.0 GiB (0 B used), NVIDIA H100 80.0 GiB (1.00 GiB used);
+             driver 580.10, CUDA up to 13.0
 links        pairs of GPUs: NVLink 1
 backends     gloo yes, nccl yes, mpi no, NCCL 2.29.3, torch for CUDA 13.0
 memory       900 GiB available of 1.00 TiB, cgroup limit 512 GiB
