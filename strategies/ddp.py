@@ -73,7 +73,7 @@ class DDPStrategy(MeshStrategy):
         )
         _check(options)
         self.options = options
-        super().__init__(data_axis=DdpAxis(options), **kwargs)
+        super().__init__(axes=[DdpAxis(options)], **kwargs)
 
     @property  # type: ignore[explicit-override]
     @override
@@ -101,7 +101,7 @@ class DDPStrategy(MeshStrategy):
         self, checkpoint_path: _PATH, weights_only: bool | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only, **kwargs)
-        if self._is_fitting and self.options.gradient_compression == "powersgd":
+        if self.is_fitting and self.options.gradient_compression == "powersgd":
             warnings.warn(
                 f"{checkpoint_path} does not hold what PowerSGD had not sent yet: its error "
                 f"feedback and its {self.options.powersgd_start_step} uncompressed steps begin "

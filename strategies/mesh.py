@@ -1,92 +1,120 @@
-"""Which rank holds which coordinate: the arithmetic of the device mesh, without torch.
-
-Ranks are laid out row by row over the axes ``pipeline``, ``data``, ``tensor``, outermost to
-innermost. Global ranks are node-major, so the innermost axis stays inside a node.
-
-Which layouts fit a job: the sizes of the axes that were asked for, or the nearest that exist.
+"""The sizes of a mesh: which rank has which coordinates, and which sizes fit a job.
 
 Plain Python, so that a layout is refused, with one to write instead, before anything is started.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from typing_extensions import override
 
+from boltmesh import axes
+from boltmesh.axes import AXES as AXES
 from boltmesh.errors import LayoutError
 
-AXES = ("pipeline", "data", "tensor")
-"""Outermost to innermost."""
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class MeshLayout:
-    """The sizes of the axes, and where each rank stands on them."""
+    """The sizes of the axes, and the coordinates of each rank.
 
-    pipeline: int = 1
-    data: int = 1
-    tensor: int = 1
+    Args:
+        **sizes: Ranks along an axis, by its name in ``AXES``; 1 for those that are left out.
 
-    def __post_init__(self) -> None:
-        for axis, size in self.sizes.items():
+    Raises:
+        LayoutError: For an axis that does not exist, or holds no rank.
+    """
+
+    _sizes: tuple[int, ...]
+
+    def __init__(self, **sizes: int) -> None:
+        for axis, size in sizes.items():
+            if axis not in AXES:
+                raise LayoutError(f"There is no axis {axis!r}. Use {', '.join(AXES)}.")
             if size < 1:
                 raise LayoutError(
                     f"The {axis} axis has size {size}, but an axis holds at least one rank. "
                     f"Set {axis}=1 to switch it off."
                 )
+        object.__setattr__(self, "_sizes", tuple(axes.full_sizes(sizes).values()))
 
     @classmethod
-    def fill_data(cls, *, world_size: int, pipeline: int = 1, tensor: int = 1) -> "MeshLayout":
+    def fill_data(cls, *, world_size: int, **sizes: int) -> "MeshLayout":
         """Give the data axis all ranks that the other axes leave.
 
+        Args:
+            world_size: Ranks of the job.
+            **sizes: Of the other axes.
+
         Raises:
-            LayoutError: When ``pipeline * tensor`` does not divide ``world_size``.
+            LayoutError: When their product does not divide ``world_size``.
         """
-        inner = pipeline * tensor
+        inner = math.prod(sizes.values())
         if world_size % inner:
             fewer = world_size - world_size % inner
             start = f"start {fewer} or {fewer + inner}" if fewer else f"start {inner}"
+            given = axes.full_sizes(sizes)
+            named = " x ".join(f"{axis}={size}" for axis, size in given.items() if axis != "data")
             raise LayoutError(
-                f"pipeline={pipeline} x tensor={tensor} needs a multiple of {inner} ranks, "
-                f"but the job has {world_size}; {start}."
+                f"{named} needs a multiple of {inner} ranks, but the job has {world_size}; {start}."
             )
-        return cls(pipeline=pipeline, data=world_size // inner, tensor=tensor)
+        return cls(**sizes, data=world_size // inner)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Axis name to size, outermost first."""
-        return {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
+        return dict(zip(AXES, self._sizes, strict=True))
+
+    @property
+    def pipeline(self) -> int:
+        """Ranks of a pipeline."""
+        return self.sizes["pipeline"]
+
+    @property
+    def data(self) -> int:
+        """Ranks with batches of their own."""
+        return self.sizes["data"]
+
+    @property
+    def tensor(self) -> int:
+        """Ranks that share each layer."""
+        return self.sizes["tensor"]
 
     @property
     def world_size(self) -> int:
         """The number of ranks that the layout needs."""
-        return self.pipeline * self.data * self.tensor
+        return math.prod(self._sizes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Axis name to this rank's place on it."""
+        """Axis name to this rank's coordinate on it."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"Rank {rank} is not one of the {self.world_size} ranks of {self}.")
-        outer, tensor = divmod(rank, self.tensor)
-        pipeline, data = divmod(outer, self.data)
-        return {"pipeline": pipeline, "data": data, "tensor": tensor}
+        return axes.coordinates(rank, self.sizes)
 
-    def rank_at(self, *, pipeline: int = 0, data: int = 0, tensor: int = 0) -> int:
-        """The rank that stands at these coordinates."""
-        return (pipeline * self.data + data) * self.tensor + tensor
+    def rank_at(self, **place: int) -> int:
+        """The rank with these coordinates, by axis; 0 where they are left out."""
+        return axes.rank_at(place, self.sizes)
 
     def groups(self, axis: str) -> list[list[int]]:
         """Every group of ranks that differ along ``axis`` alone; each rank is in exactly one."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            place = self.coordinates(rank)
-            key = tuple(at for name, at in place.items() if name != axis)
-            groups.setdefault(key, []).append(rank)
-        return list(groups.values())
+        sizes = self.sizes
+        return [
+            list(axes.group_of(rank, axis, sizes))
+            for rank in range(self.world_size)
+            if axes.coordinates(rank, sizes)[axis] == 0
+        ]
 
     @override
     def __str__(self) -> str:
-        return " x ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        return _spell(self.sizes)
+
+    @override
+    def __repr__(self) -> str:
+        return f"MeshLayout({', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
+
+
+def _spell(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 NUM_NAMED = 2
@@ -94,12 +122,7 @@ NUM_NAMED = 2
 
 
 def fit_layout(
-    *,
-    world_size: int,
-    ranks_per_host: int,
-    data: int | None = None,
-    pipeline: int = 1,
-    tensor: int = 1,
+    *, world_size: int, ranks_per_host: int, data: int | None = None, **sizes: int
 ) -> MeshLayout:
     """Return the layout that was asked for.
 
@@ -107,72 +130,84 @@ def fit_layout(
         world_size: Ranks of the job.
         ranks_per_host: How many of them each host has.
         data: Size of the data axis; None takes the ranks that the other axes leave.
-        pipeline: Size of the pipeline axis.
-        tensor: Size of the tensor axis, whose groups have to be on one host.
+        **sizes: Of the other axes. The groups of the tensor axis have to be on one host.
 
     Raises:
         LayoutError: When there is none, with the nearest that there are.
     """
-    asked = {"pipeline": pipeline, "data": data, "tensor": tensor}
+    given = sizes if data is None else {**sizes, "data": data}
+    asked = {axis: given[axis] for axis in AXES if axis in given}
     for axis, size in asked.items():
-        if size is not None and size < 1:
+        if size < 1:
             raise LayoutError(
                 f"{axis}={size} holds no rank. Use 1, which switches the {axis} axis off, or more."
             )
-    inner = pipeline * tensor
-    wanted = " x ".join(f"{axis}={size}" for axis, size in asked.items() if size not in {None, 1})
-    near = nearest_layouts(
-        world_size=world_size,
-        ranks_per_host=ranks_per_host,
-        data=data,
-        pipeline=pipeline,
-        tensor=tensor,
-    )
-    instead = " or ".join(str(each) for each in near)
-    if ranks_per_host % tensor:
+    inner, tensor = math.prod(sizes.values()), sizes.get("tensor", 1)
+    is_on_hosts = ranks_per_host % tensor == 0
+    if is_on_hosts and (world_size % inner == 0 if data is None else data * inner == world_size):
+        return MeshLayout(**sizes, data=world_size // inner)
+    wanted = _spell({axis: size for axis, size in asked.items() if size != 1})
+    near = nearest_layouts(world_size=world_size, ranks_per_host=ranks_per_host, data=data, **sizes)
+    instead = " or ".join(str(layout) for layout in near)
+    if not is_on_hosts:
         raise LayoutError(
             f"{wanted} was asked of hosts with {ranks_per_host} ranks each, and the ranks of a "
             f"tensor group have to be on one host, {tensor} by {tensor}. Set {instead}, or start "
             f"a multiple of {tensor} ranks on each host."
         )
-    if data is None and world_size % inner:
+    if data is None:
         raise LayoutError(
             f"{wanted} needs a multiple of {inner} ranks, but the job has {world_size}. "
             f"Set {instead}, or start {math.ceil(world_size / inner) * inner} ranks."
         )
-    if data is not None and data * inner != world_size:
-        raise LayoutError(
-            f"{wanted} needs {data * inner} ranks, but the job has {world_size}. "
-            f"Set {instead}, or start {data * inner} ranks."
-        )
-    return MeshLayout(pipeline=pipeline, data=world_size // inner, tensor=tensor)
+    raise LayoutError(
+        f"{wanted} needs {data * inner} ranks, but the job has {world_size}. "
+        f"Set {instead}, or start {data * inner} ranks."
+    )
 
 
 def nearest_layouts(
-    *, world_size: int, ranks_per_host: int, data: int | None, pipeline: int, tensor: int
+    *, world_size: int, ranks_per_host: int, data: int | None, **sizes: int
 ) -> list[MeshLayout]:
     """Return the layouts of so many ranks that are nearest to what was asked for, at most two.
 
     Near is a small factor between sizes. Where the pipeline can stay as it was asked for it does:
     its length changes what a microbatch is.
     """
+    others = [axis for axis in AXES if axis != "data"]
+    asked = {axis: sizes.get(axis, 1) for axis in others}
+    if data is not None:
+        asked["data"] = data
 
     def distance(layout: MeshLayout) -> tuple[float, int, int]:
-        factors = [layout.pipeline / pipeline, layout.tensor / tensor]
-        if data is not None:
-            factors.append(layout.data / data)
+        factors = [layout.sizes[axis] / size for axis, size in asked.items()]
         return sum(abs(math.log2(each)) for each in factors), -layout.tensor, layout.pipeline
 
-    fitting = sorted(_layouts(world_size, ranks_per_host), key=distance)
-    alike = [each for each in fitting if each.pipeline == pipeline]
+    fitting = sorted(_layouts(world_size, ranks_per_host, others), key=distance)
+    alike = [each for each in fitting if each.pipeline == asked["pipeline"]]
     return (alike or fitting)[:NUM_NAMED]
 
 
-def _layouts(world_size: int, ranks_per_host: int) -> Iterator[MeshLayout]:
-    for tensor in _divisors(math.gcd(world_size, ranks_per_host)):
-        for pipeline in _divisors(world_size // tensor):
-            rest = world_size // tensor // pipeline
-            yield MeshLayout(pipeline=pipeline, data=rest, tensor=tensor)
+def _layouts(world_size: int, ranks_per_host: int, others: Sequence[str]) -> Iterator[MeshLayout]:
+    """Yield all layouts of a job.
+
+    Args:
+        world_size: Ranks of the job.
+        ranks_per_host: How many of them each host has.
+        others: The axes beside the data axis.
+    """
+
+    def divide(left: int, names: Sequence[str]) -> Iterator[dict[str, int]]:
+        if not names:
+            yield {"data": left}
+            return
+        most = math.gcd(left, ranks_per_host) if names[-1] == "tensor" else left
+        for size in _divisors(most):
+            for rest in divide(left // size, names[:-1]):
+                yield {**rest, names[-1]: size}
+
+    for sizes in divide(world_size, others):
+        yield MeshLayout(**sizes)
 
 
 def _divisors(number: int) -> list[int]:

@@ -2,30 +2,35 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
-from boltmesh.strategies.data_parallel.axis import DataAxis
 from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.pipeline_ddp import PipelineDdpAxis
 from boltmesh.strategies.data_parallel.pipeline_zero import PipelineZeroAxis
 from boltmesh.strategies.data_parallel.zero import ZeroAxis
-from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
-from boltmesh.strategies.engine.tensor_mesh import TensorMeshStrategy
+from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.engine.data_axis import DataAxis
 from boltmesh.strategies.mesh import MeshLayout, fit_layout
+from boltmesh.strategies.pipeline.axis import PipelineAxis
 from boltmesh.strategies.pipeline.options import PipelineOptions, Split
 from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
+from boltmesh.strategies.tensor.axis import TensorAxis
 from boltmesh.strategies.tensor.options import TensorOptions, UserPlan
+from boltmesh.strategies.tensor.plan import TensorPlan
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.engine.axis import Axis
 
 Tier = Literal["cpu", "nvme"]
 
 
-class Parallel3DStrategy(TensorMeshStrategy):
+class Parallel3DStrategy(MeshStrategy):
     """Any ZeRO stage over the data axis, pipelines, and ranks that share each layer: together.
 
     The same numbers as one process with a batch that is larger by ``data``. Ranks are laid out with
@@ -79,11 +84,6 @@ class Parallel3DStrategy(TensorMeshStrategy):
 
     strategy_name = "bolt_3d"
 
-    def __new__(cls, *_: Any, pipeline: int = 1, **__: Any) -> "Parallel3DStrategy":
-        """Return one that has a pipeline where that was asked for."""
-        is_pipelined = cls is Parallel3DStrategy and pipeline != 1
-        return super().__new__(PipelinedParallel3DStrategy if is_pipelined else cls)
-
     def __init__(
         self,
         *,
@@ -118,7 +118,7 @@ class Parallel3DStrategy(TensorMeshStrategy):
             "blocks": None if blocks is None else tuple(blocks),
             "shard_size": shard_size,
         }
-        stages = {
+        stages: dict[str, Any] = {
             "microbatches": microbatches,
             "schedule": schedule,
             "stages_per_rank": stages_per_rank,
@@ -146,51 +146,38 @@ class Parallel3DStrategy(TensorMeshStrategy):
             )
         if data == 1:
             _refuse_idle({"shard_size": shard_size}, ZeroOptions(), "data", data)
-        self._asked_data = data
         self.options = TensorOptions(tensor, plan, sequence_parallel, loss_parallel)
-        super().__init__(
-            tensor_options=self.options,
-            data_axis=_data_axis(zero_stage, shards, pipeline, tensor),
-            pipeline=pipeline,
-            tensor=tensor,
-            **kwargs,
-        )
-
-    @override
-    def layout_of(self, world_size: int) -> MeshLayout:
-        per_host = min(self.num_processes or world_size, world_size)
-        return fit_layout(
-            world_size=world_size,
-            ranks_per_host=per_host,
-            data=self._asked_data,
-            pipeline=self._pipeline,
-            tensor=self._tensor,
-        )
-
-
-class PipelinedParallel3DStrategy(PipelineMeshStrategy, Parallel3DStrategy):
-    """The same with a pipeline, which runs steps in another way."""
-
-    def __init__(self, **options: Any) -> None:
-        asked = {name: options[name] for name in _STAGE_OPTIONS if name in options}
-        super().__init__(pipeline_options=PipelineOptions(**asked), **options)
+        self.pipeline_axis: PipelineAxis | None = None
+        """None with ``pipeline=1``: steps are then run in one piece."""
+        if pipeline > 1:
+            self.pipeline_axis = PipelineAxis(PipelineOptions(**stages), pipeline)
+        self.tensor_axis = TensorAxis(self.options, tensor)
+        data_axis = _data_axis(zero_stage, shards, pipeline, tensor)
+        data_axis.wanted_size = data
+        axes: list[Axis] = [data_axis, self.tensor_axis]
+        if self.pipeline_axis is not None:
+            axes.append(self.pipeline_axis)
+        super().__init__(axes=axes, **kwargs)
 
     @property
+    def plan(self) -> TensorPlan | None:
+        """What is divided of layers and how it is run; None before ``setup``."""
+        return self.tensor_axis.plan
+
     @override
-    def public_name(self) -> str:
-        return Parallel3DStrategy.__name__
+    def choose_layout(self, world_size: int) -> MeshLayout:
+        per_host = min(self.num_processes or world_size, world_size)
+        return fit_layout(world_size=world_size, ranks_per_host=per_host, **self.wanted_sizes)
 
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if self._is_fitting and isinstance(self.data_axis, PipelineZeroAxis):
+        if self.is_fitting and isinstance(self.data_axis, PipelineZeroAxis):
+            assert self.pipeline_axis is not None
             extra = self.data_axis.describe_traffic().extra()
             if extra is not None:
                 count = self.pipeline_axis.options.num_microbatches(self.layout.pipeline)
                 rank_zero_info(f"Parallel3DStrategy: {extra.sentence(count, rank='rank 0')}.")
-
-
-_STAGE_OPTIONS = ("microbatches", "schedule", "stages_per_rank", "split", "max_memory_bytes")
 
 
 def _data_axis(stage: int, shards: Mapping[str, Any], pipeline: int, tensor: int) -> DataAxis:

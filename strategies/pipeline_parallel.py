@@ -6,12 +6,13 @@ from typing_extensions import override
 
 from boltmesh.errors import LayoutError
 from boltmesh.strategies.data_parallel.pipeline_ddp import PipelineDdpAxis
-from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
+from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.pipeline.options import PipelineOptions, Split, refuse_layout
+from boltmesh.strategies.pipeline.axis import PipelineAxis
+from boltmesh.strategies.pipeline.options import PipelineOptions, Split
 
 
-class PipelineParallelStrategy(PipelineMeshStrategy):
+class PipelineParallelStrategy(MeshStrategy):
     """Pipeline parallelism for a LightningModule as its author wrote it.
 
     The layers are divided into stages, one rank after the other; every batch is cut into
@@ -91,10 +92,11 @@ class PipelineParallelStrategy(PipelineMeshStrategy):
             split=split,
             max_memory_bytes=max_memory_bytes,
         )
-        super().__init__(pipeline_options=self.options, data_axis=PipelineDdpAxis(), **kwargs)
+        self.pipeline_axis = PipelineAxis(self.options)
+        super().__init__(axes=[self.pipeline_axis, PipelineDdpAxis()], **kwargs)
 
     @override
-    def layout_of(self, world_size: int) -> MeshLayout:
+    def choose_layout(self, world_size: int) -> MeshLayout:
         stages = self.options.stages or world_size
         if world_size % stages:
             raise LayoutError(
@@ -102,6 +104,4 @@ class PipelineParallelStrategy(PipelineMeshStrategy):
                 f"pipelines of {stages}. Start {stages} ranks (devices={stages}) or a multiple of "
                 f"it, or set stages={world_size}."
             )
-        layout = MeshLayout(pipeline=stages, data=world_size // stages)
-        refuse_layout(self.options, layout)
-        return layout
+        return MeshLayout(pipeline=stages, data=world_size // stages)

@@ -165,22 +165,22 @@ class ReplicatedStrategy(MeshStrategy):
     """Loaders keep the sampler that their author gave them: there is nobody to share data with."""
 
     def __init__(self, *, devices: Sequence[int] | None = None, **kwargs: Any) -> None:
-        super().__init__(data_axis=SingleRankAxis(), **kwargs)
+        super().__init__(axes=[SingleRankAxis()], **kwargs)
         self._asked = None if devices is None else tuple(devices)
         self.devices: tuple[torch.device, ...] = ()
         """Set by ``setup``."""
 
     @override
-    def layout_of(self, world_size: int) -> MeshLayout:
+    def choose_layout(self, world_size: int) -> MeshLayout:
         if world_size > 1:
             raise LayoutError(
                 f"bolt_replicated is one process over several devices, and the job has "
                 f"{world_size}. Set devices=1 for the Trainer, and strategy.devices for the copies."
             )
-        return super().layout_of(world_size)
+        return super().choose_layout(world_size)
 
     @override
-    def place(self, trainer: Trainer) -> None:
+    def setup(self, trainer: Trainer) -> None:
         self.devices = self.find_devices()
         module = self.lightning_module
         assert module is not None
@@ -194,7 +194,7 @@ class ReplicatedStrategy(MeshStrategy):
                 f"{type(module).__name__} keeps the metric {next(iter(metrics))!r}, which copies "
                 f"of it would update at the same time. Leave it out, or use bolt_ddp."
             )
-        super().place(trainer)
+        super().setup(trainer)
 
     def find_devices(self) -> tuple[torch.device, ...]:
         """Return where copies are.

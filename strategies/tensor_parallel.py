@@ -6,12 +6,14 @@ from typing_extensions import override
 
 from boltmesh.errors import LayoutError
 from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
-from boltmesh.strategies.engine.tensor_mesh import TensorMeshStrategy
+from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.tensor.axis import TensorAxis
 from boltmesh.strategies.tensor.options import TensorOptions, UserPlan
+from boltmesh.strategies.tensor.plan import TensorPlan
 
 
-class TensorParallelStrategy(TensorMeshStrategy):
+class TensorParallelStrategy(MeshStrategy):
     """Tensor parallelism for a LightningModule as its author wrote it.
 
     The ranks of a host share each layer: of attention every rank computes some heads, of an MLP
@@ -64,13 +66,17 @@ class TensorParallelStrategy(TensorMeshStrategy):
         **kwargs: Any,
     ) -> None:
         self.options = TensorOptions(size, plan, sequence_parallel, loss_parallel)
-        self._replica_options = DdpOptions(find_unused_parameters=find_unused_parameters)
-        super().__init__(
-            tensor_options=self.options, data_axis=DdpAxis(self._replica_options), **kwargs
-        )
+        self.tensor_axis = TensorAxis(self.options)
+        replicas = DdpAxis(DdpOptions(find_unused_parameters=find_unused_parameters))
+        super().__init__(axes=[replicas, self.tensor_axis], **kwargs)
+
+    @property
+    def plan(self) -> TensorPlan | None:
+        """What is divided and how it is run; None before ``setup``."""
+        return self.tensor_axis.plan
 
     @override
-    def layout_of(self, world_size: int) -> MeshLayout:
+    def choose_layout(self, world_size: int) -> MeshLayout:
         per_host = min(self.num_processes or world_size, world_size)
         size = self.options.size or per_host
         if size > per_host or per_host % size:

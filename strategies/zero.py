@@ -74,5 +74,4 @@ class ZeROStrategy(MeshStrategy):
             blocks=None if blocks is None else tuple(blocks),
             shard_size=shard_size,
         )
-        super().__init__(data_axis=ZeroAxis(self.options), **kwargs)
-        self.defers_building = stage == 3
+        super().__init__(axes=[ZeroAxis(self.options)], **kwargs)

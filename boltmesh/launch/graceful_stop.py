@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from boltmesh.launch.stopping import StoppedBySignal, StopSwitch
 from boltmesh.strategies.checkpoint.atomic_replace import remove
-from boltmesh.strategies.engine.checkpointing import CheckpointingStrategy
+from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.lightning_compat.loops import is_epoch_over, validation_follows
 
 CHECK_EVERY_S = 0.25
@@ -125,7 +125,7 @@ class GracefulStop(Checkpoint):
             return None
         path = self.folder / f"{PREFIX}-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path, weights_only=False)
-        if isinstance(trainer.strategy, CheckpointingStrategy):
+        if isinstance(trainer.strategy, MeshStrategy):
             trainer.strategy.finish_saving()  # before older ones are removed
         if trainer.is_global_zero:
             for older in self.folder.glob(f"{PREFIX}-step=*.ckpt"):

@@ -24,6 +24,7 @@ from boltmesh.strategies.cost_model.traffic import estimate_traffic
 from boltmesh.strategies.data_parallel.expected_traffic import ExtraTraffic, expected_shard_traffic
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.dry_run.step import DryRun
+from boltmesh.strategies.engine.axis import FakeRun
 from boltmesh.strategies.lightning_compat.trainer import (
     module_keeps_gradients,
     module_reads_gradients,
@@ -31,7 +32,6 @@ from boltmesh.strategies.lightning_compat.trainer import (
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.tensor.expected_traffic import (
-    FakeRun,
     GroupWithoutRanks,
     count_step,
     expected_traffic,

@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.strategies.data_parallel.axis import AxisContext, DataAxis
+from boltmesh.strategies.data_parallel.axis import SingleRankAxis
 from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
+from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
 from boltmesh.strategies.lightning_compat import prepare_for_backward
 from boltmesh.strategies.torch_compat.communication import Replica, device_index, flush_static_graph
 from boltmesh.telemetry.snapshot import MemoryKind
@@ -55,6 +56,10 @@ class DdpAxis(DataAxis):
         self.options = options
         self._is_static_graph_flushed = False
         self._is_graph_known = False
+
+    @override
+    def for_one_rank(self) -> DataAxis:
+        return SingleRankAxis()
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:

@@ -8,13 +8,17 @@ whose gradients do not exist yet, so that nobody who asks the module can tell.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 
 from boltmesh.strategies.data_parallel.fully_shard import RootModule
 from boltmesh.strategies.torch_compat.fsdp import unit_parameters
+from boltmesh.strategies.torch_compat.optimizers import zeroed_by
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 class EarlyZeroGrad:
@@ -54,20 +58,3 @@ class EarlyZeroGrad:
         for shard, _ in unit_parameters(unit):
             if shard in self._stale:
                 shard.grad = None
-
-
-def zeroed_by(optimizers: Sequence[Optimizer]) -> set[Parameter]:
-    """Return the parameters whose gradients are gone once ``zero_grad`` of these was called."""
-    return {
-        each
-        for optimizer in optimizers
-        if _zeroes_as_torch_does(optimizer)
-        for group in optimizer.param_groups
-        for each in group["params"]
-    }
-
-
-def _zeroes_as_torch_does(optimizer: Optimizer) -> bool:
-    """Whether ``zero_grad()`` does what torch documents, and nothing of its class's own."""
-    is_own = "zero_grad" in vars(optimizer)
-    return not is_own and type(optimizer).zero_grad is Optimizer.zero_grad

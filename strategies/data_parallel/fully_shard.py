@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleList, Parameter
 from typing_extensions import override
 
-from boltmesh.strategies.data_parallel.axis import AxisContext
 from boltmesh.strategies.data_parallel.cpu_collectives import CpuCollectives
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.param_state import (
@@ -44,6 +43,7 @@ from boltmesh.strategies.data_parallel.unsupported import (
     refuse_parameters,
 )
 from boltmesh.strategies.deferred_initialization.materialize import prepare_unit
+from boltmesh.strategies.engine.data_axis import AxisContext
 from boltmesh.strategies.offload.bucket_layout import held_alone, held_unit
 from boltmesh.strategies.offload.staging import StagingFile
 from boltmesh.strategies.parameter_access import register_units

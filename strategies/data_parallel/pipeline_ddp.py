@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, DivergenceError
-from boltmesh.strategies.data_parallel.axis import AxisContext, PipelineDataAxis
+from boltmesh.strategies.data_parallel.axis import PipelineDataAxis
 from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
 from boltmesh.strategies.data_parallel.param_state import BufferSync
+from boltmesh.strategies.engine.data_axis import AxisContext
 from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -168,6 +169,14 @@ class PipelineDdpAxis(PipelineDataAxis):
         self._buffers = BufferSync(module, context.group, holds=context.holds_buffer)
         share_state(self._held, self._buffers, context.group)
         return module
+
+    @override
+    def share_weights(self, module: Module) -> None:
+        # Every rank of a pipeline holds others, and the next pipeline the same.
+        strategy = self.strategy
+        group = strategy.groups[self.name]
+        buffers = BufferSync(module, group, holds=strategy.holds_buffer)
+        share_state(strategy.held_parameters(), buffers, group)
 
     # A batch.
 

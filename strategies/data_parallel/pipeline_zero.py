@@ -37,7 +37,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.strategies.data_parallel.axis import AxisContext, PipelineDataAxis
+from boltmesh.strategies.data_parallel.axis import PipelineDataAxis
 from boltmesh.strategies.data_parallel.cpu_collectives import CpuCollectives
 from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
 from boltmesh.strategies.data_parallel.expected_traffic import PipelineZeroTraffic, ZeroEstimate
@@ -57,6 +57,7 @@ from boltmesh.strategies.data_parallel.units import find_units
 from boltmesh.strategies.data_parallel.unsupported import refuse_mixed_types, refuse_parameters
 from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.deferred_initialization.materialize import lay_in_rows
+from boltmesh.strategies.engine.data_axis import AxisContext
 from boltmesh.strategies.parameter_access import register_units
 from boltmesh.strategies.torch_compat.autograd import share_gradient_hooks
 from boltmesh.strategies.torch_compat.fsdp import (
@@ -191,8 +192,6 @@ def _shard(unit: Module, mesh: ShardMesh, ignored: set[Parameter]) -> Module:
 
 class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
     """The data axis of ZeRO beside a pipeline; see [Note: Stages 2 and 3 go by batch]."""
-
-    has_late_gradients = True
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:

@@ -5,13 +5,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import (
-    ModelPruning,
-    OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -23,63 +17,12 @@ from boltmesh.strategies.dry_run.unsupported import refuse_undividable
 from boltmesh.strategies.optimizer_probe import multiplies_matrices
 from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
 
-_CALLBACKS: dict[type[Callback], tuple[str, str]] = {
-    StochasticWeightAveraging: (
-        "averages whole parameters into a copy that it made while it was whole",
-        "Average the last checkpoints instead, or use bolt_ddp.",
-    ),
-    WeightAveraging: (
-        "averages whole parameters into a copy that it made while it was whole",
-        "Average the last checkpoints instead, or use bolt_ddp.",
-    ),
-    ModelPruning: (
-        "masks whole parameters and renames them",
-        "Prune in one process, before or after the run.",
-    ),
-}
-
-
 _OPTIMIZERS: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "squares norms of rows in place",
     torch.optim.LBFGS: "takes products of whole gradients",
 }
 if hasattr(torch.optim, "Muon"):  # new in torch 2.9
     _OPTIMIZERS[torch.optim.Muon] = "makes whole matrices orthogonal"
-
-
-def refuse_callbacks(callbacks: Iterable[Callback], strategy: str) -> None:
-    """Refuse callbacks that would take a rank's part of the model for the whole.
-
-    Args:
-        callbacks: Of the Trainer.
-        strategy: The name of the class that gives each rank a part.
-
-    Raises:
-        ConfigError: Naming the callback and what to do instead.
-    """
-    for callback in callbacks:
-        for kind, (why, instead) in _CALLBACKS.items():
-            if isinstance(callback, kind):
-                raise ConfigError(
-                    f"{type(callback).__name__} {why}: with {strategy} every rank would work on "
-                    f"its part alone. {instead}"
-                )
-
-
-def refuse_lone_saves(callbacks: Iterable[Callback]) -> None:
-    """Refuse callbacks that save on the rank that fails, while the others may be anywhere.
-
-    Raises:
-        ConfigError: Naming the callback.
-    """
-    for callback in callbacks:
-        saves_on_exception = getattr(callback, "save_on_exception", False)
-        if isinstance(callback, OnExceptionCheckpoint) or saves_on_exception:
-            raise ConfigError(
-                f"{type(callback).__name__} saves when a rank fails, and a checkpoint of shards "
-                f"needs all ranks. Take it out and save as you go, with "
-                f"ModelCheckpoint(every_n_train_steps=...)."
-            )
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:

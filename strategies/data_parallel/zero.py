@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from boltmesh.strategies import grad_norm
 from boltmesh.strategies.cost_model.model import JobShape, ModelShape
-from boltmesh.strategies.data_parallel.axis import AxisContext, DataAxis
+from boltmesh.strategies.data_parallel.axis import SingleRankAxis
 from boltmesh.strategies.data_parallel.dtensor_errors import explain_direct_use
 from boltmesh.strategies.data_parallel.early_zero_grad import EarlyZeroGrad
 from boltmesh.strategies.data_parallel.expected_traffic import ZeroEstimate
@@ -32,7 +32,8 @@ from boltmesh.strategies.data_parallel.order_check import OrderCheck
 from boltmesh.strategies.data_parallel.param_state import follow_toggles, forget_toggles
 from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
 from boltmesh.strategies.data_parallel.shard_shape import held_tensors
-from boltmesh.strategies.data_parallel.unsupported import refuse_optimizers
+from boltmesh.strategies.data_parallel.unsupported import refuse_empty_share, refuse_optimizers
+from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
 from boltmesh.strategies.grad_norm import NormShare, ShardShare
 from boltmesh.strategies.offload.disk.preflight import announce_disks
 from boltmesh.strategies.offload.engine import OffloadEngine
@@ -88,8 +89,6 @@ class ZeroAxis(DataAxis):
     """The data axis of ZeRO."""
 
     is_sharded = True
-    has_late_gradients = False
-    """Whether the gradients of a batch come all at once, when it is over."""
 
     def __init__(self, options: ZeroOptions) -> None:
         self.options = options
@@ -108,8 +107,17 @@ class ZeroAxis(DataAxis):
 
     @property
     @override
+    def defers_building(self) -> bool:
+        return self.options.stage == 3
+
+    @property
     def serves_one_rank(self) -> bool:
+        """Whether it does something for a rank without others on the axis."""
         return self.options.has_offload or self.options.tile_linear_bytes is not None
+
+    @override
+    def for_one_rank(self) -> DataAxis:
+        return self if self.serves_one_rank else SingleRankAxis()
 
     @override
     def shard_groups(self, ranks: Sequence[int], *, ranks_per_node: int) -> list[list[int]]:
@@ -368,6 +376,11 @@ class ZeroAxis(DataAxis):
         return not self.other_shares and not grad_norm.gradients_of(parameters)
 
     # Evaluation.
+
+    @override
+    def check_dataloader(self, dataloader: object) -> None:
+        strategy = self.strategy
+        refuse_empty_share(dataloader, strategy.groups[self.name], strategy.root_device)
 
     @override
     def begin_evaluation(self, num_batches: float, *, draws_batches: bool) -> None:

@@ -3,14 +3,20 @@
 Finds hooks of the user's that take a norm of the gradients that one rank has.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
@@ -152,4 +158,55 @@ def refuse_undividable(module: LightningModule, *, instead: str, sparse: str) ->
         if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse:
             raise ConfigError(
                 f"{name!r} of {kind} makes sparse gradients, {sparse}. Build it with sparse=False."
+            )
+
+
+_CALLBACKS: dict[type[Callback], tuple[str, str]] = {
+    StochasticWeightAveraging: (
+        "averages whole parameters into a copy that it made while it was whole",
+        "Average the last checkpoints instead, or use bolt_ddp.",
+    ),
+    WeightAveraging: (
+        "averages whole parameters into a copy that it made while it was whole",
+        "Average the last checkpoints instead, or use bolt_ddp.",
+    ),
+    ModelPruning: (
+        "masks whole parameters and renames them",
+        "Prune in one process, before or after the run.",
+    ),
+}
+
+
+def refuse_callbacks(callbacks: Iterable[Callback], strategy: str) -> None:
+    """Refuse callbacks that would take a rank's part of the model for the whole.
+
+    Args:
+        callbacks: Of the Trainer.
+        strategy: The name of the class that gives each rank a part.
+
+    Raises:
+        ConfigError: Naming the callback and what to do instead.
+    """
+    for callback in callbacks:
+        for kind, (why, instead) in _CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise ConfigError(
+                    f"{type(callback).__name__} {why}: with {strategy} every rank would work on "
+                    f"its part alone. {instead}"
+                )
+
+
+def refuse_lone_saves(callbacks: Iterable[Callback]) -> None:
+    """Refuse callbacks that save on the rank that fails, while the others may be anywhere.
+
+    Raises:
+        ConfigError: Naming the callback.
+    """
+    for callback in callbacks:
+        saves_on_exception = getattr(callback, "save_on_exception", False)
+        if isinstance(callback, OnExceptionCheckpoint) or saves_on_exception:
+            raise ConfigError(
+                f"{type(callback).__name__} saves when a rank fails, and a checkpoint of shards "
+                f"needs all ranks. Take it out and save as you go, with "
+                f"ModelCheckpoint(every_n_train_steps=...)."
             )

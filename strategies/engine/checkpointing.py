@@ -1,41 +1,31 @@
-"""How a strategy loads what it, or any other, has saved: a file or a directory of shards.
-
-Each rank reads the part of the model that it holds, from either.
-
-What a rank puts into a checkpoint: the whole model of a replica, or the parts that it holds.
-
-The dictionaries that Lightning asks for. A part is a DTensor, or a plain tensor that is told to be
-part of a larger one, so that a checkpoint holds everything where it lies in the whole.
-
-How a strategy saves: one file of replicas, or a directory of the shards of all ranks.
+"""How a strategy saves and loads: one file of replicas, or a directory of the shards of all ranks.
 
 A strategy whose ranks hold the whole model writes files as Lightning does, but atomically. One
-whose ranks hold shards writes directories. Either may be written beside training.
+whose ranks hold shards writes directories. Either may be written beside training. Each rank reads
+the part of the model that it holds, from either.
+
+What a rank gives is a DTensor, or a plain tensor with its position in a larger one, so that a
+checkpoint holds everything where it lies in the whole model. Which part that is, the axes know.
 """
 
 import warnings
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerStatus
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
-from boltmesh.errors import CheckpointError, ConfigError
+from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.async_save import AsyncSave, serialised
-from boltmesh.strategies.checkpoint.chunks import TensorPart
+from boltmesh.strategies.checkpoint.chunks import DimDivision, TensorPart
 from boltmesh.strategies.checkpoint.collective_errors import all_or_none
 from boltmesh.strategies.checkpoint.directory import (
     is_directory,
@@ -48,56 +38,85 @@ from boltmesh.strategies.checkpoint.optimizer_state import is_named, load_states
 from boltmesh.strategies.checkpoint.safe_load import check_weights_only
 from boltmesh.strategies.checkpoint.shard_reader import Placeholder, divided, held, passed_over
 from boltmesh.strategies.checkpoint.storage.addresses import path_or_address
-from boltmesh.strategies.data_parallel.axis import DataAxis
-from boltmesh.strategies.engine.axis import AxisHooks
-from boltmesh.strategies.engine.resume import ResumeManager
-from boltmesh.strategies.lightning_compat.launchers import SigtermAgreement
 from boltmesh.strategies.lightning_compat.trainer import (
     is_for_requeue,
     is_in_fit,
-    is_wrapping,
     trainer_of,
 )
 from boltmesh.telemetry.traffic import CHECKPOINTS
-from boltmesh.telemetry.writer.null_recorder import NullRecorder
-from boltmesh.telemetry.writer.recorder import Recorder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from boltmesh.strategies.engine.strategy import MeshStrategy
+
+AFTER_SAVING = "Trainer.save_checkpoint"
+"""What the Trainer calls the barrier after a save."""
 
 
-class StoredPartsStrategy(AxisHooks):
-    """Knows what this rank holds, and gives its state; who writes it is above."""
+class Checkpointing:
+    """The checkpoints of one strategy.
 
-    data_axis: DataAxis
-    is_placed = False
-    """Whether each rank has got its part of a model."""
+    Args:
+        strategy: That saves and loads.
+    """
 
-    @property
-    def stores_shards(self) -> bool:
-        """Whether ranks hold parts of the model, and checkpoints are directories of shards."""
-        return self.data_axis.is_sharded
+    def __init__(self, strategy: "MeshStrategy") -> None:
+        self._strategy = strategy
+        self._beside: AsyncSave | None = None
+        """Writes beside training, from the beginning of a fit on where that was asked for."""
+        self._saving_group: ProcessGroup | None = None
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self.stores_shards:
-            return super().lightning_module_state_dict()
-        if self._obstacle:
-            return {}  # it will not be written, and what failed may be what is asked here
-        self.refuse_unplaced()
-        assert self.lightning_module is not None
-        self.data_axis.synchronize()
-        # The parameters themselves: tied ones are known by being one object.
-        state: dict[str, Any] = self.lightning_module.state_dict(keep_vars=True)
-        stored = {name: each for name, each in state.items() if self.stores(name)}
-        return self._as_parts(stored)
+    def __getstate__(self) -> dict[str, Any]:
+        # Spawned ranks make their own threads and groups.
+        return {**vars(self), "_beside": None, "_saving_group": None}
 
-    def refuse_unplaced(self) -> None:
-        """Refuse to give what this rank holds before ranks have met and hold something.
+    # What this rank has.
+
+    def stores(self, name: str) -> bool:
+        """Whether this rank writes what it has of it into checkpoints."""
+        return all(axis.stores(name) for axis in self._strategy.axes)
+
+    def division(self, name: str) -> DimDivision | None:
+        """How a parameter is divided of which this rank has a part in a plain tensor; else None.
+
+        Args:
+            name: In the module's state; any name of a parameter that has several.
+        """
+        found = (axis.division(name) for axis in self._strategy.axes)
+        return next((division for division in found if division is not None), None)
+
+    def model_state(self) -> dict[str, Any]:
+        """Return what this rank stores of a model in shards, by name. Collective over all ranks.
 
         Raises:
-            CheckpointError: With what to write instead.
+            CheckpointError: Before the first run.
         """
-        if not (self.is_placed and dist.is_initialized()):
+        strategy = self._strategy
+        if self._obstacle:
+            return {}  # it will not be written, and what failed may be what is asked here
+        self._refuse_unplaced()
+        strategy.drain()
+        assert strategy.lightning_module is not None
+        with self._opened():
+            strategy.data_axis.synchronize()
+            # The parameters themselves: tied ones are known by being one object.
+            state: dict[str, Any] = strategy.lightning_module.state_dict(keep_vars=True)
+            stored = {name: each for name, each in state.items() if self.stores(name)}
+            return self._as_parts(stored)
+
+    def _opened(self) -> ExitStack:
+        """Within it, ``state_dict`` gives what this rank has, parts of the model among it."""
+        stack = ExitStack()
+        for axis in self._strategy.axes:
+            stack.enter_context(axis.opened())
+        return stack
+
+    def _refuse_unplaced(self) -> None:
+        strategy = self._strategy
+        if not (strategy.is_placed and dist.is_initialized()):
             raise CheckpointError(
-                f"Trainer.save_checkpoint was called outside of a run: {self.public_name} "
+                f"Trainer.save_checkpoint was called outside of a run: {strategy.public_name} "
                 f"writes what each of its ranks holds, and they meet in Trainer.fit, validate, "
                 f"test or predict. Call it after one of these, or store the module as it is with "
                 f"torch.save({{'state_dict': module.state_dict()}}, path)."
@@ -118,145 +137,126 @@ class StoredPartsStrategy(AxisHooks):
         Args:
             state_dict: Of the module; gives what this rank has.
         """
-        return {
-            name: value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in state_dict().items()
-        }
+        with self._opened():
+            whole = {
+                name: value.full_tensor() if isinstance(value, DTensor) else value
+                for name, value in state_dict().items()
+            }
+        for axis in reversed(self._strategy.axes):
+            whole = axis.join_model_state(whole)
+        return whole
 
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self.stores_shards:
-            return super().optimizer_state(optimizer)
+        """Return what this rank stores of an optimizer's state. Collective over all ranks."""
         if self._obstacle:
             return {}
-        assert self.lightning_module is not None
+        strategy = self._strategy
+        assert strategy.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        state = named_state(self.lightning_module, optimizer, divide=self.division)
-        return self.join_state(state)
+        state = named_state(strategy.lightning_module, optimizer, divide=self.division)
+        for axis in strategy.axes:
+            state = axis.join_optimizer_state(state)
+        return state
 
     @property
     def _obstacle(self) -> str | None:
         """Why nothing can be saved, of a run that is ending by an error, which is to be seen."""
-        if self._is_alone:
+        if self.is_alone:
             return "a checkpoint of shards needs all ranks"
-        if self._is_failing and not self.data_axis.has_whole_steps:
+        if self._is_failing and not self._strategy.data_axis.has_whole_steps:
             return "its last step is half done"
         return None
 
     @property
     def _is_failing(self) -> bool:
-        trainer = trainer_of(self.lightning_module)
+        trainer = trainer_of(self._strategy.lightning_module)
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
     @property
-    def _is_alone(self) -> bool:
+    def is_alone(self) -> bool:
         """Whether this rank is on its way out by an error, and others may be anywhere."""
-        return self._is_failing and self.world_size > 1
+        return self._is_failing and self._strategy.world_size > 1
 
+    # Saving.
 
-AFTER_SAVING = "Trainer.save_checkpoint"
-"""What the Trainer calls the barrier after a save."""
-
-
-class SavingStrategy(StoredPartsStrategy):
-    """Saves; what is saved is below, and loading above."""
-
-    recorder: Recorder | NullRecorder
-    _resume: ResumeManager | None
-    _sigterm: SigtermAgreement | None
-
-    async_save = False
-    """Whether checkpoints are written beside training."""
-    _beside: AsyncSave | None = None
-    _saving_group: ProcessGroup | None = None
-
-    @property  # type: ignore[explicit-override]
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        elif is_wrapping(self._checkpoint_io):
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # type: ignore[attr-defined]
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    @override
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        if self.stores_shards:
-            instead = " and give the strategy async_save=True" if is_wrapping(io) else ""
-            raise ConfigError(
-                f"{self.public_name} writes its checkpoints by shards and would never call "
-                f"{type(io).__name__}. Take the plugin out of Trainer(plugins=...){instead}."
-            )
-        self._checkpoint_io = io
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: _PATH,
+        storage_options: Any | None,
+        *,
+        write_file: Callable[..., None],
     ) -> None:
-        with self.recorder.phase("checkpoint"):
-            trainer = trainer_of(self.lightning_module)
-            if self.stores_shards and (obstacle := self._obstacle):
+        """Write a checkpoint, or begin to. Collective over all ranks.
+
+        Args:
+            checkpoint: As the Trainer has put it together.
+            filepath: A file or a directory.
+            storage_options: For a checkpoint plugin.
+            write_file: Lightning's own way, for a model that each rank has whole.
+        """
+        strategy = self._strategy
+        with strategy.recorder.phase("checkpoint"):
+            trainer = trainer_of(strategy.lightning_module)
+            if strategy.stores_shards and (obstacle := self._obstacle):
                 warnings.warn(
                     f"{filepath} was not written: the run is ending by an error, and {obstacle}. "
                     f"The one before it is intact.",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
                 return
-            if self._resume is not None and trainer is not None:
-                checkpoint = self._resume.store(checkpoint, trainer)
-            with nullcontext() if self._sigterm is None else self._sigterm.saving():
-                self.finish_saving()
-                if self._saves_beside and not is_for_requeue(filepath):
-                    self._save_beside(checkpoint, filepath, storage_options)
+            if strategy.resume is not None and trainer is not None:
+                checkpoint = strategy.resume.store(checkpoint, trainer)
+            with nullcontext() if strategy.sigterm is None else strategy.sigterm.saving():
+                self.finish()
+                if self._writes_beside and not is_for_requeue(filepath):
+                    self._begin_to_save(checkpoint, filepath, storage_options)
                     return
-                if self.stores_shards:
-                    self._save_shards(checkpoint, filepath, storage_options)
+                if strategy.stores_shards:
+                    place = self._place_of_all(filepath, storage_options)
+                    save_directory(checkpoint, place, is_divided=strategy.divides_modules)
                 else:
-                    super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.is_global_zero:
-            self.recorder.event("checkpoint", str(filepath))
+                    write_file(checkpoint, filepath, storage_options)
+        if strategy.is_global_zero:
+            strategy.recorder.event("checkpoint", str(filepath))
 
-    def open_saving(self, timeout: timedelta) -> None:
-        """Get ready to save beside a training that begins. Collective over all ranks.
-
-        Args:
-            timeout: How long a rank may wait for another one that writes.
-        """
+    def open(self) -> None:
+        """Get ready to save beside a training that begins. Collective over all ranks."""
         if self._beside is None:
             self._beside = AsyncSave()
             self._saving_group = dist.new_group(
-                backend="gloo", timeout=timeout, group_desc="checkpoints"
+                backend="gloo", timeout=self._strategy.timeout, group_desc="checkpoints"
             )
-            self.recorder.name_group(self._saving_group, CHECKPOINTS)
+            self._strategy.recorder.name_group(self._saving_group, CHECKPOINTS)
 
     @property
-    def _saves_beside(self) -> bool:
+    def _writes_beside(self) -> bool:
         """Whether there is something beside which a checkpoint can be written."""
-        trainer = trainer_of(self.lightning_module)
+        trainer = trainer_of(self._strategy.lightning_module)
         return self._beside is not None and trainer is not None and is_in_fit(trainer)
 
-    def _save_beside(
+    def _begin_to_save(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
     ) -> None:
         """Copy what is to be written and begin to write it. Collective over all ranks."""
+        strategy = self._strategy
         assert self._beside is not None
         assert self._saving_group is not None
         place = self._place_of_all(filepath, storage_options)
-        if self.stores_shards:
-            prepare = partial(prepare_save, is_divided=self.divides_modules)
+        if strategy.stores_shards:
+            prepare = partial(prepare_save, is_divided=strategy.divides_modules)
             write = prepare(checkpoint, place, self._saving_group)
-        elif self.is_global_zero:
+        elif strategy.is_global_zero:
             write = partial(_write_file, place, serialised(checkpoint))
         else:
             return
-        if not self.is_global_zero:
+        if not strategy.is_global_zero:
             self._beside.start(write)
             return
-        self._beside.start(write, partial(self.recorder.event, "checkpoint", str(filepath)))
+        self._beside.start(write, partial(strategy.recorder.event, "checkpoint", str(filepath)))
 
-    def finish_saving(self) -> None:
+    def finish(self) -> None:
         """Return when the checkpoint that is written beside training is complete.
 
         Collective over all ranks. Without one nothing happens.
@@ -267,7 +267,7 @@ class SavingStrategy(StoredPartsStrategy):
         if self._beside is not None:
             all_or_none(self._beside.wait)
 
-    def _close_saving(self) -> None:
+    def close(self) -> None:
         """Wait, on a rank whose run is over for whatever reason; others may be gone."""
         beside, self._beside, self._saving_group = self._beside, None, None
         if beside is not None:
@@ -276,90 +276,70 @@ class SavingStrategy(StoredPartsStrategy):
             except Exception as error:  # noqa: BLE001 - the error that ends the run is to be seen
                 warnings.warn(f"The last checkpoint is not there: {error}", stacklevel=2)
 
-    @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove(self, filepath: _PATH) -> None:
+        """Delete a checkpoint; one that another one replaces, when that is complete."""
+        strategy = self._strategy
+        if not strategy.is_global_zero:
+            return
+        remove = partial(strategy.checkpoint_io.remove_checkpoint, filepath)
         if self._beside is None:
-            super().remove_checkpoint(filepath)
-        elif self.is_global_zero:
-            # What takes its place may not be complete yet.
-            self._beside.then(partial(self.checkpoint_io.remove_checkpoint, filepath))
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        # The Trainer meets after each save; a callback may save what a failing rank has.
-        if not (name == AFTER_SAVING and self._is_alone):
-            self._meet()
-
-    @abstractmethod
-    def _meet(self) -> None:
-        """Return when all ranks have called this."""
-
-    def _save_shards(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
-    ) -> None:
-        place = self._place_of_all(filepath, storage_options)
-        save_directory(checkpoint, place, is_divided=self.divides_modules)
+            remove()
+        else:
+            self._beside.then(remove)
 
     def _place_of_all(self, filepath: _PATH, storage_options: Any | None) -> str | Path:
         """Return where a checkpoint goes that ranks write to by themselves. Collective."""
         if storage_options is not None:
-            what = "a checkpoint of shards" if self.stores_shards else "async_save=True"
+            is_sharded = self._strategy.stores_shards
+            what = "a checkpoint of shards" if is_sharded else "async_save=True"
             raise CheckpointError(
                 f"{filepath} cannot be written with storage_options={storage_options!r}, which "
                 f"are for a checkpoint plugin: {what} writes by itself. Leave them out, and give "
                 f"fsspec what it needs by its own configuration."
             )
-        return path_or_address(self.broadcast(filepath))
+        return path_or_address(self._strategy.broadcast(filepath))
 
+    # Loading.
 
-def _write_file(place: str | Path, data: bytes) -> None:
-    if isinstance(place, Path):
-        write_file(place, partial(_fill, data))
-    else:
-        put_file(place, data)
-
-
-def _fill(data: bytes, file: IO[bytes]) -> None:
-    file.write(data)
-
-
-class CheckpointingStrategy(SavingStrategy):
-    """Saves and loads; everything else is the engine's."""
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return self.stores_shards
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: _PATH, weights_only: bool | None = None, **kwargs: Any
+    def load(
+        self,
+        checkpoint_path: _PATH,
+        weights_only: bool | None,
+        *,
+        read_file: Callable[[_PATH], dict[str, Any]],
     ) -> dict[str, Any]:
+        """Return a checkpoint, with placeholders for what is read later. Collective.
+
+        Args:
+            checkpoint_path: A file or a directory.
+            weights_only: As the Trainer was asked for it.
+            read_file: Reads a file by the user's checkpoint plugin.
+        """
+        strategy = self._strategy
         check_weights_only(weights_only, checkpoint_path)
-        self.finish_saving()
-        checkpoint_path = self.broadcast(checkpoint_path)
+        self.finish()
+        checkpoint_path = strategy.broadcast(checkpoint_path)
         place = path_or_address(checkpoint_path)
         if self._is_directory(place):
             checkpoint = all_or_none(
-                partial(load_directory, place, checks_files=self.is_global_zero)
+                partial(load_directory, place, checks_files=strategy.is_global_zero)
             )
-        elif type(self.checkpoint_io) is AtomicCheckpointIO:
-            load = partial(load_file, place, is_mapped=self.stores_shards)
+        elif type(strategy.checkpoint_io) is AtomicCheckpointIO:
+            load = partial(load_file, place, is_mapped=strategy.stores_shards)
             # Hosts may have copies of their own.
-            checkpoint = all_or_none(partial(load, checks_values=self.local_rank == 0))
+            checkpoint = all_or_none(partial(load, checks_values=strategy.local_rank == 0))
         else:
-            plugin = partial(super().load_checkpoint, checkpoint_path, True, **kwargs)
-            checkpoint = all_or_none(plugin)
-        trainer = trainer_of(self.lightning_module)
-        if self._resume is not None and trainer is not None:
-            self._resume.read(checkpoint, trainer, str(checkpoint_path))
+            checkpoint = all_or_none(partial(read_file, checkpoint_path))
+        trainer = trainer_of(strategy.lightning_module)
+        if strategy.resume is not None and trainer is not None:
+            strategy.resume.read(checkpoint, trainer, str(checkpoint_path))
         return checkpoint
 
     def _is_directory(self, place: str | Path) -> bool:
         """Whether it is one, on all ranks. Collective over all ranks."""
         found = all_or_none(partial(is_directory, place))
-        if dist.is_initialized() and self.world_size > 1:
-            told = [found] * self.world_size
+        if dist.is_initialized() and self._strategy.world_size > 1:
+            told = [found] * self._strategy.world_size
             dist.all_gather_object(told, found)
             if not all(told) and any(told):
                 raise CheckpointError(
@@ -369,19 +349,17 @@ class CheckpointingStrategy(SavingStrategy):
                 )
         return found
 
-    @override
-    def load_model_state_dict(
-        self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any
-    ) -> None:
-        state: dict[str, Any] = checkpoint["state_dict"]
-        is_stored_in_shards = any(isinstance(each, Placeholder) for each in state.values())
-        if not self.stores_shards and not is_stored_in_shards:
-            super().load_model_state_dict(checkpoint, strict, **kwargs)
-            return
-        assert self.lightning_module is not None
-        load = partial(self._load_model_state, self.lightning_module, state, strict=strict)
-        all_or_none(load)
-        self.data_axis.parameters_loaded()
+    def load_model_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Load what this rank holds of a model. Collective over all ranks.
+
+        Args:
+            state: By name; placeholders of a directory, or whole tensors.
+            strict: See ``Module.load_state_dict``.
+        """
+        module = self._strategy.lightning_module
+        assert module is not None
+        all_or_none(partial(self._load_model_state, module, state, strict=strict))
+        self._strategy.data_axis.parameters_loaded()
 
     def _load_model_state(
         self, module: LightningModule, state: Mapping[str, Any], *, strict: bool
@@ -393,28 +371,46 @@ class CheckpointingStrategy(SavingStrategy):
     def _own_part(self, name: str, value: Any) -> Any:
         division = self.division(name)
         part = held(value) if division is None else divided(value, division, name)
-        return part if self.holds(name) else passed_over(part)
+        return part if self._strategy.holds(name) else passed_over(part)
 
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        if not self.stores_shards and not any(map(is_named, states)):
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        module = self.lightning_module
+    def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load what this rank holds of all optimizers' states. Collective over all ranks."""
+        strategy = self._strategy
+        module = strategy.lightning_module
         assert module is not None
-        for optimizer in self.optimizers:
-            self.data_axis.prepare_state(optimizer)
-        take = self.take_pending()
+        for optimizer in strategy.optimizers:
+            strategy.data_axis.prepare_state(optimizer)
+        pending = (axis.take_pending() for axis in strategy.axes)
         load = partial(
             load_states,
             module,
-            self.optimizers,
+            strategy.optimizers,
             states,
-            holds=self.holds,
-            take=take,
+            holds=strategy.holds,
+            take=next((take for take in pending if take is not None), None),
             divide=self.division,
         )
         all_or_none(load)
-        for optimizer in self.optimizers:
-            self.data_axis.state_loaded(optimizer)
+        for optimizer in strategy.optimizers:
+            strategy.data_axis.state_loaded(optimizer)
+
+
+def is_in_shards(state: Mapping[str, Any]) -> bool:
+    """Whether the state of a model comes from a directory of shards."""
+    return any(isinstance(each, Placeholder) for each in state.values())
+
+
+def are_named(states: Sequence[Any]) -> bool:
+    """Whether states of optimizers are by the names of parameters, as directories have them."""
+    return any(map(is_named, states))
+
+
+def _write_file(place: str | Path, data: bytes) -> None:
+    if isinstance(place, Path):
+        write_file(place, partial(_fill, data))
+    else:
+        put_file(place, data)
+
+
+def _fill(data: bytes, file: IO[bytes]) -> None:
+    file.write(data)

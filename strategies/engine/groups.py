@@ -1,41 +1,46 @@
-"""The ranks of a mesh: where each stands, how they start, and what they ask each other.
+"""The ranks of a mesh: their axes, coordinates and process groups, and how they are started.
 
-Nothing here knows of a model; the engine puts one on the mesh.
+Nothing here depends on a model; ``strategy.py`` puts one on the axes.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from typing_extensions import override
 
 from boltmesh.strategies import lightning_compat as compat
-from boltmesh.strategies.engine.checkpointing import CheckpointingStrategy
+from boltmesh.strategies.engine.axis import Axis
+from boltmesh.strategies.engine.data_axis import DataAxis
 from boltmesh.strategies.lightning_compat.launchers import MultiProcessingLauncher, ScriptLauncher
-from boltmesh.strategies.mesh import AXES, MeshLayout
+from boltmesh.strategies.mesh import AXES, MeshLayout, fit_layout
 from boltmesh.strategies.topology.gather import gather_topology
 from boltmesh.strategies.topology.slow_links import find_slow_groups
 from boltmesh.strategies.torch_compat.communication import device_index
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+
+if TYPE_CHECKING:
+    from boltmesh.telemetry.writer.recorder import Recorder
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class RankMeshStrategy(CheckpointingStrategy):
-    """Starts ranks, gives each its place on the axes, and lets them talk.
+class RankMeshStrategy(ParallelStrategy):
+    """Starts ranks, gives each its coordinates on the axes, and makes their process groups.
 
     Args:
-        pipeline: Size of the pipeline axis.
-        tensor: Size of the tensor axis. The data axis takes the ranks that are left.
+        axes: Of the mesh, the data axis among them.
         timeout_s: How long a collective may take before the run ends with an error, seconds.
         process_group_backend: ``gloo`` or ``nccl``; by default the one that fits the device.
         start_method: How ranks of this host are started, see ``MeshStrategy``.
@@ -48,8 +53,7 @@ class RankMeshStrategy(CheckpointingStrategy):
     def __init__(
         self,
         *,
-        pipeline: int,
-        tensor: int,
+        axes: Sequence[Axis],
         timeout_s: float,
         process_group_backend: str | None,
         start_method: StartMethod,
@@ -64,17 +68,43 @@ class RankMeshStrategy(CheckpointingStrategy):
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
         )
+        self.axes = in_order(axes)
+        """Outermost to innermost."""
         self.timeout_s = timeout_s
         self.groups: dict[str, ProcessGroup] = {}
-        self._pipeline, self._tensor = pipeline, tensor
+        """Of this rank, by axis."""
+        self.recorder: Recorder | NullRecorder = NullRecorder()
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._start_method = start_method
 
-    # Where this rank stands.
+    # The axes.
 
-    is_distributed = True
-    """Read by the Trainer, which otherwise would give every rank the same data."""
+    @property
+    def data_axis(self) -> DataAxis:
+        """The one that has the parameters and the optimizers."""
+        return next(axis for axis in self.axes if isinstance(axis, DataAxis))
+
+    @property
+    def model_axes(self) -> list[Axis]:
+        """Those beside the data axis, outermost first."""
+        return [axis for axis in self.axes if not isinstance(axis, DataAxis)]
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether several ranks, or one that could be several, do what one process would do."""
+        return any(axis.shares_batches for axis in self.axes)
+
+    # The coordinates of this rank.
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the Trainer has to shard the data; it reads this attribute.
+
+        Ranks that share batches get the same data. Without replicas their loaders keep the
+        sampler that their author gave them, and a run sees its data in the order of one process.
+        """
+        return not self.shares_batches or self.layout.data > 1
 
     @property
     @override
@@ -120,10 +150,21 @@ class RankMeshStrategy(CheckpointingStrategy):
 
         Raises:
             LayoutError: When they do not divide the number of ranks.
+            ConfigError: When an axis cannot run on its size.
         """
-        return MeshLayout.fill_data(
-            world_size=world_size, pipeline=self._pipeline, tensor=self._tensor
-        )
+        layout = self.choose_layout(world_size)
+        for axis in self.axes:
+            axis.check_layout(layout)
+        return layout
+
+    @property
+    def wanted_sizes(self) -> dict[str, int]:
+        """The sizes of axes that were asked for, by name."""
+        return {axis.name: axis.wanted_size for axis in self.axes if axis.wanted_size is not None}
+
+    def choose_layout(self, world_size: int) -> MeshLayout:
+        """Divide so many ranks over the axes, see ``layout_of``."""
+        return fit_layout(world_size=world_size, ranks_per_host=world_size, **self.wanted_sizes)
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -175,18 +216,19 @@ class RankMeshStrategy(CheckpointingStrategy):
         )
         if not self.groups:
             self.groups = self._build_groups()
+            for axis in self.axes:
+                axis.build_groups()
             self._check_placement()
 
     def near_groups(self) -> dict[str, list[list[int]]]:
         """Return, by kind, the groups whose ranks should be near each other.
 
-        Those come first that move most. Of one axis alone there are none: its group is the job.
+        Those come first that move most.
         """
-        sizes = self.layout.sizes
-        if sum(size > 1 for size in sizes.values()) < 2 and sizes["tensor"] == 1:
-            return {}
-        # A pipeline hands on what one rank computes, to one other: it can lie farthest apart.
-        return {axis: self.layout.groups(axis) for axis in ("tensor", "data") if sizes[axis] > 1}
+        groups: dict[str, list[list[int]]] = {}
+        for axis in reversed(self.axes):
+            groups.update(axis.near_groups())
+        return groups
 
     def _check_placement(self) -> None:
         """Warn of groups that a slow link holds up though a faster one is there. Collective."""
@@ -199,25 +241,27 @@ class RankMeshStrategy(CheckpointingStrategy):
                 warnings.warn(f"Rank placement: {text}", stacklevel=2)
 
     def _reset_seed(self) -> None:
-        """Begin the random numbers anew on every rank, after the model was built."""
-        compat.reset_seed()
+        """Seed every rank again, after the model was built.
+
+        Not ranks that share batches and run the script themselves: they go on as one process does,
+        and ``setup`` gives them the generators of the first one. Ranks that begin as empty
+        processes have nothing but the seed.
+        """
+        is_one_process = self.shares_batches and self.layout.data == 1
+        if not is_one_process or self._start_method in {"spawn", "forkserver"}:
+            compat.reset_seed()
 
     def _build_groups(self) -> dict[str, ProcessGroup]:
-        """One group per axis, never the default one: the default's traffic is nobody's axis.
+        """One new group per axis; not the default one, whose traffic belongs to no axis.
 
         Collective over all ranks.
         """
         groups = {}
-        for axis in AXES:
-            if self._asks_group(axis):
-                group = self.new_group(axis)
-                assert group is not None
-                groups[axis] = group
+        for axis in self.axes:
+            group = self.new_group(axis.name)
+            assert group is not None
+            groups[axis.name] = group
         return groups
-
-    def _asks_group(self, axis: str) -> bool:
-        """Whether there is something to do along an axis, if only by one rank."""
-        return axis == "data" or self.layout.sizes[axis] > 1
 
     def new_group(
         self,
@@ -253,7 +297,7 @@ class RankMeshStrategy(CheckpointingStrategy):
     # Collectives.
 
     @override
-    def _meet(self) -> None:
+    def barrier(self, name: str | None = None) -> None:
         if compat.distributed_is_initialized():
             dist.barrier(device_ids=device_index(self.root_device))
 
@@ -299,5 +343,10 @@ class RankMeshStrategy(CheckpointingStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # Spawned ranks make their own groups.
-        return {**super().__getstate__(), "groups": {}}
+        # Spawned ranks make their own groups and files.
+        return {**super().__getstate__(), "groups": {}, "recorder": NullRecorder()}
+
+
+def in_order(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """Return axes from the outermost to the innermost."""
+    return tuple(sorted(axes, key=lambda axis: AXES.index(axis.name)))

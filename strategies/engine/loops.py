@@ -1,12 +1,12 @@
 """The loops as Lightning calls them: data, evaluations, steps, gradients.
 
-What each axis does of a step is its own business; here stands when it is asked.
+Each hook goes through the axes; what an axis does in a step is in its own file.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,20 +14,35 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.strategies.data_parallel.unsupported import refuse_empty_share
+from boltmesh.strategies.dry_run.batch_check import batch_digest
+from boltmesh.strategies.dry_run.metrics import gather_over, let_gather
+from boltmesh.strategies.dry_run.step import Around
 from boltmesh.strategies.engine.groups import RankMeshStrategy
+from boltmesh.strategies.engine.resume import ResumeManager
+from boltmesh.strategies.grad_norm import NormShare
 from boltmesh.strategies.lightning_compat.launchers import SigtermAgreement
 from boltmesh.strategies.lightning_compat.loops import (
     draws_batches,
     evaluation_is_over,
     evaluation_length,
+    gives_last_batch,
+    seed_workers,
     watch_batches,
 )
-from boltmesh.strategies.lightning_compat.trainer import trainer_of, uses_lightning_norm
+from boltmesh.strategies.lightning_compat.trainer import (
+    callbacks_of,
+    trainer_of,
+    uses_lightning_norm,
+)
+from boltmesh.strategies.torch_compat.optimizers import total_norm_replaced
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.engine.axis import StepFunction
 
 _STEPS = {
     TrainerFn.FITTING: "training_step",
@@ -40,70 +55,116 @@ _STEPS = {
 class LoopStrategy(RankMeshStrategy):
     """Runs the loops over a model that has been set up."""
 
+    resume: ResumeManager | None = None
+    """None before ``setup_environment``."""
+    sigterm: SigtermAgreement | None = None
+    """None before the first loop, and in a job of one rank."""
+
     @property
-    def _trainer(self) -> Trainer:
+    def trainer(self) -> Trainer:
         """The one that runs now."""
         trainer = trainer_of(self.lightning_module)
         assert trainer is not None
         return trainer
 
     @property
-    def _is_fitting(self) -> bool:
+    def is_fitting(self) -> bool:
+        """Whether the run trains, its validation included."""
         trainer = trainer_of(self.lightning_module)
         return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
     @property
-    def _step_name(self) -> str:
+    def step_name(self) -> str:
         """The method of the module that the run begins with."""
-        function = self._trainer.state.fn
+        function = self.trainer.state.fn
         assert function is not None
         return _STEPS[function]
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """What scales losses and skips steps under ``16-mixed``."""
+        return getattr(self.precision_plugin, "scaler", None)
+
+    def step_context(self, step: str) -> Around:
+        """Return what enters the precision that a step of the module runs in."""
+        plugin = self.precision_plugin
+        contexts: dict[str, Around] = {
+            "training_step": plugin.train_step_context,
+            "validation_step": plugin.val_step_context,
+            "test_step": plugin.test_step_context,
+            "predict_step": plugin.predict_step_context,
+        }
+        return contexts[step]
 
     # Data.
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if self.data_axis.is_sharded:
-            refuse_empty_share(dataloader, self.groups["data"], self.root_device)
-        if self._resume is None or not self._is_fitting:
-            return dataloader
-        return self._resume.adopt(dataloader, self._trainer)
+        for axis in self.axes:
+            axis.check_dataloader(dataloader)
+        if self.resume is not None and self.is_fitting:
+            dataloader = self.resume.adopt(dataloader, self.trainer)
+        if self.shares_batches:
+            # Lightning would seed them by the global rank: other crops and masks on every rank.
+            seed_workers(dataloader, self.coordinates["data"])
+        return dataloader
 
     @override
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
+        trainer = trainer_of(self.lightning_module)
+        is_last = False
+        if self.shares_batches and trainer is not None and trainer.state.fn is not None:
+            is_last = gives_last_batch(trainer)
         with self.recorder.phase("transfer"):
-            return super().batch_to_device(batch, device, dataloader_idx)
+            ready = super().batch_to_device(batch, device, dataloader_idx)
+        if self.shares_batches:
+            # Before the transfer, so that no device is waited for; on the CPU as the step gets it.
+            seen = ready if self.root_device.type == "cpu" else batch
+            digest = batch_digest(seen, is_last=is_last)
+            for axis in reversed(self.axes):
+                axis.announce_batch(ready, digest)
+        return ready
+
+    def check_batch(self, batch: Any) -> None:
+        """Raise where ranks that share the model were given another batch than this one."""
+        for axis in self.axes:
+            axis.check_batch(batch)
 
     # The beginnings and ends of loops.
 
     @override
     def on_train_start(self) -> None:
         self._agree_on_sigterm()
-        if self._resume is not None:
-            self._resume.start(self._trainer)
+        if self.resume is not None:
+            self.resume.start(self.trainer)
+        self._find_metrics()
+        for axis in self.axes:
+            axis.begin_training()
 
     @override
     def on_train_end(self) -> None:
-        self.finish_saving()
+        self.drain()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._resume is not None:
-            self._resume.point.settle()
+        if self.resume is not None:
+            self.resume.point.settle()
 
     @override
     def on_validation_start(self) -> None:
-        if self._resume is not None and self._is_fitting:
-            self._resume.point.set_aside()
+        # For the memory of what is kept for backward passes; numbers would be the same.
+        self.drain()
+        if self.resume is not None and self.is_fitting:
+            self.resume.point.set_aside()
         self._begin_evaluation()
 
     @override
     def on_validation_end(self) -> None:
-        self.data_axis.end_evaluation()
-        if self._resume is not None:
-            self._resume.point.take_back()
+        self._end_evaluation()
+        if self.resume is not None:
+            self.resume.point.take_back()
 
     @override
     def on_test_start(self) -> None:
@@ -111,7 +172,7 @@ class LoopStrategy(RankMeshStrategy):
 
     @override
     def on_test_end(self) -> None:
-        self.data_axis.end_evaluation()
+        self._end_evaluation()
 
     @override
     def on_predict_start(self) -> None:
@@ -119,54 +180,109 @@ class LoopStrategy(RankMeshStrategy):
 
     @override
     def on_predict_end(self) -> None:
-        self.data_axis.end_evaluation()
+        self._end_evaluation()
+
+    def drain(self) -> None:
+        """Finish what training has left to the next batch. Collective over all ranks."""
+        for axis in self.axes:
+            axis.drain()
 
     def _agree_on_sigterm(self) -> None:
         """Lightning has put its own handler in front of the first loop."""
-        if self._trainer.world_size > 1:
-            if self._sigterm is None:
-                self._sigterm = self._sigterm_agreement()
-            self._sigterm.begin()
-
-    def _sigterm_agreement(self) -> SigtermAgreement:
-        return SigtermAgreement(self._trainer)
+        if self.trainer.world_size > 1:
+            if self.sigterm is None:
+                found = (axis.sigterm_agreement() for axis in self.axes)
+                agreement = next((each for each in found if each is not None), None)
+                self.sigterm = agreement or SigtermAgreement(self.trainer)
+            self.sigterm.begin()
 
     def _begin_evaluation(self) -> None:
         self._agree_on_sigterm()
-        trainer = self._trainer
-        self.data_axis.begin_evaluation(
-            evaluation_length(trainer), draws_batches=draws_batches(trainer)
-        )
-        watch_batches(trainer, self.data_axis.run_out_of_batches)
+        trainer = self.trainer
+        length, draws = evaluation_length(trainer), draws_batches(trainer)
+        for axis in self.axes:
+            axis.begin_evaluation(length, draws_batches=draws)
+        watch_batches(trainer, self._run_out_of_batches)
+        self._find_metrics()
 
-    def _evaluation_batch(self) -> AbstractContextManager[None]:
-        return self.data_axis.evaluation_batch(partial(evaluation_is_over, self._trainer))
+    def _run_out_of_batches(self, num_served: int) -> None:
+        for axis in self.axes:
+            axis.run_out_of_batches(num_served)
+
+    def _end_evaluation(self) -> None:
+        for axis in self.axes:
+            axis.end_evaluation()
+
+    @contextmanager
+    def evaluation_batch(self) -> Iterator[None]:
+        """Around a step of a loop that trains nothing."""
+        is_last = partial(evaluation_is_over, self.trainer)
+        with ExitStack() as stack:
+            for axis in self.axes:
+                stack.enter_context(axis.evaluation_batch(is_last))
+            yield
+
+    # Metrics.
+
+    def _find_metrics(self) -> None:
+        """Metrics may have been made as late as in the user's hooks at the start of a loop."""
+        if self.shares_batches:
+            self.gather_metrics()
+        for axis in self.axes:
+            axis.find_metrics()
+
+    def gather_metrics(self) -> None:
+        """Let metrics gather over the data axis alone, whose ranks see different batches."""
+        gather_over(self._metric_owners(), self.groups["data"])
+
+    def forget_metrics(self) -> None:
+        """Let metrics gather as they would without the strategy."""
+        let_gather(self._metric_owners())
+
+    def _metric_owners(self) -> list[object]:
+        trainer = trainer_of(self.lightning_module)
+        callbacks = [] if trainer is None else callbacks_of(trainer)
+        return [self.lightning_module, *callbacks]
 
     # Steps.
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # Under manual optimisation a step may clip by what torch has.
+        with self._full_norms():
+            return self._run_step("training_step", super().training_step, args, kwargs)
+
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.check_batch(args[0])
-        with self._evaluation_batch():
-            return super().validation_step(*args, **kwargs)
+        return self._run_step("validation_step", super().validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.check_batch(args[0])
-        with self._evaluation_batch():
-            return super().test_step(*args, **kwargs)
+        return self._run_step("test_step", super().test_step, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.check_batch(args[0])
-        with self._evaluation_batch():
-            return super().predict_step(*args, **kwargs)
+        return self._run_step("predict_step", super().predict_step, args, kwargs)
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_step(self, step: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a step through the axes: each is around the inner ones, and all around Lightning's.
+
+        Args:
+            step: Its name.
+            plain: Lightning's own way.
+            args: Of the step.
+            kwargs: Of the step.
+        """
+        run: StepFunction = partial(self._run_plain, step, plain)
+        for axis in reversed(self.axes):
+            run = partial(axis.run_step, step, run)
+        return run(args, kwargs)
+
+    def _run_plain(self, step: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.check_batch(args[0])
-        with self.recorder.phase("forward"):
-            return super().training_step(*args, **kwargs)
+        is_training = step == "training_step"
+        with self.recorder.phase("forward") if is_training else self.evaluation_batch():
+            return plain(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -198,13 +314,27 @@ class LoopStrategy(RankMeshStrategy):
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        with self.recorder.phase("optimizer"):
+        # A hook of the user's may clip by what torch has.
+        with self._full_norms(), self.recorder.phase("optimizer"):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             assert self.model is not None
             self.data_axis.after_optimizer_step(self.model, optimizer)
             return output
 
     # Precision and clipping.
+
+    def norm_shares(self) -> list[NormShare]:
+        """What the axes beside the data axis count of norms of gradients, innermost first."""
+        return [share for axis in reversed(self.model_axes) for share in axis.norm_shares()]
+
+    def _full_norms(self) -> AbstractContextManager[None]:
+        """Let torch clip by the norm of the whole model, where a rank has parts of it.
+
+        The data axis itself knows what torch does with its shards.
+        """
+        if not any(axis.size > 1 and axis.norm_shares() for axis in self.model_axes):
+            return nullcontext()
+        return total_norm_replaced(self.data_axis.norms.total)
 
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
         """Return the norm of an optimizer's gradients over the whole model, before clipping.

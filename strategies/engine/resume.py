@@ -352,7 +352,11 @@ class ResumeManager:
             "mesh": self._strategy.layout.sizes,
             "is_mid_epoch": not is_over,
             "ranks": ranks,
-            "strategy": self._strategy.kept_for_resume(),
+            "strategy": {
+                key: value
+                for axis in self._strategy.axes
+                for key, value in axis.kept_for_resume().items()
+            },
         }
         # A copy: callbacks may keep the dictionary that they were shown.
         return {**checkpoint, KEY: entry}
@@ -371,7 +375,8 @@ class ResumeManager:
         if entry is None:
             self.point.begin(None)
             return
-        self._strategy.take_kept(entry.get("strategy", {}))
+        for axis in self._strategy.axes:
+            axis.take_kept(entry.get("strategy", {}))
         then, now = entry["mesh"], self._strategy.layout.sizes
         if entry["is_mid_epoch"] and then["data"] != now["data"]:
             raise CheckpointError(
@@ -404,9 +409,10 @@ class ResumeManager:
 
         In another layout it is the first that saw the same batches: the ranks beside it draw alike.
         """
-        if then == self._strategy.layout.sizes:
+        written = MeshLayout(**then)
+        if written == self._strategy.layout:
             return self._strategy.global_rank
-        return MeshLayout(**then).rank_at(data=self._strategy.coordinates["data"])
+        return written.rank_at(data=self._strategy.coordinates["data"])
 
     def start(self, trainer: Trainer) -> None:
         """Called on every rank when training starts, before its first batch is used."""

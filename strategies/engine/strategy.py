@@ -1,59 +1,68 @@
-"""The one engine under every strategy: mesh, process groups, launch, loops, checkpoints.
+"""``MeshStrategy``: sets a run up on the axes of a mesh, and ends it.
 
-``MeshStrategy`` does what Lightning asks of any strategy; how the model is put on an axis is the
-business of that axis's part (``data/``), and the doors (``ddp.py``, ...) choose the parts. The
-LightningModule stays as its author wrote it.
+It does what Lightning expects of any strategy; how the model is put on an axis, and what becomes of
+a step there, is in the class of that axis. The LightningModule stays as its author wrote it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import Trainer
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from boltmesh.errors import ConfigError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies import telemetry as telemetry_module
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing, Recompute
 from boltmesh.strategies.checkpoint.async_save import refuse_beside
+from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO
 from boltmesh.strategies.checkpoint.shared_fs_check import mend_folders, refuse_unshared_folders
-from boltmesh.strategies.data_parallel.axis import AxisContext, DataAxis
-from boltmesh.strategies.data_parallel.unsupported import refuse_callbacks, refuse_lone_saves
 from boltmesh.strategies.deferred_initialization.deferred import deferred_init
 from boltmesh.strategies.deferred_initialization.materialize import materialize
-from boltmesh.strategies.engine.groups import StartMethod
+from boltmesh.strategies.dry_run.broadcast import share_random_state
+from boltmesh.strategies.dry_run.unsupported import (
+    refuse_callbacks,
+    refuse_lone_saves,
+    refuse_run,
+)
+from boltmesh.strategies.engine.axis import Axis
+from boltmesh.strategies.engine.checkpointing import (
+    AFTER_SAVING,
+    Checkpointing,
+    are_named,
+    is_in_shards,
+)
+from boltmesh.strategies.engine.groups import StartMethod, in_order
 from boltmesh.strategies.engine.loops import LoopStrategy
 from boltmesh.strategies.engine.resume import ResumeManager
-from boltmesh.strategies.lightning_compat import trainer as lightning_trainer
 from boltmesh.strategies.lightning_compat.trainer import (
-    autocast_dtype,
     callbacks_of,
     forbid_inference_mode,
-    has_norm_clipping,
-    zeroes_gradients,
+    is_wrapping,
+    reads_gradients,
 )
 from boltmesh.strategies.random_state import seed_random_state
 from boltmesh.telemetry.snapshot import AlertThresholds, MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 
-if TYPE_CHECKING:
-    from boltmesh.strategies.lightning_compat.launchers import SigtermAgreement
-    from boltmesh.telemetry.writer.recorder import Recorder
-
 
 class MeshStrategy(LoopStrategy):
-    """Runs a LightningModule on a mesh of ranks with the axes pipeline, data and tensor.
+    """Runs a LightningModule on a mesh of ranks, each axis of which does its part of the work.
 
     Args:
-        data_axis: How the ranks of the data axis share the model.
-        pipeline: Size of the pipeline axis.
-        tensor: Size of the tensor axis. The data axis takes the ranks that are left.
+        axes: Of the mesh, in any order; one of them is a data axis, which takes the ranks that the
+            sizes of the others leave.
         timeout_s: How long a collective may take before the run ends with an error, seconds.
         telemetry: Record what ``boltmesh top`` shows.
         activation_checkpointing: ``"full"`` keeps the inputs of each repeated block alone for the
@@ -77,17 +86,11 @@ class MeshStrategy(LoopStrategy):
     """
 
     strategy_name = "bolt_mesh"
-    defers_building = False
-    """Whether what ``configure_model`` makes may be larger than this rank's memory. It is then made
-    when the model is divided: each rank gets its part of what the author's initialisation gives.
-    """
 
     def __init__(
         self,
         *,
-        data_axis: DataAxis,
-        pipeline: int = 1,
-        tensor: int = 1,
+        axes: Sequence[Axis],
         timeout_s: float = 1800.0,
         telemetry: bool = True,
         activation_checkpointing: Recompute | None = None,
@@ -102,8 +105,7 @@ class MeshStrategy(LoopStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
-            pipeline=pipeline,
-            tensor=tensor,
+            axes=axes,
             timeout_s=timeout_s,
             process_group_backend=process_group_backend,
             start_method=start_method,
@@ -113,27 +115,47 @@ class MeshStrategy(LoopStrategy):
             precision_plugin=precision_plugin,
         )
         self._forward_redirection = compat.DDPForwardRedirection()
-        self.data_axis = data_axis
         if checkpoint_io is not None:
-            self.checkpoint_io = checkpoint_io  # which a sharded axis refuses
+            self.checkpoint_io = checkpoint_io  # which ranks with shards refuse
         self.telemetry = telemetry
         self.recomputation = ActivationCheckpointing(activation_checkpointing)
         self.seed = seed
         self.async_save = async_save
-        self.recorder: Recorder | NullRecorder = NullRecorder()
+        self.checkpoints = Checkpointing(self)
         self.recipe: str | None = None
-        """Which config the run was made from; set by ``boltmesh fit``, told to who watches."""
+        """Which config the run was made from; set by ``boltmesh fit``, shown by the dashboard."""
         self.alerts: AlertThresholds | None = None
-        """When who watches is to be alarmed; set like ``recipe``."""
-        self._resume: ResumeManager | None = None
-        self._sigterm: SigtermAgreement | None = None
+        """When the dashboard raises an alarm; set like ``recipe``."""
+        self.is_placed = False
+        """Whether each rank has got its part of a model."""
+        for axis in self.axes:
+            axis.attach(self)
 
-    # Starting.
+    def add_axis(self, axis: Axis) -> None:
+        """Put one more axis between the others, or in the place of the one with its name."""
+        self.axes = in_order([axis, *(each for each in self.axes if each.name != axis.name)])
+        axis.attach(self)
+
+    @property
+    def public_name(self) -> str:
+        """The class that users build, in messages and in the dashboard."""
+        return type(self).__name__
+
+    @property
+    def defers_building(self) -> bool:
+        """Whether what ``configure_model`` makes may be larger than this rank's memory.
+
+        It is then made when the model is divided: each rank gets its part of what the author's
+        initialisation gives.
+        """
+        return any(axis.defers_building for axis in self.axes)
+
+    # Set-up.
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._resume = ResumeManager(self)
+        self.resume = ResumeManager(self)
         if self.telemetry:
             self.recorder = telemetry_module.open_recorder_of(self)
 
@@ -148,48 +170,80 @@ class MeshStrategy(LoopStrategy):
             yield
 
     @override
-    def near_groups(self) -> dict[str, list[list[int]]]:
-        groups = super().near_groups()
-        cut = partial(self.data_axis.shard_groups, ranks_per_node=self.num_processes)
-        shards = [each for ranks in self.layout.groups("data") for each in cut(ranks)]
-        return groups if not shards else {**groups, "shard": shards}
-
-    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
-        is_sharded = self.data_axis.is_sharded
+        if self.shares_batches:
+            self.gather_metrics()
         if self.stores_shards:
             self._refuse_callbacks(trainer)
-        self.place(trainer)
-        self.is_placed = True
+        self._place(trainer)
+        is_sharded = self.data_axis.is_sharded
         self.accelerator.setup(trainer)
-        if self._is_fitting:
+        if self.is_fitting:
             self._prepare_fit(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         if not is_sharded:
             self.model_to_device()
-        if self._is_fitting or is_sharded:
-            self.put_on_data_axis(trainer)
+        if self.is_fitting or is_sharded:
+            self._wrap(trainer)
         else:
-            self._share_weights()
-        if self._is_fitting:
+            self.data_axis.share_weights(self.model)
+        if self.is_fitting:
             self._adopt_optimizers(trainer)
         elif is_sharded:
             self.data_axis.adopt([], reads_gradients=False)
         self.setup_precision_plugin()
         if is_sharded:
             forbid_inference_mode(trainer)
-        if self._is_fitting:
-            self._tell_expectations()
+        if self.is_fitting:
+            self._record_expectations()
             if self.seed is not None:
                 seed_random_state(self.seed + self.coordinates["data"])
+        for axis in reversed(self.axes):
+            axis.start(trainer)
 
     def _refuse_callbacks(self, trainer: Trainer) -> None:
         callbacks = callbacks_of(trainer)
         refuse_callbacks(callbacks, self.public_name)
         if self.world_size > 1:
             refuse_lone_saves(callbacks)
+
+    def _place(self, trainer: Trainer) -> None:
+        """Put the model on the axes, before anything is moved or wrapped. Collective.
+
+        The inner axes go first: stages are made of layers that are divided already.
+        """
+        module = self.lightning_module
+        assert module is not None
+        for axis in self.axes:
+            axis.refuse(trainer, module)
+        if self.shares_batches:
+            self._share_randomness(trainer, module)
+            if self.layout.data == 1:
+                self.add_axis(self.data_axis.for_one_rank())
+        for axis in reversed(self.axes):
+            axis.place(trainer)
+        self.is_placed = True
+
+    def _share_randomness(self, trainer: Trainer, module: LightningModule) -> None:
+        """Let ranks that share batches draw the same random numbers. Collective over all ranks.
+
+        Raises:
+            ConfigError: When the run lets one rank do what the others do not.
+        """
+        reasons = next((axis.reasons for axis in self.axes if axis.reasons is not None), None)
+        if reasons is not None:
+            refuse_run(
+                trainer,
+                module,
+                self.step_name,
+                synchronises_norms=self._layer_sync is not None,
+                because=reasons,
+            )
+        for axis in self.axes:
+            if axis.shares_batches:
+                share_random_state(axis.sharing_group, self.root_device)
 
     def _prepare_fit(self, trainer: Trainer) -> None:
         """Get ready to save, and do to the model's modules what training alone needs."""
@@ -199,64 +253,86 @@ class MeshStrategy(LoopStrategy):
         if self.async_save:
             keeps_state_on_disk = self.data_axis.keeps_state_on_disk
             refuse_beside(trainer, self.checkpoint_io, keeps_state_on_disk=keeps_state_on_disk)
-            self.open_saving(self.timeout)
+            self.checkpoints.open()
         assert self.model is not None
         self.recomputation.put_on(self.model)
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
 
-    def _adopt_optimizers(self, trainer: Trainer) -> None:
-        """Make the user's optimizers, and let the data axis step its part of what they step."""
-        self.setup_optimizers(trainer)
-        assert self.lightning_module is not None
-        reads_gradients = lightning_trainer.reads_gradients(trainer, self.lightning_module)
-        self.data_axis.adopt(self.optimizers, reads_gradients=reads_gradients)
-        if not self.data_axis.is_sharded:
-            compat.optimizers_to_device(self.optimizers, self.root_device)
-
-    def _tell_expectations(self) -> None:
-        """Tell the recorder what a step should move and take, and how to see what it does."""
-        self.recorder.expect(self.expected_traffic())
-        self.recorder.expect_memory(self.expected_memory())
-        self.recorder.watch_memory(partial(telemetry_module.tensors_by_kind, self))
-
-    def put_on_data_axis(self, trainer: Trainer) -> None:
+    def _wrap(self, trainer: Trainer) -> None:
         """Make replicas or shards of the model, as the other axes have left it.
 
         Parameters may be other objects afterwards.
         """
         assert self.model is not None
-        self.model = self.data_axis.wrap(self.model, self._axis_context(trainer))
+        for axis in self.axes:
+            axis.before_wrap()
+        self.model = self.data_axis.wrap(self.model, self.data_axis.context(trainer))
+        for axis in self.axes:
+            axis.after_wrap()
 
-    def _share_weights(self) -> None:
-        """Give every rank the first one's model, for a run that trains nothing."""
-        assert self.model is not None
-        compat.sync_module_states(self.model)
-
-    def _axis_context(self, trainer: Trainer) -> AxisContext:
+    def _adopt_optimizers(self, trainer: Trainer) -> None:
+        """Make the user's optimizers, and let the data axis step its part of what they step."""
+        self.setup_optimizers(trainer)
         assert self.lightning_module is not None
-        return AxisContext(
-            group=self.groups["data"],
-            device=self.root_device,
-            compute_dtype=autocast_dtype(self.precision_plugin),
-            ranks_per_node=self.num_processes,
-            num_microbatches=trainer.accumulate_grad_batches,
-            has_norm_clipping=has_norm_clipping(trainer),
-            reads_gradients=lightning_trainer.reads_gradients(trainer, self.lightning_module),
-            timeout=self.timeout,
-            norm_shares=self.norm_shares(),
-            scaler=getattr(self.precision_plugin, "scaler", None),
-            zeroes_gradients=partial(zeroes_gradients, trainer),
-            recorder=self.recorder,
-            recomputed=self.recomputation.blocks,
-            holds_buffer=self.holds_buffer,
-        )
+        may_be_read = reads_gradients(trainer, self.lightning_module)
+        self.data_axis.adopt(self.optimizers, reads_gradients=may_be_read)
+        if not self.data_axis.is_sharded:
+            compat.optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for axis in reversed(self.axes):
+            axis.check_optimizers(self.optimizers)
 
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
+        for axis in self.axes:
+            axis.before_transfer(self.root_device)
         materialize(self.model, self.root_device)
         self.model.to(self.root_device)
+
+    # What this rank has.
+
+    @property
+    def stores_shards(self) -> bool:
+        """Whether ranks hold parts of the model, and checkpoints are directories of shards."""
+        return any(axis.stores_shards for axis in self.axes)
+
+    @property
+    def divides_modules(self) -> bool:
+        """Whether parameters are whole, each on some of the ranks."""
+        return any(axis.divides_modules for axis in self.axes)
+
+    def held_parameters(self) -> Collection[Parameter]:
+        """The module's parameters of which this rank has values, shards among them."""
+        for axis in self.axes:
+            held = axis.held_parameters()
+            if held is not None:
+                return held
+        return [] if self.lightning_module is None else list(self.lightning_module.parameters())
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a part of a parameter or buffer of the module."""
+        return all(axis.holds(name) for axis in self.axes)
+
+    def holds_buffer(self, name: str) -> bool:
+        """Whether this rank has the model's value of a buffer, and not what it needs no longer."""
+        return all(axis.holds_buffer(name) for axis in self.axes)
+
+    def kept_beside(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Other versions of weights and gradients that this rank holds, beside the module's own."""
+        weights: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for axis in self.axes:
+            kept = axis.kept_beside()
+            weights += kept[0]
+            gradients += kept[1]
+        return weights, gradients
+
+    # Forecasts.
 
     def expected_traffic(self) -> list[ExpectedTraffic]:
         """What one optimizer step should move on this rank, to be shown beside what it moved.
@@ -267,13 +343,114 @@ class MeshStrategy(LoopStrategy):
             return []
         if not self.lightning_module.automatic_optimization:
             return []
-        return self.data_axis.expected_traffic(self.model)
+        return [each for axis in self.axes for each in axis.expected_traffic(self.model)]
 
     def expected_memory(self) -> list[MemoryKind]:
         """What memory this rank should need, to be shown beside what it takes."""
         if self.model is None:
             return []
-        return self.data_axis.expected_memory(self.model, self.optimizers)
+        kinds = self.data_axis.expected_memory(self.model, self.optimizers)
+        for axis in reversed(self.axes):
+            kinds = axis.adjust_memory(kinds)
+        return kinds
+
+    def _record_expectations(self) -> None:
+        """Record what a step should move and take, and how to see what it does."""
+        self.recorder.expect(self.expected_traffic())
+        self.recorder.expect_memory(self.expected_memory())
+        self.recorder.watch_memory(partial(telemetry_module.tensors_by_kind, self))
+
+    # Checkpoints: files as Lightning writes them where each rank has the whole model.
+
+    @property  # type: ignore[explicit-override]
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif is_wrapping(self._checkpoint_io):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # type: ignore[attr-defined]
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if self.stores_shards:
+            instead = " and give the strategy async_save=True" if is_wrapping(io) else ""
+            raise ConfigError(
+                f"{self.public_name} writes its checkpoints by shards and would never call "
+                f"{type(io).__name__}. Take the plugin out of Trainer(plugins=...){instead}."
+            )
+        self._checkpoint_io = io
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self.stores_shards
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self.stores_shards:
+            return super().lightning_module_state_dict()
+        return self.checkpoints.model_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not self.stores_shards:
+            return super().optimizer_state(optimizer)
+        return self.checkpoints.optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        write_file = super().save_checkpoint
+        self.checkpoints.save(checkpoint, filepath, storage_options, write_file=write_file)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        self.checkpoints.remove(filepath)
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is written beside training, see ``Checkpointing.finish``."""
+        self.checkpoints.finish()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.finish_saving()
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        # The Trainer meets after each save; a callback may save what a failing rank has.
+        if not (name == AFTER_SAVING and self.checkpoints.is_alone):
+            super().barrier(name)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        plugin = super().load_checkpoint
+        return self.checkpoints.load(
+            checkpoint_path, weights_only, read_file=lambda path: plugin(path, True, **kwargs)
+        )
+
+    @override
+    def load_model_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any
+    ) -> None:
+        state: dict[str, Any] = checkpoint["state_dict"]
+        if self.stores_shards or is_in_shards(state):
+            self.checkpoints.load_model_state(state, strict=strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict, **kwargs)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if self.stores_shards or are_named(states):
+            self.checkpoints.load_optimizer_states(states)
+        else:
+            super().load_optimizer_state_dict(checkpoint)
 
     # Ending.
 
@@ -281,6 +458,8 @@ class MeshStrategy(LoopStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self.explain(exception)
         self.recorder.fail(exception)
+        for axis in self.axes:
+            axis.report(exception)
 
     def explain(self, exception: BaseException) -> None:
         """Put into an error that ends the run what this rank knows of its cause.
@@ -290,24 +469,31 @@ class MeshStrategy(LoopStrategy):
         """
         self.data_axis.explain(exception)
         self.recorder.explain(exception)
+        for axis in self.model_axes:
+            axis.explain(exception)
 
     @override
     def teardown(self) -> None:
-        self._close_saving()
-        if self._sigterm is not None:
-            self._sigterm.end()
-            self._sigterm = None
+        for axis in self.axes:
+            axis.close()
+        if self.shares_batches:
+            self.forget_metrics()
+        self.checkpoints.close()
+        if self.sigterm is not None:
+            self.sigterm.end()
+            self.sigterm = None
         self.recomputation.take_off()
         self.model = self.lightning_module
         if (
             self.model is not None
-            and self._is_fitting
+            and self.is_fitting
             and self._layer_sync is not None
             and not self.data_axis.is_sharded  # whose shards know the modules that hold them
         ):
             self.model = self._layer_sync.revert(self.model)
         try:
-            self.data_axis.release()
+            for axis in self.axes:
+                axis.release()
         finally:
             self._tear_down_rest()
 
@@ -326,11 +512,8 @@ class MeshStrategy(LoopStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # Spawned ranks make their own files and hooks.
-        state = super().__getstate__()
-        state.update(recorder=NullRecorder(), _resume=None, _sigterm=None)
-        state.update(_beside=None, _saving_group=None)
-        return state
+        # Spawned ranks make their own hooks.
+        return {**super().__getstate__(), "resume": None, "sigterm": None}
 
     @classmethod
     @override

@@ -254,7 +254,7 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
             if trainer.state.fn != TrainerFn.FITTING:
                 return {}  # the main process has the evaluated parameters
             strategy: Any = self._strategy
-            whole: dict[str, Any] = strategy.whole_state(state_dict)
+            whole: dict[str, Any] = strategy.checkpoints.whole_state(state_dict)
             return whole
 
         vars(module)["state_dict"] = whole_state_dict  # all ranks call it, before rank 0 saves

@@ -1,316 +1,467 @@
-"""The pipeline axis: runs the steps of a LightningModule as the stages of a pipeline.
+"""The pipeline axis: each of its ranks holds some stages of the model, and runs them.
 
-Every rank cuts the batch that all of them get into microbatches and runs the module's own step on
-each (``step_runner.py``), as far as its stages go (``replay/``), in the order of the schedule
-(``executor/``). What a batch of training is made of is in ``training.py``, one of the other loops
-in ``evaluation.py``. Here the model is placed, and what that made is kept over the runs it is in.
+What the engine calls. The model in stages is ``staged_model.py``; here is what it needs of a run,
+and what its ranks answer in checkpoints and forecasts.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.dry_run.metrics import find_metrics
-from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
-from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
-from boltmesh.strategies.pipeline.metrics import MetricBroadcast
-from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, fewest_rows, vector_norms
-from boltmesh.strategies.pipeline.microbatch_runs import Around
-from boltmesh.strategies.pipeline.options import PipelineContext, PipelineOptions
-from boltmesh.strategies.pipeline.partition.choose import find_budget
-from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
-from boltmesh.strategies.pipeline.partition.placement import StagePlacement, place
-from boltmesh.strategies.pipeline.peers import PeerPipelines
-from boltmesh.strategies.pipeline.pipedream_2bw import DelayedGradients
-from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
-from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
-from boltmesh.strategies.pipeline.stage.absent_params import refuse_calls_outside
-from boltmesh.strategies.pipeline.stage_params import StageParameters
-from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast, SharedSignals
-from boltmesh.strategies.pipeline.step_runner import StepRunner
-from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
-from boltmesh.telemetry.traffic import CONTROL
+from boltmesh.strategies.checkpoint.optimizer_state import Take
+from boltmesh.strategies.dry_run.batch_check import BatchDigest, batch_digest
+from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
+from boltmesh.strategies.dry_run.fake_optimizers import fake_optimizers
+from boltmesh.strategies.dry_run.sample import batch_sizes, sample_batch
+from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.engine.axis import Axis, FakeRun, StepFunction
+from boltmesh.strategies.grad_norm import NormShare
+from boltmesh.strategies.lightning_compat.launchers import SigtermAgreement
+from boltmesh.strategies.lightning_compat.loops import (
+    evaluation_batch_index,
+    loggers_follow,
+    step_arguments,
+)
+from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping, zeroes_gradients
+from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.pipeline.evaluation import Evaluation
+from boltmesh.strategies.pipeline.expected_traffic import with_second_version
+from boltmesh.strategies.pipeline.options import (
+    STAGES,
+    PipelineContext,
+    PipelineOptions,
+    refuse_accumulation,
+    refuse_late_gradients,
+    refuse_layout,
+    refuse_manual_optimization,
+    refuse_measuring,
+    refuse_optimizers,
+    refuse_remains,
+)
+from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
+from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from boltmesh.strategies.pipeline.stage_params import add_pending, gathered, joined_state
+from boltmesh.strategies.pipeline.staged_model import StagedModel
+from boltmesh.strategies.pipeline.training import training_step
+from boltmesh.strategies.torch_compat.optimizers import (
+    TOTAL_NORM,
+    total_norm_replaced,
+    zeroed_by,
+)
+from boltmesh.telemetry.snapshot import MemoryKind
+from boltmesh.telemetry.traffic import ExpectedTraffic
 
-SEED_STRIDE = 1_000_003
-"""Between the seeds of two steps: a prime above any number of microbatches."""
+if TYPE_CHECKING:
+    from boltmesh.strategies.data_parallel.axis import PipelineDataAxis
+
+BUBBLE = "boltmesh/bubble_ratio"
+"""Idle over total time of the pipeline in the batch before, see ``runtime/timing.py``."""
 
 
-class PipelineAxis:
-    """Keeps the ranks of the pipeline axis one model, of which each holds its stages."""
+class PipelineAxis(Axis):
+    """Keeps the ranks of a pipeline one model, of which each holds its stages.
 
-    def __init__(self, options: PipelineOptions) -> None:
+    Args:
+        options: What the user asked of the axis.
+        size: Ranks of a pipeline; None: what the strategy chooses.
+    """
+
+    name = "pipeline"
+    divides_modules = True
+    stores_shards = True
+    defers_building = True
+    reasons = STAGES
+
+    def __init__(self, options: PipelineOptions, size: int | None = None) -> None:
         self.options = options
-        self.placement: StagePlacement | None = None
-        """None before a model was placed."""
-        self._forget_scaler: Callable[[], None] = _nothing
-        self.cutter = MicrobatchSplitter()
-        self.others = PeerPipelines(1, 1, self._fail)
-        """The replicas of this pipeline."""
-        self.signals = SharedSignals()
-        """What ranks are told from outside, as they tell each other at the end of each run."""
+        self.wanted_size = size
+        self.staged = StagedModel(options)
+        self._evaluation: Evaluation | None = None
+        self._is_new = True
+        """Whether the model was placed for this run, and not for one before."""
+        self._resumed_seed: int | None = None
+        """What random numbers within steps started from in the run that is resumed."""
+        self._sample: tuple[Any, tuple[Any, ...]] = None, ()
+        """A batch of the run that is set up, and what a step is called with behind it."""
+        self._digest: tuple[Any, BatchDigest] | None = None
+        """The batch that was made ready last, and what it was before its transfer."""
+        self._has_logged_bubble = False
+        """In this run."""
 
-    # Placing the model.
+    # Set-up.
 
-    def begin(self, context: PipelineContext) -> None:
-        """Take where the axis finds itself now: called for every run, before ``place``.
-
-        Collective over all ranks.
-        """
-        self.context = context
-        self.others.close()
-        count = context.num_replicas * context.num_sharing
-        self.others = PeerPipelines(count, dist.get_world_size(), self._fail)
-        if self.placement is not None:
-            self.expectations.context = context
-
-    def place(
-        self,
-        module: LightningModule,
-        step: str,
-        batch: Any,
-        rest: tuple[Any, ...],
-        around: Around,
-    ) -> None:
-        """Cut the model, and let go of what other ranks hold. Collective over all ranks.
-
-        Args:
-            module: The whole model. What of it was deferred is made for this rank's stages alone.
-            step: The method that the run begins with.
-            batch: One that it is called with.
-            rest: What it is called with behind the batch.
-            around: Precision.
-
-        Raises:
-            ConfigError: When model or batch cannot be cut.
-        """
-        self.close()
-        self.placement = None
-        context = self.context
-        self.module = module
-        self._vector_norms = vector_norms(module)
-        self.metrics = find_metrics(module)
-        programs = RankPrograms(self.options, context.group.size(), context.group.rank())
-        parts = self._cut(batch)[0]
-        unmade = DeferredModel(module)
-        with around():
-            placement = place(
-                module,
-                step,
-                (parts[0], *rest),
-                rank_of_stage=programs.rank_of_stage,
-                split=self.options.split,
-                context=context,
-                budget=find_budget(
-                    self.options.max_memory_bytes,
-                    programs.live(len(parts)),
-                    num_versions=2 if programs.is_asynchronous else 1,
-                    group=context.group,
-                    device=context.device,
-                ),
-                unmade=unmade,
+    @override
+    def attach(self, strategy: MeshStrategy) -> None:
+        super().attach(strategy)
+        if not strategy.data_axis.has_late_gradients:
+            raise ConfigError(
+                f"The data axis {type(strategy.data_axis).__name__} goes along with forward passes "
+                f"of the whole module, and a pipeline runs pieces of it. Use PipelineDdpAxis() or "
+                f"PipelineZeroAxis(...)."
             )
-        self.last = dist.get_global_rank(context.group, programs.rank_of_stage[-1])
-        self.holds_last_stage = dist.get_rank() == self.last
-        self.proofs = LossChecks(context.device)
-        self.sharing = LastStageBroadcast(context.group, self.last, context.device)
-        self.metric_sharing = MetricBroadcast(
-            self.metrics, context.group, self.last, context.device
+        recompute, kind = strategy.recomputation.kind, schedule_kind(self.options.schedule)
+        if recompute is not None and kind.splits_backward:
+            raise ConfigError(
+                f"schedule={self.options.schedule!r} takes each backward pass in two halves, and "
+                f"activation_checkpointing={recompute!r} would run the blocks again for each part "
+                f"of both. Use schedule='1f1b' or 'interleaved_1f1b', or leave "
+                f"activation_checkpointing out."
+            )
+        if recompute is not None and kind.is_asynchronous:
+            raise ConfigError(
+                f"schedule={self.options.schedule!r} does backward passes after the next optimizer "
+                f"step, and activation_checkpointing={recompute!r} would run the blocks again "
+                f"there, with other weights. Use schedule='1f1b', or leave "
+                f"activation_checkpointing out."
+            )
+
+    @override
+    def check_layout(self, layout: MeshLayout) -> None:
+        refuse_layout(self.options, layout)
+
+    @override
+    def near_groups(self) -> dict[str, list[list[int]]]:
+        # A pipeline hands on what one rank computes, to one other: it can lie farthest apart.
+        return {}
+
+    @override
+    def refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.strategy.is_fitting:
+            refuse_manual_optimization(module)
+            if schedule_kind(self.options.schedule).is_asynchronous:
+                refuse_late_gradients(trainer, self.strategy.scaler)
+        if self._num_sharing > 1:
+            refuse_measuring(self.options)
+
+    @override
+    def place(self, trainer: Trainer) -> None:
+        strategy, staged = self.strategy, self.staged
+        module = strategy.lightning_module
+        assert module is not None
+        if strategy.is_fitting:
+            strategy.recomputation.put_on(module)
+        staged.begin(self._context())
+        self._is_new = staged.placement is None or staged.placement.plans.root is not module
+        if not (self._is_new or strategy.is_fitting):
+            return
+        sample = sample_batch(trainer)
+        staged.cutter.batch_sizes |= sample.batch_sizes
+        step = strategy.step_name
+        rest, around = step_arguments(module, step), strategy.step_context(step)
+        if self._is_new:
+            units = find_stage_units(module)
+            for axis in strategy.axes:
+                axis.cut_into_stages(units)
+            # What crosses borders is of the type that the model will have.
+            strategy.model = strategy.precision_plugin.convert_module(module)
+            with fake_optimizers(strategy, module):
+                staged.place(module, step, sample.batch, rest, around)
+            self._evaluation = Evaluation(staged)
+        if strategy.is_fitting:
+            with fake_optimizers(strategy, module):
+                staged.expectations.look_at(sample.batch, rest, around)
+            self._sample = sample.batch, rest
+        if self._is_new and strategy.data_axis.is_sharded:
+            strategy.model_to_device()  # stages exist already, and are gathered whole for a step
+
+    def _context(self) -> PipelineContext:
+        strategy = self.strategy
+        return PipelineContext(
+            group=strategy.groups[self.name],
+            new_group=partial(strategy.new_group, self.name),
+            data=cast("PipelineDataAxis", strategy.data_axis),
+            device=strategy.root_device,
+            recorder=strategy.recorder,
+            seed=self._step_seed(),
+            timeout=strategy.timeout,
+            scaler=strategy.scaler,
+            recomputed=strategy.recomputation.blocks,
+            num_replicas=strategy.data_axis.size,
+            num_sharing=self._num_sharing,
+            silent=self._without_communication,
         )
-        self._executor = self._build_executor(context)
-        self.holdings = StageParameters(module, placement.division, context)
-        self.runner = StepRunner(
-            module,
-            self.metrics,
-            placement,
-            self.holdings,
-            programs=programs,
-            num_microbatches=len(parts),
-            executor=self._executor,
-            sharing=self.sharing,
-            signals=self.signals,
-            context=context,
-        )
-        unmade.make(set(self.holdings.parameters), context.device)
-        refuse_calls_outside(placement.plans.units)
-        placement.plans.check = self.holdings.refuse_unheld
-        self.expectations = PipelineEstimate(
-            module,
-            placement,
-            self.holdings,
-            programs=programs,
-            num_microbatches=len(parts),
-            sharing=self.sharing,
-            cut=self._cut,
-            context=context,
-        )
-        self.placement = placement
 
-    def _build_executor(self, context: PipelineContext) -> PipelineRuntime:
-        """Return what performs schedules on this model, in all runs. Collective over all ranks."""
-        num_ranks = context.group.size()
-        return PipelineRuntime(
-            context.group,
-            context.device,
-            on_chunk=self._record_chunk,
-            on_peak=self._record_peak,
-            name_of=self._name_of,
-            timeout=context.timeout,
-            on_stuck=self._fail,
-            explain=self._explain,
-            waits_within=context.num_sharing > 1,
-            control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
-            num_told=lambda: NUM_SIGNALS + self.sharing.length,
-        )
+    @property
+    def _num_sharing(self) -> int:
+        """Ranks that share each layer: those of inner axes with the same batches."""
+        return self.strategy.layout.world_size // (self.size * self.strategy.data_axis.size)
 
-    def move_absent(self, device: torch.device) -> None:
-        """Make what other ranks hold seem to be on a device, before the model is moved to it."""
-        if self.placement is not None:
-            self.holdings.move_absent(device)
+    @contextmanager
+    def _without_communication(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for axis in self.strategy.axes:
+                stack.enter_context(axis.silenced())
+            yield
 
-    def start(self) -> None:
-        """Called when parameters are on their device. Collective over the pipeline."""
-        assert self.placement is not None
-        self.holdings.shared.broadcast()
-        # Where nobody seeds, ranks have drawn different ones.
-        self.runner.glue_state.broadcast(self.placement.division.loose_buffers)
+    def _step_seed(self) -> int:
+        """What random numbers within steps start from; equal on all ranks of a pipeline."""
+        if self._resumed_seed is not None and self.strategy.is_fitting:
+            return self._resumed_seed + self._own_seed
+        if self.strategy.seed is not None:
+            return self.strategy.seed + self._own_seed
+        return broadcast_from_rank0(torch.initial_seed() % 2**62)
 
-    def tell(self, accumulated: int) -> None:
-        """Tell the run's recorder what will be run; called for every run.
+    @property
+    def _own_seed(self) -> int:
+        """By what this pipeline's seed differs from the first one's."""
+        return 0 if self.strategy.seed is None else self.strategy.coordinates["data"]
 
-        Args:
-            accumulated: Batches in an optimizer step.
-        """
-        recorder = self.context.recorder
-        for group in self.holdings.shared.groups():
-            recorder.name_group(group, "pipeline")
-        if self._executor.control_group is not None:
-            recorder.name_group(self._executor.control_group, CONTROL)
-        recorder.schedule(self.expectations.plan(self.options.schedule, accumulated))
+    @override
+    def refuse_placed(self, module: LightningModule) -> None:
+        refuse_remains(module)
 
-    def follow_scaler(self) -> None:
-        """Make all stages skip a step when gradients of one have overflown.
+    @override
+    def before_transfer(self, device: torch.device) -> None:
+        self.staged.move_absent(device)
 
-        To be called before a run that trains; until ``close``.
-        """
-        context = self.context
-        self._forget_scaler()
-        if context.scaler is not None and context.group.size() > 1:
-            self._forget_scaler = agree_on_overflow(context.scaler, context.group, context.device)
+    @override
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        refuse_optimizers(optimizers)
 
-    def close(self) -> None:
-        """End what runs beside the training. Parameters stay as they are."""
-        self._forget_scaler()
-        self._forget_scaler = _nothing
-        self.signals.forget()
-        self.others.close()
-        if self.placement is not None:
-            self._executor.close()
-            if self.delayed is not None:
-                self.delayed.abandon()
+    @override
+    def start(self, trainer: Trainer) -> None:
+        self._sample = None, ()
+        staged = self.staged
+        if self._is_new:
+            staged.start()
+        staged.holdings.let_gather()
+        if self.strategy.is_fitting and staged.delayed is not None:
+            staged.delayed.begin()
+        staged.follow_scaler()
+        staged.tell(trainer.accumulate_grad_batches)
+
+    # What this rank has.
+
+    @override
+    def held_parameters(self) -> Collection[Parameter]:
+        return self.staged.holdings.parameters if self.staged.placement is not None else []
+
+    @override
+    def holds_buffer(self, name: str) -> bool:
+        return self.staged.holdings.has_buffer(name)
+
+    @override
+    def kept_beside(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        delayed = self.staged.delayed
+        return ((), ()) if delayed is None else delayed.tensors()
+
+    # Loops.
+
+    @override
+    def check_dataloader(self, dataloader: object) -> None:
+        self.staged.cutter.batch_sizes |= batch_sizes(dataloader)
+
+    @override
+    def begin_training(self) -> None:
+        self._has_logged_bubble = False
+
+    @override
+    def find_metrics(self) -> None:
+        self.staged.find_metrics()
+
+    @override
+    def drain(self) -> None:
+        self.staged.drain()
+
+    @override
+    def sigterm_agreement(self) -> SigtermAgreement | None:
+        if self.size < self.strategy.world_size:
+            return None
+        # All ranks of the job tell each other at the end of each batch how it went.
+        signals = self.staged.signals
+        agreement = SigtermAgreement(self.strategy.trainer, signals.take_heard)
+        signals.told = agreement.flags
+        return agreement
 
     # Steps.
 
-    @property
-    def delayed(self) -> DelayedGradients | None:
-        """What applies gradients a step late, where the schedule does."""
-        return None if self.placement is None else self.runner.delayed
+    @override
+    def announce_batch(self, batch: Any, digest: BatchDigest) -> None:
+        self._digest = batch, digest
 
-    def drain(self) -> None:
-        """Do the backward passes that were left to a next batch. Collective over the pipeline.
+    @override
+    def run_step(self, step: str, run: StepFunction, args: Any, kwargs: Any) -> Any:
+        if step == "training_step" and self.staged.delayed is not None:
+            refuse_accumulation(self.strategy.trainer)
+        self._check(args[0])
+        self.staged.runner.digest = self._digest_of(args[0])
+        if step == "training_step":
+            return self._train(args, kwargs)
+        return self._evaluate(step, args, kwargs)
 
-        To be called before anything but a batch of training.
-        """
-        if self.delayed is not None:
-            self.delayed.drain()
-
-    def find_metrics(self) -> None:
-        """Take note of the module's metrics, which it may make at any time before a loop begins."""
-        self.metrics.clear()
-        self.metrics.update(find_metrics(self.module))
-
-    def begin_batch(self) -> None:
-        """Let the data axis make parameters ready. Collective over all ranks.
-
-        What fails here is told to the whole pipeline: a step that was taken on the host or on a
-        disk meanwhile may turn out to have failed, on this rank alone.
-        """
+    def _check(self, batch: Any) -> None:
+        """Let what other axes refuse of a batch end the step on all ranks of the pipeline."""
         try:
-            self.others.run_collective(self.context.data.begin_batch)
+            self.strategy.check_batch(batch)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
-            self.runner.refuse(error)
+            self.staged.runner.refuse(error)
 
-    def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """Return a batch's microbatches and how many rows each has.
+    def _digest_of(self, batch: Any) -> BatchDigest:
+        """Return the digest of a batch that a step is given."""
+        made, self._digest = self._digest, None
+        if made is not None and made[0] is batch:
+            return made[1]
+        return batch_digest(batch)
 
-        Collective over the pipeline where it cannot be cut, so that no rank waits for this one.
+    def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        strategy, staged = self.strategy, self.staged
+        self._free_stale_gradients()
+        told = staged.sharing.length, staged.sharing.size_per_batch()
+        with strategy.recorder.phase("forward"), total_norm_replaced(TOTAL_NORM):
+            output = training_step(
+                staged,
+                args,
+                kwargs,
+                ordinal=strategy.trainer.fit_loop.total_batch_idx,
+                around=strategy.step_context("training_step"),
+            )
+        if told != (staged.sharing.length, staged.sharing.size_per_batch()):
+            strategy.recorder.expect(strategy.expected_traffic())  # it logs something else
+        self._log_bubble()
+        return output
+
+    def _free_stale_gradients(self) -> None:
+        """Let go of the gradients of the step before where the Trainer is going to zero them.
+
+        It does so when ``training_step`` has returned, in which a pipeline makes the new ones: both
+        would be in memory at once, and the new ones in pages that are new in every step.
         """
-        try:
-            return self._cut(batch)
-        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
-            self.runner.refuse(error)
+        if zeroes_gradients(self.strategy.trainer):
+            for each in zeroed_by(self.strategy.optimizers):
+                each.grad = None
 
-    def cut_if_possible(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """Return the same, and the whole batch where it cannot be cut."""
-        try:
-            return self._cut(batch)
-        except ConfigError:
-            return [batch], [1]
+    def _log_bubble(self) -> None:
+        """Log the newest bubble that is known, the same on all ranks; of the first batch none.
 
-    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
-        wanted = self.options.num_microbatches(self.context.group.size())
-        if wanted == 1:
-            return [batch], [1]
-        return self.cutter.cut(batch, wanted, fewest_rows(self._vector_norms))
-
-    def seeds(self, ordinal: int, count: int) -> list[int]:
-        """Return what the random numbers of each microbatch start from."""
-        start = self.context.seed + SEED_STRIDE * (ordinal + 1)
-        return [(start + number) % 2**63 for number in range(count)]
-
-    def average(self, over_replicas: Callable[[], bool]) -> None:
-        """Average gradients over the pipelines of the job. Collective over all ranks.
-
-        Args:
-            over_replicas: Averages those of this rank's stages; returns whether it did.
+        Once it is known, and then for the batches that loggers are given: a call of ``log`` takes
+        as long as several chunks of a small model.
         """
+        bubble = self.staged.bubble
+        if bubble is None:
+            return
+        if not self._has_logged_bubble or loggers_follow(self.strategy.trainer):
+            self._has_logged_bubble = True
+            module = self.staged.module
+            module.log(BUBBLE, bubble, on_step=True, on_epoch=False, batch_size=1)
 
-        def average() -> None:
-            if over_replicas() and self.context.evens_shared:
-                self.holdings.shared.even()
+    def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        assert self._evaluation is not None
+        with self.strategy.evaluation_batch():
+            return self._evaluation.step(
+                step,
+                args,
+                kwargs,
+                ordinal=evaluation_batch_index(self.strategy.trainer),
+                around=self.strategy.step_context(step),
+            )
 
-        self.others.run_collective(average)
+    @override
+    def norm_shares(self) -> Sequence[NormShare]:
+        return (self.staged.holdings.norm_share,)
 
-    @property
-    def bubble(self) -> float | None:
-        """Return the idle share of a batch of training, see ``PipelineRuntime.bubble``."""
-        return self._executor.bubble
+    # Checkpoints. Gradients that a schedule applies a step late go along, so that a resumed run
+    # applies them too.
 
-    # What the executor tells.
+    @override
+    def holds(self, name: str) -> bool:
+        return self.strategy.coordinates[self.name] in self.staged.holdings.holders(name)
 
-    def _record_chunk(
-        self, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int
-    ) -> None:
-        self.context.recorder.chunk(
-            stage=stage, microbatch=microbatch, kind=kind, start_ns=start_ns, end_ns=end_ns
+    @override
+    def stores(self, name: str) -> bool:
+        coordinates = self.strategy.coordinates
+        if coordinates["data"] > 0 and not self.strategy.data_axis.is_sharded:
+            return False  # the same as the first data rank's
+        return self.staged.holdings.holders(name)[0] == coordinates[self.name]
+
+    @override
+    def opened(self) -> AbstractContextManager[None]:
+        return self.staged.holdings.guard.opened()
+
+    @override
+    def join_model_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        holdings = self.staged.holdings
+        return gathered(
+            state,
+            lambda name: holdings.holders(name)[0],
+            self.strategy.groups[self.name],
+            self.strategy.root_device,
+            keeps=self.strategy.local_rank == 0,
         )
 
-    def _record_peak(self, peaks: Mapping[int, int]) -> None:
-        self.context.recorder.live_microbatches(peaks)
+    @override
+    def join_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        delayed = self.staged.delayed
+        if delayed is not None:
+            named = dict(self.staged.module.named_parameters())
+            add_pending(state, named, delayed.pending())
+        return joined_state(state, self.strategy.checkpoints.stores)
 
-    def _explain(self, error: BaseException) -> None:
-        self.context.recorder.explain(error)
-        self.others.annotate(error)
+    @override
+    def take_pending(self) -> Take | None:
+        delayed = self.staged.delayed
+        if delayed is None:
+            return None
+        delayed.begin()
+        return delayed.put
 
-    def _fail(self, error: BaseException) -> None:
-        self.context.recorder.fail(error)
+    @override
+    def kept_for_resume(self) -> dict[str, Any]:
+        return {"step_seed": self.staged.context.seed - self._own_seed}
 
-    def _name_of(self, module: torch.nn.Module) -> str | None:
-        return next((name for name, each in self.module.named_modules() if each is module), None)
+    @override
+    def take_kept(self, state: Mapping[str, Any]) -> None:
+        if "step_seed" in state:
+            self._resumed_seed = state["step_seed"]
+            self.staged.begin(self._context())
 
+    # Forecasts.
 
-def _nothing() -> None:
-    """What there is to undo where nothing was done."""
+    @override
+    def dry_batch(self) -> tuple[FakeRun, torch.device]:
+        batch, rest = self._sample
+        device = self.strategy.root_device
+        batch = move_data_to_device(batch, device)
+        around = self.strategy.step_context("training_step")
+        return self.staged.expectations.rehearsed(batch, rest, around), device
+
+    @override
+    def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
+        trainer = self.strategy.trainer
+        return self.staged.expectations.traffic(
+            trainer.accumulate_grad_batches, num_norms=int(has_norm_clipping(trainer))
+        )
+
+    @override
+    def adjust_memory(self, kinds: list[MemoryKind]) -> list[MemoryKind]:
+        staged = self.staged
+        if staged.delayed is not None:
+            kinds = with_second_version(kinds, staged.holdings.parameters)
+        # What selective checkpointing keeps is not seen before the first step.
+        is_known = self.strategy.recomputation.kind != "selective"
+        return kinds + (staged.expectations.activations() if is_known else [])
+
+    # Ending.
+
+    @override
+    def explain(self, error: BaseException) -> None:
+        self.staged.others.annotate(error)
+
+    @override
+    def report(self, error: BaseException) -> None:
+        self.staged.others.post(error)
+
+    @override
+    def close(self) -> None:
+        self.staged.close()
+        self.staged.move_absent(torch.device("cpu"))
+        self._resumed_seed = None

@@ -29,27 +29,27 @@ from boltmesh.strategies.pipeline.stage.stage_run import Tail
 from boltmesh.strategies.torch_compat.modules import swapped_state
 
 if TYPE_CHECKING:
-    from boltmesh.strategies.pipeline.axis import PipelineAxis
+    from boltmesh.strategies.pipeline.staged_model import StagedModel
 
 
 class Evaluation:
     """Runs steps that train nothing.
 
     Args:
-        axis: Of the pipeline, on which a model was placed.
+        model: That was placed on a pipeline.
     """
 
-    def __init__(self, axis: "PipelineAxis") -> None:
-        self._axis = axis
+    def __init__(self, model: "StagedModel") -> None:
+        self._model = model
         self._relayed: set[str] = set()
         """Steps that cannot be cut into stages."""
         self._undivided: WeakSet[Tail] = WeakSet()
         """Of batches that microbatches cannot be joined to: they go through whole."""
-        assert axis.placement is not None
-        self._plans = axis.placement.plans
-        apart = (*self._plans.units.values(), *axis.metrics.values())
+        assert model.placement is not None
+        self._plans = model.placement.plans
+        apart = (*self._plans.units.values(), *model.metrics.values())
         inside = {id(part) for each in apart for part in each.modules()}
-        self._glue = [each for each in axis.module.modules() if id(each) not in inside]
+        self._glue = [each for each in model.module.modules() if id(each) not in inside]
 
     def step(
         self,
@@ -75,8 +75,8 @@ class Evaluation:
         Raises:
             PipelineError: When a rank fails, or ranks have different batches.
         """
-        axis = self._axis
-        whole = MicrobatchRun(step, args[0], [args[0]], args[1:], kwargs, axis.seeds(ordinal, 1))
+        model = self._model
+        whole = MicrobatchRun(step, args[0], [args[0]], args[1:], kwargs, model.seeds(ordinal, 1))
         if step in self._relayed:
             return self._relay(whole, around)
         try:
@@ -84,7 +84,7 @@ class Evaluation:
                 tail = self._tail(whole, 0)
                 run, tails, joints = self._divided(whole, tail, ordinal)
         except AbsentError as error:
-            axis.runner.refuse(error)
+            model.runner.refuse(error)
         except ConfigError as error:  # alike on all ranks, which have one batch and one plan
             self._relayed.add(step)
             rank_zero_info(
@@ -93,7 +93,7 @@ class Evaluation:
             )
             return self._relay(whole, around)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
-            axis.runner.refuse(error)
+            model.runner.refuse(error)
         specs = tail.end.plan.values_in
         values = self._values(run, tails, joints, specs, around)
         values = [self._broadcast(each, spec) for each, spec in zip(values, specs, strict=True)]
@@ -101,19 +101,19 @@ class Evaluation:
         with ExitStack() as stack:
             stack.enter_context(around())
             stack.enter_context(host_random_kept())
-            stack.enter_context(metrics_replaced(axis.metrics, lambda call: call.do()))
+            stack.enter_context(metrics_replaced(model.metrics, lambda call: call.do()))
             if lent:
-                stack.enter_context(swapped_state(axis.module, lent))
+                stack.enter_context(swapped_state(model.module, lent))
             return tail.end.forward(values, args, kwargs, seed=whole.seeds[0])
 
     def _relay(self, whole: MicrobatchRun, around: Around) -> Any:
         """Run a step that stages cannot hand on, each layer on its rank. See ``relay.py``."""
-        axis = self._axis
+        model = self._model
         with ExitStack() as stack:
             stack.enter_context(around())
             stack.enter_context(host_random_kept())
-            stack.enter_context(metrics_replaced(axis.metrics, lambda call: call.do()))
-            return axis.runner.relay(whole)
+            stack.enter_context(metrics_replaced(model.metrics, lambda call: call.do()))
+            return model.runner.relay(whole)
 
     def _divided(
         self, whole: MicrobatchRun, tail: Tail, ordinal: int
@@ -126,10 +126,10 @@ class Evaluation:
         )
         if tail.draws_before or tail in self._undivided:
             return undivided
-        parts, sizes = self._axis.cut_if_possible(whole.parts[0])
+        parts, sizes = self._model.cut_if_possible(whole.parts[0])
         if len(parts) == 1:
             return undivided
-        run = dataclasses.replace(whole, parts=parts, seeds=self._axis.seeds(ordinal, len(parts)))
+        run = dataclasses.replace(whole, parts=parts, seeds=self._model.seeds(ordinal, len(parts)))
         tails = [self._tail(run, number) for number in range(len(parts))]
         joints = find_joints(tail.end.plan, [each.end.plan for each in tails], sizes)
         if joints is None:
@@ -151,48 +151,48 @@ class Evaluation:
         around: Around,
     ) -> list[Tensor]:
         """Return what lives behind the last unit, on its rank; on others room for it."""
-        axis = self._axis
+        model = self._model
         with ExitStack() as stack:
             # Every stage runs the beginning of the step, and only the end is to leave traces.
             stack.enter_context(modules_unchanged(self._glue))
-            stack.enter_context(no_side_effects(axis.module, axis.metrics))
-            parts = axis.runner.pass_through(run, [each.last for each in tails], around)
-        if axis.holds_last_stage:
+            stack.enter_context(no_side_effects(model.module, model.metrics))
+            parts = model.runner.pass_through(run, [each.last for each in tails], around)
+        if model.holds_last_stage:
             return join(parts, joints, specs)
-        device = axis.context.device
+        device = model.context.device
         return [torch.empty(each.shape, dtype=each.dtype, device=device) for each in specs]
 
     def _broadcast(self, value: Tensor, spec: ValueSpec) -> Tensor:
-        axis = self._axis
-        if axis.context.group.size() == 1 or not spec.num_bytes:
+        model = self._model
+        if model.context.group.size() == 1 or not spec.num_bytes:
             return value
         whole = value.resolve_conj().resolve_neg().contiguous()
         # As bytes: NCCL knows neither complex numbers nor 16-bit integers.
-        dist.broadcast(whole.reshape(-1).view(torch.uint8), axis.last, group=axis.context.group)
-        return value if axis.holds_last_stage else whole
+        dist.broadcast(whole.reshape(-1).view(torch.uint8), model.last, group=model.context.group)
+        return value if model.holds_last_stage else whole
 
     def _parameters(self, tail: Tail) -> dict[str, Tensor]:
         """Return the parameters that the tail uses and not every rank has."""
-        placement = self._axis.placement
+        placement = self._model.placement
         assert placement is not None
-        everywhere = self._axis.context.group.size()
+        everywhere = self._model.context.group.size()
         return {
-            name: self._axis.module.get_parameter(name)
+            name: self._model.module.get_parameter(name)
             for name in sorted(tail.end.plan.parameters)
             if len(placement.ranks_of_parameter[name]) < everywhere
         }
 
     def _lent(self, tail: Tail) -> dict[str, Tensor]:
         """Return values of these on ranks that have none."""
-        axis = self._axis
-        assert axis.placement is not None
+        model = self._model
+        assert model.placement is not None
         lent = {}
         for name, each in self._parameters(tail).items():
-            holders = axis.placement.ranks_of_parameter[name]
-            is_holder = axis.context.group.rank() in holders
+            holders = model.placement.ranks_of_parameter[name]
+            is_holder = model.context.group.rank() in holders
             value = each.detach() if is_holder else torch.empty_like(each).contiguous()
-            source = dist.get_global_rank(axis.context.group, holders[0])
-            dist.broadcast(value, source, group=axis.context.group)
+            source = dist.get_global_rank(model.context.group, holders[0])
+            dist.broadcast(value, source, group=model.context.group)
             if not is_holder:
                 lent[name] = value
         return lent

@@ -28,9 +28,9 @@ from boltmesh.strategies.pipeline.step_logs import StepLogs, repeat, take_number
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 if TYPE_CHECKING:
-    from boltmesh.strategies.pipeline.axis import PipelineAxis
     from boltmesh.strategies.pipeline.metrics import Given
     from boltmesh.strategies.pipeline.options import PipelineContext
+    from boltmesh.strategies.pipeline.staged_model import StagedModel
 
 
 def gradient_scale(context: "PipelineContext", num_microbatches: int) -> Tensor | float:
@@ -56,7 +56,7 @@ def gradient_scale(context: "PipelineContext", num_microbatches: int) -> Tensor 
 
 
 def training_step(
-    axis: "PipelineAxis",
+    model: "StagedModel",
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
@@ -68,7 +68,7 @@ def training_step(
     Collective over the pipeline, and over the pipelines of all data ranks.
 
     Args:
-        axis: Of the pipeline.
+        model: Of the pipeline.
         args: Of ``training_step``: the batch on the device, and its number.
         kwargs: Also of it.
         ordinal: Of the batch in the whole run, for random numbers that repeat.
@@ -79,13 +79,13 @@ def training_step(
         every microbatch gave None. What else is in the dict is on the last stage's rank. The
         gradients are those of the batch before where the schedule applies them a step late.
     """
-    axis.begin_batch()
-    parts, sizes = axis.cut(args[0])
-    seeds = axis.seeds(ordinal, len(parts))
-    proofs = axis.proofs.of_step(lambda: _trial(axis, args, kwargs, around, seeds[0]))
+    model.begin_batch()
+    parts, sizes = model.cut(args[0])
+    seeds = model.seeds(ordinal, len(parts))
+    proofs = model.proofs.of_step(lambda: _trial(model, args, kwargs, around, seeds[0]))
     weights = StepWeights(proofs.read, is_single=len(parts) == 1)
     results = _Results(sizes)
-    scale = gradient_scale(axis.context, len(parts)) if axis.holds_last_stage else 1.0
+    scale = gradient_scale(model.context, len(parts)) if model.holds_last_stage else 1.0
 
     def finish(number: int, result: Any) -> tuple[Tensor, ...]:
         loss = result.get("loss") if isinstance(result, Mapping) else result
@@ -102,76 +102,76 @@ def training_step(
         logged, given = take_numbers(logs.collected(known, proofs.rules(known)))
         numbers.update(given)
         total = torch.as_tensor(weights.total).double() * scale
-        return axis.sharing.row(
+        return model.sharing.row(
             results.loss(weights.total), total, logged, is_mapping=results.is_mapping
         )
 
     run = MicrobatchRun("training_step", args[0], parts, args[1:], kwargs, seeds, sizes)
-    deposit = GradHandoff(axis.holdings.parameters)
-    delayed = axis.delayed
+    deposit = GradHandoff(model.holdings.parameters)
+    delayed = model.delayed
     with deposit.taking() if delayed is None else nullcontext():
-        logs, rows = axis.runner.run_batch(run, finish, around, found)
-    loss, total = _hear(axis, logs, rows, numbers)
+        logs, rows = model.runner.run_batch(run, finish, around, found)
+    loss, total = _hear(model, logs, rows, numbers)
     if delayed is not None:
         delayed.wait(len(parts), None if loss is None else total)
     if loss is None:
-        axis.average(axis.context.data.pass_over_batch)
+        model.average(model.context.data.pass_over_batch)
         return None
     if delayed is None:
-        deposit.replace(axis.holdings.shared.add_up(deposit.made()))
+        deposit.replace(model.holdings.shared.add_up(deposit.made()))
     else:
         deposit.put(delayed.take())
         total = 1.0
-    signed = deposit.sign(loss, total, then=lambda: axis.average(axis.context.data.end_batch))
-    if not axis.sharing.is_mapping:
+    signed = deposit.sign(loss, total, then=lambda: model.average(model.context.data.end_batch))
+    if not model.sharing.is_mapping:
         return signed
     return {**results.merged(proofs), "loss": signed}
 
 
 def _trial(
-    axis: "PipelineAxis",
+    model: "StagedModel",
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     around: Around,
     seed: int,
 ) -> TailTrial:
-    assert axis.placement is not None
+    assert model.placement is not None
     return TailTrial(
-        axis.module,
-        axis.placement.plans,
+        model.module,
+        model.placement.plans,
         args,
         kwargs,
         around=around,
         seed=seed,
-        rows=axis.cutter.rows(args[0]),
-        device=axis.context.device,
+        rows=model.cutter.rows(args[0]),
+        device=model.context.device,
     )
 
 
 def _hear(
-    axis: "PipelineAxis", logs: StepLogs, rows: Tensor, numbers: Mapping[str, Tensor]
+    model: "StagedModel", logs: StepLogs, rows: Tensor, numbers: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, Tensor | float]:
     """Return the loss and what gradients are divided by, and log what the last stage has logged.
 
     Collective over the pipeline.
 
     Args:
-        axis: Of the pipeline.
+        model: Of the pipeline.
         logs: Of the step.
         rows: What ranks have told at its end.
         numbers: That metrics were called with, on the last stage's rank.
     """
-    loss, total, logged = axis.sharing.take(rows)
+    loss, total, logged = model.sharing.take(rows)
     given: Given = ()
     if logs.metrics.has_calls:
         given = (
-            axis.metric_sharing.send(logs.metrics.joined, numbers)
-            if axis.holds_last_stage
-            else axis.metric_sharing.receive()
+            model.metric_sharing.send(logs.metrics.joined, numbers)
+            if model.holds_last_stage
+            else model.metric_sharing.receive()
         )
-    repeat(axis.module, logged, given)
+    repeat(model.module, logged, given)
     # Of one type on all ranks: what Lightning divides it by comes back as a factor of gradients.
-    dtype = next((each.dtype for each in axis.module.parameters()), torch.float32)
+    dtype = next((each.dtype for each in model.module.parameters()), torch.float32)
     dtype = torch.promote_types(dtype, torch.float32)
     return None if loss is None else loss.to(dtype), total
 

@@ -1,35 +1,53 @@
 """The tensor axis: finds, proves and applies the plan by which ranks share every layer of a model.
 
-How a model is divided is in ``placement.py``, what runs by the plan in ``execution/``; here is what
-becomes of parameters then, and what the engine asks about them.
+What the engine calls, and what becomes of parameters. How a model is divided is in
+``placement.py``, what runs by the plan in ``runtime/``.
 """
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.checkpoint.state_dict_guard import PARTS, StateGuard
-from boltmesh.strategies.dry_run.batch_check import SameBatchCheck
-from boltmesh.strategies.dry_run.step import Around, DryRun
-from boltmesh.strategies.grad_norm import PartShare
+from boltmesh.strategies.dry_run.batch_check import BatchDigest, SameBatchCheck
+from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
+from boltmesh.strategies.dry_run.sample import sample_batch
+from boltmesh.strategies.dry_run.step import DryRun
+from boltmesh.strategies.engine.axis import Axis, FakeRun
+from boltmesh.strategies.grad_norm import NormShare, PartShare
+from boltmesh.strategies.lightning_compat.loops import step_arguments
+from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping
+from boltmesh.strategies.optimizer_probe import refuse_optimizers
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
 from boltmesh.strategies.tensor.expected_traffic import (
     CountingGroup,
-    FakeRun,
     OperatorTraffic,
     count_step,
     expected_traffic,
 )
-from boltmesh.strategies.tensor.options import TensorOptions
+from boltmesh.strategies.tensor.options import (
+    LAYERS,
+    TensorOptions,
+    refuse_late_proof,
+    refuse_parameters,
+)
 from boltmesh.strategies.tensor.placement import TensorContext, TensorPlacement, place
+from boltmesh.strategies.tensor.plan import TensorPlan
+from boltmesh.strategies.tensor.plan_report import plan_table
 from boltmesh.strategies.tensor.runtime.apply import AppliedPlan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
@@ -38,31 +56,123 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 _CPU = torch.device("cpu")
 
 
-class TensorAxis:
-    """Keeps the ranks of the tensor axis one model, of whose layers each holds a part."""
+class TensorAxis(Axis):
+    """Keeps the ranks of a tensor group one model, of whose layers each holds a part.
 
-    def __init__(self, options: TensorOptions) -> None:
+    Of one rank, it divides nothing.
+
+    Args:
+        options: What the user asked of the axis.
+        size: Ranks that share each layer; None: what the strategy chooses.
+    """
+
+    name = "tensor"
+    stores_shards = True
+    defers_building = True
+    reasons = LAYERS
+
+    def __init__(self, options: TensorOptions, size: int | None = None) -> None:
         self.options = options
+        self.wanted_size = size
         self.placement: TensorPlacement | None = None
         """None before a model was placed."""
+        self._control: ProcessGroup | None = None
+        """The ranks of the tensor group on the CPU."""
+        self._judges: ProcessGroup | None = None
+        """All ranks of the job on the CPU."""
+        self._sample: tuple[Any, tuple[Any, ...]] = None, ()
+        """A batch of the run that is set up, and what a step is called with behind it."""
         self._forget_scaler: Callable[[], None] = _nothing
         self._counted: dict[str, OperatorTraffic] | None = None
-        """What a batch of training moves, by operator; None where nobody knows."""
+        """What a batch of training moves, by operator; None where that is unknown."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Spawned ranks make their own groups.
+        return {**vars(self), "_control": None, "_judges": None}
+
+    @property
+    def plan(self) -> TensorPlan | None:
+        """What is divided and how it is run; None before ``setup``."""
+        return None if self.placement is None else self.placement.plan
+
+    # Set-up.
+
+    @override
+    def near_groups(self) -> dict[str, list[list[int]]]:
+        # Also where it is the only axis: its ranks wait for each other in every layer.
+        layout = self.strategy.layout
+        return {self.name: layout.groups(self.name)} if self.size > 1 else {}
+
+    @override
+    def build_groups(self) -> None:
+        self._control = self.strategy.new_group(self.name, backend="gloo")
+        self._judges = dist.new_group(backend="gloo", timeout=self.strategy.timeout)
+
+    @property
+    @override
+    def sharing_group(self) -> ProcessGroup:
+        assert self._control is not None
+        return self._control
+
+    @override
+    def place(self, trainer: Trainer) -> None:
+        strategy = self.strategy
+        module = strategy.lightning_module
+        assert module is not None
+        context = self._context()
+        self.begin(context)
+        strategy.recorder.name_group(context.control, self.name)
+        if self.size == 1:
+            return
+        step = strategy.step_name
+        is_new = not self._is_placed(module, step)
+        if is_new or strategy.is_fitting:
+            batch = broadcast_from_rank0(sample_batch(trainer).batch, self._judges)
+            self._sample = batch, step_arguments(module, step)
+        if is_new:
+            refuse_late_proof(module, is_divided=self._runs(module))
+            refuse_parameters(module)
+            for axis in strategy.axes:
+                axis.refuse_placed(module)
+            notes = self.divide(module, step, *self._sample)
+            if strategy.is_global_zero:
+                for note in notes:
+                    warnings.warn(f"Tensor plan: {note}.", stacklevel=2)
+        if self.plan is not None:
+            strategy.recorder.tensor_plan(plan_table(self.plan))
+
+    def _context(self) -> TensorContext:
+        assert self._control is not None
+        assert self._judges is not None
+        strategy = self.strategy
+        return TensorContext(
+            group=strategy.groups[self.name],
+            control=self._control,
+            judges=self._judges,
+            new_group=partial(strategy.new_group, self.name),
+            device=strategy.root_device,
+            timeout=strategy.timeout,
+            scaler=strategy.scaler,
+        )
 
     def begin(self, context: TensorContext) -> None:
-        """Take where the axis finds itself now: called for every run, before ``place``."""
+        """Take the context of a run: called for every run, before ``divide``."""
         self.context = context
         self.group = TensorGroup(context.group, context.device)
         self.batches = SameBatchCheck(context.control)
 
-    def is_placed(self, module: LightningModule, step: str) -> bool:
+    def _is_placed(self, module: LightningModule, step: str) -> bool:
         """Whether a model runs by a plan that was proven with as much as this step needs."""
         placed = self.placement
         if placed is None or placed.module is not module:
             return False
         return step != "training_step" or placed.step == step
 
-    def place(
+    def _runs(self, module: LightningModule) -> bool:
+        """Whether a model runs by a plan."""
+        return self.placement is not None and self.placement.module is module
+
+    def divide(
         self, module: LightningModule, step: str, batch: Any, rest: tuple[Any, ...]
     ) -> tuple[str, ...]:
         """Divide the model. Collective over all ranks of the job.
@@ -70,7 +180,7 @@ class TensorAxis:
         Args:
             module: The whole model, deferred or not, on the CPU.
             step: The method that the run begins with.
-            batch: One that it is called with, on the CPU; alike on all ranks.
+            batch: One that it is called with, on the CPU; equal on all ranks.
             rest: What it is called with behind the batch.
 
         Returns:
@@ -79,7 +189,7 @@ class TensorAxis:
         Raises:
             ConfigError: When the step cannot be run, or what was asked for is not possible.
         """
-        self.close()
+        self._join()
         placed, notes = place(
             module,
             step,
@@ -90,71 +200,15 @@ class TensorAxis:
         )
         self.placement = placed
         self.guard = StateGuard(module, tuple(placed.divisions), holds=PARTS)
-        self._know_parts()
+        self._register_parts()
         if not placed.divisions and self.group.size > 1:
             return (*notes, "nothing of the model is divided: all ranks do all of it")
         return notes
 
-    def _know_parts(self) -> None:
-        assert self.placement is not None
-        applied, divisions = self.placement.applied, self.placement.divisions
-        register_shards(
-            {
-                each: _Joining(applied, entry.name, divisions[entry.name])
-                for each, entry in applied.sharded.items()
-            }
-        )
-
-    def cut_into_stages(self, units: Mapping[str, Module]) -> None:
-        """Prepare for ranks that run some of the model's units each; called after ``place``.
-
-        Args:
-            units: By dotted name, none within another one.
-        """
-        assert self.placement is not None
-        self.placement.applied.cut_into_stages(units)
-
-    def silenced(self) -> AbstractContextManager[None]:
-        """Within it, divided layers run on tensors without data, and nothing is communicated."""
-        if self.group.size == 1:
-            return nullcontext()
-        return self.group.counted_by(CountingGroup(self.group.rank, self.group.size))
-
-    def follow_parameters(self) -> None:
-        """Take the parameters as they are now for those of the placement.
-
-        To be called when the data axis has put others, shards of them, under the same names.
-        """
-        if self.placement is None:
-            return
-        forget_parts(self.placement.parts)
-        self.placement = replace(self.placement, parts=tuple(self.placement.applied.sharded))
-        self._know_parts()
-
-    @property
-    def norm_share(self) -> PartShare:
-        """What the axis says of norms of gradients."""
-        return PartShare(self.context.group, lambda: self.parts)
-
-    @property
-    def parts(self) -> tuple[Parameter, ...]:
-        """The parameters of which this rank has a part."""
-        return () if self.placement is None else self.placement.parts
-
-    def holds(self, module: LightningModule) -> bool:
-        """Whether a model runs by a plan."""
-        return self.placement is not None and self.placement.module is module
-
-    def opened(self) -> AbstractContextManager[None]:
-        """Within it, the model gives its state, parts of parameters, to who knows that they are."""
-        return nullcontext() if self.placement is None else self.guard.opened()
-
-    def close(self) -> None:
+    def _join(self) -> None:
         """Make the model whole again, if one was placed, unless it is in shards since then.
 
         Collective over the axis.
-
-        To be called before another one is placed, or the same one for another step.
         """
         placed, self.placement = self.placement, None
         if placed is None:
@@ -169,78 +223,132 @@ class TensorAxis:
                 parameter.data = placed.applied.join(entry.name, parameter)
                 parameter.grad = None
 
-    # What the engine asks.
-
-    def rehearsed(self, batch: Any, rest: tuple[Any, ...]) -> FakeRun:
-        """Return a run of a whole step of training, to be counted.
-
-        Args:
-            batch: On the CPU.
-            rest: What ``training_step`` is called with behind it.
-        """
+    def _register_parts(self) -> None:
         assert self.placement is not None
-        rehearsal = DryRun(self.placement.module, "training_step", (batch, *rest), _CPU)
-        return lambda _: rehearsal.run()
+        applied, divisions = self.placement.applied, self.placement.divisions
+        register_shards(
+            {
+                each: _Joining(applied, entry.name, divisions[entry.name])
+                for each, entry in applied.sharded.items()
+            }
+        )
 
-    def count(self, run: FakeRun, around: Around, device: torch.device) -> None:
-        """Find out what a batch of training moves, to be expected; called for every fit.
+    @override
+    def cut_into_stages(self, units: Mapping[str, Module]) -> None:
+        if self.size > 1:
+            assert self.placement is not None
+            self.placement.applied.cut_into_stages(units)
+
+    @override
+    def silenced(self) -> AbstractContextManager[None]:
+        if self.size == 1:
+            return nullcontext()
+        return self.group.counted_by(CountingGroup(self.group.rank, self.group.size))
+
+    @override
+    def before_wrap(self) -> None:
+        """Find out what a step moves while parameters are plain tensors, before they are shards."""
+        strategy = self.strategy
+        module = strategy.lightning_module
+        assert module is not None
+        if self.size == 1 or not strategy.is_fitting or not module.automatic_optimization:
+            return
+        runs = (axis.dry_batch() for axis in strategy.axes)
+        run, device = next(found for found in runs if found is not None)
+        self._count(run, device)
+
+    def _count(self, run: FakeRun, device: torch.device) -> None:
+        """Find out what a batch of training moves; called for every fit.
 
         Args:
             run: What this rank runs of it.
-            around: Precision.
             device: Where tensors of the batch are.
         """
         assert self.placement is not None
-        if any(isinstance(each, DTensor) for each in self.placement.module.parameters()):
+        module = self.placement.module
+        if any(isinstance(each, DTensor) for each in module.parameters()):
             # Of a run before this one, whose shards only gathers make whole: its batches may have
             # been others.
             self._counted = None
             return
-        self._counted = count_step(self.placement.module, run, self.group, around, device)
+        around = self.strategy.step_context("training_step")
+        self._counted = count_step(module, run, self.group, around, device)
 
-    def expected_traffic(self, *, accumulated: int, num_norms: int) -> list[ExpectedTraffic]:
-        """What one optimizer step moves on this rank; nothing where nobody knows.
+    @override
+    def after_wrap(self) -> None:
+        """Take the parameters as they are now, shards maybe, for those of the placement."""
+        if self.placement is None:
+            return
+        forget_parts(self.placement.parts)
+        self.placement = replace(self.placement, parts=tuple(self.placement.applied.sharded))
+        self._register_parts()
 
-        Args:
-            accumulated: Batches in an optimizer step.
-            num_norms: Norms over the ranks in an optimizer step.
-        """
-        if self._counted is None or self.group.size == 1:
-            return []
-        return expected_traffic(
-            self._counted,
-            size=self.group.size,
-            accumulated=accumulated,
-            num_norms=num_norms,
-            agrees_on_overflow=self.context.scaler is not None,
-        )
+    @property
+    @override
+    def has_equal_weights(self) -> bool:
+        return self.size > 1
 
-    def follow_scaler(self) -> None:
-        """Make all ranks skip a step when gradients of one have overflown.
+    @override
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        if self.size > 1:
+            refuse_optimizers(optimizers)
 
-        To be called before a run that trains; until ``end``.
-        """
-        self.end()
+    @override
+    def start(self, trainer: Trainer) -> None:
+        self._sample = None, ()
+        if self.strategy.is_fitting:
+            self._follow_scaler()
+
+    def _follow_scaler(self) -> None:
+        """Make all ranks skip a step when gradients of one have overflown, until ``close``."""
+        self.close()
         if self.context.scaler is not None and self.context.group.size() > 1:
             self._forget_scaler = agree_on_overflow(
                 self.context.scaler, self.context.group, self.context.device
             )
 
-    def end(self) -> None:
-        """Called when a run ends. The model stays divided."""
-        self._forget_scaler()
-        self._forget_scaler = _nothing
+    # Steps.
+
+    @override
+    def announce_batch(self, batch: Any, digest: BatchDigest) -> None:
+        self.batches.start(batch, digest)
+
+    @override
+    def check_batch(self, batch: Any) -> None:
+        self.batches.wait(batch)
+
+    @override
+    def norm_shares(self) -> Sequence[NormShare]:
+        if self.size == 1:
+            return ()
+        return (PartShare(self.context.group, lambda: self.parts),)
 
     @property
-    def divisions(self) -> Mapping[str, DimDivision]:
-        """How parameters are divided, by all of their names."""
-        return {} if self.placement is None else self.placement.divisions
+    def parts(self) -> tuple[Parameter, ...]:
+        """The parameters of which this rank has a part."""
+        return () if self.placement is None else self.placement.parts
 
+    # Checkpoints.
+
+    @override
     def division(self, name: str) -> DimDivision | None:
-        """How a parameter is divided, by any of its names; None for what every rank has whole."""
-        return self.divisions.get(name)
+        return None if self.placement is None else self.placement.divisions.get(name)
 
-    def joined(self, name: str, part: Tensor) -> Tensor:
+    @override
+    def opened(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.placement is None else self.guard.opened()
+
+    @override
+    def join_model_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        holds = self.strategy.holds
+        return {
+            name: self._joined(name, part)
+            if holds(name) and self.division(name) is not None
+            else part
+            for name, part in state.items()
+        }
+
+    def _joined(self, name: str, part: Tensor) -> Tensor:
         """Return the whole of which each rank has a part. Collective over the axis.
 
         Args:
@@ -251,6 +359,37 @@ class TensorAxis:
         applied = self.placement.applied
         first = next(each.name for each in applied.plan.sharded.values() if name in each.names)
         return applied.join(first, part)
+
+    # Forecasts.
+
+    @override
+    def dry_batch(self) -> tuple[FakeRun, torch.device] | None:
+        if self.placement is None:
+            return None
+        batch, rest = self._sample
+        rehearsal = DryRun(self.placement.module, "training_step", (batch, *rest), _CPU)
+        return lambda _: rehearsal.run(), _CPU
+
+    @override
+    def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
+        if self._counted is None or self.size == 1:
+            return []
+        trainer = self.strategy.trainer
+        return expected_traffic(
+            self._counted,
+            size=self.group.size,
+            accumulated=trainer.accumulate_grad_batches,
+            num_norms=int(has_norm_clipping(trainer)),
+            agrees_on_overflow=self.context.scaler is not None,
+        )
+
+    # Ending.
+
+    @override
+    def close(self) -> None:
+        """Let ranks step by themselves again. The model stays divided."""
+        self._forget_scaler()
+        self._forget_scaler = _nothing
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ and from the step together: autocast, recomputation, frozen layers that need no 
 planned step is run once as it will run, with shapes alone, and a group that only counts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +17,11 @@ from typing_extensions import Self, override
 from boltmesh.strategies.cost_model.traffic import NORM_BYTES, OVERFLOW_BYTES
 from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK
 from boltmesh.strategies.dry_run.step import Around
+from boltmesh.strategies.engine.axis import FakeRun
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.torch_compat.modules import swapped_state
-from boltmesh.strategies.torch_compat.tensors import FakeTensorMode, fake_tensors, make_fake
+from boltmesh.strategies.torch_compat.tensors import fake_tensors, make_fake
 from boltmesh.telemetry.traffic import ExpectedTraffic
-
-FakeRun = Callable[[FakeTensorMode], object]
-"""Runs something with a model whose parameters are tensors of that mode, without data."""
 
 
 class OperatorTraffic(NamedTuple):

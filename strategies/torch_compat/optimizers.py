@@ -1,12 +1,13 @@
 """Steps of optimizers, their scaling and their clipping."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 
@@ -94,3 +95,20 @@ def total_norm_replaced(total_norm: Callable[..., Tensor]) -> Iterator[None]:
         yield
     finally:
         clip_grad._get_total_norm = before
+
+
+def zeroed_by(optimizers: Sequence[Optimizer]) -> set[Parameter]:
+    """Return the parameters whose gradients are gone once ``zero_grad`` of these was called."""
+    return {
+        each
+        for optimizer in optimizers
+        if _zeroes_as_torch_does(optimizer)
+        for group in optimizer.param_groups
+        for each in group["params"]
+    }
+
+
+def _zeroes_as_torch_does(optimizer: Optimizer) -> bool:
+    """Whether ``zero_grad()`` does what torch documents, and nothing of its class's own."""
+    is_own = "zero_grad" in vars(optimizer)
+    return not is_own and type(optimizer).zero_grad is Optimizer.zero_grad

@@ -12,8 +12,8 @@ from typing_extensions import override
 from boltmesh.check.differences import Trace, find_differences
 from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import DDPStrategy
-from boltmesh.strategies.data_parallel.axis import AxisContext
 from boltmesh.strategies.data_parallel.ddp import DdpAxis
+from boltmesh.strategies.engine.data_axis import AxisContext
 from tests.support.models import Regression, regression_data
 from tests.support.ranks import run_ranks
 
@@ -44,7 +44,7 @@ class MissingSync(DDPStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.data_axis = _Alone(self.options)
+        self.add_axis(_Alone(self.options))
 
 
 class WrongSampler(DDPStrategy):

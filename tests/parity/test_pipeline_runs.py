@@ -69,11 +69,11 @@ class Wakes(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         strategy: Any = trainer.strategy
-        axis = strategy.pipeline_axis
-        assert axis.context.recorder is strategy.recorder
-        if axis.context.recorder not in self.recorders:
-            self.recorders.append(axis.context.recorder)
-        thread = axis._executor._board._monitor._thread
+        staged = strategy.pipeline_axis.staged
+        assert staged.context.recorder is strategy.recorder
+        if staged.context.recorder not in self.recorders:
+            self.recorders.append(staged.context.recorder)
+        thread = staged._executor._board._monitor._thread
         assert thread is not None
         assert thread.is_alive()
 

@@ -69,7 +69,7 @@ def pipelines(
         trainer = quiet(strategy, world_size, max_steps=3)
         trainer.fit(module, data(3 * MICROBATCHES * ROWS, MICROBATCHES * ROWS))
         trainer.save_checkpoint(f"{folder}/{schedule}")
-        found.append((tensors_of(module, strategy.stores), extra_of(module)))
+        found.append((tensors_of(module, strategy.checkpoints.stores), extra_of(module)))
     return found
 
 

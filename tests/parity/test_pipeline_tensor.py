@@ -37,9 +37,10 @@ CASES = [
 def layout(rank: int, world_size: int, case: Case) -> tuple[Trace, float]:
     strategy = PipelineTensor(telemetry=False, **case.strategy)
     trace = trace_layout(case.problem(), strategy, devices=world_size)
-    assert strategy.plan is not None
-    assert (strategy.plan.sequence is not None) == bool(case.strategy.get("sequence_parallel"))
-    divided = sum(each.elements for each in strategy.plan.sharded.values())
+    plan = strategy.tensor_axis.plan
+    assert plan is not None
+    assert (plan.sequence is not None) == bool(case.strategy.get("sequence_parallel"))
+    divided = sum(each.elements for each in plan.sharded.values())
     return trace, divided / sum(each.numel() for each in trace.parameters.values())
 
 

@@ -19,7 +19,7 @@ from boltmesh.strategies import DDPStrategy, ZeROStrategy
 from boltmesh.strategies.checkpoint.directory import load_directory
 from boltmesh.strategies.checkpoint.manifest import find_fault
 from boltmesh.strategies.checkpoint.shard_reader import Placeholder
-from boltmesh.strategies.data_parallel.unsupported import refuse_lone_saves
+from boltmesh.strategies.dry_run.unsupported import refuse_lone_saves
 from tests.parity.resuming import Run, differences, read_whole
 from tests.strategies.test_resume import loader
 from tests.support.models import Regression, TwoOptimizers, regression_data

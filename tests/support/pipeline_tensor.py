@@ -5,14 +5,15 @@ from typing import Any
 from typing_extensions import override
 
 from boltmesh.strategies.data_parallel.pipeline_ddp import PipelineDdpAxis
-from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
-from boltmesh.strategies.engine.tensor_mesh import TensorMeshStrategy
+from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.pipeline.axis import PipelineAxis
 from boltmesh.strategies.pipeline.options import PipelineOptions
+from boltmesh.strategies.tensor.axis import TensorAxis
 from boltmesh.strategies.tensor.options import TensorOptions
 
 
-class PipelineTensor(PipelineMeshStrategy, TensorMeshStrategy):
+class PipelineTensor(MeshStrategy):
     """Both axes; ranks beyond them are replicas."""
 
     def __init__(
@@ -29,21 +30,21 @@ class PipelineTensor(PipelineMeshStrategy, TensorMeshStrategy):
         loss_parallel: Any = "auto",
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            pipeline_options=PipelineOptions(
-                stages=stages,
-                microbatches=microbatches,
-                schedule=schedule,
-                stages_per_rank=stages_per_rank,
-                split=split,
-            ),
-            tensor_options=TensorOptions(size, plan, sequence_parallel, loss_parallel),
-            data_axis=PipelineDdpAxis(),
-            tensor=size,
-            **kwargs,
+        self.stages, self.tensor = stages, size
+        asked = PipelineOptions(
+            stages=stages,
+            microbatches=microbatches,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            split=split,
         )
+        self.pipeline_axis = PipelineAxis(asked)
+        layers = TensorOptions(size, plan, sequence_parallel, loss_parallel)
+        self.tensor_axis = TensorAxis(layers, size)
+        axes = [self.pipeline_axis, PipelineDdpAxis(), self.tensor_axis]
+        super().__init__(axes=axes, **kwargs)
 
     @override
-    def layout_of(self, world_size: int) -> MeshLayout:
-        stages = self.pipeline_axis.options.stages or world_size // self._tensor
-        return MeshLayout.fill_data(world_size=world_size, pipeline=stages, tensor=self._tensor)
+    def choose_layout(self, world_size: int) -> MeshLayout:
+        stages = self.stages or world_size // self.tensor
+        return MeshLayout.fill_data(world_size=world_size, pipeline=stages, tensor=self.tensor)

@@ -6,7 +6,8 @@ from lightning.pytorch import Trainer
 
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.pipeline_zero import PipelineZeroAxis
-from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
+from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.pipeline.axis import PipelineAxis
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 
@@ -20,18 +21,16 @@ def pipeline(**options: Any) -> PipelineParallelStrategy:
     )
 
 
-class ShardedPipeline(PipelineMeshStrategy):
+class ShardedPipeline(MeshStrategy):
     """Pipelines whose replicas share out the optimizer state: ZeRO beside a pipeline."""
 
     def __init__(
         self, *, stages: int, schedule: str = "1f1b", zero_stage: int = 1, **options: Any
     ) -> None:
+        asked = PipelineOptions(stages=stages, schedule=schedule, microbatches=MICROBATCHES)
+        shards = PipelineZeroAxis(ZeroOptions(stage=zero_stage))
         super().__init__(
-            pipeline_options=PipelineOptions(
-                stages=stages, schedule=schedule, microbatches=MICROBATCHES
-            ),
-            pipeline=stages,
-            data_axis=PipelineZeroAxis(ZeroOptions(stage=zero_stage)),
+            axes=[PipelineAxis(asked, stages), shards],
             **{"telemetry": False, "timeout_s": 60.0, **options},
         )
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from boltmesh.strategies.engine.checkpointing import CheckpointingStrategy
+from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.parameter_access import whole_value
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.layouts import ALL_LAYOUTS
@@ -112,7 +112,8 @@ def _fit(rank: int, world_size: int, folder: Path, model: str, run: Run) -> dict
     trainer.save_checkpoint(folder / run.target)
     found = {}
     for name, parameter in module.named_parameters():
-        if isinstance(trainer.strategy, CheckpointingStrategy) and not trainer.strategy.holds(name):
+        used = trainer.strategy
+        if isinstance(used, MeshStrategy) and not used.holds(name):
             continue
         found[name] = whole_value(parameter.detach(), parameter).clone()
         for optimizer in trainer.optimizers:

@@ -13,7 +13,8 @@ from boltmesh.strategies.data_parallel.pipeline_ddp import (
     average,
     divide_into_buckets,
 )
-from boltmesh.strategies.engine.pipeline_mesh import PipelineMeshStrategy
+from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.pipeline.axis import PipelineAxis
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.ranks import run_ranks
@@ -74,5 +75,5 @@ def test_what_pipelines_cannot_have_beside_them_is_refused() -> None:
     assert late.layout_of(2).data == 1
     with pytest.raises(ConfigError, match="would have 2 pipelines"):
         late.layout_of(4)
-    with pytest.raises(ConfigError, match="Use LateReplicas"):
-        PipelineMeshStrategy(pipeline_options=PipelineOptions(), data_axis=DdpAxis(DdpOptions()))
+    with pytest.raises(ConfigError, match="Use PipelineDdpAxis"):
+        MeshStrategy(axes=[PipelineAxis(PipelineOptions()), DdpAxis(DdpOptions())])

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import ZeROStrategy
-from boltmesh.strategies.data_parallel.unsupported import refuse_callbacks, refuse_mixed_types
+from boltmesh.strategies.data_parallel.unsupported import refuse_mixed_types
+from boltmesh.strategies.dry_run.unsupported import refuse_callbacks
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.stack import Block, Stack, token_data
 

@@ -135,8 +135,9 @@ def stages(rank: int, world_size: int, split: Any) -> list[list[str]]:
     )
     data = TensorDataset(torch.randn(64, WIDTH))
     trainer.fit(Net((1, 1, 60, 1, 1, 1)), DataLoader(data, batch_size=64))
-    assert strategy.pipeline_axis.placement is not None
-    return [[each.name for each in stage] for stage in strategy.pipeline_axis.placement.stages]
+    placement = strategy.pipeline_axis.staged.placement
+    assert placement is not None
+    return [[each.name for each in stage] for stage in placement.stages]
 
 
 @pytest.mark.ranks

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.amp import GradScaler
 
-from boltmesh.strategies.engine.pipeline_loops import BUBBLE
+from boltmesh.strategies.pipeline.axis import BUBBLE
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from boltmesh.telemetry.job import ID_VARIABLE, RUN_DIR_VARIABLE
 from boltmesh.telemetry.reader.job_reader import JobReader

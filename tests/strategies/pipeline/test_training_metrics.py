@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from typing_extensions import override
 
-from boltmesh.strategies.engine.pipeline_loops import BUBBLE
+from boltmesh.strategies.pipeline.axis import BUBBLE
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.strategies.pipeline.test_evaluation import assert_same, trainer_of
 from tests.support.judged import Counting, points

@@ -1,0 +1,49 @@
+"""The axes of a mesh: their names in order, and which rank has which coordinates on them.
+
+Strategies, plans, telemetry and the dashboard read ``AXES``. Ranks are laid out row by row, the
+outermost axis first. Global ranks are node-major, so the innermost axis stays inside a node.
+"""
+
+import math
+from collections.abc import Mapping
+
+AXES = ("pipeline", "data", "tensor")
+"""Outermost to innermost."""
+
+
+def full_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the size of every axis, outermost first; 1 for those that are left out."""
+    return {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the coordinate of a rank on each axis.
+
+    Args:
+        rank: Global; from 0 to the product of the sizes.
+        sizes: By axis, outermost first.
+    """
+    found = {}
+    for axis in reversed(list(sizes)):
+        rank, found[axis] = divmod(rank, sizes[axis])
+    return {axis: found[axis] for axis in sizes}
+
+
+def rank_at(place: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """Return the rank with these coordinates; 0 on an axis that is left out.
+
+    Args:
+        place: By axis.
+        sizes: By axis, outermost first.
+    """
+    rank = 0
+    for axis, size in sizes.items():
+        rank = rank * size + place.get(axis, 0)
+    return rank
+
+
+def group_of(rank: int, axis: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the ranks that differ from ``rank`` along ``axis`` alone, itself included."""
+    stride = math.prod([sizes[each] for each in list(sizes)[list(sizes).index(axis) + 1 :]])
+    first = rank - coordinates(rank, sizes)[axis] * stride
+    return tuple(range(first, first + sizes[axis] * stride, stride))

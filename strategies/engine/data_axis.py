@@ -1,0 +1,259 @@
+"""What the engine calls on the data axis: the axis that has the parameters and the optimizers.
+
+Whatever fills it, replicas (``data_parallel/ddp.py``) or shards (``data_parallel/zero.py``), wraps
+the model as the other axes have left it, averages gradients over batches, clips them, and steps.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from boltmesh.strategies import grad_norm
+from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.engine.axis import Axis
+from boltmesh.strategies.grad_norm import JointNorms, NormShare
+from boltmesh.strategies.lightning_compat.trainer import (
+    autocast_dtype,
+    has_norm_clipping,
+    reads_gradients,
+    zeroes_gradients,
+)
+from boltmesh.telemetry.snapshot import MemoryKind
+from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.telemetry.writer.memory import StoredBytes
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class AxisContext:
+    """Where a data axis finds itself."""
+
+    group: ProcessGroup
+    """The ranks of the axis that this rank belongs to."""
+    device: torch.device
+    compute_dtype: torch.dtype | None = None
+    """What autocast computes in under ``bf16-mixed`` and ``16-mixed``; None without autocast."""
+    ranks_per_node: int = 1
+    """How many ranks of this job one host has."""
+    num_microbatches: int = 1
+    """How many batches of a rank make an optimizer step, when the run begins."""
+    has_norm_clipping: bool = False
+    """Whether the Trainer clips gradients by their norm."""
+    reads_gradients: bool = False
+    """Whether something of the user's may look at ``.grad`` before an optimizer has stepped."""
+    timeout: timedelta | None = None
+    """How long a collective of a further group may take; None: torch's default."""
+    norm_shares: Sequence[NormShare] = ()
+    """What the axes beside this one say of norms of gradients."""
+    scaler: GradScaler | None = None
+    """What scales losses and skips steps under ``16-mixed``."""
+    zeroes_gradients: Callable[[], bool] = field(default=lambda: False)
+    """Whether the Trainer zeroes gradients after the forward pass that is about to begin, and
+    nobody looks at them before."""
+    recorder: Recorder | NullRecorder = field(default_factory=NullRecorder)
+    recomputed: frozenset[Module] = frozenset()
+    """Blocks whose forward pass runs once more in the backward pass."""
+    held: Collection[Parameter] | None = None
+    """The parameters of which the ranks of the axis have values; None: all of the module."""
+    holds_buffer: Callable[[str], bool] | None = None
+    """Whether they have the model's value of a buffer, by its name; None: of all."""
+
+
+class DataAxis(Axis, ABC):
+    """Keeps the ranks of the data axis one model, whatever each of them holds of it."""
+
+    name = "data"
+    shares_batches = False
+
+    is_sharded = False
+    """Whether ranks hold parts: parameters are then DTensors, in training and evaluation alike,
+    the axis itself places them on devices, and checkpoints are written by shards."""
+
+    has_late_gradients = False
+    """Whether it takes the gradients of a batch all at once, when the batch is over, as a pipeline
+    makes them."""
+
+    other_shares: Sequence[NormShare] = ()
+    """What the axes beside this one say of norms of gradients. Set by ``wrap``."""
+
+    @property
+    @override
+    def stores_shards(self) -> bool:
+        return self.is_sharded
+
+    @override
+    def near_groups(self) -> dict[str, list[list[int]]]:
+        found = super().near_groups()
+        ranks_per_node = self.strategy.num_processes
+        shards = [
+            shard
+            for ranks in self.strategy.layout.groups(self.name)
+            for shard in self.shard_groups(ranks, ranks_per_node=ranks_per_node)
+        ]
+        return {**found, "shard": shards} if shards else found
+
+    def shard_groups(self, ranks: Sequence[int], *, ranks_per_node: int) -> list[list[int]]:
+        """Cut ranks of the axis into those that hold one copy of the model together.
+
+        Args:
+            ranks: One group of the axis, global ones.
+            ranks_per_node: How many ranks of this job one host has.
+
+        Returns:
+            Nothing where each rank has a copy, or all of them have one.
+
+        Raises:
+            LayoutError: They cannot be cut as was asked for.
+        """
+        return []
+
+    @property
+    def own_shares(self) -> Sequence[NormShare]:
+        """What this axis says of norms of gradients: nothing where its ranks have all alike."""
+        return ()
+
+    @property
+    def norms(self) -> JointNorms:
+        """Norms of what is in ``.grad``, over all axes. Valid once a module is wrapped."""
+        return JointNorms([*self.other_shares, *self.own_shares])
+
+    def for_one_rank(self) -> "DataAxis":
+        """Return what takes its place where all ranks are used for other axes."""
+        return self
+
+    def context(self, trainer: Trainer) -> AxisContext:
+        """Return where the axis finds itself in a run that is set up."""
+        strategy = self.strategy
+        assert strategy.lightning_module is not None
+        return AxisContext(
+            group=strategy.groups[self.name],
+            device=strategy.root_device,
+            compute_dtype=autocast_dtype(strategy.precision_plugin),
+            ranks_per_node=strategy.num_processes,
+            num_microbatches=trainer.accumulate_grad_batches,
+            has_norm_clipping=has_norm_clipping(trainer),
+            reads_gradients=reads_gradients(trainer, strategy.lightning_module),
+            timeout=strategy.timeout,
+            norm_shares=strategy.norm_shares(),
+            scaler=strategy.scaler,
+            zeroes_gradients=partial(zeroes_gradients, trainer),
+            recorder=strategy.recorder,
+            recomputed=strategy.recomputation.blocks,
+            # Of a model that is whole no list: it would keep parameters that become shards.
+            held=strategy.held_parameters() if strategy.divides_modules else None,
+            holds_buffer=strategy.holds_buffer,
+        )
+
+    def share_weights(self, module: Module) -> None:
+        """Give every rank the first one's model, for a run that trains nothing.
+
+        Collective over all ranks. Not called where ranks hold shards.
+        """
+        if not any(axis.has_equal_weights for axis in self.strategy.axes):
+            compat.sync_module_states(module)
+
+    @property
+    def keeps_state_on_disk(self) -> bool:
+        """Whether this rank's share of model or optimizer may be larger than its memory."""
+        return False
+
+    @property
+    def has_whole_steps(self) -> bool:
+        """Whether what this rank holds is not left half-way between two steps."""
+        return True
+
+    @abstractmethod
+    def wrap(self, module: Module, context: AxisContext) -> Module:
+        """Prepare the module and return what the forward pass goes through.
+
+        Collective over ``context.group``: afterwards every rank has the parameters of its first
+        rank. An axis of replicas is asked only when the run trains.
+        """
+
+    def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
+        """Called once the user's optimizers exist, before the first step.
+
+        Args:
+            optimizers: As ``configure_optimizers`` made them; none for an evaluation, of which
+                only sharded axes are told.
+            reads_gradients: Somebody may look at ``.grad`` between backward pass and step: hooks
+                of the module or of callbacks, a gradient scaler, manual optimisation.
+        """
+
+    def clip_by_norm(
+        self, optimizer: Optimizer, parameters: Iterable[Parameter], max_norm: float
+    ) -> Tensor:
+        """Scale the gradients so that their joint norm is at most ``max_norm``; return the norm.
+
+        Collective over all ranks that share the model.
+        """
+        if self.other_shares:
+            return self.norms.clip(list(parameters), max_norm)
+        return grad_norm.clip_by_norm(parameters, max_norm)
+
+    def gradient_norm(self, optimizer: Optimizer) -> float | None:
+        """Return the norm of this optimizer's gradients over all ranks, before clipping.
+
+        Valid between the backward pass and the optimizer's step. None without any gradient.
+        Collective over all ranks that share the model.
+        """
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if self.other_shares:
+            return float(self.norms.norm(parameters))
+        return grad_norm.gradient_norm(parameters)
+
+    def after_optimizer_step(self, module: Module, optimizer: Optimizer) -> None:
+        """Called after each step of an optimizer."""
+
+    def synchronize(self) -> None:
+        """Return when no step is pending, and parameters and ``optimizer.state`` are up to date."""
+
+    def prepare_state(self, optimizer: Optimizer) -> None:
+        """Called before a checkpoint is loaded into ``optimizer.state``.
+
+        What the axis keeps elsewhere is shown there, to be filled in place.
+        """
+
+    def state_loaded(self, optimizer: Optimizer) -> None:
+        """Called when ``optimizer.state`` has been replaced by that of a checkpoint."""
+
+    def parameters_loaded(self) -> None:
+        """Called when the parameters have been replaced by those of a checkpoint."""
+
+    def tensors_by_kind(
+        self, module: Module, optimizers: Sequence[Optimizer]
+    ) -> Mapping[str, Sequence[Tensor | StoredBytes]] | None:
+        """What this rank holds, by kind of memory; None where parameters and state tell it all."""
+        return None
+
+    @abstractmethod
+    def no_sync(self, module: Module) -> AbstractContextManager[None]:
+        """Keep gradients local, for all but the last batch of an accumulation window."""
+
+    def before_manual_backward(self, module: Module, loss: Tensor) -> None:
+        """Called before each ``manual_backward``."""
+
+    def after_manual_backward(self, module: Module) -> None:
+        """Called after each ``manual_backward``."""
+
+    @override
+    @abstractmethod
+    def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
+        """What one optimizer step moves on one rank, its accumulated batches included."""
+
+    @abstractmethod
+    def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
+        """What memory one rank should need, by kind and place, once every state exists."""

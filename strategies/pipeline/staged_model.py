@@ -1,0 +1,320 @@
+"""A LightningModule that is cut into the stages of a pipeline, over all runs that it is in.
+
+Every rank cuts the batch that all of them get into microbatches and runs the module's own step on
+each (``step_runner.py``), as far as its stages go (``stage/``), in the order of the schedule
+(``runtime/``). A batch of training is in ``training.py``, one of the other loops in
+``evaluation.py``. The axis of the engine is in ``axis.py``.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.dry_run.metrics import find_metrics
+from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
+from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
+from boltmesh.strategies.pipeline.metrics import MetricBroadcast
+from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, fewest_rows, vector_norms
+from boltmesh.strategies.pipeline.microbatch_runs import Around
+from boltmesh.strategies.pipeline.options import PipelineContext, PipelineOptions
+from boltmesh.strategies.pipeline.partition.choose import find_budget
+from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
+from boltmesh.strategies.pipeline.partition.placement import StagePlacement, place
+from boltmesh.strategies.pipeline.peers import PeerPipelines
+from boltmesh.strategies.pipeline.pipedream_2bw import DelayedGradients
+from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
+from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
+from boltmesh.strategies.pipeline.stage.absent_params import refuse_calls_outside
+from boltmesh.strategies.pipeline.stage_params import StageParameters
+from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast, SharedSignals
+from boltmesh.strategies.pipeline.step_runner import StepRunner
+from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
+from boltmesh.telemetry.traffic import CONTROL
+
+SEED_STRIDE = 1_000_003
+"""Between the seeds of two steps: a prime above any number of microbatches."""
+
+
+class StagedModel:
+    """The model of the ranks of one pipeline, of which each holds its stages.
+
+    Args:
+        options: Of the pipeline.
+    """
+
+    def __init__(self, options: PipelineOptions) -> None:
+        self.options = options
+        self.placement: StagePlacement | None = None
+        """None before a model was placed."""
+        self._forget_scaler: Callable[[], None] = _nothing
+        self.cutter = MicrobatchSplitter()
+        self.others = PeerPipelines(1, 1, self._fail)
+        """The replicas of this pipeline."""
+        self.signals = SharedSignals()
+        """What ranks are told from outside, as they tell each other at the end of each run."""
+
+    # Placing the model.
+
+    def begin(self, context: PipelineContext) -> None:
+        """Take the context of a run: called for every run, before ``place``.
+
+        Collective over all ranks.
+        """
+        self.context = context
+        self.others.close()
+        count = context.num_replicas * context.num_sharing
+        self.others = PeerPipelines(count, dist.get_world_size(), self._fail)
+        if self.placement is not None:
+            self.expectations.context = context
+
+    def place(
+        self,
+        module: LightningModule,
+        step: str,
+        batch: Any,
+        rest: tuple[Any, ...],
+        around: Around,
+    ) -> None:
+        """Cut the model, and let go of what other ranks hold. Collective over all ranks.
+
+        Args:
+            module: The whole model. What of it was deferred is made for this rank's stages alone.
+            step: The method that the run begins with.
+            batch: One that it is called with.
+            rest: What it is called with behind the batch.
+            around: Precision.
+
+        Raises:
+            ConfigError: When model or batch cannot be cut.
+        """
+        self.close()
+        self.placement = None
+        context = self.context
+        self.module = module
+        self._vector_norms = vector_norms(module)
+        self.metrics = find_metrics(module)
+        programs = RankPrograms(self.options, context.group.size(), context.group.rank())
+        parts = self._cut(batch)[0]
+        unmade = DeferredModel(module)
+        with around():
+            placement = place(
+                module,
+                step,
+                (parts[0], *rest),
+                rank_of_stage=programs.rank_of_stage,
+                split=self.options.split,
+                context=context,
+                budget=find_budget(
+                    self.options.max_memory_bytes,
+                    programs.live(len(parts)),
+                    num_versions=2 if programs.is_asynchronous else 1,
+                    group=context.group,
+                    device=context.device,
+                ),
+                unmade=unmade,
+            )
+        self.last = dist.get_global_rank(context.group, programs.rank_of_stage[-1])
+        self.holds_last_stage = dist.get_rank() == self.last
+        self.proofs = LossChecks(context.device)
+        self.sharing = LastStageBroadcast(context.group, self.last, context.device)
+        self.metric_sharing = MetricBroadcast(
+            self.metrics, context.group, self.last, context.device
+        )
+        self._executor = self._build_executor(context)
+        self.holdings = StageParameters(module, placement.division, context)
+        self.runner = StepRunner(
+            module,
+            self.metrics,
+            placement,
+            self.holdings,
+            programs=programs,
+            num_microbatches=len(parts),
+            executor=self._executor,
+            sharing=self.sharing,
+            signals=self.signals,
+            context=context,
+        )
+        unmade.make(set(self.holdings.parameters), context.device)
+        refuse_calls_outside(placement.plans.units)
+        placement.plans.check = self.holdings.refuse_unheld
+        self.expectations = PipelineEstimate(
+            module,
+            placement,
+            self.holdings,
+            programs=programs,
+            num_microbatches=len(parts),
+            sharing=self.sharing,
+            cut=self._cut,
+            context=context,
+        )
+        self.placement = placement
+
+    def _build_executor(self, context: PipelineContext) -> PipelineRuntime:
+        """Return what performs schedules on this model, in all runs. Collective over all ranks."""
+        num_ranks = context.group.size()
+        return PipelineRuntime(
+            context.group,
+            context.device,
+            on_chunk=self._record_chunk,
+            on_peak=self._record_peak,
+            name_of=self._name_of,
+            timeout=context.timeout,
+            on_stuck=self._fail,
+            explain=self._explain,
+            waits_within=context.num_sharing > 1,
+            control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
+            num_told=lambda: NUM_SIGNALS + self.sharing.length,
+        )
+
+    def move_absent(self, device: torch.device) -> None:
+        """Make what other ranks hold seem to be on a device, before the model is moved to it."""
+        if self.placement is not None:
+            self.holdings.move_absent(device)
+
+    def start(self) -> None:
+        """Called when parameters are on their device. Collective over the pipeline."""
+        assert self.placement is not None
+        self.holdings.shared.broadcast()
+        # Where nobody seeds, ranks have drawn different ones.
+        self.runner.glue_state.broadcast(self.placement.division.loose_buffers)
+
+    def tell(self, accumulated: int) -> None:
+        """Tell the run's recorder what will be run; called for every run.
+
+        Args:
+            accumulated: Batches in an optimizer step.
+        """
+        recorder = self.context.recorder
+        for group in self.holdings.shared.groups():
+            recorder.name_group(group, "pipeline")
+        if self._executor.control_group is not None:
+            recorder.name_group(self._executor.control_group, CONTROL)
+        recorder.schedule(self.expectations.plan(self.options.schedule, accumulated))
+
+    def follow_scaler(self) -> None:
+        """Make all stages skip a step when gradients of one have overflown.
+
+        To be called before a run that trains; until ``close``.
+        """
+        context = self.context
+        self._forget_scaler()
+        if context.scaler is not None and context.group.size() > 1:
+            self._forget_scaler = agree_on_overflow(context.scaler, context.group, context.device)
+
+    def close(self) -> None:
+        """End what runs beside the training. Parameters stay as they are."""
+        self._forget_scaler()
+        self._forget_scaler = _nothing
+        self.signals.forget()
+        self.others.close()
+        if self.placement is not None:
+            self._executor.close()
+            if self.delayed is not None:
+                self.delayed.abandon()
+
+    # Steps.
+
+    @property
+    def delayed(self) -> DelayedGradients | None:
+        """What applies gradients a step late, where the schedule does."""
+        return None if self.placement is None else self.runner.delayed
+
+    def drain(self) -> None:
+        """Do the backward passes that were left to a next batch. Collective over the pipeline.
+
+        To be called before anything but a batch of training.
+        """
+        if self.delayed is not None:
+            self.delayed.drain()
+
+    def find_metrics(self) -> None:
+        """Take note of the module's metrics, which it may make at any time before a loop begins."""
+        self.metrics.clear()
+        self.metrics.update(find_metrics(self.module))
+
+    def begin_batch(self) -> None:
+        """Let the data axis make parameters ready. Collective over all ranks.
+
+        What fails here is told to the whole pipeline: a step that was taken on the host or on a
+        disk meanwhile may turn out to have failed, on this rank alone.
+        """
+        try:
+            self.others.run_collective(self.context.data.begin_batch)
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.runner.refuse(error)
+
+    def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """Return a batch's microbatches and how many rows each has.
+
+        Collective over the pipeline where it cannot be cut, so that no rank waits for this one.
+        """
+        try:
+            return self._cut(batch)
+        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+            self.runner.refuse(error)
+
+    def cut_if_possible(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """Return the same, and the whole batch where it cannot be cut."""
+        try:
+            return self._cut(batch)
+        except ConfigError:
+            return [batch], [1]
+
+    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
+        wanted = self.options.num_microbatches(self.context.group.size())
+        if wanted == 1:
+            return [batch], [1]
+        return self.cutter.cut(batch, wanted, fewest_rows(self._vector_norms))
+
+    def seeds(self, ordinal: int, count: int) -> list[int]:
+        """Return what the random numbers of each microbatch start from."""
+        start = self.context.seed + SEED_STRIDE * (ordinal + 1)
+        return [(start + number) % 2**63 for number in range(count)]
+
+    def average(self, over_replicas: Callable[[], bool]) -> None:
+        """Average gradients over the pipelines of the job. Collective over all ranks.
+
+        Args:
+            over_replicas: Averages those of this rank's stages; returns whether it did.
+        """
+
+        def average() -> None:
+            if over_replicas() and self.context.evens_shared:
+                self.holdings.shared.even()
+
+        self.others.run_collective(average)
+
+    @property
+    def bubble(self) -> float | None:
+        """Return the idle share of a batch of training, see ``PipelineRuntime.bubble``."""
+        return self._executor.bubble
+
+    # What the executor tells.
+
+    def _record_chunk(
+        self, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int
+    ) -> None:
+        self.context.recorder.chunk(
+            stage=stage, microbatch=microbatch, kind=kind, start_ns=start_ns, end_ns=end_ns
+        )
+
+    def _record_peak(self, peaks: Mapping[int, int]) -> None:
+        self.context.recorder.live_microbatches(peaks)
+
+    def _explain(self, error: BaseException) -> None:
+        self.context.recorder.explain(error)
+        self.others.annotate(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.context.recorder.fail(error)
+
+    def _name_of(self, module: torch.nn.Module) -> str | None:
+        return next((name for name, each in self.module.named_modules() if each is module), None)
+
+
+def _nothing() -> None:
+    """What there is to undo where nothing was done."""
