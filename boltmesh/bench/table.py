@@ -5,6 +5,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from boltmesh.axes import AXES
 from boltmesh.bench.rows import PERCENT, BenchRow
 
 MILLI, MEGA = 1e3, 1e6
@@ -12,7 +13,8 @@ FEW = 10
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 PLACES = ("device", "host", "disk")
-AXES = ("data", "pipeline", "tensor", "world")
+GROUPS = (*AXES, "world")
+"""Of ranks, between which something moves."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def columns(last_step: int) -> list[Column]:
         Column("device peak MB", lambda row: _megabytes(_largest(row, "device_bytes"))),
         Column("resident MB", lambda row: _megabytes(_largest(row, "host_bytes"))),
     ]
-    for axis in AXES:
+    for axis in GROUPS:
         made.append(Column(f"{axis} MB/step", _traffic(axis)))
     return [
         *made,
@@ -88,10 +90,10 @@ def as_csv(rows: Sequence[BenchRow]) -> str:
     """For programs: one line for each strategy, in seconds and bytes, empty where not known."""
     file = io.StringIO()
     names = [
-        "strategy", "pipeline", "data", "tensor", "jobs", "steps", "step_s_lower_quartile",
+        "strategy", *AXES, "jobs", "steps", "step_s_lower_quartile",
         "step_s_median", "step_s_upper_quartile", "samples_per_s", "tokens_per_s",
         *(f"{kind}_bytes_{place}" for place in PLACES for kind in KINDS),
-        "device_peak_bytes", "resident_bytes", *(f"{axis}_bytes_per_step" for axis in AXES),
+        "device_peak_bytes", "resident_bytes", *(f"{axis}_bytes_per_step" for axis in GROUPS),
         "bubble_share", "last_step", "loss", "is_refused", "note",
     ]  # fmt: skip
     writer = csv.DictWriter(file, names, lineterminator="\n")
@@ -114,7 +116,7 @@ def _values(row: BenchRow) -> dict[str, object]:
         return values
     newest = row.runs[-1]
     low, middle, high = quartiles
-    values |= {axis: newest.mesh.get(axis, 1) for axis in ("pipeline", "data", "tensor")}
+    values |= {axis: newest.mesh.get(axis, 1) for axis in AXES}
     values |= {
         "step_s_lower_quartile": low,
         "step_s_median": middle,
@@ -129,7 +131,7 @@ def _values(row: BenchRow) -> dict[str, object]:
     }
     for place in PLACES:
         values |= {f"{kind}_bytes_{place}": row.memory(kind, place) for kind in KINDS}
-    return values | {f"{axis}_bytes_per_step": _axis(row, axis) for axis in AXES}
+    return values | {f"{axis}_bytes_per_step": _axis(row, axis) for axis in GROUPS}
 
 
 def _cells(rows: Sequence[BenchRow], last_step: int) -> tuple[list[str], list[list[str]]]:

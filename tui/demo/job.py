@@ -38,7 +38,7 @@ from boltmesh.tui.demo.model import (
 from boltmesh.tui.demo.noise import Blocks, normal
 from boltmesh.tui.demo.plan import tensor_plan
 from boltmesh.tui.demo.progress import Moment, newest
-from boltmesh.tui.demo.setup import AXES, GPUS_PER_HOST, HEAD_WIDTH, TOKENS_PER_SAMPLE, WIDTH, Setup
+from boltmesh.tui.demo.setup import GPUS_PER_HOST, HEAD_WIDTH, TOKENS_PER_SAMPLE, WIDTH, Setup
 from boltmesh.tui.demo.timeline import HEAD_START, Timeline
 from boltmesh.tui.demo.traffic import collectives, expected, peers
 from boltmesh.tui.sources.live import Observation
@@ -54,7 +54,8 @@ class SimulatedRank:
     def __init__(
         self, setup: Setup, rank: int, steps: Blocks[StepRecord], *, started: float
     ) -> None:
-        self.stage, self.data, _ = setup.place(rank)
+        self._coordinates = dict(setup.place(rank))
+        self.stage, self.data = self._coordinates["pipeline"], self._coordinates["data"]
         self._setup = setup
         self._rank = rank
         self._started = started
@@ -63,7 +64,6 @@ class SimulatedRank:
         self._kinds = memory_kinds(setup, rank)
         self._memory = memory(self._kinds)
         self._members = setup.memberships(rank)
-        self._coordinates = dict(zip(AXES, setup.place(rank), strict=True))
 
     def snapshot(
         self, moment: Moment, chunks: tuple[Chunk, ...], *, phase: str, job_state: JobState
@@ -118,7 +118,7 @@ _LAST: dict[RankState, str | None] = {"failed": "communication", "finished": Non
 
 def step_records(setup: Setup, timeline: Timeline, rank: int, started: float) -> Blocks[StepRecord]:
     """Return all steps of a rank, by their number."""
-    data = setup.place(rank)[1]
+    data = setup.place(rank)["data"]
 
     def build(number: int) -> StepRecord:
         # The ranks of one pipeline share a loss: its last stage tells the others.
@@ -152,7 +152,7 @@ class SimulatedJob:
         self._started = started
         self._timeline = Timeline(setup)
         self._logged = Blocks(lambda place: logged(setup.seed, place))
-        victim_at = setup.place(setup.victim)[1]
+        victim_at = setup.place(setup.victim)["data"]
         drawn = {victim_at, *range(min(setup.data, _DISTINCT_PIPELINES))}
         others = sorted(drawn - {victim_at})
         self._drawn_for = [
@@ -185,8 +185,8 @@ class SimulatedJob:
         records: dict[int, Blocks[StepRecord]] = {}
         ranks = []
         for rank in range(setup.world_size):
-            stage, data, tensor = setup.place(rank)
-            drawn = setup.rank_at(stage, self._drawn_for[data], tensor)
+            place = setup.place(rank)
+            drawn = setup.rank_at({**place, "data": self._drawn_for[place["data"]]})
             if drawn not in records:
                 records[drawn] = step_records(setup, self._timeline, drawn, self._started)
             ranks.append(SimulatedRank(setup, rank, records[drawn], started=self._started))

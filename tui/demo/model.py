@@ -76,10 +76,11 @@ def _saved_activation_bytes(setup: Setup, stage: int) -> int:
 
 def memory_kinds(setup: Setup, rank: int) -> tuple[MemoryKind, ...]:
     """Return what the rank's memory is for; the activations are a little more than predicted."""
-    stage, data, tensor = setup.place(rank)
+    place = setup.place(rank)
+    stage = place["pipeline"]
     size = parameters(setup, stage)
     activations = _saved_activation_bytes(setup, stage)
-    grown = int(activations * (1.03 + 0.004 * ((data + tensor) % 4)))
+    grown = int(activations * (1.03 + 0.004 * ((place["data"] + place["tensor"]) % 4)))
     on_device = int(8 * size * (1 - _ON_HOST - _ON_DISK))
     on_host, on_disk = (int(_STATE_BYTES * size * share) for share in (_ON_HOST, _ON_DISK))
     kept = 8 * size + on_device + grown
@@ -102,7 +103,7 @@ def offload(setup: Setup, rank: int, step: int) -> tuple[OffloadTotal, ...]:
     Of what is stepped on the host gradients come and parameters go, in float32; of what is on the
     disk all state is read and written.
     """
-    stage = setup.place(rank)[0]
+    stage = setup.place(rank)["pipeline"]
     size = parameters(setup, stage)
     gradients = 4 * size * (_ON_HOST + _ON_DISK)
     state = _STATE_BYTES * size * _ON_DISK

@@ -7,8 +7,9 @@ gradients, the tensor peers of those in the sum of the norm, and so do all other
 import functools
 from collections.abc import Mapping
 
+from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import Chunk, CollectiveInFlight, GroupProgress
-from boltmesh.tui.demo.setup import AXES, Membership, Setup
+from boltmesh.tui.demo.setup import Membership, Setup
 from boltmesh.tui.demo.timeline import Timeline
 from boltmesh.tui.demo.traffic import Moved, moved
 

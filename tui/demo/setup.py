@@ -5,16 +5,19 @@ layers. Its stages take equal times so, as those of a well split model do.
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from boltmesh import axes
+from boltmesh.axes import AXES
+
 Scenario = Literal["healthy", "straggler", "input_bound", "hang", "crashed"]
 """What goes wrong: nothing; rank 5 is too hot and computes slowly; the loader cannot keep up; rank
 5 never enters a collective; the kernel kills rank 5. A smaller job has its last rank in trouble."""
 
-AXES = ("pipeline", "data", "tensor")
 DEFAULT_MESH = {"pipeline": 2, "data": 2, "tensor": 2}
 GPUS_PER_HOST = 8
 
@@ -38,24 +41,38 @@ class Setup(msgspec.Struct, frozen=True):
 
     seed: int
     scenario: Scenario
-    pipeline: int
-    data: int
-    tensor: int
+    sizes: tuple[int, ...]
+    """Of the axes, in the order of ``AXES``."""
 
     @classmethod
     def create(cls, seed: int, scenario: Scenario, mesh: Mapping[str, int]) -> "Setup":
         """Take the sizes of the axes from a mesh; an axis that it leaves out has one rank."""
-        return cls(seed, scenario, *(mesh.get(axis, 1) for axis in AXES))
+        return cls(seed, scenario, tuple(axes.full_sizes(mesh).values()))
 
     @property
     def mesh(self) -> dict[str, int]:
         """Axis to size, outermost first."""
-        return {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
+        return dict(zip(AXES, self.sizes, strict=True))
+
+    @property
+    def pipeline(self) -> int:
+        """Stages, one for each rank of a pipeline."""
+        return self.sizes[AXES.index("pipeline")]
+
+    @property
+    def data(self) -> int:
+        """Ranks with batches of their own."""
+        return self.sizes[AXES.index("data")]
+
+    @property
+    def tensor(self) -> int:
+        """Ranks that share each layer."""
+        return self.sizes[AXES.index("tensor")]
 
     @property
     def world_size(self) -> int:
         """All ranks."""
-        return self.pipeline * self.data * self.tensor
+        return math.prod(self.sizes)
 
     @property
     def victim(self) -> int:
@@ -91,24 +108,21 @@ class Setup(msgspec.Struct, frozen=True):
         """How many layers a stage has."""
         return LAYERS_PER_STAGE - (HEAD_IN_LAYERS if stage == self.pipeline - 1 else 0)
 
-    def place(self, rank: int) -> tuple[int, int, int]:
-        """Return where a rank stands on the axes: stage, data, tensor."""
-        stage, rest = divmod(rank, self.data * self.tensor)
-        return stage, *divmod(rest, self.tensor)
+    def place(self, rank: int) -> Mapping[str, int]:
+        """Return the coordinate of a rank on each axis."""
+        return _places(self.sizes)[rank]
 
-    def rank_at(self, stage: int, data: int, tensor: int) -> int:
-        """Return the rank that stands there."""
-        return (stage * self.data + data) * self.tensor + tensor
+    def rank_at(self, place: Mapping[str, int]) -> int:
+        """Return the rank with these coordinates."""
+        return axes.rank_at(place, self.mesh)
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` on one axis only, itself included."""
-        stride = {"pipeline": self.data * self.tensor, "data": self.tensor, "tensor": 1}[axis]
-        first = rank - self.place(rank)[AXES.index(axis)] * stride
-        return tuple(range(first, first + self.mesh[axis] * stride, stride))
+        return axes.group_of(rank, axis, self.mesh)
 
     def memberships(self, rank: int) -> dict[str, Membership]:
         """Return the groups that a rank is in, by axis; ``world`` has all ranks."""
-        mesh, place = self.mesh, dict(zip(AXES, self.place(rank), strict=True))
+        mesh, place = self.mesh, self.place(rank)
         found = {"world": Membership("world", _world(self.world_size))}
         for axis in AXES:
             others = [
@@ -127,6 +141,13 @@ class Setup(msgspec.Struct, frozen=True):
 def _world(size: int) -> tuple[int, ...]:
     """Return all ranks; all of them share it."""
     return tuple(range(size))
+
+
+@functools.lru_cache(maxsize=8)
+def _places(sizes: tuple[int, ...]) -> tuple[dict[str, int], ...]:
+    """Return the coordinates of all ranks."""
+    mesh = dict(zip(AXES, sizes, strict=True))
+    return tuple(axes.coordinates(rank, mesh) for rank in range(math.prod(sizes)))
 
 
 def mesh_of(world_size: int) -> dict[str, int]:

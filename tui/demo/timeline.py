@@ -83,7 +83,8 @@ class Timeline:
         """Return the exclusive parts of a step; what nothing else takes is communication."""
         seconds = self.end(step) - self.end(step - 1)
         scale = seconds / self.period_s
-        stage, data, _ = self._setup.place(rank)
+        place = self._setup.place(rank)
+        stage, data = place["pipeline"], place["data"]
         noise = four(self._setup.seed, 2, step, rank)
         count = self._setup.num_microbatches
         slow = _HOT if self._is_hot(rank) else 1.0
@@ -158,11 +159,11 @@ class Timeline:
         return self._hot is not None and rank == self._setup.victim
 
     def _timetable(self, step: int, data: int) -> Timetable:
-        hot = self._hot
+        hot = None if self._hot is None else (self._hot["pipeline"], self._hot["data"])
         means = {
             (stage, kind): self._means(step, data, stage, kind)
             # The tensor peers of a slow rank wait for it inside of each chunk.
-            * (_HOT if hot is not None and hot[:2] == (stage, data) else 1.0)
+            * (_HOT if hot == (stage, data) else 1.0)
             for stage in range(self._setup.pipeline)
             for kind in "FB"
         }
@@ -191,7 +192,7 @@ class Timeline:
         return cost / LAYERS_PER_STAGE * (1 if kind == "F" else 2)
 
     def _window(self, forward_s: float, *, is_hot: bool) -> float:
-        hot_stage = self._setup.place(self._setup.victim)[0]
+        hot_stage = self._setup.place(self._setup.victim)["pipeline"]
 
         def seconds(action: Action) -> float:
             slow = _HOT if is_hot and action.stage == hot_stage else 1.0

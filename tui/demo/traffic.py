@@ -115,14 +115,15 @@ def collectives(
 
 def peers(setup: Setup, rank: int, step: int) -> tuple[PeerTotal, ...]:
     """Return what a rank exchanged with the stages beside its own."""
-    stage, data, tensor = setup.place(rank)
+    place = setup.place(rank)
+    stage = place["pipeline"]
     calls = setup.num_microbatches
     size = calls * activation_bytes(setup)
     return tuple(
         PeerTotal(
             axis="pipeline",
             operator=operator,
-            peer=setup.rank_at(other, data, tensor),
+            peer=setup.rank_at({**place, "pipeline": other}),
             calls=calls * step,
             payload_bytes=size * step,
             bytes_per_step=None if step < STEPS_BEFORE_A_MEAN else float(size),

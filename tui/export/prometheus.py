@@ -18,6 +18,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
+from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import JobSnapshot, JobState, RankSnapshot
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.sanitize import clean
@@ -234,9 +235,7 @@ def families(seen: Observation) -> Iterator[Family]:
 
 def _of_job(job: JobSnapshot) -> Iterator[Family]:
     about = {"name": job.name, "strategy": job.strategy, "recipe": job.recipe or ""}
-    sizes = {
-        axis: size for axis, size in job.mesh.items() if axis in {"pipeline", "data", "tensor"}
-    }
+    sizes = {axis: size for axis, size in job.mesh.items() if axis in AXES}
     yield gauge("job_info", "What the job is; always 1.", [({**about, **sizes}, 1)])
     states = [({"state": state}, int(state == job.state)) for state in get_args(JobState)]
     yield gauge("job_state", "1 for the state that the job is in, 0 for the others.", states)

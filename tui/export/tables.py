@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot
 from boltmesh.tui.sanitize import clean
 from boltmesh.tui.sources.live import Observation
@@ -89,7 +90,7 @@ def _ranks(seen: Observation) -> Iterator[Row]:
             seen.job.id,
             seen.time,
             rank.rank,
-            *(rank.coordinates.get(axis) for axis in ("pipeline", "data", "tensor")),
+            *(rank.coordinates.get(axis) for axis in AXES),
             rank.host,
             rank.pid,
             rank.device,
@@ -145,7 +146,7 @@ TABLES: Final[dict[str, ExportTable]] = {
     ),
     "ranks": ExportTable(
         (
-            *("job", "time", "rank", "pipeline", "data", "tensor", "host", "pid", "device"),
+            *("job", "time", "rank", *AXES, "host", "pid", "device"),
             *("state", "phase", "global_step", "epoch", "last_seen"),
             *("samples_per_second", "tokens_per_second", "host_rss_bytes"),
             *("device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes", "error"),

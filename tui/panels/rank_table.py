@@ -1,5 +1,6 @@
 """One line for each rank: how long its steps take, where, whether it is late and why."""
 
+from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import PHASES, PhaseTime, RankSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.metrics.ranks import RankRow, rank_rows
@@ -16,9 +17,7 @@ from boltmesh.tui.view import Cells, TableView, arrange_rows
 
 COLUMNS = (
     "rank",
-    "pipeline",
-    "data",
-    "tensor",
+    *AXES,
     "host",
     "device",
     "state",
@@ -90,7 +89,7 @@ def cells_of(row: RankRow) -> Cells:
     late, profile = row.lateness, row.profile
     return {
         "rank": row.rank,
-        **{axis: row.coordinates.get(axis) for axis in ("pipeline", "data", "tensor")},
+        **{axis: row.coordinates.get(axis) for axis in AXES},
         "host": row.host,
         "device": row.device,
         "state": row.state,
@@ -125,7 +124,7 @@ def _is_late(row: RankRow) -> bool:
 def _columns(state: State) -> list[Column]:
     """Return the columns that can have a figure in this job; the others are left out."""
     rows = rank_rows(state)
-    axes = [axis for axis, size in state.job.mesh.items() if size > 1 and axis in COLUMNS]
+    axes = [axis for axis, size in state.job.mesh.items() if size > 1 and axis in AXES]
     if len(axes) < 2:  # on one axis the coordinate is the rank itself
         axes = []
     has = {
@@ -163,7 +162,7 @@ def _columns(state: State) -> list[Column]:
 def _cells(row: RankRow, rank: RankSnapshot, columns: list[Column], look: Style) -> list[Cell]:
     drawn: dict[str, Cell] = {
         "rank": str(row.rank),
-        **{axis: units.count(row.coordinates.get(axis)) for axis in ("pipeline", "data", "tensor")},
+        **{axis: units.count(row.coordinates.get(axis)) for axis in AXES},
         "host": row.host,
         "device": split_device(row.device)[0],
         "state": rank_state(row.state, look),
