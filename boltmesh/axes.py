@@ -7,7 +7,7 @@ outermost axis first. Global ranks are node-major, so the innermost axis stays i
 import math
 from collections.abc import Mapping
 
-AXES = ("pipeline", "data", "tensor")
+AXES: tuple[str, ...] = ("pipeline", "data", "tensor")
 """Outermost to innermost."""
 
 

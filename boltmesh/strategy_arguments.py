@@ -63,9 +63,9 @@ def _accepted(door: type[Any]) -> dict[str, Any]:
     """Names and defaults of what a config may give."""
     accepted: dict[str, Any] = {}
     for base in door.__mro__:
-        if "__init__" not in vars(base) or not base.__module__.startswith("boltmesh."):
+        is_ours = base is door or base.__module__.startswith("boltmesh.")
+        if "__init__" not in vars(base) or not is_ours:
             continue
-        # Of the constructor: a door may choose its class by what it is given.
         parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
         named = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
         if base is door:

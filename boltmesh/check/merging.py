@@ -16,9 +16,9 @@ from boltmesh.strategies.engine import MeshStrategy
 def ranks_of_data(strategy: MeshStrategy) -> list[int] | None:
     """Return the ranks that saw different data; None for all."""
     layout = strategy.layout
-    if layout.tensor == 1:
+    if layout.data == layout.world_size:
         return None
-    return [rank for rank in range(layout.world_size) if layout.coordinates(rank)["tensor"] == 0]
+    return [layout.rank_at(data=each) for each in range(layout.data)]
 
 
 def merge_over_ranks(trace: Trace, chosen: Sequence[int] | None) -> Trace:

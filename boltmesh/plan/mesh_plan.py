@@ -164,7 +164,7 @@ def plan_mesh(
         )
     if pipeline is None and given.get("activation_checkpointing") is not None:
         notes.append("activations are those without activation_checkpointing")
-    size = job.layout.data * job.layout.tensor
+    size = job.layout.world_size // job.layout.pipeline
     return MeshPlan(
         model=made.name,
         parameters=made.numel,

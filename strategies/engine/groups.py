@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from typing_extensions import override
 
+from boltmesh.errors import ConfigError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.data_axis import DataAxis
@@ -348,5 +349,16 @@ class RankMeshStrategy(ParallelStrategy):
 
 
 def in_order(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Return axes from the outermost to the innermost."""
-    return tuple(sorted(axes, key=lambda axis: AXES.index(axis.name)))
+    """Return axes from the outermost to the innermost.
+
+    Raises:
+        ConfigError: When there is no data axis, or two have the same name.
+    """
+    found = tuple(sorted(axes, key=lambda axis: AXES.index(axis.name)))
+    names = [axis.name for axis in found]
+    if len(set(names)) < len(names) or not any(isinstance(axis, DataAxis) for axis in found):
+        raise ConfigError(
+            f"axes has {', '.join(names) or 'nothing'}, and a mesh has one data axis and at most "
+            f"one of each other axis. Add DdpAxis(DdpOptions()), or leave out what is there twice."
+        )
+    return found
