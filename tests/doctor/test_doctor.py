@@ -121,7 +121,7 @@ NO_GPUS = Gpus(error="NVML Shared Library Not Found")
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        (replace(FACTS, versions=FACTS.versions | {"torch": None}), "no torch: not installed."),
+        (replace(FACTS, versions={**FACTS.versions, "torch": None}), "no torch: not installed."),
         (
             replace(FACTS, probe={"torch": {"error": "OSError: libcudart.so.13"}}),
             "no torch: 2.13.0+cu130 does not load: OSError: libcudart.so.13.",
