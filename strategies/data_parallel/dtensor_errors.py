@@ -1,13 +1,11 @@
-"""Names the shards that an author's code computed with as if they were whole parameters.
+"""Names the shards that a module computed with as if they were full parameters.
 
-Torch says only that it met two kinds of tensor. Which parameter it was is found after the fact: in
-the statement that failed, or in the graph of a loss that became a shard itself.
+torch's error says only that it met two kinds of tensor. The parameters are looked up after it: in
+the variables of the functions that it passed, innermost first.
 """
 
-import ast
-import linecache
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +16,7 @@ from boltmesh.strategies.tiling.weight import TiledWeight
 
 _SIGN = "mixed torch.Tensor and DTensor"
 _ADDED = "torch says:"
+_TILE_FUNCTIONS = {"LinearFunctionBackward", "EmbeddingFunctionBackward"}
 
 
 def explain_direct_use(error: BaseException, module: Module, tiled: Iterable[TiledWeight]) -> None:
@@ -31,16 +30,13 @@ def explain_direct_use(error: BaseException, module: Module, tiled: Iterable[Til
     if _SIGN not in str(error) or _ADDED in str(error):
         return
     sizes = {each.name: each.parameter.numel() * each.parameter.element_size() for each in tiled}
-    names: dict[Tensor, str] = {
-        each: name for name, each in module.named_parameters() if isinstance(each, DTensor)
-    }
-    found = names_in_statement(error, names) or names_in_loss(error, names)
+    found = _find_shards(error, module)
     in_tiles = [name for name in found if name in sizes]
     listed = " and ".join(map(repr, in_tiles or found))
     if in_tiles:
         advice = (
             f"{listed} is gathered in tiles, by its own layer alone, and was computed with as if "
-            f"it was whole. To look at it, read it inside of "
+            f"it was full. To look at it, read it inside of "
             f"boltmesh.strategies.gathered_parameters(...); to train through it, set "
             f"tile_linear_bytes to {max(sizes[name] for name in in_tiles)} or more"
         )
@@ -54,90 +50,43 @@ def explain_direct_use(error: BaseException, module: Module, tiled: Iterable[Til
     error.args = (f"{advice}. {_ADDED} {error}",)
 
 
-def names_in_statement(error: BaseException, names: Mapping[Tensor, str]) -> list[str]:
-    """Return which parameters the innermost statement names that names any, by their names.
-
-    Args:
-        error: As it was caught, with its traceback.
-        names: Of the parameters in question.
-    """
-    for trace in reversed(list(_traces(error.__traceback__))):
-        frame = trace.tb_frame
-        tensors = _tensors_in(frame.f_code.co_filename, trace.tb_lineno, frame.f_locals)
-        found = dict.fromkeys(names[each] for each in tensors if each in names)
-        if found:
+def _find_shards(error: BaseException, module: Module) -> list[str]:
+    names: dict[Tensor, str] = {
+        param: name for name, param in module.named_parameters() if isinstance(param, DTensor)
+    }
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        if found := dict.fromkeys(_shards_in(frame, names)):
             return list(found)
     return []
 
 
-def names_in_loss(error: BaseException, names: Mapping[Tensor, str]) -> list[str]:
-    """Return which parameters a loss depends on that a backward pass was to start from.
+def _shards_in(frame: FrameType, names: Mapping[Tensor, str]) -> Iterator[str]:
+    """Return the parameters that a function holds, names by attributes, or has computed with."""
+    for value in list(frame.f_locals.values()):
+        if isinstance(value, DTensor):
+            yield from [names[value]] if value in names else _leaves(value, names)
+        elif isinstance(value, Module):
+            for name, param in value.named_parameters():
+                parts = {part for part in name.split(".") if not part.isdigit()}
+                if param in names and parts <= set(frame.f_code.co_names):
+                    yield names[param]
 
-    What is computed of a shard is one, so a loss that a shard was added to is one too.
-    """
-    for trace in _traces(error.__traceback__):
-        for value in list(trace.tb_frame.f_locals.values()):
-            if isinstance(value, DTensor) and value.grad_fn is not None:
-                return _names_in_graph(value, names)
-    return []
 
-
-def _names_in_graph(loss: Tensor, names: Mapping[Tensor, str]) -> list[str]:
-    """Return the parameters that a graph has as they are, and not through a gathered tile."""
-    found: dict[str, None] = {}
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or node.name() in _OWN_FUNCTIONS:
+def _leaves(tensor: Tensor, names: Mapping[Tensor, str]) -> Iterator[str]:
+    """Return the parameters that a tensor was computed from, but for those through their tiles."""
+    seen: set[Any] = {None}
+    pending: list[Any] = [tensor.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node in seen or node.name() in _TILE_FUNCTIONS:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor) and leaf in names:
-            found[names[leaf]] = None
-        waiting += [before for before, _ in node.next_functions]
-    return list(found)
-
-
-_OWN_FUNCTIONS = {"LinearFunctionBackward", "EmbeddingFunctionBackward"}
-"""What a tile's layer leaves in a graph."""
-
-
-def _traces(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
-
-
-def _tensors_in(file: str, line: int, variables: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Give what the statement at a line reads, as far as it is a variable or part of a module."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:  # a cell of a notebook may hold more than Python
-        return
-    around = [
-        each
-        for each in ast.walk(tree)
-        if isinstance(each, ast.stmt) and each.lineno <= line <= (each.end_lineno or each.lineno)
-    ]
-    if not around:
-        return
-    statement = min(around, key=lambda each: (each.end_lineno or each.lineno) - each.lineno)
-    for node in ast.walk(statement):
-        if isinstance(node, (ast.Attribute, ast.Name)):
-            value = _value(node, variables)
-            if isinstance(value, Tensor):
-                yield value
-
-
-def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
-    """Look a dotted name up without running anything of the author's."""
-    if isinstance(node, ast.Name):
-        return variables.get(node.id)
-    if isinstance(node, ast.Attribute):
-        owner = _value(node.value, variables)
-        if isinstance(owner, Module):
-            for parts in (owner._parameters, owner._modules):  # noqa: SLF001 - no properties
-                if node.attr in parts:
-                    return parts[node.attr]
-    return None
+            yield names[leaf]
+        pending += [before for before, _ in node.next_functions]

@@ -49,8 +49,10 @@ from boltmesh.strategies.offload.staging import StagingFile
 from boltmesh.strategies.parameter_access import register_units
 from boltmesh.strategies.tiling.apply import apply_tiling
 from boltmesh.strategies.tiling.weight import TiledWeight
-from boltmesh.strategies.torch_compat.fsdp import StepUnits, WriteDetector, is_gathered, share_hooks
-from boltmesh.strategies.torch_compat.fsdp_hooks import gather_for_training, keep_for_derivatives
+from boltmesh.strategies.torch_compat.fsdp import StepUnits, is_gathered
+from boltmesh.strategies.torch_compat.fsdp_hooks import instrument, keep_for_derivatives
+from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
+from boltmesh.strategies.torch_compat.tensors import write_through_data
 
 
 class RootModule(Module):
@@ -182,8 +184,8 @@ class ShardedModel:
     """Parameters that cannot be sharded."""
     step_units: StepUnits
     """All units, for what every step does with them."""
-    writes: WriteDetector | None
-    """To parameters while they are gathered; None where the axis gathers by itself."""
+    writes: GatheredWrites
+    """To parameters while they are gathered."""
     successors: ParamRemap
     """Of the parameters that the module's author made."""
     on_host: CpuCollectives | None
@@ -196,19 +198,19 @@ class ShardedModel:
         """The root as FSDP2 sees it."""
         return self.units[""]
 
-    def reshard_stale(self) -> None:
-        """Free gathered copies of units whose shards somebody has written to since."""
-        stale = {} if self.writes is None else self.writes.stale()
-        for unit in dict.fromkeys(stale.values()):
+    def begin_forward(self) -> None:
+        """Reshard units whose shards were written to since they were gathered."""
+        for unit in dict.fromkeys(self.writes.stale().values()):
             unit.reshard()
+        self.writes.begin_forward()
 
     def refuse_stale(self) -> None:
-        """Refuse a loss of gathered copies whose shards somebody has written to since.
+        """Refuse a loss of gathered parameters whose shards were written to since.
 
         Raises:
             ConfigError: Naming a parameter.
         """
-        for name in {} if self.writes is None else self.writes.stale():
+        for name in self.writes.stale():
             refuse_lost_write(name)
 
     def reshard(self) -> None:
@@ -296,7 +298,7 @@ def shard_model(
         tiled,
         scalars,
         StepUnits(sharded.values()),
-        WriteDetector(sharded.values(), refuse_lost_write),
+        GatheredWrites(sharded.values(), refuse_lost_write),
         successors,
         CpuCollectives.where_needed(
             sharded.values(), context.device, takes_gradients_away=options.has_offload
@@ -317,12 +319,12 @@ def build_mesh(options: ZeroOptions, context: AxisContext) -> ShardMesh:
 
 def as_units(modules: Iterable[tuple[str, Module]]) -> dict[str, FSDPModule]:
     """Return modules of ``fully_shard``, which changes their class, as what they are now."""
+    write_through_data()
     units: dict[str, FSDPModule] = {}
-    for name, each in modules:
-        assert isinstance(each, FSDPModule)
-        gather_for_training(each)
-        share_hooks(each)
-        units[name] = each
+    for name, unit in modules:
+        assert isinstance(unit, FSDPModule)
+        instrument(unit)
+        units[name] = unit
     return units
 
 

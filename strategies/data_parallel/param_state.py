@@ -1,26 +1,18 @@
-"""Parameters without rows: there is nothing to shard, so every rank keeps them whole.
+"""The state of a sharded model beside its shards: scalars, replaced parameters, buffers.
 
-A learned temperature is one number. Between steps a replicated DTensor stands in its place, so that
-optimizers and checkpoints see one kind of parameter; within a step it is a plain tensor, since the
-forward pass computes with plain tensors. Both are the same memory.
-
-Lets what an author did to a parameter hold for what sharding puts in its place.
-
-Authors mark parameters with attributes by which they are put into groups of an optimizer, hang
-hooks on their gradients, collect them in lists, and give them to optimizers, all before a strategy
-sees the model. Sharding makes other objects: a shard, and a whole parameter within a step.
-
-Lets parameters be frozen and trained again though each of them exists twice.
-
-The optimizer holds the shard of a parameter, the forward pass uses the gathered whole. FSDP2 makes
-the whole follow the shard when it gathers; what stays gathered has to be told, before a forward
-pass (``StepUnits.follow_shards``) and by what is here within one.
-
-Keeps the buffers of all ranks those of the first one, as ``DistributedDataParallel`` does.
-
-Every buffer is sent, masks and rotary tables that never change too: batch norm, codebooks and
-averages are written without a trace in the tensor, so nobody can tell which have changed. What is
-sent follows from the model alone, and so is the same on every rank.
+- ``ScalarParams``: a parameter without dimensions, as a learned temperature, cannot be sharded.
+  Every rank keeps it. Between steps it is a replicated DTensor, so that optimizers and checkpoints
+  see one kind of parameter; within a step a plain tensor over the same memory, as the forward pass
+  computes with plain tensors.
+- ``ParamRemap``: authors give parameters attributes, gradient hooks and places in lists and
+  optimizers before a strategy shards the model. Sharding makes other objects, a shard and an
+  unsharded parameter, which get all of that.
+- ``follow_toggles``: the optimizer holds the shard of a parameter, the forward pass uses the
+  unsharded one. FSDP2 makes the second follow ``requires_grad`` of the first when it gathers; what
+  stays gathered follows before a forward pass (``StepUnits.follow_shards``) and after a toggle.
+- ``BufferSync``: the buffers of the first rank are sent to all, as ``DistributedDataParallel``
+  does. Every buffer is sent: batch norm, codebooks and averages are written without a trace in the
+  tensor. What is sent follows from the model alone, so it is the same on every rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Set
@@ -44,7 +36,7 @@ from boltmesh.strategies.deferred_initialization.recording import map_leaves, te
 from boltmesh.strategies.torch_compat.autograd import move_gradient_hooks
 from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
 from boltmesh.strategies.torch_compat.modules import buffers_of, set_parameter
-from boltmesh.strategies.torch_compat.tensors import local_tensor
+from boltmesh.strategies.torch_compat.tensors import local_tensor, storage_key
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 
@@ -73,6 +65,8 @@ class ScalarParams:
     ) -> None:
         self._group = group
         self._places: list[tuple[Module, str, Parameter]] = []
+        self._plain: dict[Parameter, Tensor] = {}
+        """By the replicated one, what was last put in its place."""
         replicated = {each: _replicate(each, mesh) for each in scalars_of(module) - absent}
         for owner in module.modules():
             own = list(owner.named_parameters(recurse=False, remove_duplicate=False))
@@ -91,14 +85,24 @@ class ScalarParams:
 
     def take_out(self) -> None:
         """Put plain tensors in place, for a forward pass."""
-        plain: dict[Parameter, Tensor] = {}
-        for each in self.parameters:
-            plain[each] = _Plain.apply(each, self._group)  # type: ignore[no-untyped-call]
+        self._write_back()
+        for parameter in self.parameters:
+            self._plain[parameter] = _Plain.apply(parameter, self._group)  # type: ignore[no-untyped-call]
         for owner, name, parameter in self._places:
-            set_parameter(owner, name, plain[parameter])
+            set_parameter(owner, name, self._plain[parameter])
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        """Copy the values of plain tensors whose ``.data`` was set; others share their memory."""
+        for parameter, plain in self._plain.items():
+            local = local_tensor(parameter)
+            if storage_key(plain) != storage_key(local):
+                local.copy_(plain)
+                plain.data = local
 
     def put_back(self) -> None:
         """Put the parameters in place."""
+        self._write_back()
         for owner, name, parameter in self._places:
             set_parameter(owner, name, parameter)
 

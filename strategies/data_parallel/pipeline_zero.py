@@ -24,14 +24,13 @@ and knows only at the end of a batch what its gradients are divided by. So the u
 around the blocks, which nobody calls: FSDP2 keeps the shards, and gathers and reduces when told.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -54,7 +53,11 @@ from boltmesh.strategies.data_parallel.pipeline_ddp import agree_on_gradients, s
 from boltmesh.strategies.data_parallel.shard_mesh import ShardMesh
 from boltmesh.strategies.data_parallel.uneven_inputs import JoinedGathers
 from boltmesh.strategies.data_parallel.units import find_units
-from boltmesh.strategies.data_parallel.unsupported import refuse_mixed_types, refuse_parameters
+from boltmesh.strategies.data_parallel.unsupported import (
+    refuse_lost_write,
+    refuse_mixed_types,
+    refuse_parameters,
+)
 from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.deferred_initialization.materialize import lay_in_rows
 from boltmesh.strategies.engine.data_axis import AxisContext
@@ -66,6 +69,7 @@ from boltmesh.strategies.torch_compat.fsdp import (
     gather_units,
     reduce_gradients,
 )
+from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
 from boltmesh.strategies.torch_compat.modules import set_parameter
 from boltmesh.strategies.torch_compat.tensors import dtensor_like, local_tensor
 from boltmesh.telemetry.snapshot import MemoryKind
@@ -75,37 +79,26 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 class PipelineScalarParams(ScalarParams):
     """Replicated between steps, and within them plain parameters over the same memory."""
 
-    def __init__(
-        self,
-        module: Module,
-        mesh: DeviceMesh,
-        group: ProcessGroup,
-        *,
-        absent: Set[Parameter] = frozenset(),
-    ) -> None:
-        self._whole: dict[Parameter, Parameter] = {}
-        """By the replicated one, what stands in its place in the batches of a step."""
-        super().__init__(module, mesh, group, absent=absent)
-
     @override
     def take_out(self) -> None:
+        self._write_back()
         for owner, name, parameter in self._places:
-            if parameter not in self._whole:
+            if parameter not in self._plain:
                 value = local_tensor(parameter.detach())
-                whole = Parameter(value, requires_grad=parameter.requires_grad)
-                share_gradient_hooks(parameter, whole)
-                self._whole[parameter] = whole
-            set_parameter(owner, name, self._whole[parameter])
+                plain = Parameter(value, requires_grad=parameter.requires_grad)
+                share_gradient_hooks(parameter, plain)
+                self._plain[parameter] = plain
+            set_parameter(owner, name, self._plain[parameter])
 
     def average(self) -> None:
         """Hand averages of the gradients over to the replicated ones, and put these in place.
 
         Collective over the axis; all ranks have gradients of the same ones.
         """
-        for parameter, whole in self._whole.items():
-            if whole.grad is None:
+        for parameter, plain in self._plain.items():
+            if plain.grad is None:
                 continue
-            gradient = whole.grad / self._group.size()
+            gradient = plain.grad / self._group.size()
             dist.all_reduce(gradient, group=self._group)
             made = dtensor_like(gradient, parameter)
             parameter.grad = made if parameter.grad is None else parameter.grad + made
@@ -113,8 +106,8 @@ class PipelineScalarParams(ScalarParams):
 
     def forget(self) -> None:
         """Put the replicated ones in place, and let go of gradients."""
-        self._whole = {}
         self.put_back()
+        self._plain = {}
 
 
 class _Holder(Module):
@@ -168,7 +161,7 @@ def shard_late(module: LightningModule, options: ZeroOptions, context: AxisConte
         [],
         scalars,
         StepUnits(units.values()),
-        None,
+        GatheredWrites(units.values(), refuse_lost_write),
         successors,
         CpuCollectives.where_needed(
             units.values(), context.device, takes_gradients_away=options.has_offload

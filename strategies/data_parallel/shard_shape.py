@@ -20,7 +20,7 @@ from boltmesh.strategies.cost_model.model import (
 )
 from boltmesh.strategies.data_parallel.fully_shard import ShardedModel
 from boltmesh.strategies.telemetry import tensors_within
-from boltmesh.strategies.torch_compat.fsdp import unit_parameters, whole_gradients
+from boltmesh.strategies.torch_compat.fsdp import unit_parameters, unsharded_gradients
 from boltmesh.telemetry.writer.memory import StoredBytes
 
 
@@ -38,7 +38,7 @@ def held_tensors(
     wholes = [whole for _, whole in pairs if whole is not None and _has_memory(whole)]
     gradients = [each.grad for each in shards if each.grad is not None]
     for unit in model.units.values():
-        gradients += whole_gradients(unit)
+        gradients += unsharded_gradients(unit)
     free = 0 if model.on_host is None else model.on_host.num_free_bytes
     return {
         "parameters": [*shards, *wholes],

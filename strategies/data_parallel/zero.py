@@ -189,7 +189,7 @@ class ZeroAxis(DataAxis):
 
     def _before_forward(self, root: Module, *_: object) -> None:
         self._refuse_lost()
-        self._model.reshard_stale()
+        self._model.begin_forward()
         self._follow_shards()
         if self._stale is not None:
             assert self._context is not None
@@ -218,11 +218,12 @@ class ZeroAxis(DataAxis):
         assert self._context is not None
         self._model.successors.take_over(optimizers, self._model.module)
         self._forget_steps()
-        self._step_hooks = [
-            each.register_step_post_hook(self._after_step)
-            for each in optimizers
-            if hasattr(each, "register_step_post_hook")  # Lightning takes anything that can step
-        ]
+        for optimizer in optimizers:
+            if hasattr(optimizer, "register_step_post_hook"):  # Lightning takes all that can step
+                self._step_hooks += [
+                    optimizer.register_step_pre_hook(self._before_step),
+                    optimizer.register_step_post_hook(self._after_step),
+                ]
         if self._stale is not None:
             self._stale.optimizers = optimizers
         if self._offload is not None:
@@ -293,6 +294,9 @@ class ZeroAxis(DataAxis):
         if not self._has_ended_step:
             self._end_step()
         self._has_ended_step = False
+
+    def _before_step(self, *_: object) -> None:
+        self._model.writes.write_back()
 
     def _after_step(self, *_: object) -> None:
         """Called by an optimizer itself: under manual optimisation nobody else need tell."""

@@ -1,8 +1,8 @@
 """A tensor that owns one element and stands for a shard that is kept elsewhere.
 
 It has the shape, dtype and device of the shard, so DTensor, FSDP2 and optimizers take it for one,
-and no storage of its own. FSDP2 gathers it through its all-gather extension; whatever else reads
-it, gets the true value; whatever would write to it or keep a view of it, is refused.
+and no storage of its own. FSDP2 gathers it through its all-gather extension. Other operators read
+the true value and write to it in place; operators that return a view of it are refused.
 
 What stands behind an ``OffloadedShard`` of the engine: a stretch of a bucket in its chunks.
 """
@@ -175,8 +175,19 @@ class OffloadedShard(Tensor):
                 return _stand_for(first.source, first.element)
             if func in _LIKE:
                 return func(first.element, *args[1:], **_contiguous(func, kwargs))
-        _refuse_writes_and_views(func, args, kwargs)
-        return func(*tree_map(_value, args), **tree_map(_value, kwargs))
+        written = _written_shards(func, args, kwargs)
+        if func is aten.copy_.default and written and args[1].shape == args[0].shape:
+            args[0].write(_value(args[1]))  # without a read
+            return args[0]
+        values = {id(shard): _value(shard).clone() for shard in written}
+
+        def value(argument: Any) -> Any:
+            return values[id(argument)] if id(argument) in values else _value(argument)
+
+        result = func(*tree_map(value, args), **tree_map(value, kwargs))
+        for shard in written:
+            shard.write(values[id(shard)])
+        return written[0] if written and result is values[id(written[0])] else result
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -212,17 +223,28 @@ def _value(argument: Any) -> Any:
     return argument.read().to(argument.device)
 
 
-def _refuse_writes_and_views(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _written_shards(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[OffloadedShard]:
+    """Return the shards that an operator writes to.
+
+    Raises:
+        OffloadError: When it returns a view of one.
+    """
+    written = []
     for argument, is_written in written_or_viewed(func, args, kwargs):
         values = argument if isinstance(argument, (list, tuple)) else [argument]
-        for each in values:
-            if isinstance(each, OffloadedShard):
-                how = "changed in place" if is_written else "viewed"
+        for value in values:
+            if not isinstance(value, OffloadedShard):
+                continue
+            if not is_written:
                 raise OffloadError(
-                    f"{each.source.name} is offloaded and cannot be {how} by {func}. Read or "
+                    f"{value.source.name} is offloaded and cannot be viewed by {func}. Read or "
                     f"write it inside of boltmesh.strategies.gathered_parameters(module, "
                     f"writes=True), or read a copy of this rank's shard with .clone()."
                 )
+            written.append(value)
+    return written
 
 
 class StepBarrier(Protocol):

@@ -1,8 +1,7 @@
-"""What FSDP2 keeps of the modules that ``fully_shard`` was applied to, called units."""
+"""The private state of FSDP2's units, the modules that ``fully_shard`` was applied to."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn import Parameter
-
-from boltmesh.strategies.torch_compat.autograd import share_gradient_hooks
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:
@@ -26,106 +23,42 @@ def _groups_of_state(state: Any) -> list[Any]:
     return list(groups)
 
 
+def _params(unit: FSDPModule) -> Iterator[Any]:
+    for group in parameter_groups(unit):
+        yield from group.fsdp_params
+
+
+def unsharded_parameter(param: Any) -> Parameter | None:
+    """Return the unsharded parameter of an ``FSDPParam``, None before its first gather.
+
+    FSDP2 keeps the object and frees the memory behind it.
+    """
+    return getattr(param, "_unsharded_param", None)
+
+
 def is_gathered(unit: FSDPModule) -> bool:
-    """Whether a unit's whole parameters are there, so that its next forward gathers nothing."""
+    """Whether a unit's parameters are unsharded, so that its next forward gathers nothing."""
     return all(group.is_unsharded for group in parameter_groups(unit))
 
 
 def unit_parameters(unit: FSDPModule) -> list[tuple[Parameter, Parameter | None]]:
-    """Return a unit's sharded parameters, each with its whole one where that exists."""
-    return [
-        (each.sharded_param, getattr(each, "_unsharded_param", None))
-        for group in parameter_groups(unit)
-        for each in group.fsdp_params
-    ]
+    """Return a unit's sharded parameters, each with its unsharded one where that exists."""
+    return [(param.sharded_param, unsharded_parameter(param)) for param in _params(unit)]
 
 
-def share_hooks(unit: FSDPModule) -> None:
-    """Run hooks on the gradients of a unit's parameters, and give the whole ones their attributes.
-
-    What is differentiated are the whole parameters, which nobody can get hold of. As under
-    ``DistributedDataParallel`` a hook is given the whole gradient, of this rank alone.
-    """
-    for group in parameter_groups(unit):
-        for each in group.fsdp_params:
-            each.init_unsharded_param = _sharing_hooks(each, each.init_unsharded_param)
-
-
-def _sharing_hooks(parameter: Any, make_whole: Callable[[], None]) -> Callable[[], None]:
-    def make() -> None:
-        is_new = not hasattr(parameter, "_unsharded_param")
-        make_whole()
-        whole, shard = parameter._unsharded_param, parameter.sharded_param
-        if is_new:
-            vars(whole).update(vars(shard))
-        share_gradient_hooks(shard, whole)
-
-    return make
-
-
-class WriteDetector:
-    """Finds parameters that somebody writes to while they are gathered.
-
-    What is written to the whole one is gone when that is freed, and what is written to the shard
-    is not in the whole one. Writes that autograd does not count (``.data``) are not found.
-
-    Args:
-        units: Of ``fully_shard``.
-        lost: Given the name, within the root, of a whole one that was written to and is freed.
-    """
-
-    def __init__(self, units: Iterable[FSDPModule], lost: Callable[[str], None]) -> None:
-        self._lost = lost
-        self._units = [(unit, group) for unit in units for group in parameter_groups(unit)]
-        self._versions: dict[Any, tuple[int, int]] = {}
-        for _, group in self._units:
-            for each in group.fsdp_params:
-                each.init_unsharded_param = partial(self._gather, each, each.init_unsharded_param)
-                each.to_sharded = partial(self._free, each, each.to_sharded)
-
-    def _gather(self, parameter: Any, make_whole: Callable[[], None]) -> None:
-        make_whole()
-        self._versions[parameter] = _versions(parameter)
-
-    def _free(self, parameter: Any, free: Callable[[], None]) -> None:
-        known = self._versions.pop(parameter, None)
-        is_lost = known is not None and known[1] != _versions(parameter)[1]
-        free()
-        if is_lost:
-            self._versions.clear()  # one is told of; the run ends, and has to free the others
-            self._lost(parameter._param_fqn)
-
-    def stale(self) -> dict[str, FSDPModule]:
-        """Return units whose shards were written to since they were gathered, by those's names."""
-        return {
-            each._param_fqn: unit
-            for unit, group in self._units
-            if not group.is_sharded
-            for each in group.fsdp_params
-            if each in self._versions and self._versions[each][0] != _versions(each)[0]
-        }
-
-
-def _versions(parameter: Any) -> tuple[int, int]:
-    whole = parameter._unsharded_param
-    # What is made in inference mode counts no writes.
-    return parameter.sharded_param._version, 0 if whole.is_inference() else whole._version
-
-
-def whole_gradients(unit: FSDPModule) -> list[Tensor]:
+def unsharded_gradients(unit: FSDPModule) -> list[Tensor]:
     """Return the gradients of a unit that no rank has reduced yet."""
-    parameters = [each for group in parameter_groups(unit) for each in group.fsdp_params]
-    found = [getattr(each, "unsharded_accumulated_grad", None) for each in parameters]
-    found += [getattr(getattr(each, "_unsharded_param", None), "grad", None) for each in parameters]
-    return [each for each in found if each is not None]
+    found = [getattr(param, "unsharded_accumulated_grad", None) for param in _params(unit)]
+    found += [getattr(unsharded_parameter(param), "grad", None) for param in _params(unit)]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def forget_step(root: FSDPModule) -> None:
-    """Let the next step begin as the first did, whatever an error has left of one.
+    """Reset what a step that ended in an error has left, so that the next one is a first one.
 
     FSDP2 otherwise takes the end of its next backward pass for announced, and a unit whose inputs
-    need no gradients, as the first, is not reduced ever after. Its own remedy leaves gradients that
-    were whole, and is new in torch 2.13.
+    need no gradients, as the first, is not reduced ever after. Its own remedy leaves unsharded
+    gradients, and is new in torch 2.13.
 
     Args:
         root: The unit that holds the others.
@@ -140,18 +73,18 @@ def forget_step(root: FSDPModule) -> None:
         state._comm_ctx.post_forward_order.clear()
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False
-    for each in state._state_ctx.all_states:
-        for group in _groups_of_state(each):
+    for unit_state in state._state_ctx.all_states:
+        for group in _groups_of_state(unit_state):
             if not has_remedy:
                 group.finalize_backward()
                 group._training_state = TrainingState.IDLE
                 group._partial_reduce_output = None
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
-                    whole.grad = None
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if (unsharded := unsharded_parameter(param)) is not None:
+                    unsharded.grad = None
         if not has_remedy:
-            each._training_state = TrainingState.IDLE
+            unit_state._training_state = TrainingState.IDLE
 
 
 def gather_units(root: FSDPModule, units: Iterable[FSDPModule]) -> None:
@@ -175,7 +108,7 @@ def gather_units(root: FSDPModule, units: Iterable[FSDPModule]) -> None:
 
 
 def reduce_gradients(root: FSDPModule) -> None:
-    """Reduce the gradients of all units' whole parameters to those of shards, and free the whole.
+    """Reduce the gradients of all units' unsharded parameters to those of shards, and reshard.
 
     For steps that did not run through the units. Collective over the ranks that share them, which
     need to have gradients of the same parameters. What FSDP2 does at the end of a backward pass.
@@ -187,7 +120,7 @@ def reduce_gradients(root: FSDPModule) -> None:
 
 
 class StepUnits:
-    """Units as every step wants something of them: what FSDP2 keeps of them is looked up once.
+    """The units of a model with their parameter groups, looked up once for all steps.
 
     Args:
         units: Of ``fully_shard``.
@@ -212,11 +145,13 @@ class StepUnits:
         for _, group in self._groups:
             if getattr(group, "_orig_dtype", torch.float32) is None:  # unset until it has looked
                 group._init_mp_dtypes()
-            for each in group.fsdp_params:
-                whole = getattr(each, "_unsharded_param", None)
-                is_trained = each.sharded_param.requires_grad
-                if whole is not None and whole.requires_grad != is_trained:
-                    whole.requires_grad_(is_trained)
+            for param in group.fsdp_params:
+                unsharded, is_trained = (
+                    unsharded_parameter(param),
+                    param.sharded_param.requires_grad,
+                )
+                if unsharded is not None and unsharded.requires_grad != is_trained:
+                    unsharded.requires_grad_(is_trained)
 
 
 @dataclass(frozen=True)
@@ -238,27 +173,26 @@ class UnitShard:
             flat: A plain flat tensor over the same storage. FSDP2 takes equal addresses of both
                 storages to mean that the shard is padded as it is.
         """
-        each = self._fsdp_parameter
-        each.sharded_param._local_tensor = local
-        each._sharded_param_data = flat
-        each._init_extensions()
+        param = self._fsdp_parameter
+        param.sharded_param._local_tensor = local
+        param._sharded_param_data = flat
+        param._init_extensions()
 
 
 def unit_shards(unit: FSDPModule) -> list[UnitShard]:
     """Return the shards of a unit, in the order in which FSDP2 reduces their gradients."""
     return [
         UnitShard(
-            parameter=each.sharded_param,
-            compute_dtype=group.mp_policy.param_dtype or each.sharded_param.dtype,
-            padded_shape=tuple(each.padded_sharded_param_size),
-            _fsdp_parameter=each,
+            parameter=param.sharded_param,
+            compute_dtype=group.mp_policy.param_dtype or param.sharded_param.dtype,
+            padded_shape=tuple(param.padded_sharded_param_size),
+            _fsdp_parameter=param,
         )
         for group in parameter_groups(unit)
-        for each in group.fsdp_params
+        for param in group.fsdp_params
     ]
 
 
 def unit_parameter_names(unit: FSDPModule) -> list[str]:
-    """Return the names of a unit's parameters within the whole model, once that has run."""
-    parameters = [each for group in parameter_groups(unit) for each in group.fsdp_params]
-    return [each._param_fqn or "" for each in parameters]
+    """Return the names of a unit's parameters within the full model, once that has run."""
+    return [param._param_fqn or "" for param in _params(unit)]

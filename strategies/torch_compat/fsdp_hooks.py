@@ -1,7 +1,22 @@
-"""What FSDP2 is made to do at the gathers and reductions of its units."""
+"""Phases of FSDP2's gathers and reductions, and what runs at them.
+
+[Note: Phases of a unit]
+FSDP2 has no hooks around the gather, the reduction and the reshard of a unit, a module that
+``fully_shard`` was applied to. ``InstrumentedParamGroup`` replaces the class of the unit's
+parameter groups and runs callbacks, those of one phase in the order in which they were added:
+
+    gather     [skip_prefetch?] before_gather, all-gather, copy out, after_gather
+    reduction  [keep_gathered?] before_reduction, reshard, reduce-scatter, after_reduction
+    reshard    before_reshard, the gathered parameters are freed, after_reshard
+    drop       the end of a gather whose parameters nothing used, gather_dropped
+
+Where a callback of a phase in brackets returns true, the rest of the line is left out.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +27,160 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather as DefaultAllGather,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from typing_extensions import override
 
 from boltmesh.strategies.torch_compat.autograd import (
     backward_number,
     goes_to_the_end,
     is_given_gradient,
+    share_gradient_hooks,
 )
-from boltmesh.strategies.torch_compat.fsdp import parameter_groups
+from boltmesh.strategies.torch_compat.fsdp import parameter_groups, unsharded_parameter
 from boltmesh.strategies.torch_compat.tensors import local_tensor
+
+
+@dataclass
+class Phases:
+    """The callbacks of one parameter group; see [Note: Phases of a unit]."""
+
+    skip_prefetch: list[Callable[[], bool]] = field(default_factory=list)
+    before_gather: list[Callable[[], None]] = field(default_factory=list)
+    """Called in the thread that gathers, for prefetches too, not where parameters are gathered."""
+    after_gather: list[Callable[[], None]] = field(default_factory=list)
+    keep_gathered: list[Callable[[], bool]] = field(default_factory=list)
+    before_reduction: list[Callable[[list[str], list[str]], None]] = field(default_factory=list)
+    """Called with the names of the parameters whose gradients are reduced, and of those that
+    require a gradient and have none."""
+    after_reduction: list[Callable[[], None]] = field(default_factory=list)
+    """Called after a reduction that failed, too."""
+    before_reshard: list[Callable[[], None]] = field(default_factory=list)
+    after_reshard: list[Callable[[], None]] = field(default_factory=list)
+    gather_dropped: list[Callable[[Tensor], None]] = field(default_factory=list)
+    """Called with the local tensor of each parameter of the gather, which the shards'
+    ``fsdp_post_all_gather`` is not called for."""
+
+
+class InstrumentedParamGroup(FSDPParamGroup):
+    """A parameter group with phases."""
+
+    phases: Phases
+    has_gathered = False
+    """Whether the unsharded parameters exist, maybe without memory."""
+    _is_reached = False
+    """Whether the backward pass has come to the unit, which is no prefetch then."""
+
+    @override
+    def unshard(self, async_op: bool = False) -> None:
+        if self._all_gather_result is not None or self.is_unsharded:
+            return
+        is_prefetch = self._training_state is TrainingState.PRE_BACKWARD and not self._is_reached
+        if is_prefetch and any(skips() for skips in self.phases.skip_prefetch):
+            return
+        _run(self.phases.before_gather)
+        super().unshard(async_op)
+
+    @override
+    def wait_for_unshard(self) -> None:
+        is_pending = self._all_gather_result is not None
+        # FSDP2 makes unsharded parameters once, maybe in an evaluation. Those made within
+        # ``torch.inference_mode`` could not be used by a backward pass.
+        with torch.inference_mode(mode=False):
+            super().wait_for_unshard()
+            if is_pending:
+                _run(self.phases.after_gather)
+
+    @override
+    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
+        self._is_reached = True
+        try:
+            super().pre_backward(default_prefetch, *unused)
+        finally:
+            self._is_reached = False
+
+    @override
+    def post_backward(self, *unused: Any) -> None:
+        if any(keeps() for keeps in self.phases.keep_gathered):
+            self._training_state = TrainingState.POST_BACKWARD
+            return
+        if self.reduce_grads:
+            reduced, missing = self._split_by_gradient()
+            for before_reduction in self.phases.before_reduction if reduced else ():
+                before_reduction(reduced, missing)
+        try:
+            super().post_backward(*unused)
+        finally:
+            _run(self.phases.after_reduction)
+
+    @override
+    def _to_sharded(self) -> None:
+        if self.is_sharded:
+            return
+        _run(self.phases.before_reshard)
+        super()._to_sharded()  # type: ignore[no-untyped-call]
+        _run(self.phases.after_reshard)
+
+    @override
+    def finalize_backward(self) -> None:
+        self._drop(super().finalize_backward)
+
+    @override
+    def _reset_iter_state(self) -> None:  # new in torch 2.13
+        self._drop(super()._reset_iter_state)
+
+    def _drop(self, drop: Callable[[], None]) -> None:
+        is_pending = self._all_gather_result is not None
+        drop()
+        for param in self.fsdp_params if is_pending else ():
+            for gather_dropped in self.phases.gather_dropped:
+                gather_dropped(local_tensor(param.sharded_param))
+
+    def _split_by_gradient(self) -> tuple[list[str], list[str]]:
+        reduced: list[str] = []
+        missing: list[str] = []
+        fills_up = getattr(self, "reduce_scatter_unused_params", False)
+        for param in self.fsdp_params:
+            unsharded = unsharded_parameter(param)
+            if unsharded is None:
+                continue
+            has_one = param.unsharded_accumulated_grad is not None or unsharded.grad is not None
+            if has_one or (fills_up and unsharded.requires_grad):
+                reduced.append(param._param_fqn or "")
+            elif unsharded.requires_grad:
+                missing.append(param._param_fqn or "")
+        return reduced, missing
+
+
+def _run(callbacks: Iterable[Callable[[], None]]) -> None:
+    for callback in callbacks:
+        callback()
+
+
+def instrument(unit: FSDPModule) -> list[InstrumentedParamGroup]:
+    """Return the parameter groups of a unit with phases, which they have from the first call on.
+
+    Hooks on the gradients of the unit's parameters run from then on, and the unsharded parameters
+    have the attributes of the shards.
+    """
+    groups = parameter_groups(unit)
+    for group in groups:
+        if not isinstance(group, InstrumentedParamGroup):
+            group.__class__ = InstrumentedParamGroup
+            group.phases = Phases(after_gather=[partial(_share_hooks, group)])
+    return groups
+
+
+def _share_hooks(group: InstrumentedParamGroup) -> None:
+    """Give unsharded parameters, which are differentiated, what an author gave the shards.
+
+    As under ``DistributedDataParallel`` a hook gets the full gradient of this rank alone.
+    """
+    for param in group.fsdp_params:
+        unsharded, shard = param._unsharded_param, param.sharded_param
+        if not group.has_gathered:
+            vars(unsharded).update(vars(shard))
+        share_gradient_hooks(shard, unsharded)
+    group.has_gathered = True
 
 
 def intercept_collectives(
@@ -28,71 +189,67 @@ def intercept_collectives(
     before_gather: Callable[[], None],
     before_reduction: Callable[[list[str], list[str]], None],
 ) -> None:
-    """Be called before each gather of a unit, early ones included, and before each reduction.
-
-    Not once a module runs: FSDP2 gathers ahead of that, and not what is gathered already.
-
-    Args:
-        unit: Of ``fully_shard``.
-        before_gather: Called in the thread that gathers.
-        before_reduction: Given the names of the parameters whose gradients are reduced, and of
-            those that should have one and have none.
-    """
-    for group in parameter_groups(unit):
-        _intercept_group(group, before_gather, before_reduction)
-
-
-def _intercept_group(
-    group: Any,
-    before_gather: Callable[[], None],
-    before_reduction: Callable[[list[str], list[str]], None],
-) -> None:
-    unshard, post_backward = group.unshard, group.post_backward
-
-    def gather(*args: Any, **kwargs: Any) -> Any:
-        if group._all_gather_result is None and not group.is_unsharded:
-            before_gather()
-        return unshard(*args, **kwargs)
-
-    def reduce(*args: Any) -> Any:
-        if group.reduce_grads:
-            reduced, missing = _split_by_gradient(group)
-            if reduced:
-                before_reduction(reduced, missing)
-        return post_backward(*args)
-
-    group.unshard, group.post_backward = gather, reduce
-
-
-def reduce_with(unit: FSDPModule, build: Callable[[int], "EndedReduceScatter"]) -> None:
-    """Reduce a unit's gradients by another ``ReduceScatter``, which is told of the end of each.
-
-    Args:
-        unit: Of ``fully_shard``.
-        build: Given the number of ranks that share the unit, returns what reduces.
-    """
-    for group in parameter_groups(unit):
-        comm = build(group._reduce_scatter_process_group.size())
-        group._reduce_scatter_comm = comm
-        group.post_backward = _ending(group.post_backward, comm.finish)
+    """Call a function before each gather of a unit, and one before each reduction; see Phases."""
+    for group in instrument(unit):
+        group.phases.before_gather.append(before_gather)
+        group.phases.before_reduction.append(before_reduction)
 
 
 class EndedReduceScatter(ReduceScatter):
-    """One that is told when a reduction has ended."""
+    """A ``ReduceScatter`` with a method that is called when a reduction has ended."""
 
     @abstractmethod
     def finish(self) -> None:
         """Called after each reduction, also after one that failed."""
 
 
-def _ending(post_backward: Callable[..., Any], finish: Callable[[], None]) -> Callable[..., Any]:
-    def reduce(*args: Any) -> Any:
-        try:
-            return post_backward(*args)
-        finally:
-            finish()
+def reduce_with(unit: FSDPModule, build: Callable[[int], EndedReduceScatter]) -> None:
+    """Reduce a unit's gradients by another ``ReduceScatter``.
 
-    return reduce
+    Args:
+        unit: Of ``fully_shard``.
+        build: Returns it, given the number of ranks that share the unit.
+    """
+    for group in instrument(unit):
+        comm = build(group._reduce_scatter_process_group.size())
+        group._reduce_scatter_comm = comm
+        group.phases.after_reduction.append(comm.finish)
+
+
+def watch_dropped_gathers(unit: FSDPModule, dropped: Callable[[Tensor], None]) -> None:
+    """Call a function with the local tensors of gathers that nothing used.
+
+    FSDP2 gathers in the reverse order of the last forward pass, and drops what the backward pass
+    did not come to.
+    """
+    for group in instrument(unit):
+        if dropped not in group.phases.gather_dropped:
+            group.phases.gather_dropped.append(dropped)
+
+
+def skip_gathers_ahead(unit: FSDPModule, is_needless: Callable[[], bool]) -> Callable[[], None]:
+    """Leave out prefetches of a unit in a backward pass that is not going to reach it.
+
+    FSDP2 prefetches in the reverse order of all forward passes since the last backward pass, those
+    without gradients among them: it cannot tell them from checkpointed ones.
+
+    Args:
+        unit: Of ``fully_shard``.
+        is_needless: Equal on all ranks of the unit. A unit that the backward pass reaches
+            nevertheless is gathered then.
+
+    Returns:
+        A function that undoes this.
+    """
+    groups = instrument(unit)
+    for group in groups:
+        group.phases.skip_prefetch.append(is_needless)
+
+    def undo() -> None:
+        for group in groups:
+            group.phases.skip_prefetch.remove(is_needless)
+
+    return undo
 
 
 def keep_for_derivatives(
@@ -100,26 +257,32 @@ def keep_for_derivatives(
 ) -> None:
     """Leave units gathered in backward passes that make no gradients of parameters.
 
-    A step may differentiate by itself (``torch.autograd.grad``) and go on: with its forward pass,
-    or to derivatives of derivatives, which read the parameters once more. FSDP2 takes every
-    backward pass for the step's own, and frees all units at its end, those that run among them.
+    A step may call ``torch.autograd.grad`` and go on: with its forward pass, or to derivatives of
+    derivatives, which read the parameters once more. FSDP2 takes every backward pass for the
+    step's own and reshards all units at its end, also those whose forward pass is not over.
 
     Args:
-        units: Of ``fully_shard``, all of a model. The step's own backward pass frees them.
-        others: Gives the leaves that a step may train beside those of units.
+        units: Of ``fully_shard``, all of a model. The step's own backward pass reshards them.
+        others: Returns the leaves that a step may train beside those of units.
     """
-    groups = [group for unit in units for group in parameter_groups(unit)]
+    groups = [group for unit in units for group in instrument(unit)]
     derivatives = _Derivatives(groups, others)
     for group in groups:
-        group.post_backward = _keeping(
-            group, derivatives, group.post_backward, _ArrivedGradients(group)
-        )
+        gradients = _NewGradients(group)
+        group.phases.keep_gathered.append(partial(_is_kept, derivatives, gradients))
+        group.phases.after_reduction.append(gradients.note)
+
+
+def _is_kept(derivatives: "_Derivatives", gradients: "_NewGradients") -> bool:
+    return bool(derivatives) and not gradients
 
 
 class _Derivatives:
-    """Tells whether a backward pass is one of those; looked up once for each."""
+    """True in a backward pass that makes no gradients of parameters; found once for each pass."""
 
-    def __init__(self, groups: Sequence[Any], others: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(
+        self, groups: Sequence[InstrumentedParamGroup], others: Callable[[], Iterable[Tensor]]
+    ) -> None:
         self._groups = groups
         self._others = others
         self._number: int | None = None
@@ -136,21 +299,21 @@ class _Derivatives:
 
     def _leaves(self) -> Iterator[Tensor]:
         for group in self._groups:
-            for each in group.fsdp_params:
-                whole = getattr(each, "_unsharded_param", None)
-                if whole is not None and whole.requires_grad:
-                    yield whole
-        yield from (each for each in self._others() if each.requires_grad)
+            for param in group.fsdp_params:
+                unsharded = unsharded_parameter(param)
+                if unsharded is not None and unsharded.requires_grad:
+                    yield unsharded
+        yield from (leaf for leaf in self._others() if leaf.requires_grad)
 
 
-class _ArrivedGradients:
-    """Tells whether whole parameters of a group have been given gradients that nobody took.
+class _NewGradients:
+    """True where unsharded parameters of a group have gradients that no reduction has seen.
 
-    Reentrant checkpoints have backward passes of their own within the step's, which then gives
-    none itself to what they hold.
+    Reentrant checkpoints have backward passes of their own within the step's. The step's own pass
+    makes no gradients of what they hold.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: InstrumentedParamGroup) -> None:
         self._group = group
         self._known: dict[int, tuple[int, int]] = {}
 
@@ -158,137 +321,13 @@ class _ArrivedGradients:
         return not self._present().items() <= self._known.items()
 
     def note(self) -> None:
-        """Know those that stay, as all do until the last batch of an accumulation window."""
+        """Remember those that stay: all of them until the last batch of an accumulation window."""
         self._known = {} if self._group.reduce_grads else self._present()
 
     def _present(self) -> dict[int, tuple[int, int]]:
-        wholes = [getattr(each, "_unsharded_param", None) for each in self._group.fsdp_params]
+        unsharded = [unsharded_parameter(param) for param in self._group.fsdp_params]
         return {
-            number: (whole.grad.data_ptr(), whole.grad._version)
-            for number, whole in enumerate(wholes)
-            if whole is not None and whole.grad is not None
+            number: (param.grad.data_ptr(), param.grad._version)
+            for number, param in enumerate(unsharded)
+            if param is not None and param.grad is not None
         }
-
-
-def _keeping(
-    group: Any,
-    derivatives: _Derivatives,
-    post_backward: Callable[..., Any],
-    arrivals: _ArrivedGradients,
-) -> Callable[..., Any]:
-    def reduce(*args: Any) -> Any:
-        if derivatives and not arrivals:
-            group._training_state = TrainingState.POST_BACKWARD
-            return None
-        result = post_backward(*args)
-        arrivals.note()
-        return result
-
-    return reduce
-
-
-def gather_for_training(unit: FSDPModule) -> None:
-    """Make whole parameters that training can use, wherever they are gathered first.
-
-    What is made within ``torch.inference_mode`` is no good for a backward pass ever after, and
-    FSDP2 makes whole parameters once.
-    """
-    for group in parameter_groups(unit):
-        group.wait_for_unshard = torch.inference_mode(mode=False)(group.wait_for_unshard)
-
-
-def watch_dropped_gathers(unit: FSDPModule, dropped: Callable[[Tensor], None]) -> None:
-    """Be told of shards that were gathered early for nothing, once nobody reads them any more.
-
-    FSDP2 gathers in the order of the last forward pass, and drops what the backward pass did not
-    come to without a word to the shards' ``fsdp_post_all_gather``.
-
-    Args:
-        unit: Of ``fully_shard``.
-        dropped: Given the local tensor of each parameter of the gather.
-    """
-    for group in parameter_groups(unit):
-        for name in ("finalize_backward", "_reset_iter_state"):
-            if hasattr(group, name):  # the second is new in torch 2.13
-                setattr(group, name, _telling_of_drops(group, getattr(group, name), dropped))
-
-
-def _telling_of_drops(
-    group: Any, drop: Callable[..., Any], dropped: Callable[[Tensor], None]
-) -> Callable[..., Any]:
-    def drop_and_tell(*args: Any, **kwargs: Any) -> Any:
-        is_pending = group._all_gather_result is not None
-        result = drop(*args, **kwargs)
-        if is_pending:
-            for each in group.fsdp_params:
-                dropped(local_tensor(each.sharded_param))
-        return result
-
-    return drop_and_tell
-
-
-def skip_gathers_ahead(unit: FSDPModule, is_needless: Callable[[], bool]) -> Callable[[], None]:
-    """Leave out gathers of a unit ahead of a backward pass that is not going to reach it.
-
-    FSDP2 gathers ahead in the reverse order of all forward passes since the last backward pass,
-    those without gradients among them, for it cannot tell them from checkpointed ones.
-
-    Args:
-        unit: Of ``fully_shard``.
-        is_needless: The same on all ranks of the unit. A unit that is reached nevertheless is
-            gathered when it is.
-
-    Returns:
-        A function that gathers ahead again.
-    """
-    restores = [_skip_group_ahead(group, is_needless) for group in parameter_groups(unit)]
-
-    def restore() -> None:
-        for each in restores:
-            each()
-
-    return restore
-
-
-def _skip_group_ahead(group: Any, is_needless: Callable[[], bool]) -> Callable[[], None]:
-    unshard, pre_backward = group.unshard, group.pre_backward
-    is_reached = False
-
-    def gather(*args: Any, **kwargs: Any) -> Any:
-        is_ahead = group._training_state is TrainingState.PRE_BACKWARD and not is_reached
-        return None if is_ahead and is_needless() else unshard(*args, **kwargs)
-
-    def reach(*args: Any) -> Any:
-        nonlocal is_reached
-        is_reached = True
-        try:
-            return pre_backward(*args)
-        finally:
-            is_reached = False
-
-    def restore() -> None:
-        for name, ours, theirs in (
-            ("unshard", gather, unshard),
-            ("pre_backward", reach, pre_backward),
-        ):
-            if getattr(group, name) is ours:  # else somebody has wrapped it
-                setattr(group, name, theirs)
-
-    group.unshard, group.pre_backward = gather, reach
-    return restore
-
-
-def _split_by_gradient(group: Any) -> tuple[list[str], list[str]]:
-    reduced: list[str] = []
-    missing: list[str] = []
-    fills_up = getattr(group, "reduce_scatter_unused_params", False)
-    for each in group.fsdp_params:
-        whole = getattr(each, "_unsharded_param", None)
-        if whole is None:
-            continue
-        has_one = each.unsharded_accumulated_grad is not None or whole.grad is not None
-        if has_one or (fills_up and whole.requires_grad):
-            reduced.append(each._param_fqn)
-        elif whole.requires_grad:
-            missing.append(each._param_fqn)
-    return reduced, missing

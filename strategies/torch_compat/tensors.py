@@ -1,11 +1,4 @@
-"""Tensors and DTensors beneath what their methods show.
-
-Tensors that have a shape and a type and no data.
-
-Nested values as torch opens them.
-
-Operators as a dispatch mode sees them.
-"""
+"""Private parts of tensors: DTensors, fake tensors, subclasses, pytrees, operators."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +15,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
     tree_flatten,
@@ -37,6 +30,8 @@ from torch.utils._pytree import (
 from torch.utils._pytree import (
     tree_map_only as tree_map_only,
 )
+
+from boltmesh.errors import ConfigError
 
 
 def fake_tensors() -> FakeTensorMode:
@@ -95,6 +90,48 @@ def storage_key(tensor: Tensor) -> int:
 def set_local_tensor(parameter: Tensor, local: Tensor) -> None:
     """Put another local tensor of the same shape under a DTensor."""
     parameter._local_tensor = local  # type: ignore[attr-defined]
+
+
+_data_uses = 0
+
+
+def times_data_was_used() -> int:
+    """Return how often ``.data`` of a DTensor was read or set, since ``write_through_data``."""
+    return _data_uses
+
+
+def write_through_data() -> None:
+    """Make ``parameter.data = tensor`` write to the shard where the parameter is a DTensor.
+
+    torch replaces the storage of the DTensor's outer tensor, which has none, and leaves the local
+    tensor as it was, without an error.
+    """
+    DTensor.data = property(_get_data, _set_data)  # type: ignore[assignment]
+
+
+def _get_data(tensor: DTensor) -> Tensor:
+    global _data_uses  # noqa: PLW0603
+    _data_uses += 1
+    return Tensor.data.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
+
+
+@torch.no_grad()
+def _set_data(tensor: DTensor, value: Tensor) -> None:
+    global _data_uses  # noqa: PLW0603
+    _data_uses += 1
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise ConfigError(
+            f".data of a sharded parameter of the shape {tuple(tensor.shape)} in {tensor.dtype} "
+            f"was set to a tensor of the shape {tuple(value.shape)} in {value.dtype}. Set it to "
+            f"one of the same shape and type."
+        )
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if not isinstance(value, DTensor):
+        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+    elif value.placements != placements:
+        value = value.redistribute(mesh, placements)
+    local_tensor(tensor).copy_(local_tensor(value))
+    torch.autograd.graph.increment_version(tensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

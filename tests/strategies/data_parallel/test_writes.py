@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import ZeROStrategy, gathered_parameters
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 from tests.support.shard_runs import QUIET, whole_parameters
 from tests.support.sharded import whole
 from tests.support.stack import Stack, token_data
@@ -118,7 +118,7 @@ def train(module: LightningModule, world_size: int, stage: int) -> None:
     run.fit(module, token_data(16, 4))
 
 
-@pytest.mark.parametrize("kind", [Shards, Gathered, SharpenedGathered])
+@pytest.mark.parametrize("kind", [Shards, Gathered, BetweenBatches, SharpenedGathered])
 def test_what_is_written_is_what_is_computed_with(kind: type[LightningModule]) -> None:
     (wanted,) = run_ranks(fit, 1, kind, 0)
     for results in run_ranks(in_turn, 2, fit, [(kind, 1), (kind, 2), (kind, 3)]):
@@ -134,14 +134,34 @@ def refused(rank: int, world_size: int, kind: type[LightningModule], stage: int)
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage"), [(BetweenBatches, 1), (BeforeBackward, 3), (Sharpened, 3)]
-)
-def test_a_write_to_one_of_shard_and_copy_is_refused(
-    kind: type[LightningModule], stage: int
-) -> None:
+class Both(Written):
+    """Writes to the gathered parameters and to the shards, which cannot both count."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.halve()
+        optimizer: Any = self.optimizers()
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                each.mul_(0.5)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [(Both, 1), (Sharpened, 3)])
+def test_a_write_that_would_be_lost_is_refused(kind: type[LightningModule], stage: int) -> None:
     for message in run_ranks(refused, 2, kind, stage):
         name, found, advice = message.partition(" was changed in place while it was gathered")
         assert found
         assert name.strip("'") in dict(nn.Module.named_parameters(Stack()))
         assert "gathered_parameters(module, writes=True)" in advice
+
+
+def failed(rank: int, world_size: int, stage: int) -> None:
+    train(BeforeBackward(), world_size, stage)
+
+
+@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 1)])
+def test_a_write_that_autograd_refuses_in_one_process_is_refused(
+    num_ranks: int, stage: int
+) -> None:
+    with pytest.raises(RankFailure, match="modified by an inplace operation"):
+        run_ranks(failed, num_ranks, stage)

@@ -72,13 +72,29 @@ def test_whoever_reads_gets_the_value(name: str, source: Kept, shard: OffloadedS
     assert torch.equal(READS[name](shard), READS[name](source.value))
 
 
-REFUSED: dict[str, Callable[[Tensor], object]] = {
+WRITES: dict[str, Callable[[Tensor], object]] = {
     "add_": lambda t: t.add_(1),
     "zero_": lambda t: t.zero_(),
-    "zero_ on data": lambda t: t.data.zero_(),
-    "copy_": lambda t: t.copy_(torch.zeros(SHAPE)),
-    "out": lambda t: torch.add(torch.zeros(SHAPE), 1, out=t),
+    "mul_ on data": lambda t: t.data.mul_(3),
+    "copy_": lambda t: t.copy_(torch.full(SHAPE, 4.0)),
+    "copy_ of a row": lambda t: t.copy_(torch.arange(3.0)),
+    "out": lambda t: torch.add(torch.ones(SHAPE), 1, out=t),
     "foreach": lambda t: torch._foreach_mul_([t], 2.0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_in_place_goes_to_the_source(
+    name: str, source: Kept, shard: OffloadedShard
+) -> None:
+    expected = source.value.clone()
+    WRITES[name](expected)
+    WRITES[name](shard)
+    assert torch.equal(source.value, expected)
+    assert torch.equal(shard.clone(), expected)
+
+
+REFUSED: dict[str, Callable[[Tensor], object]] = {
     "a row": lambda t: t[0],
     "transposed": lambda t: t.t(),
     "flat": lambda t: t.view(-1),
@@ -87,9 +103,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_writes_and_views_are_refused_by_name(
-    name: str, source: Kept, shard: OffloadedShard
-) -> None:
+def test_views_are_refused_by_name(name: str, source: Kept, shard: OffloadedShard) -> None:
     before = source.value.clone()
     with pytest.raises(OffloadError, match=r"net\.weight is offloaded.*gathered_parameters"):
         REFUSED[name](shard)

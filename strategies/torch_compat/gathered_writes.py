@@ -1,0 +1,200 @@
+"""Writes to parameters while they are gathered, as of momentum encoders within a step.
+
+[Note: Writes to gathered parameters]
+The memory of an unsharded parameter is freed when its unit reshards, so what a step wrote to it is
+copied to the shards before: each rank copies its own rows. A write is known by
+
+- the version counter of the unsharded parameter, for writes in place;
+- its storage, for ``parameter.data = tensor``;
+- ``GatheredParameter.was_data_read``, for writes in place to ``parameter.data``, which has a
+  version counter of its own. Where the shard is a plain tensor of the same type the rows are copied
+  then without a look at their values: a copy of a shard costs less than to wait for the device.
+  Elsewhere they are compared first.
+
+A write to the shards between a gather and the reshard is known by the version counter of the shard.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Parameter
+from typing_extensions import override
+
+from boltmesh.strategies.torch_compat.fsdp_hooks import InstrumentedParamGroup, instrument
+from boltmesh.strategies.torch_compat.tensors import (
+    local_tensor,
+    storage_key,
+    times_data_was_used,
+)
+
+
+class GatheredParameter(Parameter):
+    """An unsharded parameter that notes whether its ``.data`` was read."""
+
+    was_data_read = False
+
+    @property
+    @override
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The values, without autograd."""
+        self.was_data_read = True
+        return Parameter.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    @override
+    def data(self, value: Tensor) -> None:
+        Parameter.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+class GatheredWrites:
+    """Carries writes to gathered parameters to their shards, see the note above.
+
+    Args:
+        units: Of ``fully_shard``.
+        refuse: Raises, given the name within the root of a parameter that was written to and
+            whose shards cannot follow: shard and unsharded parameter were both written to, or the
+            unsharded one is of lower precision, or what it was replaced by is of another shape or
+            type. Called when all other parameters of its unit are resharded.
+    """
+
+    def __init__(self, units: Iterable[FSDPModule], refuse: Callable[[str], None]) -> None:
+        self._refuse = refuse
+        self._units = [(unit, group) for unit in units for group in instrument(unit)]
+        self._versions: dict[Any, tuple[int, int]] = {}
+        """By ``FSDPParam`` that is gathered: of the shard and of the unsharded parameter."""
+        self._shard_versions: dict[Any, int] = {}
+        self._data_uses = 0
+        self._refused: list[str] = []
+        for _, group in self._units:
+            group.phases.before_gather.append(partial(self._before_gather, group))
+            group.phases.after_gather.append(partial(self._after_gather, group))
+            group.phases.before_reshard.append(partial(self._write_back, group))
+            group.phases.after_reshard.append(self._raise_refused)
+
+    def begin_forward(self) -> None:
+        """Note the shards as they are: FSDP2 orders gathers behind what was written until now."""
+        self._data_uses = times_data_was_used()
+        self._shard_versions = {
+            param: param.sharded_param._version
+            for _, group in self._units
+            for param in group.fsdp_params
+        }
+
+    def write_back(self) -> None:
+        """Copy what was written so far to the shards, before these are stepped."""
+        for _, group in self._units:
+            if group.is_unsharded:
+                shard_versions = {param: self._versions[param][0] for param in group.fsdp_params}
+                self._write_back(group)
+                self._after_gather(group)
+                for param, version in shard_versions.items():
+                    self._versions[param] = version, self._versions[param][1]
+        self._raise_refused()
+
+    def stale(self) -> dict[str, FSDPModule]:
+        """Return units whose shards were written to since they were gathered, by parameter name."""
+        return {
+            param._param_fqn or "": unit
+            for unit, group in self._units
+            if group.is_unsharded
+            for param in group.fsdp_params
+            if param in self._versions and self._versions[param][0] != param.sharded_param._version
+        }
+
+    def _before_gather(self, group: InstrumentedParamGroup) -> None:
+        # FSDP2 gathers on streams of its own, which wait for the optimizer and not for a step.
+        known = self._shard_versions
+        if self._data_uses != times_data_was_used() or any(
+            known.get(param) != param.sharded_param._version for param in group.fsdp_params
+        ):
+            _order_gather(group)
+
+    def _after_gather(self, group: InstrumentedParamGroup) -> None:
+        for param in group.fsdp_params:
+            unsharded = param._unsharded_param
+            if type(unsharded) is Parameter:
+                unsharded.__class__ = GatheredParameter
+            vars(unsharded).pop("was_data_read", None)
+            self._versions[param] = param.sharded_param._version, _version(unsharded)
+
+    @torch.no_grad()
+    def _write_back(self, group: InstrumentedParamGroup) -> None:
+        for param in group.fsdp_params:
+            versions = self._versions.pop(param, None)
+            if versions is None:
+                continue
+            try:
+                rows = _written_rows(param, *versions)
+            except ValueError:
+                self._refused.append(param._param_fqn or "")
+                continue
+            if rows is not None:
+                local_tensor(param.sharded_param).copy_(rows)
+                _order_gather(group)
+
+    def _raise_refused(self) -> None:
+        if self._refused:
+            name = self._refused[0]
+            self._refused.clear()
+            self._versions.clear()  # the run ends, and has to reshard the other units
+            self._refuse(name)
+
+
+def _version(unsharded: Tensor) -> int:
+    # What is made in inference mode counts no writes.
+    return 0 if unsharded.is_inference() else unsharded._version
+
+
+def _written_rows(param: Any, shard_version: int, version: int) -> Tensor | None:
+    """Return this rank's rows of an unsharded parameter that may have been written to, else None.
+
+    Args:
+        param: The ``FSDPParam``. Its unsharded parameter gets its own storage back.
+        shard_version: Version of the shard when it was gathered.
+        version: Version of the unsharded parameter at that time.
+
+    Raises:
+        ValueError: When the shard cannot take the rows.
+    """
+    unsharded, shard, gathered = (
+        param._unsharded_param,
+        param.sharded_param,
+        param.all_gather_outputs[0],
+    )
+    is_replaced = storage_key(unsharded) != storage_key(gathered)
+    is_written = is_replaced or version != _version(unsharded)
+    if not is_written and not getattr(unsharded, "was_data_read", False):
+        return None
+    value = unsharded.detach()
+    if is_replaced:
+        own = torch.as_strided(gathered, param._orig_size, param._contiguous_orig_stride, 0)
+        Parameter.data.__set__(unsharded, own)  # type: ignore[attr-defined]
+        if (value.shape, value.dtype) != (own.shape, own.dtype):
+            raise ValueError
+        own.copy_(value)  # it may stay gathered
+    if shard_version != shard._version:
+        if is_written:
+            raise ValueError
+        return None
+    local = local_tensor(shard)
+    first_row = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[0]
+    rows: Tensor = value[first_row : first_row + local.shape[0]]
+    is_same_type = rows.dtype == local.dtype
+    if is_same_type and (is_written or type(local) is Tensor):
+        return rows
+    if torch.equal(rows, local.to(rows.dtype)):
+        return None
+    if not is_same_type:
+        raise ValueError
+    return rows
+
+
+def _order_gather(group: InstrumentedParamGroup) -> None:
+    """Let the group's next gather wait for what the current stream has been given so far."""
+    event = group.device_handle.Event()
+    event.record()
+    group._reshard_after_forward_event = event
