@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check format screenshot bench house snapshot clean
+.PHONY: help venv demo test test-all check format screenshot bench house snapshot words clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -41,11 +41,12 @@ test: check  ## check, then the tests: each capability, of matrices each pair of
 test-all: check  ## check, then every test there is; half an hour
 	$(TESTS)
 
-check: venv  ## lint, format, types, import contracts
+check: venv  ## lint, format, types, import contracts, words
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.guards.words
 
 format: venv  ## rewrite the sources as ruff likes them
 	$(BIN)/ruff check --fix-only --quiet
@@ -60,9 +61,12 @@ bench: venv  ## run all benchmarks: steps beside others', memory, disk, telemetr
 house: venv  ## print the size and the structure of the packages beside their goals
 	$(BIN)/python -m tests.guards.house
 
-snapshot: venv  ## write tests/guards/*.txt anew after an intended change of interface or words
+snapshot: venv  ## rewrite tests/guards/*.txt after an intended change of interface or words
 	$(BIN)/python -m tests.guards.interface
 	$(BIN)/python -m tests.guards.errors
+
+words: venv  ## print the phrases that the word lint finds, lower its budget
+	$(BIN)/python -m tests.guards.words --update
 
 clean:  ## remove what builds and tests leave; runs and checkpoints stay
 	rm -rf build dist *.egg-info .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
