@@ -4,6 +4,7 @@
 
     BoltMeshError
     ├── ConfigError(ValueError)        exit 2   a config, an argument or a command line is wrong
+    │   └── UnsupportedError           exit 2   a strategy cannot run something that the model does
     ├── LayoutError(ValueError)        exit 2   ranks, axes and sizes do not fit together
     ├── CheckpointError(RuntimeError)  exit 1   a checkpoint cannot be written, read or trusted
     │   └── UnsafeCheckpointError      exit 2   loading a checkpoint could run code
@@ -26,9 +27,22 @@ class BoltMeshError(Exception):
 
 
 class ConfigError(BoltMeshError, ValueError):
-    """A config, an argument or a command line that the user can mend."""
+    """A config, an argument or a command line that the user can correct."""
 
     exit_code = 2
+
+
+class UnsupportedError(ConfigError):
+    """Something that a model, a callback or an optimizer does and a strategy cannot run.
+
+    The message names it and the alternative, and ends with the page that lists what is supported.
+    """
+
+    PAGE: ClassVar[str] = "docs/support.md lists what each strategy supports."
+
+    def __init__(self, message: str) -> None:
+        # An error that is unpickled, from another rank, has the page already.
+        super().__init__(message if message.endswith(self.PAGE) else f"{message} {self.PAGE}")
 
 
 class LayoutError(BoltMeshError, ValueError):
@@ -52,11 +66,11 @@ class OffloadError(BoltMeshError, OSError):
 
 
 class DivergenceError(BoltMeshError, RuntimeError):
-    """Ranks of one model that do different things: other layers, or a step with a loss on some."""
+    """Ranks of one model that ran different layers, or a step with a loss on some ranks only."""
 
 
 class PipelineError(BoltMeshError, RuntimeError):
-    """A stage of a pipeline that failed, on whichever rank, or does not fit to its neighbour."""
+    """A stage of a pipeline that failed, on any rank, or does not fit its neighbour."""
 
 
 class TelemetryError(BoltMeshError, RuntimeError):

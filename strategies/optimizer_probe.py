@@ -31,7 +31,7 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError
+from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.torch_compat.optimizers import step_without_hooks
 from boltmesh.strategies.torch_compat.tensors import DispatchMode
 
@@ -171,11 +171,11 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers that would do something else with parts of parameters.
 
     Raises:
-        ConfigError: Naming the optimizer.
+        UnsupportedError: Naming the optimizer.
     """
     for optimizer in optimizers:
         if not steps_parts_alike(optimizer):
-            raise ConfigError(
+            raise UnsupportedError(
                 f"{type(optimizer).__name__} steps a parameter by more than the elements that a "
                 f"rank of a tensor group has of it: norms, rows or products of the whole, all "
                 f"gradients at once, or random numbers. Use bolt_ddp, or an optimizer that works "

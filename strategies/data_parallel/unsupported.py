@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from boltmesh.errors import ConfigError
+from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.unsupported import refuse_undividable
 from boltmesh.strategies.optimizer_probe import multiplies_matrices
 from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
@@ -29,7 +29,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers that need more of a gradient than a shard of it.
 
     Raises:
-        ConfigError: Naming the optimizer.
+        UnsupportedError: Naming the optimizer.
     """
     for optimizer in optimizers:
         for kind, why in _OPTIMIZERS.items():
@@ -39,8 +39,8 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
             raise _refused(optimizer, "multiplies or factors whole matrices")
 
 
-def _refused(optimizer: Optimizer, why: str) -> ConfigError:
-    return ConfigError(
+def _refused(optimizer: Optimizer, why: str) -> UnsupportedError:
+    return UnsupportedError(
         f"{type(optimizer).__name__} {why}, and with ZeROStrategy a rank has its shards alone. Use "
         f"bolt_ddp, or an optimizer that works on each element by itself, such as AdamW."
     )
@@ -71,7 +71,7 @@ def refuse_parameters(module: LightningModule, *, has_offload: bool) -> None:
     """Refuse parameters that cannot be sharded.
 
     Raises:
-        ConfigError: Naming the parameter.
+        UnsupportedError: Naming the parameter.
     """
     refuse_undividable(
         module,
@@ -81,20 +81,20 @@ def refuse_parameters(module: LightningModule, *, has_offload: bool) -> None:
     )
     for name, each in module.named_modules():
         if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.max_norm is not None:
-            raise ConfigError(
+            raise UnsupportedError(
                 f"{name!r} of {type(module).__name__} has max_norm={each.max_norm}, and would "
                 f"shorten rows of a gathered copy, which its shards know nothing of. Leave "
                 f"max_norm out, or use bolt_ddp."
             )
     for name, parameter in module.named_parameters():
         if has_accumulation_hooks(parameter):
-            raise ConfigError(
+            raise UnsupportedError(
                 f"{name!r} of {type(module).__name__} has a post-accumulate-grad hook, and its "
                 f"gradient is made in whole parameters and kept in shards. Do it in "
                 f"on_after_backward, or use bolt_ddp."
             )
         if has_offload and parameter.dim() == 0:
-            raise ConfigError(
+            raise UnsupportedError(
                 f"{name!r} of {type(module).__name__} is a scalar, and offloaded state is kept by "
                 f"rows. Make it a tensor of one element, torch.nn.Parameter(torch.ones(1)), or "
                 f"leave offload_optimizer out."
@@ -108,9 +108,9 @@ def refuse_lost_write(name: str) -> None:
         name: Of the parameter, within the root.
 
     Raises:
-        ConfigError: Naming the parameter.
+        UnsupportedError: Naming the parameter.
     """
-    raise ConfigError(
+    raise UnsupportedError(
         f"{name.removeprefix('module.')!r} was changed in place while it was gathered, in a step "
         f"or in a hook: its shard and the gathered copy are not the same any more. Change it "
         f"inside of boltmesh.strategies.gathered_parameters(module, writes=True)."
@@ -121,7 +121,7 @@ def refuse_mixed_types(unit_name: str, unit: Module) -> None:
     """Refuse a unit whose trained parameters are of several types: one collective has one.
 
     Raises:
-        ConfigError: Naming a parameter of each type.
+        UnsupportedError: Naming a parameter of each type.
     """
     examples: dict[torch.dtype, str] = {}
     for name, parameter in unit.named_parameters():
@@ -129,7 +129,7 @@ def refuse_mixed_types(unit_name: str, unit: Module) -> None:
             examples.setdefault(parameter.dtype, f"{unit_name}.{name}" if unit_name else name)
     if len(examples) > 1:
         listed = " and ".join(f"{name!r} is {dtype}" for dtype, name in examples.items())
-        raise ConfigError(
+        raise UnsupportedError(
             f"{listed}, and gradients of one unit are reduced together, in one type. Convert them "
             f"to one type, freeze one of them, or set blocks so that they are in different units."
         )

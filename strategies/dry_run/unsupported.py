@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from boltmesh.errors import ConfigError
+from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.lightning_compat.loops import draws_from_iterator
 from boltmesh.strategies.lightning_compat.trainer import callbacks_of
 
@@ -49,7 +49,7 @@ def refuse_local_norms(owner: object, *, sees: str) -> None:
         sees: What such a hook would see, in words.
 
     Raises:
-        ConfigError: Naming the hook and what to call instead.
+        UnsupportedError: Naming the hook and what to call instead.
     """
     for hook in _GRADIENT_HOOKS:
         function = getattr(type(owner), hook, None)
@@ -57,7 +57,7 @@ def refuse_local_norms(owner: object, *, sees: str) -> None:
             continue
         for name, norm in _LOCAL_NORMS.items():
             if _uses(function, name, norm) and not hasattr(owner, name):
-                raise ConfigError(
+                raise UnsupportedError(
                     f"{type(owner).__name__}.{hook} calls {name}, which would see {sees}. Take "
                     f"trainer.strategy.gradient_norm(optimizer), the norm over all ranks of the "
                     f"model, and clip by self.clip_gradients or torch.nn.utils.clip_grad_norm_."
@@ -112,22 +112,22 @@ def refuse_run(
         because: What the axis is to blame for.
 
     Raises:
-        ConfigError: Naming it, and what to do instead.
+        UnsupportedError: Naming it, and what to do instead.
     """
     if draws_from_iterator(module, step):
-        raise ConfigError(
+        raise UnsupportedError(
             f"{type(module).__name__}.{step} takes a dataloader_iter, and "
             f"{because.dataloader_iter}. Let it take a batch."
         )
     callbacks = callbacks_of(trainer)
     if any(isinstance(each, BatchSizeFinder) for each in callbacks):
-        raise ConfigError(
+        raise UnsupportedError(
             f"The batch size finder tries sizes until memory runs out, {because.batch_size_finder}"
         )
     if trainer.state.fn != TrainerFn.FITTING:
         return
     if synchronises_norms:
-        raise ConfigError(f"sync_batchnorm=True {because.sync_batchnorm}")
+        raise UnsupportedError(f"sync_batchnorm=True {because.sync_batchnorm}")
     for each in (module, *callbacks):
         refuse_local_norms(each, sees=because.gradients)
 
@@ -141,22 +141,22 @@ def refuse_undividable(module: LightningModule, *, instead: str, sparse: str) ->
         sparse: What is the matter with sparse gradients, as the message goes on.
 
     Raises:
-        ConfigError: Naming the parameter.
+        UnsupportedError: Naming the parameter.
     """
     kind = type(module).__name__
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
-            raise ConfigError(
+            raise UnsupportedError(
                 f"{name!r} of {kind} is sharded already, by another strategy. {instead}"
             )
         if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(
+            raise UnsupportedError(
                 f"{name!r} of {kind} has no shape yet, so nobody can say what its shards are. Run "
                 f"a forward pass of the lazy module in configure_model, or name its sizes."
             )
     for name, each in module.named_modules():
         if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse:
-            raise ConfigError(
+            raise UnsupportedError(
                 f"{name!r} of {kind} makes sparse gradients, {sparse}. Build it with sparse=False."
             )
 
@@ -185,12 +185,12 @@ def refuse_callbacks(callbacks: Iterable[Callback], strategy: str) -> None:
         strategy: The name of the class that gives each rank a part.
 
     Raises:
-        ConfigError: Naming the callback and what to do instead.
+        UnsupportedError: Naming the callback and what to do instead.
     """
     for callback in callbacks:
         for kind, (why, instead) in _CALLBACKS.items():
             if isinstance(callback, kind):
-                raise ConfigError(
+                raise UnsupportedError(
                     f"{type(callback).__name__} {why}: with {strategy} every rank would work on "
                     f"its part alone. {instead}"
                 )
@@ -200,12 +200,12 @@ def refuse_lone_saves(callbacks: Iterable[Callback]) -> None:
     """Refuse callbacks that save on the rank that fails, while the others may be anywhere.
 
     Raises:
-        ConfigError: Naming the callback.
+        UnsupportedError: Naming the callback.
     """
     for callback in callbacks:
         saves_on_exception = getattr(callback, "save_on_exception", False)
         if isinstance(callback, OnExceptionCheckpoint) or saves_on_exception:
-            raise ConfigError(
+            raise UnsupportedError(
                 f"{type(callback).__name__} saves when a rank fails, and a checkpoint of shards "
                 f"needs all ranks. Take it out and save as you go, with "
                 f"ModelCheckpoint(every_n_train_steps=...)."

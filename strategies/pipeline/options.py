@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from boltmesh.errors import ConfigError
+from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.unsupported import Reasons
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.optimizer_probe import joins_gradients
@@ -149,10 +149,10 @@ def refuse_manual_optimization(module: LightningModule) -> None:
     """Refuse to train where the step itself asks for backward passes.
 
     Raises:
-        ConfigError: With what to do instead.
+        UnsupportedError: With what to do instead.
     """
     if not module.automatic_optimization:
-        raise ConfigError(
+        raise UnsupportedError(
             f"{type(module).__name__} optimises by hand (automatic_optimization=False), and in a "
             f"pipeline forward and backward passes of several microbatches are under way at once, "
             f"so manual_backward has no place in training_step. Return the loss from "
@@ -179,11 +179,11 @@ def refuse_late_gradients(trainer: Trainer, scaler: object) -> None:
     """Refuse what cannot be with gradients that are applied a step late.
 
     Raises:
-        ConfigError: Naming it, and what to do instead.
+        UnsupportedError: Naming it, and what to do instead.
     """
     refuse_accumulation(trainer)
     if scaler is not None:
-        raise ConfigError(
+        raise UnsupportedError(
             "schedule='pipedream_2bw' applies gradients a step late, when fp16's loss scale may "
             "have become another one. Use precision='bf16-mixed', or schedule='1f1b'."
         )
@@ -193,11 +193,11 @@ def refuse_accumulation(trainer: Trainer) -> None:
     """Refuse to accumulate gradients that are applied a step late; a callback may begin any time.
 
     Raises:
-        ConfigError: With what to do instead.
+        UnsupportedError: With what to do instead.
     """
     count = trainer.accumulate_grad_batches
     if count != 1:
-        raise ConfigError(
+        raise UnsupportedError(
             f"accumulate_grad_batches={count} with schedule='pipedream_2bw', which steps after "
             f"each batch. Take batches {count} times as large, cut into {count} times as many "
             f"microbatches, or use schedule='1f1b'."
@@ -208,11 +208,11 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers that look at all gradients to step one parameter.
 
     Raises:
-        ConfigError: Naming the optimizer.
+        UnsupportedError: Naming the optimizer.
     """
     for optimizer in optimizers:
         if joins_gradients(optimizer):
-            raise ConfigError(
+            raise UnsupportedError(
                 f"{type(optimizer).__name__} steps each parameter by what it finds in all "
                 f"gradients, and a rank of a pipeline has those of its own stages alone. Use "
                 f"bolt_ddp, or an optimizer that steps each parameter by itself, such as AdamW."
