@@ -1,1 +1,10 @@
-"""What a layout needs of memory, and what it moves, computed before anything is built. No torch."""
+"""Memory, traffic and time of a layout, computed before anything is built. No torch.
+
+``model`` describes a model by the shapes of its tensors, its units, and how it is sharded (``gpt``
+does so by arithmetic for the GPT of ``examples/``). From that description ``memory`` estimates what
+a rank keeps and its peak, ``traffic`` the bytes of each collective and the memory in flight,
+``offload`` which state is where, and ``step_time`` the least time of a step on a measured machine.
+
+``boltmesh.plan`` calls all of them. The axes use the same numbers as the expected values that
+telemetry shows beside the measured ones.
+"""

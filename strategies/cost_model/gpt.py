@@ -22,7 +22,7 @@ from boltmesh.strategies.cost_model.model import (
 
 @dataclass(frozen=True)
 class GPTSize:
-    """What decides the shapes; the defaults are the model's own."""
+    """The sizes that determine all shapes; the defaults are those of the model."""
 
     vocab_size: int = 256
     block_size: int = 128
@@ -33,7 +33,7 @@ class GPTSize:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> "GPTSize":
-        """Take the size out of the model's arguments."""
+        """Read the size from the arguments of the model."""
         known = {name: arguments[name] for name in cls.__dataclass_fields__ if name in arguments}
         return cls(**known)
 
@@ -58,10 +58,10 @@ multiple of their heads. 30B and 66B are of OPT, Zhang et al. 2022, table 1."""
 
 
 def size_named(name: str) -> GPTSize:
-    """Return a size by its name, in any case.
+    """Return a size by its name, ignoring case.
 
     Raises:
-        ConfigError: For a name that is not there.
+        ConfigError: For an unknown name.
     """
     found = {each.upper(): size for each, size in SIZES.items()}.get(name.upper())
     if found is None:
@@ -70,7 +70,7 @@ def size_named(name: str) -> GPTSize:
 
 
 def describe_gpt(size: GPTSize, *, batch: tuple[int, int] | None, widths: Widths) -> ModelShape:
-    """Describe the model; with micro-batches of (B, T) tokens on each rank also what they take."""
+    """Describe the model; with microbatches of (B, T) tokens per rank also its activations."""
     width, vocabulary = size.n_embd, size.vocab_size
     rest = [
         TensorShape(
@@ -129,7 +129,7 @@ def _block(name: str, width: int) -> UnitShape:
 
 
 def _matrix(name: str, shape: tuple[int, ...]) -> TensorShape:
-    """The weight of a Linear."""
+    """Shape of the weight of a Linear."""
     return TensorShape(name, shape, layers=("product",), is_multiplied=True)
 
 
@@ -143,17 +143,17 @@ def _activations(size: GPTSize, batch: tuple[int, int], widths: Widths) -> Activ
     stream = widths.store(4)  # norms, the residual stream and the loss stay out of autocast
     product = widths.compute(4)
     per_token = (
-        2 * stream * width  # what both norms read
+        2 * stream * width  # inputs of both norms
         + 4 * stream  # their means and deviations
-        # What qkv reads 1, q, k and v 3, what out and up read 2, what gelu and down read 8.
+        # Inputs of qkv 1, q, k and v 3, inputs of out and up 2, inputs of gelu and down 8.
         + 14 * product * width
         + max(4, product) * size.n_head  # the logarithms of attention's sums
     )
-    # Each of: input of the norm, its output as the head reads it, statistics, log-probabilities.
+    # Input of the final norm, its output for the head, its statistics, log-probabilities.
     per_token_at_the_end = stream * width + 2 * stream + product * width + stream * vocabulary
     indices = 8 * (2 * tokens + batch[1])
     saved = tokens * (size.n_layer * per_token + per_token_at_the_end) + indices + stream
-    # The gradients of log-probabilities and of logits, or those before and behind gelu.
+    # Gradients of log-probabilities and of logits, or those before and after gelu.
     transient = tokens * max(2 * stream * vocabulary, 8 * product * width + stream * width)
     return Activations(
         saved_bytes=saved,
@@ -165,7 +165,7 @@ def _activations(size: GPTSize, batch: tuple[int, int], widths: Widths) -> Activ
 def _forward_flops(size: GPTSize, batch: tuple[int, int]) -> int:
     tokens, width = batch[0] * batch[1], size.n_embd
     matrices = size.n_layer * 12 * width**2 + size.vocab_size * width
-    # A causal kernel does half of the products of queries with keys, and of their result with
-    # values.
+    # A causal kernel computes half of the products of queries with keys, and of their result
+    # with values.
     attention = size.n_layer * 2 * batch[1] * width
     return tokens * (2 * matrices + attention)

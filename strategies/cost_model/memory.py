@@ -1,24 +1,22 @@
-"""How much memory one rank needs, by kind and place: between two steps, and at the step's peak.
+"""Memory of one rank, by kind and place: between two steps, and at the peak of a step.
 
-Between steps is what telemetry counts: shards with their padding, gradients that stay until they
-are zeroed, optimizer state. The peak adds gathered units, collectives' buffers and activations at
-the fullest of its moments. It counts tensors: what Python, torch's libraries and the allocator's
-fragments take comes on top.
+Memory between steps is what telemetry counts: shards with their padding, gradients that stay until
+they are zeroed, optimizer state. The peak adds gathered units, buffers of collectives and
+activations, at the fullest moment of the step. Only tensors are counted: Python, torch's libraries
+and fragments of the allocator come on top.
 
-Sources: ZeRO, Rajbhandari et al. 2020, section 5, https://arxiv.org/abs/1910.02054; what is in
-flight follows ``fully_shard``'s own order of allocations.
-
-How full the device is while a backward pass goes through the units, last one first.
-
-Per unit there are three moments: its backward begins, its gradients are complete, they are copied
+``estimate_memory`` covers replicas and ZeRO. Its peak walks through the backward pass, last unit
+first, with three moments per unit: its backward begins, its gradients are complete, they are copied
 into the reduction. ``fully_shard`` gathers one unit ahead (stage 3), frees a unit's parameters
-before its gradients are reduced, and keeps the input of a reduction until the next unit's.
+before it reduces its gradients, and keeps the input of a reduction until the next unit's.
 
-How much memory one rank of a pipeline needs, whose gradients come all at once.
+``estimate_late_memory`` covers the data axis beside a pipeline, where the gradients of a batch are
+reduced when all of them exist. Between steps nothing differs. Within the batches of a step, full
+parameters exist in addition to shards, and the gradients of a batch are computed in addition to the
+accumulated ones.
 
-Between two steps it holds what any rank of its data axis holds. Within the batches of a step whole
-parameters stand beside shards, and the gradients of a batch are made from nothing beside those of
-the batch, or the step, before: they are added, and reduced, when all of the batch are there.
+Sources: ZeRO, Rajbhandari et al. 2020, section 5, https://arxiv.org/abs/1910.02054; memory in
+flight follows the order of allocations in ``fully_shard``.
 """
 
 from collections.abc import Iterator
@@ -38,14 +36,14 @@ from boltmesh.strategies.cost_model.traffic import InFlightMemory
 
 
 class BackwardPass:
-    """The backward pass of the last micro-batch of a step.
+    """The backward pass of the last microbatch of a step.
 
     Args:
-        flight: The units, and how large they are gathered.
-        activations: What the forward pass has left.
-        stage: Of ZeRO.
-        is_accumulated: There were micro-batches before this one.
-        gradients: Bytes of this rank's shares of all gradients, on the device.
+        flight: The units, and their sizes when gathered.
+        activations: Bytes that the forward pass has saved.
+        stage: ZeRO stage.
+        is_accumulated: There were microbatches before this one.
+        gradients: Bytes of this rank's shards of all gradients, on the device.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class BackwardPass:
         self.gradients = gradients
 
     def most(self) -> int:
-        """The most bytes at one time, beside what a rank keeps."""
+        """Most bytes at one time, in addition to what a rank keeps."""
         tiles = max((each.backward() for each in self.flight.tiles), default=0)
         return max(self._moments()) + tiles
 
@@ -75,7 +73,7 @@ class BackwardPass:
         order = list(reversed(flight.freed))
         gathered = flight.roots_gathered() if self.is_freed else flight.all_gathered()
         whole = flight.all_gradients() if self.is_whole else 0
-        # When a root's gradients come is its author's business: a head's early, an embedding's
+        # The model's code decides when gradients of a root arrive: a head's early, an embedding's
         # late.
         of_roots = 0 if self.is_whole else sum(map(flight.gradient, flight.roots))
         saved, before = self.activations.saved_bytes, 0
@@ -110,7 +108,7 @@ class BackwardPass:
         return self.flight.collective(order[at + 1])
 
     def _shares(self, num_done: int) -> int:
-        """This rank's shares of the gradients that were reduced so far."""
+        """This rank's shards of the gradients reduced so far."""
         if self.is_shared:
             return self.gradients
         return self.gradients * num_done // max(1, len(self.flight.freed))
@@ -121,25 +119,25 @@ NO_ACTIVATIONS = Activations(0, 0, "not known")
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of one rank; the first one, whose shards are never smaller than another's."""
+    """The memory of one rank: the first one, whose shards are the largest."""
 
     kept: dict[str, Bytes]
-    """Between two steps, by kind as telemetry names them."""
+    """Between two steps, by kind; the kinds are those of telemetry."""
     peak: Bytes
-    """The most at one time within a step; of host and disk what is reserved throughout."""
+    """Most at one time within a step; for host and disk what is reserved throughout."""
     peak_moment: str
-    """When the device is fullest."""
+    """The moment at which the device is fullest."""
     moments: dict[str, int]
-    """Bytes on the device at each moment that was compared."""
+    """Bytes on the device at each compared moment."""
 
     @property
     def between_steps(self) -> Bytes:
-        """Everything that is kept."""
+        """Sum of everything that is kept."""
         return total(self.kept.values())
 
 
 def estimate_memory(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> MemoryEstimate:
-    """Estimate what one rank needs."""
+    """Estimate the memory of one rank."""
     model = model.in_tiles(sharing.tile_bytes)
     if sharing.stage == 0:
         kept, moments = _replicas(model, sharing, job)
@@ -158,7 +156,7 @@ def estimate_memory(model: ModelShape, sharing: ShardingLayout, job: JobShape) -
 def _replicas(
     model: ModelShape, sharing: ShardingLayout, job: JobShape
 ) -> tuple[dict[str, Bytes], dict[str, int]]:
-    """Everything whole, as DistributedDataParallel has it."""
+    """Everything unsharded, as in DistributedDataParallel."""
     parameters, gradients = _stored(model, job, 1), _stored(model, job, 1, trained=True)
     state = job.state_copies * gradients
     activations = model.activations or NO_ACTIVATIONS
@@ -170,8 +168,8 @@ def _replicas(
         "optimizer": Bytes(state),
         "buffers": Bytes(model.buffer_bytes),
     }
-    # Gradients are in the buckets that DDP reduces where nobody looks at them; those of the batches
-    # before the last one are added up beside them.
+    # DDP's buckets hold the gradients unless a hook reads them; gradients of earlier batches are
+    # accumulated in addition to them.
     is_in_buckets = sharing.keeps_in_buckets
     if is_in_buckets is None:
         is_in_buckets = not (model.reads_gradients or job.reads_gradients)
@@ -188,7 +186,7 @@ def _replicas(
 def _shards(
     model: ModelShape, sharing: ShardingLayout, job: JobShape
 ) -> tuple[dict[str, Bytes], dict[str, int]]:
-    """Shares of everything, and what is gathered for a while."""
+    """Shards of everything, and units while they are gathered."""
     flight = InFlightMemory(model.units, job)
     activations = model.activations or NO_ACTIVATIONS
     shares = _stored(model, job, job.num_shards, trained=True)
@@ -222,11 +220,11 @@ def _shards(
     )
     first = flight.forward(is_freed=sharing.stage == 3)
     if sharing.stage == 3 or sharing.has_engine or model.keeps_gradients:
-        first += gradients.device  # of the step before: zeroed after the forward pass
+        first += gradients.device  # of the previous step: zeroed after the forward pass
     else:
         first = max(first, gradients.device)  # freed as units are gathered
     if sharing.stage < 3 and is_accumulated:
-        # Units stay gathered for the batches that follow, with their gradients in stage 1.
+        # Units stay gathered for the next batches, with their gradients in stage 1.
         later = flight.all_gathered() + (whole or gradients.device)
         first = max(first, later)
     moments = {
@@ -248,7 +246,7 @@ def _stored(model: ModelShape, job: JobShape, num_shards: int, *, trained: bool 
 
 
 def _casts(model: ModelShape, job: JobShape, *, is_sharded: bool) -> int:
-    """Copies that autocast keeps of what is not gathered in what it computes in."""
+    """Copies that autocast keeps of parameters gathered in another dtype than it computes in."""
     if job.widths.computed is None:
         return 0
     return job.widths.computed * sum(
@@ -269,16 +267,16 @@ def estimate_late_memory(
     bucket_bytes: int,
     num_versions: int = 1,
 ) -> MemoryEstimate:
-    """Estimate what one rank needs.
+    """Estimate the memory of one rank of a pipeline.
 
     Args:
-        model: What the rank holds: its stages, and of them its part.
-        sharing: How that is shared out over the data axis.
-        job: Of the data axis.
-        activation_bytes: What it keeps for its backward passes at most.
-        bucket_bytes: Copies of gradients that replicas have under way at once.
-        num_versions: Of the trained parameters, and of their gradients: two where batches are
-            finished behind the next optimizer step.
+        model: The parameters of the rank's stages, as divided by the tensor axis.
+        sharing: How they are sharded over the data axis.
+        job: The ranks of the data axis.
+        activation_bytes: Most bytes kept for its backward passes.
+        bucket_bytes: Copies of gradients that replicas reduce at the same time.
+        num_versions: Versions of the trained parameters, and of their gradients: two if batches
+            finish after the next optimizer step.
     """
     kept = estimate_memory(replace(model, activations=None), sharing, job).kept
     kept["parameters"] += _times(kept["gradients"], num_versions - 1)
@@ -297,7 +295,7 @@ def estimate_late_memory(
     else:
         flight = InFlightMemory(model.units, job)
         whole, made = flight.all_gathered(), flight.all_gradients()
-        # Stage 1 adds the batches of a step up before it reduces.
+        # Stage 1 accumulates the batches of a step before it reduces.
         before = made if sharing.stage == 1 and job.num_microbatches > 1 else gradients
         reduced = max((flight.reduced(each) for each in flight.units), default=0)
         moments = {

@@ -1,13 +1,12 @@
-"""What the planner knows of a model: the shapes of its tensors, by the unit that gathers them.
+"""Inputs of the estimates: a model by the shapes of its tensors, and the layout and job it is for.
 
-A description comes from arithmetic for a model that is known (``gpt.py``), or from the module
-itself, built without memory; the estimates do not care which.
+``ModelShape`` is a model as a list of units (``UnitShape``), each a list of parameters
+(``TensorShape``). It comes from arithmetic for a known model (``gpt.py``), or from the module
+itself built without memory; the estimates do not distinguish them.
 
-How many bytes an element takes in each of its forms, by the Trainer's precision.
-
-Bytes by place.
-
-What is planned for: how a model is shared out, and the job that it runs in.
+``Widths`` holds bytes per element in each form (stored, computed, reduced) for a Trainer's
+precision, ``Bytes`` amounts by place, ``ShardingLayout`` what a rank keeps and where, ``JobShape``
+what all layouts of a job have in common.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,15 +22,15 @@ from boltmesh.errors import ConfigError
 class Widths:
     """Bytes of an element.
 
-    Without autocast gradients are reduced as they are; with it in fp32, whatever is computed in.
+    Gradients are reduced in fp32 with autocast, and in their own dtype without.
     """
 
     stored: int | None
-    """Of a parameter and its gradient between steps; None is what the model builds."""
+    """A parameter and its gradient between steps; None: as the model builds it."""
     computed: int | None
-    """Of a parameter when it is gathered, and of its whole gradient; None is as stored."""
+    """A gathered parameter and its full gradient; None: as stored."""
     reduced: int | None
-    """Of a gradient on its way between ranks; None is as computed."""
+    """A gradient in a collective; None: as computed."""
 
     def store(self, element_bytes: int) -> int:
         """Bytes of an element at rest."""
@@ -48,7 +47,7 @@ class Widths:
 
     @property
     def is_autocast(self) -> bool:
-        """Whether parameters are computed in another type than they are stored in."""
+        """Whether parameters are computed in another dtype than they are stored in."""
         return self.computed is not None
 
 
@@ -66,7 +65,7 @@ def widths_of(precision: str) -> Widths:
     """Return the widths of a Trainer's ``precision``.
 
     Raises:
-        ConfigError: Where they depend on more than its name.
+        ConfigError: If they depend on more than its name.
     """
     if precision not in _WIDTHS:
         raise ConfigError(
@@ -89,11 +88,11 @@ class Bytes:
 
     @classmethod
     def at(cls, place: str, num_bytes: float) -> "Bytes":
-        """So many bytes in one place."""
+        """Return this many bytes in one place."""
         return cls(**{place: round(num_bytes)})
 
     def on_host(self) -> "Bytes":
-        """The same where the device has no memory but the host's."""
+        """The same if the device has no memory but the host's."""
         return Bytes(0, self.device + self.host, self.disk)
 
     def items(self) -> list[tuple[str, int]]:
@@ -114,21 +113,21 @@ class TensorShape:
     shape: tuple[int, ...]
     is_trained: bool = True
     element_bytes: int = 4
-    """As the model builds it."""
+    """Bytes per element as the model builds it."""
     layers: tuple[str, ...] = ()
-    """What computes with it and could gather it in tiles: ``product`` for a Linear, ``lookup`` for
-    an Embedding; several where it is tied."""
+    """Layers that use it and could gather it in tiles: ``product`` for a Linear, ``lookup`` for an
+    Embedding; several if it is tied."""
     is_multiplied: bool = False
     """Read by a matrix product, for which autocast makes and keeps a copy unless the parameter is
-    gathered in what autocast computes in."""
+    gathered in autocast's dtype."""
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Elements of the full parameter."""
         return prod(self.shape)
 
     def is_larger_than(self, num_bytes: int) -> bool:
-        """Whether it is gathered in tiles of so many bytes."""
+        """Whether it is gathered in tiles of this many bytes."""
         return bool(self.layers) and self.numel * self.element_bytes > num_bytes
 
     def padded_numel(self, num_shards: int) -> int:
@@ -137,7 +136,7 @@ class TensorShape:
         return -(-rows // num_shards) * (self.numel // rows if rows else 0)
 
     def shard_numel(self, num_shards: int, rank: int = 0) -> int:
-        """Elements of the shard of one rank, which for the last ranks are fewer, or none."""
+        """Elements of the shard of one rank; the last ranks may have fewer, or none."""
         rows = self.shape[0] if self.shape else 1
         each = -(-rows // num_shards)
         mine = min(each, max(0, rows - rank * each))
@@ -149,18 +148,18 @@ class UnitShape:
     """Parameters that are gathered, and whose gradients are reduced, in one collective."""
 
     name: str
-    """Dotted name of the module; empty for what no unit below the root owns."""
+    """Dotted name of the module; empty for parameters that no unit below the root owns."""
     tensors: tuple[TensorShape, ...]
     is_autocast: bool = True
-    """Gathered in what autocast computes in, where there is autocast; else as it is stored."""
+    """Gathered in autocast's dtype if there is autocast, else as stored."""
     stays_gathered: bool = False
     """Not freed between forward and backward pass in stage 3: the root."""
     tile_bytes: int | None = None
-    """The unit is one weight that is gathered in tiles of so many bytes, as it is stored."""
+    """The unit is one weight, gathered in tiles of this many bytes, as stored."""
 
     @property
     def numel(self) -> int:
-        """Elements of the whole unit."""
+        """Elements of the full unit."""
         return sum(each.numel for each in self.tensors)
 
     @property
@@ -177,39 +176,39 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class Activations:
-    """What a forward pass of one micro-batch leaves for its backward pass, on one rank."""
+    """Activations of one microbatch on one rank."""
 
     saved_bytes: int
     """Kept until the backward pass; parameters and casts of them are not counted."""
     transient_bytes: int
     """Largest temporary results of the backward pass on top of that."""
     how: str
-    """How this is known, in words."""
+    """The method by which the numbers were found, as text."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model as the planner sees it."""
+    """Description of a model for the estimates."""
 
     name: str
     units: tuple[UnitShape, ...]
     """In the order of the forward pass; the root last."""
     buffer_bytes: int = 0
     activations: Activations | None = None
-    """None where nobody could tell."""
+    """None if they could not be counted."""
     forward_flops: int | None = None
-    """Of the matrix products of one micro-batch on one rank, forward only."""
+    """Matrix products of one microbatch on one rank, forward only."""
     reads_gradients: bool = False
-    """Whether its hooks may look at gradients between backward pass and step."""
+    """Whether its hooks may read gradients between backward pass and step."""
     keeps_gradients: bool = False
-    """Whether it zeroes gradients by code of its own, or looks at them before they are."""
+    """Whether it zeroes gradients itself, or reads them before they are zeroed."""
 
     def step_flops(self, num_microbatches: int) -> int | None:
         """Floating-point operations of an optimizer step; backward costs twice as much again."""
         return None if self.forward_flops is None else 3 * num_microbatches * self.forward_flops
 
     def in_tiles(self, tile_bytes: int | None) -> "ModelShape":
-        """Return the model with every weight that is larger than this as a unit of its own."""
+        """Return the model with every larger weight as a unit of its own."""
         if tile_bytes is None:
             return self
         units: list[UnitShape] = []
@@ -230,55 +229,55 @@ class ModelShape:
 
     @property
     def trained_numel(self) -> int:
-        """Elements of the trained ones."""
+        """Elements of the trained parameters."""
         return sum(each.trained_numel for each in self.units)
 
 
 @dataclass(frozen=True)
 class ShardingLayout:
-    """Which part of the model's state a rank keeps, and where."""
+    """The part of the model's state that a rank keeps, and its place."""
 
     name: str
-    """As a config calls it, for example ``zero3_nvme``."""
+    """Name in a config, for example ``zero3_nvme``."""
     stage: int
-    """0 is plain data parallelism; 1, 2 and 3 are ZeRO's."""
+    """0: replicas; 1, 2 and 3: ZeRO stages."""
     state_shares: Mapping[str, float] = field(default_factory=dict)
-    """Share of the optimizer state on ``host`` and ``disk``; what remains is on the device. Empty
+    """Share of the optimizer state on ``host`` and ``disk``; the rest is on the device. Empty
     without offload of the optimizer."""
     parameter_place: str = "device"
-    """Where shards wait to be gathered: ``device``, ``host`` or ``disk``."""
+    """Place of shards before they are gathered: ``device``, ``host`` or ``disk``."""
     tile_bytes: int | None = None
     """Larger weights are gathered in tiles of about this size."""
     keeps_in_buckets: bool | None = None
-    """Whether replicas have their gradients in the buckets that they reduce; None: where nobody
-    looks at them."""
+    """Whether replicas keep their gradients in the buckets that they reduce; None: unless a hook
+    reads them."""
 
     @property
     def has_engine(self) -> bool:
-        """Whether the optimizer steps outside of the device, with fp32 masters of its own."""
+        """Whether the optimizer steps outside of the device, with its own fp32 masters."""
         return bool(self.state_shares)
 
 
 @dataclass(frozen=True)
 class JobShape:
-    """What is the same for every way to share a model out."""
+    """The properties of a job that are the same in every layout."""
 
     num_ranks: int
-    """Of the data axis."""
+    """Ranks of the data axis."""
     widths: Widths
     shard_size: int | None = None
-    """Ranks that hold one copy of the state together; by default all."""
+    """Ranks that together hold one copy of the state; None: all."""
     num_microbatches: int = 1
-    """Batches of a rank in an optimizer step."""
+    """Batches of a rank per optimizer step."""
     state_copies: int = 2
-    """Tensors of a parameter's size that the optimizer keeps: 2 for Adam, 1 for momentum."""
+    """Tensors per parameter that the optimizer keeps: 2 for Adam, 1 for momentum."""
     optimizer: str = "AdamW"
     reads_gradients: bool = False
-    """The Trainer itself looks at gradients, as a scaler and clipping by value do."""
+    """The Trainer itself reads gradients, as a scaler and clipping by value do."""
     is_on_host: bool = False
     """The ranks compute on the CPU: device and host are one memory."""
 
     @property
     def num_shards(self) -> int:
-        """Parts that the state of a copy is cut into."""
+        """Number of shards that a copy of the state is divided into."""
         return self.shard_size or self.num_ranks

@@ -1,7 +1,7 @@
-"""What offloading puts where: state in flat fp32 chunks, gradients beside them, parameter copies.
+"""Places of offloaded data: state in flat fp32 chunks, gradients, parameter copies.
 
-The engine keeps a master parameter and the optimizer's moments in fp32, whatever the precision,
-and a second copy of each parameter in what it is computed in, for all-gathers.
+The engine keeps a master parameter and the optimizer's moments in fp32 for any precision, and a
+second copy of each parameter in the dtype that is computed in, for all-gathers.
 """
 
 from collections.abc import Iterator
@@ -21,24 +21,24 @@ from boltmesh.strategies.offload.chunk_placement import plan_places
 FP32 = 4
 
 CHUNK_NUMEL = 8 << 20
-"""Elements of a chunk at most."""
+"""Most elements of a chunk."""
 
 RING_CHUNKS = 4
-"""Chunks of a disk in host memory at one time: read ahead, stepped, written back."""
+"""Chunks of a disk in host memory at a time: read ahead, stepped, written back."""
 
 SMALL_NUMEL = 1 << 16
 """A shard of fewer elements stays on the device."""
 
 WINDOW_BYTES = 64 << 20
-"""Host memory for parameters on a disk, those in use and the next ones, at least ..."""
+"""Least host memory for parameters on a disk, in use and read ahead ..."""
 WINDOW_UNITS = 3
-"""... that of so many units."""
+"""... but at least that of this many units."""
 
 AHEAD = 4
-"""Shards that are copied from the host to a device before they are asked for."""
+"""Shards that are copied from the host to a device before their use."""
 
 ALIGNMENT = {"device": 1, "host": 64, "disk": 4096}
-"""What a stored tensor's length is rounded up to, bytes."""
+"""The length of a stored tensor is rounded up to a multiple of this, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class BucketShape:
     unit: UnitShape
     tensors: tuple[TensorShape, ...]
     num_states: int
-    """Flat fp32 tensors: the master parameter, and the optimizer's."""
+    """Number of flat fp32 tensors: the master parameter, and the optimizer's state."""
 
 
 @dataclass(frozen=True)
 class OffloadEstimate:
-    """What the engine holds of one rank's share."""
+    """Memory that the engine uses for one rank's shard."""
 
     state: Bytes
-    """Master parameters and moments; of a disk also the ring in host memory."""
+    """Master parameters and moments; for a disk also the ring in host memory."""
     gradients: Bytes
     """Kept from the backward pass until the step is committed."""
     numels: dict[str, int]
@@ -64,9 +64,9 @@ class OffloadEstimate:
 
 
 def build_buckets(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> list[BucketShape]:
-    """Return what the engine takes over: roots first, then blocks, then what comes in tiles.
+    """Return the buckets of the engine: roots first, then blocks, then tiled weights.
 
-    Frozen parameters only where shards leave the device.
+    Frozen parameters are included only if shards leave the device.
     """
     made = []
     order = sorted(
@@ -83,7 +83,7 @@ def build_buckets(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> 
 
 
 def offloaded_state(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> OffloadEstimate:
-    """Place the chunks as the engine does: what arrives last in a backward pass on the device."""
+    """Place chunks as the engine does: the last to arrive in a backward pass on the device."""
     buckets = build_buckets(model, sharing, job)
     chunks = [(bucket, numel) for bucket in buckets for numel in cut_chunks(bucket, job.num_shards)]
     arriving = chunks[::-1]
@@ -105,20 +105,19 @@ def offloaded_state(model: ModelShape, sharing: ShardingLayout, job: JobShape) -
                 on_host.add(bucket)
     state += Bytes.at("host", _ring(on_disk[::-1]))
     if job.is_on_host:
-        # Gradients stay where they were reduced until they are stepped with, which ends within
-        # the step: nothing of them is kept.
+        # Gradients stay where they were reduced until their step, which ends within the step:
+        # none of them is kept.
         return OffloadEstimate(state, Bytes(), numels)
-    # A gradient waits where its step happens; a bucket that is stepped in two places waits whole.
+    # A gradient waits where its step happens; a bucket that is stepped in two places waits as one.
     waiting = sum(sum(cut_chunks(each, job.num_shards)) for each in on_host)
     gradients = Bytes(device=FP32 * kept_on_device, host=FP32 * waiting)
     return OffloadEstimate(state, gradients, numels)
 
 
 def cut_chunks(bucket: BucketShape, num_shards: int) -> Iterator[int]:
-    """Give the elements of each chunk of a bucket.
+    """Return the number of elements of each chunk of a bucket.
 
-    Parameters lie one after the other with their padding; a chunk ends between two of them where
-    it can.
+    Parameters are contiguous with their padding; a chunk ends between two of them if possible.
     """
     start = end = 0
     for each in bucket.tensors:
@@ -136,7 +135,7 @@ def cut_chunks(bucket: BucketShape, num_shards: int) -> Iterator[int]:
 
 
 def parameter_copies(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> Bytes:
-    """Where the shards are that all-gathers read."""
+    """Places of the shards that all-gathers read."""
     buckets = build_buckets(model, sharing, job)
     copies, on_disk = Bytes(), [0]
     for bucket in buckets:
@@ -160,7 +159,7 @@ def parameter_copies(model: ModelShape, sharing: ShardingLayout, job: JobShape) 
 
 
 def fetched_ahead(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> int:
-    """Bytes on the device of shards that wait there for the next gathers."""
+    """Bytes on the device of shards copied there for the next all-gathers."""
     if sharing.parameter_place == "device" or job.is_on_host:
         return 0
     sizes = [
@@ -178,7 +177,7 @@ def fetched_ahead(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> 
 
 
 def _ring(sizes: list[int]) -> int:
-    """Buffers for chunks of these sizes, made in this order: each as large as any so far."""
+    """Buffers for chunks of these sizes, in this order: each as large as the largest so far."""
     if len(sizes) > RING_CHUNKS:
         return RING_CHUNKS * max(sizes)
     return sum(accumulate(sizes, max))
@@ -191,7 +190,7 @@ def _window(largest_bytes: int) -> int:
 def _copy_bytes(tensor: TensorShape, unit: UnitShape, job: JobShape) -> int:
     is_autocast = unit.is_autocast
     if unit.tile_bytes is not None:
-        is_autocast = "lookup" not in tensor.layers  # what one layer reads uncast, is kept so
+        is_autocast = "lookup" not in tensor.layers  # kept as stored if one layer reads it uncast
     width = job.widths.compute(tensor.element_bytes, is_autocast=is_autocast)
     return tensor.padded_numel(job.num_shards) * width
 

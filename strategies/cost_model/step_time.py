@@ -1,11 +1,11 @@
-"""The least time that a step can take on a machine whose speeds were measured.
+"""The least time of a step on a machine whose speeds were measured.
 
-Computing, moving between ranks, stepping on the host and moving to and from a disk overlap with
-each other at best completely, so the slowest of them bounds the step; what does not overlap comes
-on top. Nothing is predicted from a speed that nobody gave.
+Computation, communication, steps on the host and disk transfers overlap completely at best, so the
+slowest of them bounds the step from below; what does not overlap comes on top. A speed that was not
+given leads to no prediction.
 
 Bytes per parameter of a host's step: 4 come in, Adam reads four tensors and writes three, 4 go out
-(ZeRO-Offload's count without its casts, which are made on the device here).
+(ZeRO-Offload's count without its casts, which run on the device here).
 """
 
 from collections.abc import Mapping
@@ -22,18 +22,18 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured speeds and sizes, each None where it is not known; those of one rank."""
+    """Measured speeds and sizes of one rank; None: not known."""
 
     device_gib: float | None = None
-    """Memory of the device that can be had."""
+    """Available memory of the device."""
     host_gib: float | None = None
-    """Host memory that a rank can have."""
+    """Host memory available to a rank."""
     disk_gib: float | None = None
     """Free space on the disk for a rank."""
     device_tflops: float | None = None
-    """What matrix products of the model's sizes and precision reach."""
+    """Speed of matrix products of the model's sizes and precision."""
     network_gb_s: float | None = None
-    """What a rank sends to the others while it receives as much, 10^9 bytes a second."""
+    """Bytes sent to other ranks while receiving as many, 10^9 per second."""
     bus_gb_s: float | None = None
     """Between device and host, one direction."""
     host_gb_s: float | None = None
@@ -43,10 +43,10 @@ class Machine:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, source: str) -> "Machine":
-        """Take measured numbers from a mapping.
+        """Read measured numbers from a mapping.
 
         Raises:
-            ConfigError: For a key that does not exist, or a value that is no positive number.
+            ConfigError: For an unknown key, or a value that is not a positive number.
         """
         known = [each.name for each in fields(cls)]
         for key, value in given.items():
@@ -60,12 +60,12 @@ class Machine:
         return cls(**{str(key): float(value) for key, value in given.items()})
 
     def size_of(self, place: str) -> float | None:
-        """Bytes that a place has."""
+        """Bytes available in a place."""
         gib: float | None = getattr(self, f"{place}_gib")
         return None if gib is None else gib * 2**30
 
     def places_too_small_for(self, needed: Bytes) -> tuple[str, ...]:
-        """Return the places that are known to have less than this."""
+        """Return the places that are known to be smaller than ``needed``."""
         return tuple(
             place
             for place, num_bytes in needed.items()
@@ -75,7 +75,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of each part of a step by itself; None where a speed is missing."""
+    """Seconds of each part of a step; None if a speed is missing."""
 
     computing_s: float | None
     network_s: float | None
@@ -85,13 +85,13 @@ class StepTime:
 
     @property
     def least_s(self) -> float | None:
-        """The slowest part, which is the least that a step takes; None unless all are known."""
+        """Time of the slowest part, a lower bound of the step; None unless all are known."""
         parts = [getattr(self, each.name) for each in fields(self)]
         return None if any(each is None for each in parts) else max(parts)
 
     @property
     def slowest(self) -> str | None:
-        """Which part that is."""
+        """Name of the slowest part."""
         if self.least_s is None:
             return None
         names = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -119,12 +119,12 @@ def estimate_step_time(
 
 @dataclass(frozen=True)
 class _OffloadBytes:
-    """Bytes that offloading moves in a step of one rank."""
+    """Bytes moved by offload in a step of one rank."""
 
     up: int = 0
     """From the device to the host: gradients, fp32."""
     down: int = 0
-    """To the device: new parameters in fp32 where they stay there, else shards to be gathered."""
+    """To the device: new parameters in fp32 if they stay there, else shards to be gathered."""
     host: int = 0
     """Reads and writes of host memory."""
     read: int = 0
@@ -138,7 +138,7 @@ def _moved(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> _Offloa
     numels = offloaded_state(model, sharing, job).numels
     outside = numels["host"] + numels["disk"]
     chunk_bytes = FP32 * (1 + job.state_copies)
-    # In and out over the bus, and Adam's own: it reads the gradient and the chunk, and writes that.
+    # In and out over the bus, and Adam: it reads the gradient and the chunk, and writes the chunk.
     host = outside * (FP32 + FP32 + chunk_bytes + chunk_bytes + FP32)
     read = written = numels["disk"] * chunk_bytes
     down = outside * FP32

@@ -1,14 +1,11 @@
-"""What one optimizer step moves between the ranks of the data axis, by operator.
+"""Bytes that one optimizer step moves over the data axis by operator, and the memory in flight.
 
-Bytes are of the whole side of a collective, as telemetry counts them; on the wire each of W ranks
-sends and receives (W-1)/W of them, and twice that for an all-reduce.
+``estimate_traffic`` counts the full side of a collective, as telemetry does; on the wire each of W
+ranks sends and receives (W-1)/W of it, and twice that for an all-reduce.
 
-Weights that are gathered in tiles: what is there at one time, and what a step moves.
-
-What gathering and reducing units takes beside what a rank keeps, as ``fully_shard`` does it.
-
-A gathered unit is allocated twice for a moment: the collective's output, and the parameters that
-it is copied out to.
+``InFlightMemory`` is the memory for gathering and reducing units as ``fully_shard`` does it, in
+addition to what a rank keeps. A gathered unit is allocated twice for a moment: the output of the
+collective, and the parameters that it is copied to. ``Tiles`` is the same for one tiled weight.
 """
 
 from collections.abc import Sequence
@@ -22,7 +19,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Tiles:
-    """One weight in tiles, on the ranks of a job."""
+    """One tiled weight, on the ranks of a job."""
 
     unit: UnitShape
     plan: TilePlan
@@ -30,7 +27,7 @@ class Tiles:
 
     @classmethod
     def of(cls, unit: UnitShape, job: JobShape) -> "Tiles":
-        """Cut the weight of a unit that has ``tile_bytes``."""
+        """Divide the weight of a unit that has ``tile_bytes``."""
         (weight,) = unit.tensors
         assert unit.tile_bytes is not None
         rows = weight.shape[0]
@@ -50,7 +47,7 @@ class Tiles:
         return self.plan.ranks * weight.padded_numel(self.plan.ranks)
 
     def forward(self) -> int:
-        """Bytes of the two tiles that exist at a time; a rank alone has a copy where it casts."""
+        """Bytes of the two tiles that exist at a time; a single rank has a copy if it casts."""
         width = max(map(self._width, self.unit.tensors[0].layers))
         if self.plan.ranks > 1:
             return 2 * self.tile_numel * width
@@ -59,13 +56,13 @@ class Tiles:
         return self.tile_numel * width if is_cast else 0
 
     def backward(self) -> int:
-        """The same in the backward pass, with the gradients of a tile: made, and being reduced."""
+        """The same in the backward pass, with the gradients of a tile: computed, and reduced."""
         if not self.unit.trained_numel:
             return self.forward()
         return self.forward() + 2 * self.tile_numel * FP32
 
     def gathers(self) -> tuple[int, int]:
-        """Collectives and bytes of a micro-batch: a product gathers again in its backward pass."""
+        """Collectives and bytes of a microbatch: a product gathers again in its backward pass."""
         calls = size = 0
         for layer in self.unit.tensors[0].layers:
             passes = 2 if layer == "product" else 1
@@ -74,7 +71,7 @@ class Tiles:
         return calls, size
 
     def reductions(self) -> tuple[int, int]:
-        """Collectives and bytes of a micro-batch, in fp32 at least."""
+        """Collectives and bytes of a microbatch, at least in fp32."""
         if not self.unit.trained_numel:
             return 0, 0
         (weight,) = self.unit.tensors
@@ -83,7 +80,7 @@ class Tiles:
         return num_layers * self.plan.count, num_layers * self.whole_numel * width
 
     def _width(self, layer: str) -> int:
-        """Autocast casts for matrix products, not for lookups."""
+        """Bytes per element: autocast casts for matrix products, not for lookups."""
         (weight,) = self.unit.tensors
         is_autocast = layer == "product"
         return self.job.widths.compute(weight.element_bytes, is_autocast=is_autocast)
@@ -100,7 +97,7 @@ class InFlightMemory:
         self.freed = [each for each in self.units if not each.stays_gathered]
 
     def gathered(self, unit: UnitShape) -> int:
-        """The whole parameters of a unit."""
+        """Bytes of the full parameters of a unit."""
         return sum(
             self._padded(each.padded_numel(self.job.num_shards))
             * self.job.widths.compute(each.element_bytes, is_autocast=unit.is_autocast)
@@ -108,7 +105,7 @@ class InFlightMemory:
         )
 
     def gradient(self, unit: UnitShape, *, accumulated: bool = False) -> int:
-        """The whole gradients of a unit; accumulated without reducing, in the reduction's type."""
+        """Bytes of the full gradients of a unit; accumulated ones in the dtype of the reduction."""
         widths = self.job.widths
         width = widths.reduce if accumulated else widths.compute
         return sum(
@@ -118,7 +115,7 @@ class InFlightMemory:
         )
 
     def reduced(self, unit: UnitShape) -> int:
-        """The input of a unit's reduce-scatter."""
+        """Bytes of the input of a unit's reduce-scatter."""
         return sum(
             self._padded(each.padded_numel(self.job.num_shards))
             * self.job.widths.reduce(each.element_bytes, is_autocast=unit.is_autocast)
@@ -127,19 +124,19 @@ class InFlightMemory:
         )
 
     def collective(self, unit: UnitShape) -> int:
-        """The output of a unit's all-gather; a rank alone gathers nothing."""
+        """Bytes of the output of a unit's all-gather; a single rank gathers nothing."""
         return self.gathered(unit) if self.job.num_shards > 1 else 0
 
     def all_gathered(self) -> int:
-        """Every unit at once, as stages 1 and 2 have it between forward and backward pass."""
+        """Bytes of all units, as stages 1 and 2 have them between forward and backward pass."""
         return sum(map(self.gathered, self.units))
 
     def all_gradients(self) -> int:
-        """All gradients whole, as stage 1 accumulates them."""
+        """Bytes of all full gradients, as stage 1 accumulates them."""
         return sum(self.gradient(each, accumulated=True) for each in self.units)
 
     def forward(self, *, is_freed: bool) -> int:
-        """The most at one time in a forward pass."""
+        """Most bytes at one time in a forward pass."""
         largest = max((self.collective(each) for each in self.units), default=0)
         tiles = max((each.forward() for each in self.tiles), default=0)
         if not is_freed:
@@ -148,7 +145,7 @@ class InFlightMemory:
         return self.roots_gathered() + max(copied_out, largest) + tiles
 
     def roots_gathered(self) -> int:
-        """What stays gathered throughout."""
+        """Bytes of units that stay gathered throughout."""
         return sum(map(self.gathered, self.roots))
 
     def _padded(self, shard_numel: int) -> int:
@@ -156,10 +153,10 @@ class InFlightMemory:
 
 
 NORM_BYTES = 8
-"""Of a norm of gradients over several ranks: its square travels as one number in fp64."""
+"""A gradient norm over several ranks: its square is reduced as one number in fp64."""
 
 OVERFLOW_BYTES = 4
-"""Of what a gradient scaler keeps: whether gradients are finite, in single precision."""
+"""The flag of a gradient scaler, whether gradients are finite, in single precision."""
 
 
 @dataclass(frozen=True)
@@ -169,16 +166,16 @@ class OperatorBytes:
     operator: str
     """``all-gather``, ``reduce-scatter`` or ``all-reduce``."""
     calls: int | None
-    """None where only the bytes are known."""
+    """None if only the bytes are known."""
     whole_bytes: int
     wire_bytes: int
-    """What this rank sends, and as much again that it receives."""
+    """Bytes that this rank sends; it receives as many."""
 
 
 def estimate_traffic(
     model: ModelShape, sharing: ShardingLayout, job: JobShape
 ) -> list[OperatorBytes]:
-    """Return what a step moves; nothing for a rank that is alone."""
+    """Return the traffic of a step; empty for a single rank."""
     if sharing.stage == 0:
         whole = sum(
             each.numel * job.widths.store(each.element_bytes)
@@ -203,7 +200,7 @@ def estimate_traffic(
             rounds = 1 if sharing.stage == 1 else batches
             reductions += rounds
             reduced += rounds * flight.reduced(unit)
-            # Copies of the model average each shard as it is reduced.
+            # Copies of the model average each shard when it is reduced.
             averages += rounds
             averaged += rounds * (flight.reduced(unit) // num_shards)
     for tiles in flight.tiles:
