@@ -1,1 +1,11 @@
-"""Building models that are larger than one rank's memory: unit by unit."""
+"""Deferred initialization: construct a model without its memory, materialize it unit by unit.
+
+``deferred`` has the public ``deferred_init`` context. Inside it, the dispatch ``mode`` sees every
+operator: large new tensors go to ``meta``, and operators on them are appended to a ``recording``;
+``operator_effects`` classifies operators (what they write, whether they draw random numbers).
+``materialize`` replays the recording for one unit, on the device, with the values of the first
+rank.
+
+The data axis calls ``prepare_unit`` before it shards a unit, the pipeline ``prepare_modules`` for
+the modules of its stages. Source: torchdistX's ``deferred_init``, rebuilt on dispatch modes.
+"""

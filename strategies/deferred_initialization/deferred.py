@@ -1,11 +1,11 @@
-"""``deferred_init``: construct a model without its large tensors, to make them later one by one.
+"""``deferred_init``: construct a model without its large tensors, and make them later one by one.
 
-Inside, large tensors are made on ``meta`` and what is done to them is recorded. Operators that draw
-random numbers run all the same, on a tensor that is thrown away, so the generators move as they
-always do: whatever is made for real meanwhile, and whatever is drawn afterwards, is as without. A
-replay starts each of them from the state that its generator had, and gives the same bits.
+Large tensors are created on ``meta``, and operators on them are recorded. Operators that draw
+random numbers also run, on a scratch tensor, so that generators advance as usual: tensors that are
+real, and random numbers drawn later, are the same as without deferring. A replay starts each
+operator from the recorded state of its generator, and gives the same bits.
 
-Lets deferred tensors look as if they were where they will be.
+``Appearance`` makes deferred tensors report the device on which they will be.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -32,9 +32,9 @@ from boltmesh.strategies.torch_compat.tensors import times_written
 
 
 class Appearance(TorchFunctionMode):
-    """Answers what is asked of a tensor past the dispatcher.
+    """Handles accesses to a tensor that bypass the dispatcher.
 
-    torch's own initialisers do nothing on ``meta``, and authors ask for a parameter's device.
+    torch's initialisers do nothing on ``meta``, and constructors read a parameter's device.
     """
 
     def __init__(self, mode: DeferredInitMode) -> None:
@@ -54,7 +54,7 @@ class Appearance(TorchFunctionMode):
         if not isinstance(first, Tensor):
             return func(*args, **kwargs)
         if func == _SET_DATA:
-            # Both sides of an assignment have to be of one kind.
+            # Both sides of an assignment have to be deferred, or neither.
             change = self.mode.defer if recording_of(first) is not None else self.mode.make
             return func(first, change(args[1]), **kwargs)
         if recording_of(first) is not None:
@@ -68,7 +68,7 @@ class Appearance(TorchFunctionMode):
 
 
 def _getter(name: str) -> Any:
-    """Return how torch names the reading of an attribute of tensors."""
+    """Return torch's name of the getter of a tensor attribute."""
     return getattr(Tensor, name).__get__
 
 
@@ -79,28 +79,28 @@ _LOOKS: dict[Any, Callable[[torch.device], Any]] = {
     _getter("is_meta"): lambda home: home.type == "meta",
     Tensor.get_device: lambda home: -1 if home.type == "cpu" else home.index or 0,
 }
-"""What a tensor says of its device."""
+"""Attributes of a tensor that depend on its device."""
 
 _READS = {Tensor.__array__, Tensor.numpy, Tensor.tolist}
-"""What reads values past the dispatcher."""
+"""Methods that read values and bypass the dispatcher."""
 
 _SET_DATA: Any = getattr(Tensor, "data").__set__  # noqa: B009 - typed as what it gives
 
 
 MIN_BYTES = 64 << 10
-"""Smaller tensors are made at once: deferring them would save nothing."""
+"""Smaller tensors are real: deferring them would save nothing."""
 
 _active: ContextVar["DeferredInitMode | None"] = ContextVar("boltmesh_deferred_init", default=None)
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a parameter was when its construction ended."""
+    """State of a parameter at the end of its construction."""
 
     recording: Recording
     view: View
     version: int
-    """How often it had been changed."""
+    """Its version counter."""
 
 
 _origins: MutableMapping[Tensor, _Origin] = WeakTensorKeyDictionary()
@@ -117,20 +117,20 @@ def deferred_init(*, min_bytes: int = MIN_BYTES) -> Iterator[None]:
             model = GPT(n_layer=96, n_embd=12288)
         trainer.fit(model)
 
-    Whatever the author's ``__init__`` does to its parameters is kept and done later, unit by unit,
-    with the same random numbers: the same seed gives the same weights, to the bit, and leaves the
-    generators as they would be. Construction may look at values (they are made for the moment).
-    Buffers and small tensors are real. A context inside of another one adds nothing.
+    Operations of ``__init__`` on parameters are recorded and replayed later, unit by unit, with the
+    same random numbers: the same seed gives the same weights, bit for bit, and leaves the
+    generators in the same state. Construction may read values (they are made temporarily). Buffers
+    and small tensors are real. A nested context has no effect.
 
     After the context, parameters are on ``meta`` until a strategy or ``materialize`` makes them. In
-    between they can be cast, and not changed, copied or pickled (so not sent to ranks that are
+    between they can be cast, but not changed, copied or pickled (so not sent to ranks that are
     started with ``spawn``: build the model in ``configure_model`` there).
 
     Args:
-        min_bytes: From which size on a tensor is deferred.
+        min_bytes: Tensors of this size and larger are deferred.
 
     Raises:
-        ConfigError: When the construction does what cannot be done later.
+        ConfigError: If the construction does something that cannot be replayed.
     """
     if _active.get() is not None:
         yield
@@ -155,19 +155,19 @@ def deferred_init(*, min_bytes: int = MIN_BYTES) -> Iterator[None]:
 
 
 def is_deferred(tensor: Tensor) -> bool:
-    """Whether a tensor was made under ``deferred_init`` and does not exist yet."""
+    """Whether a tensor was created under ``deferred_init`` and is not materialized yet."""
     return recording_of(tensor) is not None or (tensor.is_meta and tensor in _origins)
 
 
 def replay(tensor: Tensor, name: str) -> Tensor:
-    """Make a deferred tensor, on the device that its construction asked for.
+    """Make a deferred tensor, on the device that its construction requested.
 
     Args:
-        tensor: Deferred; it stays as it is.
-        name: What messages call it.
+        tensor: Deferred; it is not changed.
+        name: Its name in messages.
 
     Raises:
-        ConfigError: When it was changed after the construction, which nobody recorded.
+        ConfigError: If it was changed after the construction, which is not recorded.
     """
     recording, origin = recording_of(tensor), _origins.get(tensor)
     if recording is None:

@@ -1,7 +1,7 @@
-"""Makes the modules of one unit real: on the device, and alike on every rank of a group.
+"""Materializes the modules of one unit: on the device, with equal values on all ranks of a group.
 
-Called for the units of a model bottom-up, each right before it is sharded, so that no rank ever
-holds more than one unit beside its shards.
+Called for the units of a model bottom-up, each right before it is sharded, so that a rank never
+holds more than one unit in addition to its shards.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,21 +33,20 @@ def prepare_unit(
 ) -> None:
     """Make a unit's parameters and buffers real, on ``device``, with the first rank's values.
 
-    Collective over ``group``. Parameters that ``deferred_init`` has deferred are replayed, by the
-    first rank alone: the others only receive them. Those on plain ``meta`` are set by their
-    module's ``reset_parameters``. What is real is moved. Modules below that ``fully_shard`` has
-    sharded already are left alone, and so are single parameters that are DTensors. Parameters of
-    ``meta`` become other objects, one and the same wherever the unit uses it. Rows lie one behind
-    the other afterwards.
+    Collective over ``group``. Parameters deferred by ``deferred_init`` are replayed on the first
+    rank and broadcast. Those on plain ``meta`` are set by their module's ``reset_parameters``. Real
+    tensors are moved. Modules below that ``fully_shard`` has sharded, and parameters that are
+    DTensors, are not touched. Parameters on ``meta`` become other objects, the same object wherever
+    the unit uses it. All parameters are contiguous afterwards.
 
     Args:
         unit: A module, or several that are sharded as one.
-        device: Where to.
-        group: Ranks that are to hold the same values.
+        device: Target device.
+        group: Ranks that get the same values.
         name: The unit's dotted name, for messages.
 
     Raises:
-        ConfigError: When a module on ``meta`` has no ``reset_parameters``.
+        ConfigError: If a module on ``meta`` has no ``reset_parameters``.
     """
     modules = own_modules([unit] if isinstance(unit, nn.Module) else unit, name)
     prepare_modules(modules, device=device, group=group)
@@ -55,7 +54,7 @@ def prepare_unit(
 
 
 def lay_in_rows(modules: Iterable[nn.Module]) -> None:
-    """Lay modules' own parameters out row by row: FSDP2 takes no ``channels_last``, say."""
+    """Make modules' own parameters contiguous: FSDP2 does not accept ``channels_last``."""
     for module in modules:
         for _, each in own_tensors(module):
             if isinstance(each, nn.Parameter) and not each.is_contiguous():
@@ -66,14 +65,14 @@ def lay_in_rows(modules: Iterable[nn.Module]) -> None:
 def prepare_modules(
     modules: dict[nn.Module, str], *, device: torch.device, group: ProcessGroup
 ) -> None:
-    """Make what some modules hold themselves real, as ``prepare_unit`` does; not their children's.
+    """Like ``prepare_unit``, for the modules' own tensors only, not those of their children.
 
     Args:
         modules: With their dotted names, parents first.
-        device: Where to.
-        group: Ranks that are to hold the same values.
+        device: Target device.
+        group: Ranks that get the same values.
     """
-    give_back_free_memory()  # of the unit before, which has been sharded
+    give_back_free_memory()  # of the previous unit, which is sharded by now
     _make_modules(modules, device, has_values=group.rank() == 0)
     made = [tensor for module in modules for _, tensor in own_tensors(module)]
     broadcast_tensors(made, group)
@@ -81,23 +80,23 @@ def prepare_modules(
 
 @torch.no_grad()
 def materialize(module: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Make what is on ``meta``, deferred or plain, in this process alone; the rest is moved.
+    """Make tensors on ``meta``, deferred or plain, in this process only; move real ones.
 
-    For a model that is built under ``deferred_init`` and used without a strategy. Every rank of a
-    strategy that keeps whole models does so too, and then takes the values of the first one.
+    For a model built under ``deferred_init`` and used without a strategy. Strategies whose ranks
+    keep full models call it on every rank, and then broadcast the values of the first one.
 
     Raises:
-        ConfigError: When a module on ``meta`` has no ``reset_parameters``.
+        ConfigError: If a module on ``meta`` has no ``reset_parameters``.
     """
     _make_modules(own_modules([module], ""), torch.device(device), has_values=True)
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Give every rank of the group its first rank's values, in place. Collective over ``group``."""
+    """Broadcast the values of the group's first rank, in place. Collective over ``group``."""
     if group.size() == 1:
         return
     different = [each.detach() for each in dict.fromkeys(tensors)]
-    # What is small goes together; what is large would need as much again for that.
+    # Small tensors are sent together; for large ones that would double the memory.
     if small := [each for each in different if each.nbytes < _LARGE_BYTES]:
         broadcast_coalesced(small, group)
     for tensor in different:
@@ -113,7 +112,7 @@ def _make_modules(modules: dict[nn.Module, str], device: torch.device, *, has_va
 
     def make(tensor: Tensor, name: str, *, has_values: bool) -> Tensor:
         if id(tensor) not in known:
-            # The old one is kept too: its id must not become another tensor's.
+            # The old one is kept too: its id must not be reused for another tensor.
             known[id(tensor)] = tensor, _make(tensor, name, device, has_values=has_values)
         return known[id(tensor)][1]
 
@@ -130,7 +129,7 @@ def _make_modules(modules: dict[nn.Module, str], device: torch.device, *, has_va
 
 
 def _make(tensor: Tensor, name: str, device: torch.device, *, has_values: bool) -> Tensor:
-    """Return the tensor on the device: itself, moved, where it is real."""
+    """Return the tensor on the device: itself, moved, if it is real."""
     if not tensor.is_meta:
         tensor.data = tensor.data.to(device)
         return tensor
@@ -140,24 +139,24 @@ def _make(tensor: Tensor, name: str, device: torch.device, *, has_values: bool) 
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        vars(made).update(vars(tensor))  # authors mark parameters with attributes
+        vars(made).update(vars(tensor))  # models mark parameters with attributes
     return made
 
 
 def make_values(tensor: Tensor, name: str, device: torch.device) -> Tensor:
-    """Make what a deferred tensor holds, on a device, in memory of its own."""
+    """Make the values of a deferred tensor on a device, in memory of its own."""
     made = replay(tensor, name).to(device).contiguous()
     if made.untyped_storage().nbytes() > made.nbytes:
-        made = made.clone()  # of a view, which would keep the whole
+        made = made.clone()  # a view would keep the full storage
     give_back_free_memory()
     return made
 
 
 def is_to_reset(module: nn.Module, path: str) -> bool:
-    """Whether a module's own tensors are on plain ``meta``, so that it has to set them itself.
+    """Whether a module's own tensors are on plain ``meta``, so that it has to reset them itself.
 
     Raises:
-        ConfigError: When it cannot.
+        ConfigError: If it cannot.
     """
     own = dict(own_tensors(module))
     bare = [key for key, each in own.items() if each.is_meta and not is_deferred(each)]
@@ -198,7 +197,7 @@ def own_modules(roots: Sequence[nn.Module], name: str) -> dict[nn.Module, str]:
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's own parameters and buffers that nobody has sharded."""
+    """Yield a module's own parameters and buffers that are not sharded."""
     own = {
         **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
         **dict(module.named_buffers(recurse=False, remove_duplicate=False)),
@@ -209,7 +208,7 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def make_attributes(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Make what a module keeps beside its parameters and buffers, also in plain containers."""
+    """Make tensors in other attributes of a module, also in plain containers."""
 
     def make_deferred(value: Any) -> Any:
         return make(value) if isinstance(value, Tensor) and is_deferred(value) else value

@@ -1,7 +1,7 @@
-"""The dispatch mode behind ``deferred_init``: decides for each operator what happens to it.
+"""The dispatch mode behind ``deferred_init``: decides how each operator runs.
 
-Large tensors that are made from nothing are made on ``meta``. Operators on them are recorded; where
-that cannot be, because somebody asks for values, they run on values that are made for the moment.
+New large tensors are created on ``meta``. Operators on them are recorded; if that is not possible,
+because they return values, they run on temporary values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,31 +57,31 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         if self._home.type == "meta":
             self._home = torch.device("cpu")
 
-    # What modules register.
+    # Registrations of modules.
 
     def see_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
-        """Called by torch for each parameter that a module gets."""
+        """Called by torch for each parameter registered on a module."""
         self._modules.append(module)
 
     def see_module(self, module: nn.Module, name: str, child: Any) -> None:
-        """Called by torch for each child that a module gets: copied ones are seen here only."""
+        """Called by torch for each registered child: copied modules are seen only here."""
         if child is not None:
             self._modules.append(child)
 
     def make_buffer(self, module: nn.Module, name: str, buffer: Any) -> Any:
-        """Called by torch for each buffer that a module gets: buffers are real."""
+        """Called by torch for each registered buffer: buffers are real."""
         if not isinstance(buffer, Tensor) or not _is_deferred(buffer):
             return None
         return self.make(buffer)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the deferred parameters of all modules that were made."""
+        """Yield the deferred parameters of all constructed modules."""
         seen: set[nn.Module] = set()
         for module in self._modules:
             for _, each in module.named_modules(memo=seen):
                 yield from filter(_is_deferred, each.parameters(recurse=False))
 
-    # What operators do.
+    # Operators.
 
     @override
     def __torch_dispatch__(
@@ -113,14 +113,14 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _apply(self, func: OpOverload, args: Any, kwargs: Any, home: torch.device) -> Any:
-        """Run an operator of which an argument is deferred."""
+        """Run an operator with a deferred argument."""
         if torch.Tag.inplace_view in func.tags:
             if func.overloadpacket is torch.ops.aten.resize_:
                 raise ConfigError(
                     "The construction resizes a tensor in place, which deferred_init() cannot do "
                     "later. Make it in its final size."
                 )
-            # Turns the tensor and not its content, or gives it another one's.
+            # Replaces the tensor rather than its content, or assigns another tensor's content.
             change = self.defer if _is_deferred(args[0]) else self.make
             return func(*map_leaves(change, args), **kwargs)
         written = written_by(func, args, kwargs)
@@ -130,7 +130,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         try:
             outputs = self._on_meta(func, args, kwargs)
         except (NotImplementedError, RuntimeError):
-            # No shape without values; or an error of the construction, which is raised now.
+            # The shape depends on values; or the construction has an error, which is raised now.
             outputs = self._run_now(func, args, kwargs)
             if not written:
                 return outputs
@@ -138,7 +138,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         return self._record(func, args, kwargs, outputs, home)
 
     def _run_now(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Run an operator on values, made for the moment."""
+        """Run an operator on temporary values."""
         written = written_by(func, args, kwargs)
         if any(map(_is_deferred, written)) and (
             len(written) > 1 or len(schema_of(func).returns) > 1
@@ -150,12 +150,12 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
             )
         self._keep_given(written)
         if is_random(func) and any(map(_is_deferred, written)):
-            return None  # is drawn when it is recorded
+            return None  # drawn when it is recorded
         args, kwargs = (map_leaves(self.make, each) for each in (args, kwargs))
         return func(*args, **kwargs)
 
     def make(self, value: Any) -> Any:
-        """Return what a deferred tensor holds at the moment, and anything else as it is."""
+        """Return the current values of a deferred tensor; return other values unchanged."""
         if not isinstance(value, Tensor) or not _is_deferred(value):
             return value
         before, self._is_paused = self._is_paused, True
@@ -165,7 +165,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
             self._is_paused = before
 
     def defer(self, value: Any) -> Any:
-        """Return a deferred copy of a real tensor, and anything else as it is."""
+        """Return a deferred copy of a real tensor; return other values unchanged."""
         if not isinstance(value, Tensor) or _is_deferred(value):
             return value
         copy = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
@@ -189,7 +189,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
     def _record(
         self, func: OpOverload, args: Any, kwargs: Any, outputs: Any, home: torch.device
     ) -> Any:
-        """Note an operator, unless it only looks at a tensor in another way."""
+        """Record an operator, unless its outputs are views."""
         written = written_by(func, args, kwargs)
         flat = tensors_of(outputs)
         made = [(i, each) for i, each in enumerate(flat) if not _is_deferred(each)]
@@ -243,7 +243,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         return given
 
     def _draw(self, func: OpOverload, args: Any, kwargs: Any) -> None:
-        """Draw what the operator draws, for its generator to move on."""
+        """Draw the random numbers of an operator, to advance its generator."""
         first = args[0] if args and is_value_free(func) else None
 
         def stand_in(value: Any) -> Any:
@@ -255,26 +255,26 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
 
         func(*map_leaves(stand_in, args), **map_leaves(stand_in, kwargs))
         if not written_by(func, args, kwargs):
-            give_back_free_memory()  # it has made a tensor of its own to draw into
+            give_back_free_memory()  # the operator has allocated a tensor to draw into
 
     def _scratch_like(self, tensor: Tensor) -> Tensor:
-        """Return a tensor without a purpose, as large as a deferred one.
+        """Return a scratch tensor as large as a deferred one.
 
-        Its memory is kept until the construction ends: were it freed, what is made meanwhile would
-        come to lie in it, and the next one would need another place.
+        Its memory is kept until the construction ends: if it were freed, later tensors would be
+        allocated in it, and the next scratch tensor would need new memory.
         """
         shape, home = Geometry.of(tensor), self.recording.home(tensor)
         needed = tensor.untyped_storage().nbytes()
         scratch = self._scratch.get(home)
         if scratch is None or scratch.nbytes < needed:
             self._scratch.pop(home, None)
-            scratch = None  # before the larger one is made
+            scratch = None  # free it before the larger one is allocated
             scratch = self._scratch[home] = torch.empty(needed, dtype=torch.uint8, device=home)
         empty = torch.empty(0, dtype=shape.dtype, device=home)
         return empty.set_(scratch.untyped_storage(), shape.offset, shape.size, shape.stride)
 
     def _keep_given(self, written: list[Tensor]) -> None:
-        """Copy the real tensors that the recording refers to and that are about to change."""
+        """Copy real tensors that the recording refers to before they are changed."""
         if not written or not self._given:
             return
         storages = {each.untyped_storage().data_ptr() for each in written}

@@ -1,4 +1,4 @@
-"""What an operator does to its arguments, as far as recording it needs to know."""
+"""Effects of an operator on its arguments, as far as recording needs them."""
 
 from typing import Any
 
@@ -24,11 +24,11 @@ VALUE_FREE = {
     "aten::uniform_",
     "aten::zero_",
 }
-"""Operators to whose first argument only its shape matters."""
+"""Operators that depend only on the shape of their first argument."""
 
 
 def is_value_free(func: OpOverload) -> bool:
-    """Whether only the shape of an operator's first argument matters."""
+    """Whether an operator depends only on the shape of its first argument."""
     return schema_of(func).name in VALUE_FREE
 
 
@@ -48,12 +48,12 @@ def written_by(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def is_factory(func: OpOverload) -> bool:
-    """Whether an operator makes a tensor of which its arguments tell no more than the shape."""
+    """Whether an operator makes a tensor from scratch; its arguments give at most the shape."""
     return func is not CAST and takes_device(func)
 
 
 def takes_device(func: OpOverload) -> bool:
-    """Whether an operator can be told where to put its output."""
+    """Whether an operator has a device argument for its output."""
     return any(argument.name == "device" for argument in schema_of(func).arguments)
 
 
@@ -63,11 +63,11 @@ def gives_tensors(func: OpOverload) -> bool:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return what operators on a device draw from when they are given no generator."""
+    """Return the generator that operators on a device use by default."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
-    # Typed as a number, but None where the code asked for no device in particular.
+    # Typed as a number, but None if the code requested no particular device.
     index = module.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]
     generator: torch.Generator = module.default_generators[index]
     return generator

@@ -1,10 +1,10 @@
-"""What was done to tensors that do not exist yet, so that it can be done later.
+"""Recordings of operators on tensors that do not exist yet, for a later replay.
 
-A recording is a list of operators. A deferred tensor is a tensor on ``meta`` whose storage carries
-a mark, the recording and a number, so that views, ``Parameter`` objects and copies of the tensor
-object all lead to the same history; the recording lives as long as a marked storage does.
-
-Storages that do not exist yet, and tensors that show parts of them.
+A ``Recording`` is a list of ``Operation``. A deferred tensor is a tensor on ``meta`` whose storage
+is marked with the recording and a number, so that views, ``Parameter`` objects and copies of the
+tensor object all share one history; the recording lives as long as a marked storage does. A
+``Space`` is such a storage, a ``View`` the part of it that a tensor shows, and ``Content`` the
+storages that exist during a replay.
 """
 
 import heapq
@@ -20,9 +20,9 @@ from boltmesh.strategies.torch_compat.tensors import OpOverload, times_written
 
 
 class Content(dict[int, Tensor]):
-    """Storages of a replay that exist at the moment: a tensor that owns the storage, by number.
+    """Storages that exist during a replay: a tensor that owns the storage, by number.
 
-    One that is asked for before anything was written to it, is made, with nothing in it.
+    Reading a storage before anything was written to it creates it uninitialized.
     """
 
     def __init__(self, spaces: "list[Space]") -> None:
@@ -40,13 +40,13 @@ class Space:
     """A storage that does not exist."""
 
     home: torch.device
-    """Where it would be."""
+    """The device on which it would be."""
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Which elements of a storage a tensor shows."""
+    """The elements of a storage that a tensor shows."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -62,13 +62,13 @@ class Geometry:
 
 @dataclass(frozen=True)
 class View:
-    """A deferred tensor as an operator saw it."""
+    """A deferred tensor as an operator received it."""
 
     storage: int
     geometry: Geometry
 
     def of(self, content: Content) -> Tensor:
-        """The same view of the storage that now exists."""
+        """The same view of the storage that exists now."""
         owner = content[self.storage]
         shape = self.geometry
         empty = torch.empty(0, dtype=shape.dtype, device=owner.device)
@@ -89,9 +89,9 @@ _MARK = "_boltmesh_deferred"
 
 
 class RecordedInput:
-    """A real tensor that an operator read, as it was then.
+    """A real tensor that an operator read, with its value at that time.
 
-    Small ones are copied; a large one is only referred to, and copied when it is about to change.
+    Small ones are copied; a large one is referenced, and copied before it is changed.
     """
 
     def __init__(self, tensor: Tensor, *, is_copied: bool) -> None:
@@ -102,15 +102,15 @@ class RecordedInput:
             self.copy()
 
     def copy(self) -> None:
-        """Keep the value apart from the tensor."""
+        """Keep a copy of the value."""
         self.tensor = self.tensor.detach().clone()
         self.is_copied = True
 
     def value(self) -> Tensor:
-        """The tensor as it was.
+        """The tensor with its value at that time.
 
         Raises:
-            ConfigError: When somebody changed it after the recording had ended.
+            ConfigError: If it was changed after the recording had ended.
         """
         if not self.is_copied and times_written(self.tensor) != self.version:
             raise ConfigError(
@@ -123,26 +123,26 @@ class RecordedInput:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator with all that it depends on."""
+    """One operator with everything that it depends on."""
 
     function: OpOverload
     args: tuple[Any, ...]
-    """As they were, with each tensor replaced by a ``View`` or a ``Given``."""
+    """The arguments, with each tensor replaced by a ``View`` or a ``Given``."""
     kwargs: dict[str, Any]
     reads: frozenset[int]
-    """Storages whose content it needs, those that it changes in part among them."""
+    """Storages whose content it needs, including those that it changes in part."""
     writes: frozenset[int]
     overwrites: frozenset[int]
-    """Those of ``writes`` whose earlier content it neither needs nor leaves anything of."""
+    """Those of ``writes`` that it overwrites completely."""
     makes: tuple[tuple[int, int, Geometry], ...]
-    """Which of its outputs have storages of their own: the output, the storage, what it shows."""
+    """Outputs with storages of their own: the output, the storage, what it shows."""
     default_dtype: torch.dtype
     generator: torch.Generator | None
     random_state: Tensor | None
-    """What the generator held before, for an operator that draws random numbers."""
+    """State of the generator before an operator that draws random numbers."""
 
     def run(self, content: Content) -> None:
-        """Do it again, on storages that exist."""
+        """Run it again, on storages that exist."""
 
         def real(value: Any) -> Any:
             if isinstance(value, View):
@@ -174,7 +174,7 @@ class Operation:
 
 
 def _with_geometry(tensor: Tensor, geometry: Geometry) -> Tensor:
-    """Return the tensor as ``meta`` had laid it out, which later views rely on."""
+    """Return the tensor with the strides it had on ``meta``, which later views rely on."""
     if Geometry.of(tensor) == geometry:
         return tensor
     size = geometry.offset + sum(
@@ -187,19 +187,19 @@ def _with_geometry(tensor: Tensor, geometry: Geometry) -> Tensor:
 
 @dataclass
 class Recording:
-    """What was done under one ``deferred_init()``.
+    """All operators recorded under one ``deferred_init()``.
 
-    Operators are kept in the order in which they ran. A storage is replayed by those that wrote it
-    since it was last overwritten, and by what these in turn needed, each at its own time.
+    Operators are kept in the order in which they ran. A storage is replayed by the operators that
+    wrote it since it was last overwritten, and by those that these depend on, in order.
     """
 
     operations: list[Operation] = field(default_factory=list)
     _writers: dict[int, list[int]] = field(default_factory=dict)
-    """Which operators wrote a storage, by its number."""
+    """Indices of the operators that wrote a storage, by its number."""
     _spaces: list[Space] = field(default_factory=list)
 
     def adopt(self, tensor: Tensor, home: torch.device) -> int:
-        """Take a new ``meta`` storage in, which would be on ``home`` if it existed."""
+        """Register a new ``meta`` storage that would be on ``home`` if it existed."""
         number = len(self._spaces)
         self._spaces.append(Space(home, tensor.untyped_storage().nbytes()))
         setattr(tensor.untyped_storage(), _MARK, (self, number))
@@ -210,20 +210,20 @@ class Recording:
         return self._spaces[self._number(tensor)].home
 
     def view(self, tensor: Tensor) -> View:
-        """Note which elements of which storage a deferred tensor shows."""
+        """Return the part of a storage that a deferred tensor shows."""
         return View(self._number(tensor), Geometry.of(tensor))
 
     def append(self, operation: Operation) -> None:
-        """Note that an operator ran."""
+        """Record an operator."""
         for storage in operation.writes:
             self._writers.setdefault(storage, []).append(len(self.operations))
         self.operations.append(operation)
 
     @torch.no_grad()
     def replay(self, view: View) -> Tensor:
-        """Make a deferred tensor, on its home device; random generators are left as they are.
+        """Make a deferred tensor, on its home device; random generators are not changed.
 
-        No more than the tensor and what one operator needs beside it exists at any time.
+        At any time only the tensor exists and what one operator needs in addition.
         """
         numbers = self._history(view.storage)
         last_use = {
@@ -241,7 +241,7 @@ class Recording:
         return view.of(content)
 
     def _history(self, storage: int) -> list[int]:
-        """Return the operators that decide what is in a storage now, in their order."""
+        """Return the operators that determine the current content of a storage, in order."""
         chosen: set[int] = set()
         queue = [-number for number in self._writers_before(storage, len(self.operations))]
         heapq.heapify(queue)
@@ -270,7 +270,7 @@ class Recording:
 
 
 def recording_of(tensor: Tensor) -> Recording | None:
-    """The recording that a tensor is deferred in; None for every other tensor."""
+    """The recording in which a tensor is deferred; None for every other tensor."""
     try:
         mark = getattr(tensor.untyped_storage(), _MARK, None)
     except NotImplementedError:  # a sparse tensor
@@ -279,7 +279,7 @@ def recording_of(tensor: Tensor) -> Recording | None:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to what the lists, tuples and dictionaries of an operator's call hold."""
+    """Apply a function to the leaves of an operator's arguments: lists, tuples, dictionaries."""
     if isinstance(value, (list, tuple)):
         made = [map_leaves(function, each) for each in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)

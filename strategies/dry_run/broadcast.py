@@ -1,4 +1,4 @@
-"""What has to be the same on all ranks that share a model, and is therefore the first one's."""
+"""Broadcasts values and random states from rank 0 of a group."""
 
 from typing import TypeVar
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def broadcast_from_rank0(value: T, group: ProcessGroup | None = None) -> T:
-    """Return what the first rank of a group gives. Collective over the group.
+    """Return the first rank's value on every rank. Collective over the group.
 
     Args:
-        value: Small, and such that it can be pickled; of the first rank alone it counts.
-        group: The ranks that are to have it; None: all of the job.
+        value: Small and picklable; only that of the first rank is used.
+        group: The ranks that get it; None: all ranks of the job.
     """
     holder = [value]
     source = 0 if group is None else dist.get_global_rank(group, 0)
@@ -25,10 +25,10 @@ def broadcast_from_rank0(value: T, group: ProcessGroup | None = None) -> T:
 
 
 def share_random_state(group: ProcessGroup, device: torch.device) -> None:
-    """Let the generators of all ranks of a group go on from where the first one's stand.
+    """Set the generators of all ranks of a group to the state of the first one's.
 
-    Loaders, samplers and collators draw from them, and every rank has its own copy of these.
-    Nothing changes where all were seeded alike. Collective over the group.
+    Loaders, samplers and collate functions draw from them, and every rank has its own copy of
+    these. No effect if all ranks were seeded equally. Collective over the group.
     """
     state = capture_random_state(device) if group.rank() == 0 else None
     state = broadcast_from_rank0(state, group)

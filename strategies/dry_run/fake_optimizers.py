@@ -1,10 +1,8 @@
-"""Lets a step that optimises by hand run where there are no optimizers yet.
+"""Fake optimizers and schedulers, for steps that run before ``configure_optimizers``.
 
-What a step may ask of the Trainer before a run has it: optimizers and their schedules.
-
-A model is divided by a look at what its step does with the first batch, and
-``configure_optimizers`` is called when it is divided. Steps that log the learning rate ask for
-optimizers all the same.
+A model is divided after a dry run of its step on the first batch, and ``configure_optimizers`` is
+called when it is divided. Steps under manual optimization, and steps that log the learning rate,
+need optimizers before that.
 """
 
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ from typing_extensions import override
 
 
 class _Same(list[Any]):
-    """A list that has its one item at every place."""
+    """A list that returns its one item for every index."""
 
     @override
     def __getitem__(self, index: Any) -> Any:
@@ -44,11 +42,11 @@ class _LazyOptimizer(Optimizer):
 
 @contextmanager
 def fake_optimizers(strategy: Strategy, module: Module) -> Iterator[None]:
-    """Within, a step finds an optimizer and a schedule whose rates are 0, where there are none yet.
+    """Context in which a step finds an optimizer and a schedule with rates of 0, if it has none.
 
     Args:
-        strategy: Of the run.
-        module: What the step belongs to.
+        strategy: The strategy of the run.
+        module: The module of the step.
     """
     if strategy.optimizers or next(module.parameters(), None) is None:
         yield
@@ -74,9 +72,9 @@ _MANUAL = (
 
 @contextmanager
 def manual_optimization_stub(module: LightningModule) -> Iterator[dict[int, Tensor]]:
-    """Within, a module optimises by stand-ins: backward passes run, and no parameter is stepped.
+    """Context in which a module under manual optimization runs backward passes but no steps.
 
-    Toggling freezes what it freezes. Gradients are collected where an optimizer would step.
+    Toggling an optimizer freezes parameters as usual. Gradients are collected at each step.
 
     Args:
         module: With ``automatic_optimization = False``.
@@ -127,7 +125,7 @@ def manual_optimization_stub(module: LightningModule) -> Iterator[dict[int, Tens
 
 
 class _FakeOptimizer:
-    """Looks like an optimizer and steps nothing."""
+    """An optimizer that steps nothing."""
 
     def __init__(self, optimizer: Optimizer, collected: dict[int, Tensor]) -> None:
         self.optimizer = optimizer
@@ -137,7 +135,7 @@ class _FakeOptimizer:
         return getattr(self.optimizer, name)
 
     def step(self, closure: Any = None, **_: Any) -> None:
-        """Take note of the gradients."""
+        """Collect the gradients."""
         if closure is not None:
             closure()
         for each in _parameters(self.optimizer):
@@ -147,17 +145,17 @@ class _FakeOptimizer:
                 self._collected[id(each)] = grad.clone() if known is None else known + grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget them."""
+        """Clear them."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Nothing is synchronised here."""
+        """No effect: nothing is synchronized here."""
         yield
 
 
 class _FakeScheduler:
-    """Looks like a scheduler that does not move."""
+    """A scheduler that does not change the learning rate."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -166,11 +164,11 @@ class _FakeScheduler:
         return getattr(self._scheduler, name)
 
     def step(self, *_: Any, **__: Any) -> None:
-        """Stay."""
+        """No effect."""
 
 
 def _configured(module: LightningModule) -> tuple[list[Optimizer], list[Any]]:
-    """Return what ``configure_optimizers`` makes, optimizers and schedulers."""
+    """Return the optimizers and schedulers that ``configure_optimizers`` makes."""
     found = module.configure_optimizers()
     if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
         entries, schedulers = list(found[0]), list(found[1])

@@ -1,8 +1,9 @@
-"""Takes the place of the methods of a module's metrics while a run of a step lasts.
+"""Metrics of modules during dry runs, and on ranks that see the same batches.
 
-Keeps metrics from adding up over ranks that have all seen the same.
-
-Metrics that are asked in the place of a module's own, whose state has to stay as it is.
+``metrics_replaced`` intercepts the calls of a module's metrics during a run of a step;
+``stand_in``, ``answer`` and ``copy_of`` provide values without touching the metric's state.
+``keep_local`` and ``gather_over`` keep metrics from counting a batch once per rank when several
+ranks share a model.
 """
 
 import copy
@@ -32,10 +33,10 @@ MetricKind = Metric | MetricCollection
 
 @dataclass(frozen=True)
 class MetricCall:
-    """A call of a method of a metric by the step."""
+    """A call of a metric's method by the step."""
 
     name: str
-    """Where the metric is in the module."""
+    """Dotted name of the metric in the module."""
     metric: MetricKind
     method: str
     args: tuple[Any, ...]
@@ -54,10 +55,10 @@ def find_metrics(root: Module) -> dict[str, MetricKind]:
 
 @contextmanager
 def metrics_replaced(metrics: Mapping[str, MetricKind], act: Act) -> Iterator[None]:
-    """Within, ``act`` is told of calls of metrics instead, and what it returns is what they return.
+    """Context in which calls of metrics call ``act`` instead, and return its result.
 
-    Calls that metrics make of one another are their own. Whoever watches functions of torch sees
-    none that is called meanwhile.
+    Calls between metrics are not intercepted. Modes that watch functions of torch do not see those
+    called inside.
     """
     replacement = _Replacement(act)
     kept = []
@@ -76,7 +77,7 @@ def metrics_replaced(metrics: Mapping[str, MetricKind], act: Act) -> Iterator[No
 
 
 def methods_aside(metric: MetricKind) -> dict[str, Any]:
-    """Take methods that stand on the instance away; return them."""
+    """Remove methods that are set on the instance; return them."""
     attributes = vars(metric)
     return {key: attributes.pop(key) for key in METHODS if key in attributes}
 
@@ -109,25 +110,25 @@ class _Replacement:
 
 
 class SingleRankMetrics:
-    """Tells a metric that there is nobody to gather states from.
+    """Makes a metric compute as if there was one rank.
 
     Args:
-        before: What the metric asked until then.
+        before: The metric's earlier value of this function.
     """
 
     def __init__(self, before: Callable[[], bool]) -> None:
         self.before = before
 
     def __call__(self) -> bool:
-        """Whether other ranks saw other batches."""
+        """Whether other ranks have seen other batches."""
         return False
 
 
 class GroupMetrics:
-    """Gathers a metric's state over some ranks.
+    """Gathers a metric's state over a group.
 
     Args:
-        group: These ranks.
+        group: Its ranks.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -142,16 +143,16 @@ class GroupMetrics:
 
 
 def keep_local(owners: Iterable[object]) -> None:
-    """Let metrics compute from what their own rank has seen, which is everything.
+    """Make metrics compute from the batches of their own rank, which are all batches.
 
-    Without it they gather over all ranks of the job, and count every batch once for each of them.
-    Safe to call again, for metrics that were made since.
+    By default they gather over all ranks of the job, and count every batch once per rank.
+    Idempotent; call it again for metrics created since.
 
     Args:
-        owners: The module, callbacks: what may hold metrics.
+        owners: Objects that may hold metrics: the module, callbacks.
 
     Raises:
-        ConfigError: When a metric is told to gather over other ranks.
+        ConfigError: If a metric has options for gathering over other ranks.
     """
     for name, metric in metrics_of(owners):
         _refuse_own(name, metric)
@@ -169,16 +170,16 @@ def let_gather(owners: Iterable[object]) -> None:
 
 
 def gather_over(owners: Iterable[object], group: ProcessGroup) -> None:
-    """Let metrics gather over ranks that saw different batches alone; over one rank, not at all.
+    """Make metrics gather only over ranks that saw different batches; not at all over one rank.
 
-    Safe to call again, for metrics that were made since. Undone by :func:`let_gather`.
+    Idempotent; call it again for metrics created since. Undone by :func:`let_gather`.
 
     Args:
-        owners: The module, callbacks: what may hold metrics.
+        owners: Objects that may hold metrics: the module, callbacks.
         group: The ranks that saw different batches.
 
     Raises:
-        ConfigError: When a metric is told to gather over other ranks.
+        ConfigError: If a metric has options for gathering over other ranks.
     """
     if group.size() == 1:
         keep_local(owners)
@@ -192,7 +193,7 @@ def gather_over(owners: Iterable[object], group: ProcessGroup) -> None:
 
 
 def metrics_of(owners: Iterable[object]) -> Iterator[tuple[str, Metric]]:
-    """Return the metrics that objects hold, in attributes, in lists and dictionaries of these."""
+    """Return the metrics in attributes of objects, and in lists and dictionaries among these."""
     seen: set[int] = set()
     for owner in owners:
         for path, each in _held(owner):
@@ -232,12 +233,12 @@ def _refuse(name: str, metric: Metric, how: str, argument: str) -> None:
 
 
 _KNOWN: dict[int, tuple[Any, MetricKind]] = {}
-"""By identity of the metric, whose hash changes with its state: a reference that tells whether it
-is still that one, and its stand-in."""
+"""Stand-ins, with a reference to the metric to detect reused ids, by identity of the metric: its
+hash changes with its state."""
 
 
 def stand_in(metric: MetricKind) -> MetricKind:
-    """Return a copy without state, on the metric's device, that talks to no other rank."""
+    """Return a copy without state, on the metric's device, that does not communicate."""
     known = _KNOWN.get(id(metric))
     if known is None or known[0]() is not metric or _device(known[1]) != _device(metric):
         known = _KNOWN[id(metric)] = (weakref.ref(metric, _forget(id(metric))), copy_of(metric))
@@ -246,22 +247,22 @@ def stand_in(metric: MetricKind) -> MetricKind:
 
 
 def answer(metric: MetricKind, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a method of a metric could give for these arguments, without using it.
+    """Return a possible result of a metric's method for these arguments, without using the metric.
 
-    NaN where the metric refuses them: they may hold nothing that means anything.
+    NaN if the metric rejects them: the arguments may be placeholders.
     """
     if method in {"update", "reset"}:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a value that nobody will see
+            warnings.simplefilter("ignore")  # the value is not used
             return getattr(stand_in(metric), method)(*args, **kwargs)
     except Exception:  # noqa: BLE001 - whatever a metric raises
         return torch.tensor(torch.nan)
 
 
 def copy_of(metric: MetricKind) -> MetricKind:
-    """Return a copy with its state, on the metric's device, that talks to no other rank."""
+    """Return a copy with its state, on the metric's device, that does not communicate."""
     # While methods are replaced, a copy would have the replacements.
     aside = [
         (vars(each), methods_aside(each))

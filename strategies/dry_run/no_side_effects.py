@@ -1,6 +1,6 @@
-"""Keeps a run of a step that is not the one that counts from leaving traces.
+"""Suppresses logging and metric updates during a dry run of a step, and restores what it changes.
 
-Puts modules back as they were: their attributes, their buffers, and random states.
+Restores attributes and buffers of modules, and random states.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -20,19 +20,19 @@ from boltmesh.strategies.torch_compat.tensors import times_written
 CONTAINERS = (dict, list, set, OrderedDict, defaultdict, Counter, deque)
 
 MOST_MEMBERS = 256
-"""Of a container that is looked into: one list for each of several loaders, not a data set."""
+"""Larger containers are not searched: lists for several loaders are small, datasets are not."""
 
 _FRAMEWORKS = ("torch", "lightning")
-"""Whose classes keep nothing of a step."""
+"""Packages whose classes keep no state of a step."""
 
 
 @contextmanager
 def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
-    """Undo what happens within it to attributes and buffers of modules, not of their children.
+    """Undo changes to attributes and buffers of modules, not of their children.
 
-    Attributes are the same objects again, and lists, sets and dictionaries have the same members;
-    so have those within them, such as a list for each of several loaders, and those that a class
-    keeps for all of its modules. Buffers get their values back where they were written.
+    Attributes are restored to the same objects, and lists, sets and dictionaries to the same
+    members, nested ones too, such as a list for each of several loaders, and attributes of classes.
+    Buffers get their values back if they were written.
     """
     modules = list(modules)
     attributes = [(vars(each), dict(vars(each))) for each in modules]
@@ -53,7 +53,7 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
                 del now[name]
             now.update(before)
         for container, members in containers.values():
-            if not _holds(container, members):  # somebody else may be reading it
+            if not _holds(container, members):  # another thread may be reading it
                 _refill(container, members)
         with torch.no_grad():
             for buffer, written, value in buffers:
@@ -63,7 +63,7 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
 
 @contextmanager
 def random_state_unchanged(device: torch.device) -> Iterator[None]:
-    """Put the generators of torch, numpy and Python back as they were, and those of a device."""
+    """Restore the generators of torch, numpy and Python, and those of a device."""
     before = capture_random_state(device)
     try:
         yield
@@ -72,7 +72,7 @@ def random_state_unchanged(device: torch.device) -> Iterator[None]:
 
 
 def _classes_of(modules: Iterable[Module]) -> set[type]:
-    """Return the classes of modules and what they inherit from, but for those of frameworks."""
+    """Return the classes of modules and their bases, except those of frameworks."""
     found = {each for kind in set(map(type, modules)) for each in kind.__mro__}
     return {each for each in found if each.__module__.partition(".")[0] not in _FRAMEWORKS}
 
@@ -80,7 +80,7 @@ def _classes_of(modules: Iterable[Module]) -> set[type]:
 def _add_containers(
     values: Iterable[Any], found: dict[int, tuple[Any, Any]], *, depth: int
 ) -> None:
-    """Add each container among values to ``found``, by identity, with a copy; and those within."""
+    """Add each container among values to ``found``, by identity, with a copy; nested ones too."""
     for value in values:
         kind = type(value)
         if kind in CONTAINERS:
@@ -94,7 +94,7 @@ def _add_containers(
 
 
 def _holds(container: Any, members: Any) -> bool:
-    """Whether a container has the same objects as the copy that was made of it."""
+    """Whether a container has the same objects as an earlier copy of it."""
     pairs = zip(_contents(container), _contents(members), strict=False)
     return len(container) == len(members) and all(now is before for now, before in pairs)
 
@@ -112,7 +112,7 @@ def _refill(container: Any, members: Any) -> None:
 
 
 class patched_log:  # noqa: N801 - read as a verb, where it is used
-    """Within, ``self.log`` is ``log``, also where ``self.log_dict`` calls it."""
+    """Context in which ``self.log`` is ``log``, also when ``self.log_dict`` calls it."""
 
     def __init__(self, module: LightningModule, log: Any) -> None:
         self._attributes = vars(module)
@@ -132,9 +132,9 @@ class patched_log:  # noqa: N801 - read as a verb, where it is used
 def no_side_effects(
     module: LightningModule, metrics: Mapping[str, MetricKind]
 ) -> AbstractContextManager[None]:
-    """Within, nothing is logged, and metrics stay as they are."""
+    """Context in which nothing is logged, and metrics are not updated."""
     logs = patched_log(module, _ignore)
-    # Entered for each microbatch, of models that mostly have no metrics.
+    # Entered for each microbatch; most models have no metrics.
     return _with_metrics_kept(logs, metrics) if metrics else logs
 
 
@@ -150,4 +150,4 @@ def _with_metrics_kept(
 
 
 def _ignore(*_: Any, **__: Any) -> None:
-    """What is logged where nothing is to be."""
+    """Replaces ``self.log``."""

@@ -1,7 +1,7 @@
-"""A first look at the data, by which a model is divided before it takes any memory.
+"""Takes a first batch from the data, to divide a model before it takes any memory.
 
-The loaders of the run are not touched: the user's own is asked once more, and the generators of
-random numbers stand afterwards as they stood before.
+The loaders of the run are not used: the user's hook is called once more, and random states are
+restored afterwards.
 """
 
 import warnings
@@ -20,18 +20,18 @@ from boltmesh.strategies.random_state import capture_random_state, restore_rando
 
 
 class Sample(NamedTuple):
-    """What a run is about to see."""
+    """A first batch of the run."""
 
     batch: Any
     batch_sizes: set[int]
-    """How many rows its loaders give, where they say so."""
+    """Numbers of rows that its loaders return, if they are known."""
 
 
 def sample_batch(trainer: Trainer) -> Sample:
-    """Return a batch of the loop that is about to run, on the CPU, as the module's hooks leave it.
+    """Return a batch of the loop that is about to run, on the CPU, after the module's hooks.
 
     Raises:
-        ConfigError: When the loaders give none.
+        ConfigError: If the loaders have none.
     """
     state = capture_random_state()
     try:
@@ -43,9 +43,9 @@ def sample_batch(trainer: Trainer) -> Sample:
 
 
 def batch_sizes(loader: Any) -> set[int]:
-    """Return how many rows the batches of a loader have, those of the last one as well.
+    """Return the numbers of rows of a loader's batches, including the last one.
 
-    Empty where nobody knows before they come.
+    Empty if they are not known in advance.
     """
     if isinstance(loader, CombinedLoader):
         loader = loader.iterables
@@ -76,9 +76,8 @@ def _first_batch(loader: Any) -> Any:
         return _collated(loader)
     if _gives_once(loader):
         raise ConfigError(
-            f"The dataloader is an iterator ({type(loader).__name__}), which gives each batch "
-            f"once, and the first one is looked at before the run to find out how the model is "
-            f"divided. Give a DataLoader, a list, or an object whose __iter__ begins anew."
+            f"The dataloader is an iterator ({type(loader).__name__}), which returns each "
+            f"batch once, and the first one is needed before the run to divide the model. Give a DataLoader, a list, or an object whose __iter__ restarts."
         )
     for batch in _aside(loader):
         if batch is not None:
@@ -90,25 +89,25 @@ def _first_batch(loader: Any) -> Any:
 
 
 def _aside(loader: Any) -> Any:
-    """Return what to take a batch from: a copy where its data count themselves how far they are."""
+    """Return a loader to take a batch from: a copy if its dataset keeps its own position."""
     is_in_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
     data = loader.dataset if isinstance(loader, DataLoader) else loader
     if is_in_workers or not isinstance(data, Iterator):
         return loader
     try:
         return deepcopy(loader)
-    except Exception as error:  # noqa: BLE001 - of whatever it has: generators, files, locks
+    except Exception as error:  # noqa: BLE001 - it may hold anything: generators, files, locks
         warnings.warn(
             f"{type(data).__name__} is its own iterator and cannot be copied ({error}), so the "
-            f"first look at the data asks it for a batch. If its __iter__ does not begin anew, the "
-            f"run goes on with the second one.",
+            f"first batch is taken from it. If its __iter__ does not restart, the run continues "
+            f"with the second one.",
             stacklevel=2,
         )
         return loader
 
 
 def _gives_once(loader: Any) -> bool:
-    """Whether a loader is an iterator that never begins anew: a generator, or one of Python's."""
+    """Whether a loader is an iterator that cannot restart: a generator, or one of Python's."""
     is_pythons = type(loader).__module__ in {"builtins", "itertools"}
     return isinstance(loader, Generator) or (isinstance(loader, Iterator) and is_pythons)
 
@@ -127,7 +126,7 @@ def _collated(loader: DataLoader[Any]) -> Any:
 
 
 def _collate(loader: DataLoader[Any], indices: Any) -> Any:
-    """Return the batch of these indices, or of the one where the dataset makes batches itself."""
+    """Return the batch of these indices; the dataset may make batches itself."""
     dataset: Any = loader.dataset
     collate: Any = loader.collate_fn
     if loader.batch_sampler is None:
@@ -138,5 +137,5 @@ def _collate(loader: DataLoader[Any], indices: Any) -> Any:
 
 
 def _is_of_numbers(loaders: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether it is a loader itself, as Lightning sees it: one that gives numbers or names."""
+    """Whether Lightning treats it as one loader: a list of numbers or strings."""
     return all(isinstance(each, int | float | str) for each in loaders)

@@ -1,7 +1,7 @@
-"""Runs the user's own step beside the run: once, quietly, without dropout, leaving no trace.
+"""Runs a user's step once, without logging, dropout or side effects.
 
-What is compared of two such runs is everything that training would use: the loss, every gradient,
-and the outputs of the repeated blocks.
+``DryRunOutcome`` holds what two such runs are compared by, everything that training would use: the
+loss, every gradient, and the outputs of the repeated blocks.
 """
 
 import copy
@@ -29,7 +29,7 @@ from boltmesh.strategies.dry_run.no_side_effects import (
 from boltmesh.strategies.torch_compat.tensors import tree_leaves
 
 Around = Callable[[], AbstractContextManager[Any]]
-"""Enters what a step of training or evaluation runs in."""
+"""Returns the context in which a step of training or evaluation runs."""
 
 _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -44,14 +44,14 @@ _FUNCTIONS = {
 
 @dataclass
 class DryRunOutcome:
-    """What one run of a step gave."""
+    """Results of one run of a step."""
 
     values: list[Tensor] = field(default_factory=list)
-    """What the step returned, the loss for one, and what it logged, in order."""
+    """Values returned by the step, such as the loss, and values that it logged, in order."""
     probed: dict[str, list[Tensor]] = field(default_factory=dict)
-    """By name of a probe, the first tensor of the output of each of its calls."""
+    """First tensor of the output of each call of a probe, by name of the probe."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """By first name, of the parameters that got one."""
+    """Gradients by the first name of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class DryRun:
     """A step of a module with a batch of its own data.
 
     Args:
-        module: Whose step it is.
-        step: The method.
-        args: What it is called with: a batch, and what comes behind it.
+        module: The module.
+        step: Name of the method.
+        args: Its arguments: a batch, and further ones.
         device: Where it runs.
-        probes: Modules whose outputs are to be compared, by name.
+        probes: Modules whose outputs are compared, by name.
     """
 
     module: LightningModule
@@ -78,10 +78,10 @@ class DryRun:
         return self.step == "training_step"
 
     def forward(self, module: Module) -> Any:
-        """Run the step and return what it returns: with its graph, for who looks at operators.
+        """Run the step and return its result with its graph, for analyses of operators.
 
         Args:
-            module: This one's; as analyses call it.
+            module: Has to be this one's; analyses pass it.
         """
         assert module is self.module
         with self._untraced(), torch.set_grad_enabled(self.trains):
@@ -90,10 +90,10 @@ class DryRun:
             return self._call()[0]
 
     def run(self, *, has_backward: bool = True) -> DryRunOutcome:
-        """Run the step, and its backward pass where it trains.
+        """Run the step, and its backward pass if it trains.
 
         Args:
-            has_backward: Whether it does; without, nothing is kept for one.
+            has_backward: False skips the backward pass and keeps nothing for it.
         """
         outcome = DryRunOutcome()
         trains = self.trains and has_backward
@@ -137,7 +137,7 @@ class DryRun:
             stack.enter_context(no_side_effects(self.module, find_metrics(self.module)))
             for each in self.module.modules():
                 if isinstance(each, _DROPOUTS):
-                    each.p = 0.0  # also where a block runs again, in another thread
+                    each.p = 0.0  # also if a block is recomputed, in another thread
             if not self.trains:  # for training Lightning leaves every module in its own mode
                 self.module.eval()
             stack.enter_context(WithoutDropout())
@@ -157,9 +157,9 @@ class DryRun:
 
 
 def _let_draw(module: Module) -> None:
-    """Put modules in training mode, to see all that may ever draw: a hook may do so later.
+    """Put modules in training mode, to see every module that may draw: a hook may do so later.
 
-    What is frozen and in evaluation mode is so for good, with all that is in it.
+    Modules that are frozen and in evaluation mode stay so, with their children.
     """
     own = list(module.parameters())
     if own and not module.training and not any(each.requires_grad for each in own):
@@ -181,7 +181,7 @@ def _keep_output(values: list[Tensor], module: Module, args: Any, output: Any) -
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Within, no function of torch drops anything: what is drawn depends on what is divided."""
+    """Disables torch's dropout functions: their random numbers depend on how a model is divided."""
 
     @override
     def __torch_function__(
@@ -207,4 +207,4 @@ class WithoutDropout(TorchFunctionMode):
 
 
 _DROPOUT_AT = 4
-"""Where attention takes the probability."""
+"""Index of the probability in the arguments of attention."""

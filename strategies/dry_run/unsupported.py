@@ -1,6 +1,7 @@
-"""What several axes refuse: what their ranks would do apart, and parameters without parts.
+"""Refuses steps, callbacks and parameters that ranks with parts of a model cannot handle.
 
-Finds hooks of the user's that take a norm of the gradients that one rank has.
+Covers hooks that would compute the norm of one rank's gradients, Lightning options that run
+separately on each rank, and parameters that cannot be divided.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -42,11 +43,11 @@ _LOCAL_NORMS: dict[str, Callable[..., Any]] = {
 
 
 def refuse_local_norms(owner: object, *, sees: str) -> None:
-    """Refuse hooks that would take one rank's gradients for the model's.
+    """Refuse hooks that would use one rank's gradients as those of the model.
 
     Args:
         owner: The module, or a callback.
-        sees: What such a hook would see, in words.
+        sees: Description of the gradients that such a hook would see.
 
     Raises:
         UnsupportedError: Naming the hook and what to call instead.
@@ -65,7 +66,7 @@ def refuse_local_norms(owner: object, *, sees: str) -> None:
 
 
 def _uses(function: Any, name: str, target: object) -> bool:
-    """Whether a function's own lines name another one, as a global or as an attribute."""
+    """Whether a function's code refers to another one, as a global or as an attribute."""
     code = getattr(function, "__code__", None)
     if code is None or not any(name in each.co_names for each in with_inner(code)):
         return False
@@ -73,7 +74,7 @@ def _uses(function: Any, name: str, target: object) -> bool:
 
 
 def with_inner(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function, and of those that are written within it."""
+    """Yield the code of a function, and of functions defined inside it."""
     yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -82,16 +83,16 @@ def with_inner(code: CodeType) -> Iterator[CodeType]:
 
 @dataclass(frozen=True)
 class Reasons:
-    """Why the ranks of an axis cannot, as messages go on behind what was asked."""
+    """Reasons of an axis, each completing a message that begins with the refused thing."""
 
     dataloader_iter: str
     """A step that draws batches itself."""
     batch_size_finder: str
     """The callback, and what to use instead."""
     sync_batchnorm: str
-    """Lightning's option, and what to do instead."""
+    """Lightning's option, and the alternative."""
     gradients: str
-    """What a hook on one rank sees of them."""
+    """The gradients that a hook on one rank sees."""
 
 
 def refuse_run(
@@ -102,14 +103,14 @@ def refuse_run(
     synchronises_norms: bool,
     because: Reasons,
 ) -> None:
-    """Refuse what each rank would do apart, with its part of the model.
+    """Refuse what each rank would do separately, with its part of the model.
 
     Args:
         trainer: About to run.
-        module: What it runs.
-        step: The method that it begins with.
-        synchronises_norms: Whether batch norms are to be made of all ranks' batches.
-        because: What the axis is to blame for.
+        module: Its module.
+        step: The method of its first loop.
+        synchronises_norms: Whether ``sync_batchnorm`` is on.
+        because: The reasons of the axis.
 
     Raises:
         UnsupportedError: Naming it, and what to do instead.
@@ -133,12 +134,12 @@ def refuse_run(
 
 
 def refuse_undividable(module: LightningModule, *, instead: str, sparse: str) -> None:
-    """Refuse parameters that cannot be divided, or that somebody has divided already.
+    """Refuse parameters that cannot be divided, or that are divided already.
 
     Args:
         module: About to be divided.
-        instead: What to do where another strategy has done it.
-        sparse: What is the matter with sparse gradients, as the message goes on.
+        instead: The alternative if another strategy has divided it.
+        sparse: Completes the message about sparse gradients.
 
     Raises:
         UnsupportedError: Naming the parameter.
@@ -151,7 +152,7 @@ def refuse_undividable(module: LightningModule, *, instead: str, sparse: str) ->
             )
         if isinstance(parameter, UninitializedParameter):
             raise UnsupportedError(
-                f"{name!r} of {kind} has no shape yet, so nobody can say what its shards are. Run "
+                f"{name!r} of {kind} has no shape yet, so its shards are unknown. Run "
                 f"a forward pass of the lazy module in configure_model, or name its sizes."
             )
     for name, each in module.named_modules():

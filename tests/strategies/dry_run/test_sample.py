@@ -48,7 +48,7 @@ def test_an_iterator_is_refused_and_gives_its_first_batch_to_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loader = iter([torch.zeros(1), torch.ones(1)])
-    with pytest.raises(ConfigError, match=r"is an iterator .* whose __iter__ begins anew"):
+    with pytest.raises(ConfigError, match=r"is an iterator .* whose __iter__ restarts"):
         sampled(monkeypatch, loader)
     assert next(loader).tolist() == [0.0]
 
