@@ -1,7 +1,8 @@
-"""Activation checkpointing: blocks keep little of their forward pass and run again in the backward.
+"""Activation checkpointing of a model's repeated blocks.
 
-The repeated blocks of a model are run by torch's non-reentrant checkpoint, which stands on the
-instances in the place of their ``forward``: modules, parameters and their names stay as they are.
+Blocks keep little of their forward pass and are recomputed in the backward pass, by torch's
+non-reentrant checkpoint, which replaces ``forward`` on the instances: modules, parameters and their
+names do not change.
 
 Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174
 """
@@ -26,18 +27,18 @@ from boltmesh.strategies.torch_compat.tensors import COSTLY_OPERATORS
 Recompute = Literal["full", "selective"]
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Around the forward pass, and around its repetition."""
+"""Contexts of the forward pass, and of its recomputation."""
 
 
 class ActivationCheckpointing:
-    """Which blocks of a model run again in the backward pass.
+    """Selects the blocks of a model that are recomputed in the backward pass.
 
     Args:
-        kind: ``"full"`` keeps the inputs of each block alone; ``"selective"`` also what matrix
-            products, convolutions and attention give, and repeats what is cheap; None keeps all.
+        kind: ``"full"`` keeps only the inputs of each block; ``"selective"`` also the outputs of
+            matrix products, convolutions and attention, and recomputes the rest; None keeps all.
 
     Raises:
-        ConfigError: When there is no such kind.
+        ConfigError: For an unknown kind.
     """
 
     def __init__(self, kind: Recompute | None) -> None:
@@ -49,21 +50,21 @@ class ActivationCheckpointing:
             )
         self.kind = kind
         self._blocks: dict[Module, Any] = {}
-        """With the ``forward`` that each instance had of its own; None for the one of its class."""
+        """The ``forward`` set on each instance before; None: that of its class."""
 
     @property
     def blocks(self) -> frozenset[Module]:
-        """What runs again at the moment; nothing outside of a fit."""
+        """Blocks that are recomputed at the moment; none outside of a fit."""
         return frozenset(self._blocks)
 
     def put_on(self, root: Module) -> None:
-        """Let the repeated blocks of a model run again. A model that has it already is left alone.
+        """Wrap the repeated blocks of a model. No effect on a model that is wrapped already.
 
-        Blocks that consist of no layers of their own (a ``Linear`` in a ``Sequential``) keep no
-        more than their input anyway, and are left out.
+        Blocks without layers of their own (a ``Linear`` in a ``Sequential``) keep only their input
+        anyway, and are left out.
 
         Raises:
-            ConfigError: When the model has no such block.
+            ConfigError: If the model has no such block.
         """
         if self.kind is None or self._blocks:
             return
@@ -80,7 +81,7 @@ class ActivationCheckpointing:
             vars(block)["forward"] = partial(_run, block, block.forward, _CONTEXTS[self.kind])
 
     def take_off(self) -> None:
-        """Put the blocks back as they were."""
+        """Restore the blocks."""
         for block, before in self._blocks.items():
             if before is None:
                 del vars(block)["forward"]
@@ -101,16 +102,16 @@ def _run(
         return forward(*args, **kwargs)
     args = tuple(_without_cache(block, each) for each in args)
     kwargs = {name: _without_cache(block, each) for name, each in kwargs.items()}
-    # Names of its own arguments may be names of the block's.
+    # Names of the checkpoint's arguments may be names of the block's.
     call = partial(forward, **kwargs)
     return checkpoint(call, *args, use_reentrant=False, context_fn=partial(contexts, block))
 
 
 def _without_cache(block: Module, value: Any) -> Any:
-    """Return an argument of a block, None for a cache of transformers that is being filled.
+    """Return an argument of a block, None for a cache of transformers in use.
 
-    The block would write its keys and values into it once more, and attend to both. Transformers'
-    own checkpointing takes it out, too.
+    The block would append its keys and values to it once more, and attend to both. Transformers'
+    own checkpointing removes it too.
     """
     length = getattr(value, "get_seq_length", None)
     if not callable(length):
@@ -144,8 +145,8 @@ def _choose(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 @contextmanager
 def _buffers_kept(block: Module) -> Iterator[None]:
-    """Give buffers their values back: running statistics count a batch once."""
-    # ``data`` counts its changes apart: what the forward pass has saved is what it was.
+    """Restore buffers afterwards: running statistics count a batch once."""
+    # ``data`` has its own version counter: tensors saved by the forward pass stay valid.
     before = [(each.data, each.data.clone()) for each in block.buffers()]
     try:
         yield

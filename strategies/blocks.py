@@ -1,4 +1,8 @@
-"""Finds the blocks that an author repeats, in a model that nobody has described."""
+"""Finds the repeated blocks of a model without any description of it.
+
+Used for the units of ZeRO, the units of pipeline stages, activation checkpointing, and the kinds of
+blocks of a tensor plan.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,10 +11,10 @@ from torch import nn
 from torch.nn import Module
 
 LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
-"""What authors put repeated blocks in."""
+"""Containers of repeated blocks."""
 
 MIN_SHARE = 1 / 200
-"""A single module of an ``nn.Sequential`` is worth a collective from this share of the model on."""
+"""A single module of an ``nn.Sequential`` with this share of the model is worth a collective."""
 
 _Signature = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -18,17 +22,17 @@ _Signature = tuple[tuple[str, tuple[int, ...]], ...]
 def find_blocks(root: Module) -> dict[str, Module]:
     """Return the repeated blocks by dotted name, in the order of their names in the model.
 
-    Children of a list that occur in the same shape again, with their siblings of the same class;
-    else modules that an ``nn.Sequential`` calls, and siblings of the same class and shapes. No
-    block lies within another one, and ``root`` is never one itself.
+    Blocks are children of a list that repeat in the same shape, with their siblings of the same
+    class; else modules that an ``nn.Sequential`` calls, and siblings of the same class and shapes.
+    Blocks are not nested, and ``root`` is never a block.
     """
     return _Search(root).blocks()
 
 
 def has_forward(module: Module) -> bool:
-    """Whether the module can be called, and not only looked into.
+    """Whether the module can be called, rather than only hold other modules.
 
-    The forward of a LightningModule only says that there is none.
+    The forward of a LightningModule only raises.
     """
     for kind in type(module).__mro__:
         if "forward" in vars(kind):
@@ -37,7 +41,7 @@ def has_forward(module: Module) -> bool:
 
 
 class _Search:
-    """One walk over a model that nobody has described."""
+    """One walk over a model."""
 
     def __init__(self, root: Module) -> None:
         self.root = root
@@ -50,7 +54,7 @@ class _Search:
     def _within(
         self, module: Module, prefix: str, seen: set[Module]
     ) -> Iterator[tuple[str, Module]]:
-        """Give the blocks below a module that is none itself."""
+        """Yield the blocks below a module that is not a block."""
         children = [(name, each) for name, each in module.named_children() if each not in seen]
         seen.update(each for _, each in children)
         twins = Counter(_kind_and_shapes(each) for _, each in children)
@@ -74,11 +78,11 @@ class _Search:
 
 
 def _repeated_kinds(root: Module) -> set[object]:
-    """Return the kinds of which some list holds two in the same shape."""
+    """Return the kinds that occur twice in one list with the same shape."""
     kinds: set[object] = set()
     for each in root.modules():
         if isinstance(each, LISTS):
-            # Iterated, a list tells of a block that it holds twice; ``children()`` does not.
+            # Iterating a list yields a block that it holds twice; ``children()`` does not.
             members = each.values() if isinstance(each, nn.ModuleDict) else each
             counts = Counter(_kind_and_shapes(child) for child in members if can_be_block(child))
             kinds.update(kind for (kind, _), count in counts.items() if count > 1)
@@ -86,7 +90,7 @@ def _repeated_kinds(root: Module) -> set[object]:
 
 
 def _kind(module: Module) -> object:
-    """Return what makes modules one of a kind: an author's class, but no general-purpose one."""
+    """Return the kind of a module: its class, except for general-purpose classes of torch."""
     return (type(module), _shapes(module)) if _is_torch_class(module) else type(module)
 
 

@@ -1,15 +1,12 @@
-"""Norms of gradients of which each rank has some, over all axes that divide a model, and clipping.
+"""Gradient norms over all axes that divide a model, and clipping by them.
 
-Each axis says of its own: over which ranks squares are added up, and which of the gradients that
-several of these ranks have alike this one counts. One norm puts any number of axes together.
+``tensor_norm`` is the norm of one tensor. torch's ``vector_norm`` of a large fp32 tensor on the CPU
+sums squares in fp32 and loses what is small compared with the running sum: 0.5 % at 64 million
+elements, 19 % in the worst case measured. Large tensors are therefore reduced in pieces.
 
-The norm that gradients are clipped by.
-
-torch's ``vector_norm`` of a large fp32 tensor on the CPU adds the squares up in fp32 and loses
-what is small beside the running sum: 0.5 % at 64 million elements, 19 % in the worst case seen.
-Large tensors are therefore reduced in pieces, and the pieces' norms combined.
-
-The norm of gradients that the engine holds, over all ranks.
+``JointNorms`` is the norm of the gradients of all ranks. Each axis provides a ``NormShare``: the
+group over which squares are summed, and which gradients this rank counts, since several ranks may
+hold the same. ``joint_norm`` is the same for gradients that the offload engine holds.
 """
 
 import math
@@ -30,7 +27,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.torch_compat.optimizers import scale_all
 
 WHOLE_NUMEL = 1 << 20
-"""Up to this size torch's own norm is right to 1e-5, and is used as it is."""
+"""Tensors up to this size use torch's own norm, which is accurate to 1e-5."""
 
 PIECE_NUMEL = 1 << 16
 
@@ -73,7 +70,7 @@ def clip_by_norm(
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> float | None:
-    """Return the joint 2-norm of the gradients that there are, None without any.
+    """Return the joint 2-norm of the gradients, None without any.
 
     Local, like ``clip_by_norm``.
     """
@@ -84,14 +81,14 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float | None:
 
 
 def gradients_of(parameters: Iterable[Parameter]) -> list[Tensor]:
-    """Return the gradients that there are."""
+    """Return the gradients of those parameters that have one."""
     return [each.grad for each in parameters if each.grad is not None]
 
 
 def total_square(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of some tensors, added up in fp64."""
+    """Return the sum of the squares of tensors, summed in fp64."""
     if parts and device.type != "cpu" and all(each.dtype == torch.float32 for each in parts):
-        # In few kernels; a device adds up in a tree, which loses nothing that matters.
+        # Few kernels; a device sums in a tree, which is accurate enough.
         return torch.nn.utils.get_total_norm(parts).to(device, torch.float64).square()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for each in parts:
@@ -100,15 +97,15 @@ def total_square(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def local_part(gradient: Tensor) -> Tensor:
-    """Return what this rank has of a gradient."""
+    """Return this rank's part of a gradient as a plain tensor."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place from a joint norm to at most another one, as torch does it."""
+    """Scale gradients in place from a joint norm to at most ``max_norm``, as torch does."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if factor.device.type == "cpu" and factor.item() == 1.0:
-        return  # elsewhere, asking would wait for the device
+        return  # on a device the comparison would synchronize
     alike: dict[torch.dtype, list[Tensor]] = {}
     for each in gradients:
         alike.setdefault(each.dtype, []).append(local_part(each))
@@ -118,32 +115,32 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) ->
 
 @dataclass(frozen=True)
 class NormShare(ABC):
-    """What one axis has to say about norms."""
+    """Contribution of one axis to norms."""
 
     group: ProcessGroup
-    """The ranks of the axis: what they count is added up."""
+    """The ranks of the axis, over which squares are summed."""
 
     @abstractmethod
     def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """Return those of some gradients that this rank counts."""
+        """Return those of the gradients that this rank counts."""
 
     @abstractmethod
     def counts(self, parameter: Parameter) -> bool:
-        """Whether this rank counts the gradient of a parameter, of one that has none, too."""
+        """Whether this rank counts the gradient of a parameter, also of one that has none."""
 
     @abstractmethod
     def has_copies(self, parameter: Parameter) -> bool:
-        """Whether other ranks of the axis may have the same values of a parameter."""
+        """Whether other ranks of the axis may hold the same values of a parameter."""
 
 
 @dataclass(frozen=True)
 class HeldShare(NormShare):
-    """Each rank has some of the parameters, and a few that others have, too."""
+    """Each rank holds some of the parameters, and a few of them are on other ranks too."""
 
     elsewhere: Collection[Parameter]
-    """Parameters of this rank whose gradients another one counts."""
+    """Parameters of this rank whose gradients another rank counts."""
     shared: Collection[Parameter] = ()
-    """All parameters of this rank that another one has, too."""
+    """All parameters of this rank that are on another rank too."""
 
     @override
     def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
@@ -161,10 +158,10 @@ class HeldShare(NormShare):
 
 @dataclass(frozen=True)
 class PartShare(NormShare):
-    """Each rank has its part of some parameters in plain tensors, and all others alike."""
+    """Each rank has its part of some parameters in plain tensors, and copies of the others."""
 
     parts: Callable[[], Iterable[Parameter]]
-    """The parameters that this rank has a part of, as they are when a norm is taken."""
+    """Returns the parameters of which this rank has a part, at the time of a norm."""
 
     @override
     def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
@@ -204,13 +201,15 @@ def _is_replicated(tensor: Tensor) -> bool:
 
 
 class JointNorms:
-    """Norms over the ranks of one model. Each is collective over the groups of all shares.
+    """Norms over the ranks of one model. Every method is collective over the groups of all shares.
 
-    Of what several ranks have alike one of them counts, so that all get the same norm, to the bit.
-    Squares are added up in fp64: how they are shared out changes the sum by less than fp32 shows.
+    Gradients that are equal on several ranks are counted by one of them, and all ranks get the same
+    norm, bit for bit. Squares are summed in fp64: the distribution changes the sum by less than
+    fp32 resolves.
 
     Args:
-        shares: Of the axes that divide the model, innermost first; alike on all ranks.
+        shares: Contributions of the axes that divide the model, innermost first; the same on all
+            ranks.
     """
 
     def __init__(self, shares: Sequence[NormShare]) -> None:
@@ -234,7 +233,7 @@ class JointNorms:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Return a norm of gradients, called as torch calls its own function of this name.
+        """Return a norm of gradients, with the arguments of torch's function of this name.
 
         Raises:
             ConfigError: For a p that is not above 0.
@@ -273,7 +272,7 @@ def _local_total(parts: Sequence[Tensor], norm_type: float, device: torch.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for each in parts:
         if not each.numel():
-            continue  # of which there is no largest element
+            continue  # an empty tensor has no largest element
         norm = tensor_norm(each, norm_type).to(total)
         total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type
     return total
@@ -285,10 +284,10 @@ def _device_of(shares: Sequence[NormShare]) -> torch.device:
 
 
 class HasSquaredNorm(Protocol):
-    """Gradients, or what is known of them."""
+    """Gradients, or their known norm."""
 
     def square(self) -> float:
-        """The sum of squares of what this rank counts."""
+        """The sum of squares of the gradients that this rank counts."""
 
     def tensors(self) -> list[Tensor]:
         """The gradients that this rank counts."""
@@ -302,8 +301,8 @@ def joint_norm(
 ) -> float | None:
     """Return the norm of gradients of which each rank holds parts.
 
-    Collective over ``groups``. None without a gradient and without other ranks to ask. Sums are
-    kept in float64: whether a step is clipped must not depend on how many ranks there are.
+    Collective over ``groups``. None without a gradient and without other ranks. Sums are float64:
+    whether a step is clipped must not depend on the number of ranks.
     """
     if not gradients and not groups:
         return None

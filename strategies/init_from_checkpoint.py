@@ -1,7 +1,7 @@
-"""Training that begins with the weights of a checkpoint, and with nothing else of it.
+"""``StartingWeights``: training that starts from the weights of a checkpoint.
 
-``Trainer.fit(ckpt_path=...)`` goes on with a run: it wants optimizers, loops and schedulers. Where
-a new run begins with somebody's weights, imported ones say, each rank reads its part of them.
+``Trainer.fit(ckpt_path=...)`` resumes a run and needs optimizers, loops and schedulers. For a new
+run that starts from other weights, such as imported ones, each rank reads its part of them.
 """
 
 from functools import partial
@@ -18,21 +18,21 @@ from boltmesh.strategies.checkpoint.storage.addresses import is_file, path_or_ad
 
 
 class StartingWeights(Callback):
-    """Loads weights when a fit begins; a fit that resumes has its own.
+    """Loads weights when a fit begins; no effect on a fit that resumes.
 
     ::
 
         Trainer(strategy="bolt_zero3", callbacks=[StartingWeights("model.boltmesh")])
 
-    No rank holds the whole model for it. ``strict_loading`` of the module says whether all names
-    have to be there.
+    No rank holds the full model meanwhile. ``strict_loading`` of the module decides whether all
+    names have to be present.
 
     Args:
         path: A directory of shards or a Lightning file, or its address for fsspec. Relative
             paths are those of the working directory.
 
     Raises:
-        ConfigError: When there is nothing at ``path``.
+        ConfigError: If ``path`` does not exist.
     """
 
     def __init__(self, path: str) -> None:
@@ -48,7 +48,7 @@ class StartingWeights(Callback):
         if trainer.ckpt_path is not None:
             return
         checkpoint = all_or_none(partial(self._load, checks_files=trainer.is_global_zero))
-        # As Lightning does with what it loads.
+        # As Lightning does for checkpoints it loads.
         pl_module.on_load_checkpoint(checkpoint)
         trainer.strategy.load_model_state_dict(checkpoint, strict=pl_module.strict_loading)
 

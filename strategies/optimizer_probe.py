@@ -1,23 +1,19 @@
-"""A user's optimizer on small parameters of our own, to see what its step does.
+"""Tries a user's optimizer on small parameters, to see how its step depends on gradients.
 
-The optimizer itself, its state and the random numbers of the run stay as they are.
+The optimizer itself, its state and the random states of the run do not change.
 
-Finds optimizers that need whole matrices, by looking at what they do to a small one.
+``multiplies_matrices`` (ZeRO) finds optimizers that need full matrices: Shampoo, SOAP and
+orthogonalizing optimizers multiply a gradient with itself or factor it. On shards torch would
+gather, in another order and precision for each number of ranks, so results would differ from one
+process.
 
-Shampoo, SOAP and whatever makes updates orthogonal multiply a gradient with itself or factor it. On
-shards torch would do that too, gathering as it goes, in another order and precision for each number
-of ranks: the numbers would not be those of one process.
+``joins_gradients`` (pipeline) finds optimizers whose step of one parameter depends on the gradients
+of others: Prodigy, D-Adaptation, an Adam that clips by its own norm. A rank of a pipeline has only
+the gradients of its stages, and stages would step by different amounts.
 
-Finds optimizers whose step of one parameter depends on the gradients of others.
-
-A rank of a pipeline has the gradients of its stages. Prodigy, D-Adaptation, or an Adam that clips
-by a norm of its own would take those for all, and stages would step by different amounts.
-
-Finds optimizers that step a rank's part of a parameter otherwise than they step the whole.
-
-Muon and Shampoo want whole matrices, LARS and LAMB the norms of whole parameters, Adafactor rows
-and columns, Prodigy all gradients at once: on parts each of them computes something else, and says
-nothing. So an optimizer is tried on a few small parameters, whole and in parts.
+``steps_parts_alike`` (tensor axis) finds optimizers that step a part of a parameter differently
+from the whole: Muon and Shampoo need full matrices, LARS and LAMB norms of full parameters,
+Adafactor rows and columns. On parts each of them computes something else without an error.
 """
 
 import copy
@@ -37,9 +33,9 @@ from boltmesh.strategies.torch_compat.tensors import DispatchMode
 
 
 def can_be_tried(optimizer: Optimizer) -> bool:
-    """Whether there is anything to try: torch's own are known.
+    """Whether the optimizer can be tried: torch's own are known and need no trial.
 
-    One that steps another one within cannot be tried without stepping that.
+    An optimizer that steps another one inside cannot be tried without stepping that one.
     """
     if type(optimizer).__module__.startswith("torch."):
         return False
@@ -49,17 +45,17 @@ def can_be_tried(optimizer: Optimizer) -> bool:
 def trial_step(
     optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[Parameter]
 ) -> Callable[[], object]:
-    """Return what steps other parameters as an optimizer would in its first steps.
+    """Return an object that steps other parameters as an optimizer would in its first steps.
 
-    To be called where random numbers are forked; it raises what the optimizer's step does.
+    Call it with random states forked; it raises the errors of the optimizer's step.
 
     Args:
-        optimizer: As ``can_be_tried`` allows.
-        group: Whose settings are taken, one of the optimizer's.
+        optimizer: One for which ``can_be_tried`` is true.
+        group: One of the optimizer's groups, for its settings.
         parameters: Stepped by their ``grad``.
     """
     runner = object.__new__(type(optimizer))
-    vars(runner).update(vars(optimizer))  # a copy by torch's rules has lost what is the class's own
+    vars(runner).update(vars(optimizer))  # a copy by torch's rules loses attributes of the class
     settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
     runner.param_groups = [{**settings, "params": list(parameters)}]
     runner.state = defaultdict(dict)
@@ -75,8 +71,8 @@ _NORMS = {"linalg_vector_norm"}
 def multiplies_matrices(optimizer: Optimizer) -> bool:
     """Whether a step takes matrix products or factors.
 
-    False where it cannot be tried: torch's own optimizers, which are known, one that steps another
-    one within, and one that does not work on a small matrix.
+    False if it cannot be tried: torch's own optimizers, which are known, one that steps another one
+    inside, and one that does not work on a small matrix.
     """
     if not can_be_tried(optimizer):
         return False
@@ -93,13 +89,13 @@ def _is_product_in(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     try:
         with torch.random.fork_rng(devices=[]), seen:
             step()
-    except Exception:  # noqa: BLE001 - it wants other parameters, which a real step will show
+    except Exception:  # noqa: BLE001 - it needs other parameters, as a real step will show
         return seen.is_any
     return seen.is_any
 
 
 class _Products(DispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether a matrix was multiplied or factored."""
+    """Records whether a matrix was multiplied or factored."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -122,14 +118,14 @@ class _Products(DispatchMode):  # type: ignore[no-untyped-call]
 
 _PAIR_SHAPE = (4, 6)
 _PAIR_STEPS = 4
-"""Estimates made of earlier gradients show in the second step or later."""
+"""Effects of estimates from earlier gradients show in the second step or later."""
 
 
 def joins_gradients(optimizer: Optimizer) -> bool:
-    """Whether a parameter's step depends on another one's gradient, as tried on two small ones.
+    """Whether a parameter's step depends on another one's gradient, tried on two small ones.
 
-    False where it cannot be tried: one that steps another optimizer within, and one that does not
-    work on a small matrix. Of torch's own only LBFGS does.
+    False if it cannot be tried: an optimizer that steps another one inside, and one that does not
+    work on a small matrix. Among torch's own only LBFGS does.
     """
     if isinstance(optimizer, LBFGS):
         return True
@@ -141,17 +137,17 @@ def joins_gradients(optimizer: Optimizer) -> bool:
 def _is_joint_in(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     try:
         one, other = (_step_pair(optimizer, group, size) for size in (1.0, 1000.0))
-    except Exception:  # noqa: BLE001 - it wants other parameters, which a real step will show
+    except Exception:  # noqa: BLE001 - it needs other parameters, as a real step will show
         return False
     return not torch.equal(one, other)
 
 
 def _step_pair(optimizer: Optimizer, group: Mapping[str, Any], size: float) -> Tensor:
-    """Return a parameter after some steps beside another one with gradients of a size."""
+    """Return a parameter after some steps together with another one, with gradients of a size."""
     first, second = (Parameter(torch.ones(_PAIR_SHAPE)) for _ in range(2))
     step = trial_step(optimizer, group, [first, second])
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # for those that draw
+        torch.manual_seed(0)  # some optimizers draw random numbers
         for _ in range(_PAIR_STEPS):
             first.grad, second.grad = torch.ones(_PAIR_SHAPE), torch.full(_PAIR_SHAPE, size)
             step()
@@ -160,15 +156,15 @@ def _step_pair(optimizer: Optimizer, group: Mapping[str, Any], size: float) -> T
 
 _SHAPES = ((4, 6), (6, 4), (8,))
 _STEPS = 4
-"""Estimates made of earlier gradients show in the second step or later."""
+"""Effects of estimates from earlier gradients show in the second step or later."""
 
 _RATE = 1e-2
 _ROUNDING = 1e-9
-"""Of steps in double precision, relative to the largest element."""
+"""Tolerance of steps in double precision, relative to the largest element."""
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that would do something else with parts of parameters.
+    """Refuse optimizers that step parts of parameters differently from the whole.
 
     Raises:
         UnsupportedError: Naming the optimizer.
@@ -184,10 +180,10 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def steps_parts_alike(optimizer: Optimizer) -> bool:
-    """Whether steps of two halves are the halves of the step, as tried on small parameters.
+    """Whether steps of two halves are the halves of the step, tried on small parameters.
 
-    True, too, where it cannot be tried because the optimizer does not work on plain small matrices;
-    a real step will show that. One that steps another within is judged by that one.
+    Also true if it cannot be tried because the optimizer does not work on plain small matrices; a
+    real step will show that. An optimizer that steps another one inside is judged by that one.
     """
     if isinstance(optimizer, LBFGS):
         return False
@@ -199,12 +195,12 @@ def steps_parts_alike(optimizer: Optimizer) -> bool:
 
 def _alike_in(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     dims = {each.dim() for each in group["params"]}
-    # Some take matrices alone, and some are given nothing else.
+    # Some optimizers accept only matrices.
     shapes = [each for each in _SHAPES if len(each) > 1 or min(dims, default=1) < 2]
     try:
         whole = _stepped(optimizer, group, shapes, None)
         halves = [_stepped(optimizer, group, shapes, at) for at in range(2)]
-    except Exception:  # noqa: BLE001 - it wants other parameters, which a real step will show
+    except Exception:  # noqa: BLE001 - it needs other parameters, as a real step will show
         return True
     return all(
         _is_near(torch.cat(parts, _dim(value.shape)), value)
@@ -213,13 +209,13 @@ def _alike_in(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
-    """Whether steps are alike, however small they are."""
+    """Whether steps agree, relative to their size."""
     size = float(other.abs().nan_to_num().max())
     return torch.allclose(one, other, rtol=0, atol=_ROUNDING * size, equal_nan=True)
 
 
 def _dim(shape: Sequence[int]) -> int:
-    """Which dimension is halved: of one matrix the first, of another the second."""
+    """Dimension that is halved: the first of one matrix, the second of another."""
     return 0 if len(shape) == 1 or shape[0] < shape[1] else 1
 
 
@@ -229,12 +225,12 @@ def _stepped(
     shapes: Sequence[tuple[int, ...]],
     half: int | None,
 ) -> list[Tensor]:
-    """Return how parameters have changed after some steps: whole ones, or one half of each."""
+    """Return the change of parameters after some steps: whole ones, or one half of each."""
     runner = object.__new__(type(optimizer))
     vars(runner).update(copy.copy(vars(optimizer)))
     settings = {key: copy.deepcopy(each) for key, each in group.items() if key != "params"}
     if not settings.get("lr", 1):
-        settings["lr"] = _RATE  # of a schedule that begins with nothing
+        settings["lr"] = _RATE  # a schedule may begin with 0
     generator = torch.Generator().manual_seed(0)
 
     def part(value: Tensor, dim: int) -> Tensor:
@@ -246,7 +242,7 @@ def _stepped(
     runner.param_groups = [{**settings, "params": leaves}]
     runner.state = defaultdict(dict)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # for those that draw
+        torch.manual_seed(0)  # some optimizers draw random numbers
         for _ in range(_STEPS):
             for leaf, value, dim in zip(leaves, values, dims, strict=True):
                 gradient = torch.randn(value.shape, generator=generator, dtype=torch.float64)

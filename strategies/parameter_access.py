@@ -1,7 +1,9 @@
-"""Whole parameters outside of the forward pass: to look at weights, to average them, to set them.
+"""Full parameters outside of the forward pass: to read weights, to average them, to set them.
 
-Between steps a rank holds its shards only. Here they are put together, for as long as a ``with``
-block lasts, in the type that the optimizer keeps them in (fp32 also under ``bf16-mixed``).
+Between steps a rank holds only its shards. ``gathered_parameters`` gathers them for the duration of
+a ``with`` block, in the dtype that the optimizer keeps them in (fp32 also under ``bf16-mixed``).
+The axes register what they hold: units (ZeRO), shards in plain tensors (tensor axis), stages
+(pipeline).
 """
 
 import difflib
@@ -25,45 +27,45 @@ from boltmesh.strategies.torch_compat.fsdp import is_gathered, unit_parameter_na
 from boltmesh.strategies.torch_compat.tensors import local_tensor, times_written
 
 _units: "WeakSet[FSDPModule]" = WeakSet()
-"""Units of every sharded model of this process, also those that hold a module's parameters without
-being part of it."""
+"""Units of every sharded model of this process, including those that hold a module's parameters
+without being part of it."""
 
 
 class ShardOfParameter(Protocol):
-    """What joins a parameter of which each rank of a group has a part in a plain tensor."""
+    """Joins a parameter of which each rank of a group holds a part in a plain tensor."""
 
     def join(self, part: Tensor) -> Tensor:
-        """Return the whole, of the parameter or of what has its shape. Collective."""
+        """Return the full tensor, for the parameter or a tensor of its shape. Collective."""
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's part."""
 
 
 _parts: MutableMapping[Tensor, ShardOfParameter] = WeakTensorKeyDictionary()
-"""By parameter, of every model of this process."""
+"""Entries of every model of this process, by parameter."""
 
 
 class StageOwned(Protocol):
-    """What tells a parameter of some stages of a pipeline to the ranks of the others."""
+    """Sends a parameter of some stages of a pipeline to the ranks of the other stages."""
 
     @property
     def is_held(self) -> bool:
         """Whether this rank has values of it."""
 
     def told(self, value: Tensor) -> Tensor:
-        """Return what a holder has, in memory of its own. Collective over the pipeline.
+        """Return a holder's value, in memory of its own. Collective over the pipeline.
 
         Args:
-            value: Of this rank, which counts on holders; its shape and type are alike on all.
+            value: This rank's tensor, used on holders; shape and dtype are the same on all ranks.
         """
 
 
 _stages: MutableMapping[Tensor, StageOwned] = WeakTensorKeyDictionary()
-"""By parameter, of every model of this process that a pipeline has."""
+"""Entries of every model of this process that is on a pipeline, by parameter."""
 
 
 class _ParamSite(NamedTuple):
-    """Where a parameter is registered."""
+    """The place where a parameter is registered."""
 
     name: str
     module: nn.Module
@@ -71,44 +73,44 @@ class _ParamSite(NamedTuple):
 
     @property
     def parameter(self) -> Parameter:
-        """What is there at the moment."""
+        """The parameter that is registered there now."""
         found = getattr(self.module, self.key)
         assert isinstance(found, Parameter)
         return found
 
 
 def register_units(units: Iterable[FSDPModule]) -> None:
-    """Note the units of a model, for parameters that are wanted while one of them is gathered."""
+    """Register the units of a model, for parameters that are read while one of them is gathered."""
     _units.update(units)
 
 
 def register_shards(parts: Mapping[Parameter, ShardOfParameter]) -> None:
-    """Note parameters of which this rank has parts in plain tensors."""
+    """Register parameters of which this rank holds parts in plain tensors."""
     for parameter, part in parts.items():
         _parts[parameter] = part
 
 
 def forget_parts(parameters: Iterable[Parameter]) -> None:
-    """Forget parameters that are whole again."""
+    """Remove parameters that are full again."""
     for each in parameters:
         _parts.pop(each, None)
 
 
 def register_stages(stages: Mapping[Parameter, StageOwned]) -> None:
-    """Note parameters of a pipeline, of which only some of its ranks have values."""
+    """Register parameters of a pipeline, which only some of its ranks hold."""
     for parameter, stage in stages.items():
         _stages[parameter] = stage
 
 
 def whole_value(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return the whole of a parameter, its gradient or a state of its optimizer.
+    """Return the full tensor of a parameter, its gradient or a state of its optimizer.
 
-    Collective where ranks have parts of it. A tensor that every rank has whole is returned itself,
-    and so is one without values, of a parameter of other stages of a pipeline.
+    Collective if ranks hold parts of it. Returns the tensor itself if every rank holds all of it,
+    or if it belongs to a parameter of other pipeline stages and has no values.
 
     Args:
-        tensor: What this rank has.
-        parameter: Whose it is.
+        tensor: This rank's tensor.
+        parameter: The parameter that it belongs to.
     """
     is_alike = tensor.shape == parameter.shape
     value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -120,7 +122,7 @@ def whole_value(tensor: Tensor, parameter: Tensor) -> Tensor:
 def gathered_parameters(
     module: nn.Module, names: Sequence[str] | None = None, *, writes: bool = False
 ) -> Iterator[dict[str, Parameter]]:
-    """Make the parameters of a module whole on every rank, for as long as the block lasts.
+    """Gather the parameters of a module on every rank for the duration of the block.
 
     ::
 
@@ -130,31 +132,30 @@ def gathered_parameters(
         with gathered_parameters(model, ["blocks.0.*"], writes=True):
             nn.init.zeros_(model.blocks[0].out.weight)
 
-    Collective: every rank of the model enters and leaves together, or they wait for each other;
-    with a pipeline that is outside of steps, and takes in those without the stage that is named.
-    Inside, the module's own attributes and ``parameters()`` are the whole ones, plain tensors
-    without gradients; shards that are offloaded or tiled are read like any other. Each rank needs
-    memory for all that is named: name what is needed.
+    Collective: every rank of the model enters and leaves together. With a pipeline call it outside
+    of steps, on the ranks of all stages. Inside, the module's own attributes and ``parameters()``
+    are the full ones, plain tensors without gradients; offloaded and tiled shards are included.
+    Each rank needs memory for all named parameters: name only those you need.
 
     Args:
-        module: What holds the parameters; a part of the model, or the whole.
-        names: Dotted names within the module, or patterns as in a shell; all by default.
-        writes: Write back what the block leaves in them: every rank's shard is set from the values
-            of the first rank, wherever it is kept. After an error in the block nothing is written.
+        module: The model or a part of it.
+        names: Dotted names within the module, or shell patterns; None: all.
+        writes: Write changes back: every rank's shard is set from the values of the first rank,
+            wherever it is kept. After an error in the block nothing is written.
 
     Yields:
-        The whole parameters by dotted name.
+        The full parameters by dotted name.
 
     Raises:
-        ConfigError: When a name matches nothing, or when a parameter is changed in place and
-            ``writes`` is not set.
+        ConfigError: If a name matches nothing, or if a parameter is changed in place and ``writes``
+            is not set.
     """
     places = _choose(module, names)
     gathered = _gathered_units(module, {place.parameter for place in places})
     for unit in gathered:
         unit.reshard()
     shards = {place: place.parameter for place in places}
-    with torch.inference_mode(mode=False):  # an evaluation's; its tensors count no writes
+    with torch.inference_mode(mode=False):  # inference tensors count no writes
         whole = {shard: _gather(shard) for shard in dict.fromkeys(shards.values())}
     versions = {shard: times_written(each) for shard, each in whole.items()}
     try:
@@ -170,7 +171,7 @@ def gathered_parameters(
                 _scatter(each.detach(), shard)
     finally:
         for unit in gathered:
-            unit.unshard()  # somebody is about to compute with it
+            unit.unshard()  # it was gathered for a computation
     for place, shard in shards.items():
         if not writes and times_written(whole[shard]) != versions[shard]:
             raise ConfigError(
@@ -180,7 +181,7 @@ def gathered_parameters(
 
 
 def shard_value(parameter: Tensor) -> Tensor:
-    """This rank's shard of a parameter by value, wherever it is kept: maybe the shard itself."""
+    """Values of this rank's shard, wherever it is kept; may be the shard itself."""
     local = local_tensor(parameter.detach())
     return local.read() if isinstance(local, OffloadedShard) else local
 
@@ -207,9 +208,9 @@ def _choose(module: nn.Module, names: Sequence[str] | None) -> list[_ParamSite]:
 
 
 def _gathered_units(module: nn.Module, parameters: set[Parameter]) -> list[FSDPModule]:
-    """Return the units whose gathered copies stand where some parameters' shards should."""
+    """Return the units whose gathered copies replace some parameters' shards at the moment."""
     below = [each for each in module.modules() if isinstance(each, FSDPModule)]
-    # In one order on every rank: gathering them again is collective.
+    # The same order on every rank: gathering them again is collective.
     candidates = sorted({*below, *_units}, key=unit_parameter_names)
     return [
         unit
@@ -220,7 +221,7 @@ def _gathered_units(module: nn.Module, parameters: set[Parameter]) -> list[FSDPM
 
 @torch.no_grad()
 def _gather(shard: Parameter) -> Parameter:
-    """Return the whole of a parameter, itself where every rank has that. Collective."""
+    """Return the full parameter; itself if every rank holds all of it. Collective."""
     if not isinstance(shard, DTensor) and shard not in _parts and shard not in _stages:
         return shard
     value = _gather_shards(shard) if isinstance(shard, DTensor) else shard.detach()
@@ -232,7 +233,7 @@ def _gather(shard: Parameter) -> Parameter:
 
 
 def _gather_shards(shard: DTensor) -> Tensor:
-    """Return what ranks of the data axis have shards of, in memory of its own."""
+    """Return the full tensor of a parameter sharded over the data axis, in its own memory."""
     local = shard_value(shard)
     value = DTensor.from_local(
         local.to(shard.device),
@@ -243,17 +244,17 @@ def _gather_shards(shard: DTensor) -> Tensor:
         stride=shard.stride(),
     ).full_tensor()
     if value.data_ptr() == local.data_ptr():
-        value = value.clone()  # a single rank's shard is the whole
+        value = value.clone()  # a single rank's shard is the full tensor
     return value
 
 
 @torch.no_grad()
 def _scatter(whole: Tensor, shard: Parameter) -> None:
-    """Set every rank's shard from the whole parameter of the first rank. Collective."""
+    """Set every rank's shard from the full parameter of the first rank. Collective."""
     stage, part = _stages.get(shard), _parts.get(shard)
     is_of_all = stage is None and part is None and isinstance(shard, DTensor)
     if dist.is_initialized() and not is_of_all:
-        # The first of those that share these shards may be another rank than the first of all.
+        # The first rank of those that hold these shards may not be rank 0.
         dist.broadcast(whole, src=0)
     if stage is not None and not stage.is_held:
         return

@@ -1,6 +1,7 @@
-"""Takes nested values apart into leaves, and builds the same nesting from other leaves.
+"""Nested values: flattening to leaves and rebuilding, and walking the containers of a batch.
 
-Opens the containers that batches are nested in, and closes them over other members.
+``take_apart`` flattens a value and returns a function that rebuilds it from other leaves.
+``open_container`` opens one container at a time, with the path of each member for messages.
 """
 
 import copy
@@ -18,7 +19,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.torch_compat.tensors import open_one_level
 
 Build = Callable[[Sequence[Any]], Any]
-"""Makes a new value of the same nesting from as many leaves."""
+"""Builds a value of the same nesting from as many leaves."""
 
 CONSTANTS = (
     *(int, float, complex, bool, str, bytes, type, type(None), Enum),
@@ -26,11 +27,11 @@ CONSTANTS = (
 )
 
 MUTABLE_FREE = (Tensor, int, float, bool, str, type(None))
-"""Leaves of which a tuple may be given out twice: nobody can change it between."""
+"""Immutable leaves: a tuple of these may be returned twice."""
 
 
 def take_apart(value: Any) -> tuple[list[Any], Build]:
-    """Return the leaves of a nested value in a fixed order, and what builds it again.
+    """Return the leaves of a nested value in a fixed order, and a function that rebuilds it.
 
     Opens tuples, lists, mappings, named tuples, dataclasses and every class that is registered
     with torch's pytree, as outputs of Hugging Face models are. Everything else is a leaf.
@@ -54,7 +55,7 @@ def take_apart(value: Any) -> tuple[list[Any], Build]:
             return [value], _first
     taken = [take_apart(each) for each in children]
 
-    builders = [(len(inner), rebuild) for inner, rebuild in taken]  # without what they were made of
+    builders = [(len(inner), rebuild) for inner, rebuild in taken]  # drops the original values
 
     def build(leaves: Sequence[Any]) -> Any:
         parts, start = [], 0
@@ -76,7 +77,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def replace_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
-    """Return the same nesting with other tensors; the same object where none is replaced."""
+    """Return the same nesting with other tensors; the same object if none is replaced."""
     if isinstance(value, Tensor):
         return replace(value)
     leaves, build = take_apart(value)
@@ -85,21 +86,21 @@ def replace_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a leaf holds no tensor and means the same wherever it is: a number, a string."""
+    """Whether a leaf contains no tensor and is the same on every rank: a number, a string."""
     return isinstance(value, CONSTANTS)
 
 
 def is_immutable(value: Any) -> bool:
-    """Whether nobody who is handed this value can change what the next one sees of it."""
+    """Whether a value cannot be changed by code that receives it."""
     if isinstance(value, MUTABLE_FREE):
         return True
     return type(value) is tuple and all(map(is_immutable, value))
 
 
 def close_mapping(like: Mapping[Any, Any], members: Sequence[Any]) -> Any:
-    """Return a mapping of the class of ``like`` where that can be made, else a dict."""
+    """Return a mapping of the class of ``like`` if it can be built, else a dict."""
     changed = dict(zip(like, members, strict=True))
-    if isinstance(getattr(like, "data", None), dict):  # a UserDict, with what else it carries
+    if isinstance(getattr(like, "data", None), dict):  # a UserDict, with its other attributes
         whole = copy.copy(like)
         vars(whole)["data"] = changed
         return whole
@@ -121,10 +122,10 @@ def _first(leaves: Sequence[Any]) -> Any:
 
 
 Member = tuple[str, Any]
-"""Where something lies, as Python would write it, and what lies there."""
+"""Path of a value as a Python expression, and the value."""
 
 Close = Callable[[list[Any]], Any]
-"""Makes a container like the one that was opened, with these members."""
+"""Builds a container like the opened one, with these members."""
 
 _CONSTANT = (str, bytes, int, float, complex, type(None))
 _PLAIN = (Tensor, type, *_CONSTANT)
@@ -132,14 +133,14 @@ _DEEPEST_LOOK = 4
 
 
 def open_container(value: Any, path: str) -> tuple[list[Member], Close] | None:
-    """Return what a container holds and what makes one like it; None for anything else.
+    """Return the members of a container and a function that builds one like it; else None.
 
     Opens lists, tuples, named tuples, dataclasses, mappings (Hugging Face's ``BatchEncoding`` is
     one) and every class that is registered with torch's pytree.
 
     Args:
         value: Part of a batch.
-        path: Where it lies, for messages.
+        path: Its path in the batch, for messages.
     """
     if isinstance(value, (*_PLAIN, PackedSequence)):
         return None
@@ -168,12 +169,12 @@ def like(value: Any, items: Sequence[Any]) -> Any:
 
 
 def is_constant_list(value: Any) -> bool:
-    """Whether a list holds nothing but strings, numbers and None; long ones are not looked into."""
+    """Whether a list holds only strings, numbers and None; long ones are not searched."""
     return isinstance(value, list | tuple) and all(isinstance(each, _CONSTANT) for each in value)
 
 
 def leaves(value: Any, path: str = "batch") -> Iterator[Member]:
-    """Yield all that is no container, with its place; a list of strings or numbers is one thing."""
+    """Yield the leaves with their paths; a list of strings or numbers is one leaf."""
     opened = None if is_constant_list(value) else open_container(value, path)
     if opened is None:
         yield path, value
@@ -183,10 +184,10 @@ def leaves(value: Any, path: str = "batch") -> Iterator[Member]:
 
 
 def refuse_uncuttable(value: Any, path: str) -> None:
-    """Refuse a leaf that has rows and that nobody can cut, or that hides tensors.
+    """Refuse a leaf that has rows but cannot be split, or that contains tensors.
 
     Raises:
-        ConfigError: With its place in the batch, its type and what to give instead.
+        ConfigError: With its path in the batch, its type and the alternative.
     """
     if isinstance(value, PackedSequence):
         raise ConfigError(
@@ -215,7 +216,7 @@ def _keyed(value: Mapping[Any, Any], path: str) -> list[Member]:
 
 
 def _with_fields(value: Any, names: Sequence[str], made: Sequence[Any]) -> Any:
-    # Not dataclasses.replace: __post_init__ may compute or check things of the whole batch.
+    # Not dataclasses.replace: __post_init__ may compute or check the batch as a whole.
     changed = copy.copy(value)
     for name, each in zip(names, made, strict=True):
         object.__setattr__(changed, name, each)

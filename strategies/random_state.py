@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 RandomState = dict[str, Any]
-"""Plain containers and tensors, so that ``torch.load(weights_only=True)`` reads it."""
+"""Plain containers and tensors, so that ``torch.load(weights_only=True)`` can read it."""
 
 
 def capture_random_state(device: torch.device | None = None) -> RandomState:
-    """The states of torch, numpy and Python, and of ``device`` when it has its own generator."""
+    """The states of torch, numpy and Python, and of ``device`` if it has its own generator."""
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
     name, keys, position, has_gauss, cached = numpy_state
@@ -26,7 +26,7 @@ def capture_random_state(device: torch.device | None = None) -> RandomState:
 
 
 def restore_random_state(state: RandomState, device: torch.device | None = None) -> None:
-    """Put back what ``capture_random_state`` gave."""
+    """Restore the states returned by ``capture_random_state``."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))

@@ -7,5 +7,5 @@ operator: large new tensors go to ``meta``, and operators on them are appended t
 rank.
 
 The data axis calls ``prepare_unit`` before it shards a unit, the pipeline ``prepare_modules`` for
-the modules of its stages. Source: torchdistX's ``deferred_init``, rebuilt on dispatch modes.
+the modules of its stages. torchdistX has a ``deferred_init`` of the same purpose.
 """

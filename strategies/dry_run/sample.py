@@ -76,8 +76,9 @@ def _first_batch(loader: Any) -> Any:
         return _collated(loader)
     if _gives_once(loader):
         raise ConfigError(
-            f"The dataloader is an iterator ({type(loader).__name__}), which returns each "
-            f"batch once, and the first one is needed before the run to divide the model. Give a DataLoader, a list, or an object whose __iter__ restarts."
+            f"The dataloader is an iterator ({type(loader).__name__}), which returns each batch "
+            f"once, and the first one is needed before the run to divide the model. Give a "
+            f"DataLoader, a list, or an object whose __iter__ restarts."
         )
     for batch in _aside(loader):
         if batch is not None:

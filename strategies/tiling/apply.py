@@ -1,13 +1,11 @@
-"""Finds the layers that are too large to be gathered whole, and makes them run in tiles.
+"""Runs a unit's large Linear and Embedding layers in tiles.
 
-The layer stays the author's: its class, its parameters' names and its hooks. Its weight becomes a
-DTensor that ``fully_shard`` is told to ignore, and its forward gathers tile by tile.
+The class of a layer, its parameters' names and its hooks do not change. Its weight becomes a
+DTensor that ``fully_shard`` ignores, and its forward gathers tile by tile.
 
-The computations of a Linear and an Embedding whose weight comes in tiles.
-
-A tile's output columns, or looked-up rows, depend on no other tile, so forward passes add nothing
-up: results are those of the whole layer. Only the gradient of a Linear's input is a sum over tiles;
-it is kept in fp32 at least.
+A tile's output columns, or rows of a lookup, do not depend on other tiles, so forward passes sum
+nothing: results equal those of the whole layer. Only the gradient of a Linear's input is a sum over
+tiles; it is accumulated at least in fp32.
 """
 
 from collections.abc import Iterator
@@ -38,7 +36,7 @@ class LinearFunction(Function):
     def forward(
         ctx: Any, inputs: Tensor, shard: Tensor, bias: Tensor | None, weight: TiledWeight
     ) -> Tensor:
-        """Compute in the inputs' type; the shard is there for autograd to know it."""
+        """Compute in the inputs' dtype; ``shard`` is an argument so that autograd tracks it."""
         plan = weight.plan
         flat = inputs.reshape(-1, inputs.shape[-1])
         outputs = flat.new_empty(flat.shape[0], plan.rows)
@@ -94,7 +92,7 @@ class EmbeddingFunction(Function):
     def forward(
         ctx: Any, indices: Tensor, shard: Tensor, padding_idx: int | None, weight: TiledWeight
     ) -> Tensor:
-        """Look each index up in the tile that has it."""
+        """Look each index up in the tile that contains it."""
         flat = indices.reshape(-1)
         lookup = _Lookup(flat, weight.plan)
         outputs = torch.empty(
@@ -132,7 +130,7 @@ class EmbeddingFunction(Function):
 
 
 class _Lookup:
-    """Which positions of a flat list of indices are answered by which tile."""
+    """The positions of a flat list of indices that each tile contains."""
 
     def __init__(self, indices: Tensor, plan: TilePlan) -> None:
         self._plan = plan
@@ -141,7 +139,7 @@ class _Lookup:
         is_row = (indices >= 0) & (indices < plan.rows)
         tile = torch.where(is_row, self._row // plan.tile_rows, plan.count)
         self._order = tile.argsort(stable=True)
-        # The only wait for the device.
+        # The only synchronization with the device.
         *counts, num_outside = tile.bincount(minlength=plan.count + 1).tolist()
         if num_outside:
             raise IndexError(f"{num_outside} indices are none of the embedding's {plan.rows} rows")
@@ -149,14 +147,14 @@ class _Lookup:
         self._starts = [end - count for end, count in zip(self._ends, counts, strict=True)]
 
     def of(self, tile: int) -> tuple[Tensor, Tensor]:
-        """Return the positions, and where in the gathered tile each finds its row."""
+        """Return the positions, and the row of each in the gathered tile."""
         positions = self._order[self._starts[tile] : self._ends[tile]]
         start, length = self._plan.piece(tile)
         return positions, self._shard[positions] * length + self._row[positions] - start
 
 
 def _put(outputs: Tensor, part: Tensor, plan: TilePlan, tile: int) -> None:
-    """Write a tile's columns to where the whole layer has them."""
+    """Write a tile's columns to their places in the output of the whole layer."""
     start, length = plan.piece(tile)
     if plan.is_even:
         whole = outputs.view(-1, plan.ranks, plan.shard_rows)
@@ -167,7 +165,7 @@ def _put(outputs: Tensor, part: Tensor, plan: TilePlan, tile: int) -> None:
 
 
 def _take(whole: Tensor, plan: TilePlan, tile: int) -> Tensor:
-    """Return a tile's columns in the order of the gathered tile, zero where that is padding."""
+    """Return a tile's columns in the order of the gathered tile, zeros for padding."""
     start, length = plan.piece(tile)
     if plan.is_even:
         columns = whole.view(-1, plan.ranks, plan.shard_rows)[:, :, start : start + length]
@@ -179,7 +177,7 @@ def _take(whole: Tensor, plan: TilePlan, tile: int) -> Tensor:
 
 
 _READ_BY_PARENTS = (nn.MultiheadAttention,)
-"""They use their children's weights and never call the children."""
+"""Modules that use their children's weights and never call the children."""
 
 
 def apply_tiling(
@@ -187,23 +185,23 @@ def apply_tiling(
 ) -> list[TiledWeight]:
     """Make the large layers of a unit run in tiles.
 
-    Each ``nn.Linear`` and ``nn.Embedding`` with a weight of more than ``max_bytes`` has it sharded
+    Each ``nn.Linear`` and ``nn.Embedding`` with a weight of more than ``max_bytes`` is sharded
     here; pass the parameters to ``fully_shard`` as ``ignored_params``. Layers that share such a
-    weight are all tiled. Call it after the unit's parameters are real and alike on every rank, and
-    before it is sharded; modules below that are sharded already are left alone.
+    weight are all tiled. Call it when the unit's parameters are real and equal on every rank, and
+    before the unit is sharded; modules that are sharded already are not touched.
 
-    Gradients are averaged over the mesh in every backward pass, as stage 3 does, so that ``.grad``
-    is of the shard alone.
+    Gradients are averaged over the mesh in every backward pass, as in stage 3, so that ``.grad`` is
+    that of the shard.
 
     Args:
         unit: A module.
-        max_bytes: How large a gathered tile may be, in the type that the weight is kept in. Two
-            exist at a time.
+        max_bytes: Largest gathered tile, in the dtype in which the weight is kept. Two exist at a
+            time.
         mesh: As for ``fully_shard``.
         name: The unit's dotted name.
 
     Raises:
-        ConfigError: When a layer does what cannot be done in tiles.
+        ConfigError: If a layer does something that is not possible in tiles.
     """
     tiled: dict[Parameter, TiledWeight] = {}
     users: dict[Parameter, list[tuple[str, nn.Module]]] = {}
@@ -237,12 +235,12 @@ def _disable_fused_layers(unit: nn.Module) -> None:
         if isinstance(module, nn.TransformerEncoderLayer):
             parts = (module.linear1, module.linear2)
             if any(isinstance(each.weight, DTensor) for each in parts):
-                # The only switch there is, and it is the process's.
+                # There is no other switch; it applies to the whole process.
                 torch.backends.mha.set_fastpath_enabled(False)
 
 
 def _tileable_weight(module: nn.Module) -> Parameter | None:
-    """Return the weight of a plain Linear or Embedding, which nobody has sharded yet."""
+    """Return the weight of a plain Linear or Embedding that is not sharded yet."""
     is_plain = (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or (
         isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
     )
@@ -286,7 +284,7 @@ def _check(module: nn.Module, path: str) -> None:
 
 @not_compiled
 def _run_in_tiles(layer: nn.Module, weight: TiledWeight, inputs: Tensor) -> Tensor:
-    """The forward of a layer whose weight comes in tiles."""
+    """The forward of a layer with a tiled weight."""
     if isinstance(layer, nn.Embedding):
         looked_up: Tensor = EmbeddingFunction.apply(  # type: ignore[no-untyped-call]
             inputs, weight.parameter, layer.padding_idx, weight

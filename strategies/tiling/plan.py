@@ -1,8 +1,8 @@
-"""Which rows of a weight are gathered together.
+"""The rows of a weight that are gathered together.
 
-Torch-free: arithmetic alone. A weight of ``rows`` rows is sharded as ``fully_shard`` does it: rank
-r of ``ranks`` holds the rows from ``r * shard_rows`` on. Tile i is rows ``starts[i]`` to
-``starts[i] + lengths[i]`` of *every* shard, so a tile is one all-gather of equal pieces, and it is
+Arithmetic, no torch. A weight of ``rows`` rows is sharded as ``fully_shard`` does it: rank r of
+``ranks`` holds the rows from ``r * shard_rows`` on. Tile i is rows ``starts[i]`` to ``starts[i] +
+lengths[i]`` of *every* shard, so a tile is one all-gather of equal pieces, and consists of
 ``ranks`` separate runs of the weight's rows.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TilePlan:
-    """How one weight is cut."""
+    """Division of one weight into tiles."""
 
     rows: int
     ranks: int
@@ -20,10 +20,10 @@ class TilePlan:
 
     @classmethod
     def of(cls, rows: int, row_bytes: int, ranks: int, max_bytes: int) -> "TilePlan":
-        """Cut a weight so that no gathered tile is larger than ``max_bytes``.
+        """Divide a weight so that no gathered tile is larger than ``max_bytes``.
 
-        A tile has a row of each shard at least, whatever that takes. Tiles are alike in size, not
-        all full but the last.
+        A tile has at least one row of each shard, whatever its size. Tiles have nearly equal sizes,
+        rather than all full but the last.
         """
         shard_rows = -(-rows // ranks)
         most = max(1, max_bytes // (row_bytes * ranks))
@@ -37,18 +37,18 @@ class TilePlan:
 
     @property
     def count(self) -> int:
-        """How many tiles there are."""
+        """Number of tiles."""
         return -(-self.shard_rows // self.tile_rows)
 
     def piece(self, tile: int) -> tuple[int, int]:
-        """Return the first row of a tile within each shard, and how many it has."""
+        """Return the first row of a tile within each shard, and its number of rows."""
         start = tile * self.tile_rows
         return start, min(self.tile_rows, self.shard_rows - start)
 
     def runs(self, tile: int) -> list[tuple[int, int, int]]:
-        """Return the runs of true rows in a gathered tile: first in it, first in the weight, count.
+        """Return the runs of rows in a gathered tile: first in it, first in the weight, count.
 
-        What is missing of a tile's rows is padding.
+        The other rows of the tile are padding.
         """
         start, length = self.piece(tile)
         found = []

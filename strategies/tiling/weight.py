@@ -1,4 +1,4 @@
-"""A weight that no rank ever gathers whole: its shard, and its tiles one after the other."""
+"""A weight that is never gathered at once: its shard, and its tiles one after the other."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,22 +20,22 @@ from boltmesh.strategies.torch_compat.tensors import local_tensor
 
 @dataclass(eq=False)
 class TiledWeight:
-    """A parameter that is sharded by rows, as ``fully_shard`` does it, and gathered in tiles."""
+    """A parameter sharded by rows, as ``fully_shard`` does it, and gathered in tiles."""
 
     name: str
     parameter: Parameter
-    """A DTensor under the author's name, what optimizers and checkpoints see."""
+    """A DTensor under the original name, for optimizers and checkpoints."""
     plan: TilePlan
     mesh: DeviceMesh
     """One dimension, or ``(replicate, shard)``."""
     layers: list[nn.Module] = field(default_factory=list)
-    """What computes with it: several where it is tied."""
+    """Layers that compute with it: several if it is tied."""
     note: Callable[[str], None] = field(default=lambda _: None)
-    """Told what this rank is about to do together with the others, before it does."""
+    """Called with a description of each collective before it starts."""
 
     @classmethod
     def shard(cls, name: str, whole: Parameter, max_bytes: int, mesh: DeviceMesh) -> "TiledWeight":
-        """Keep this rank's rows of a parameter that every rank holds whole."""
+        """Keep this rank's rows of a parameter that every rank holds in full."""
         dimension = mesh.ndim - 1
         ranks, rank = mesh.size(dimension), mesh.get_local_rank(dimension)
         plan = TilePlan.of(whole.shape[0], whole[0].nbytes, ranks, max_bytes)
@@ -48,12 +48,12 @@ class TiledWeight:
 
     @property
     def shard_group(self) -> ProcessGroup:
-        """The ranks that hold one copy together."""
+        """The ranks that together hold one copy."""
         return self.mesh.get_group(self.mesh.ndim - 1)
 
     @property
     def num_copies(self) -> int:
-        """How many groups hold the same shards."""
+        """Number of groups that hold the same shards."""
         return self.mesh.size(0) if self.mesh.ndim > 1 else 1
 
     @property
@@ -63,18 +63,18 @@ class TiledWeight:
 
     @property
     def reduced_dtype(self) -> torch.dtype:
-        """What gradients are reduced in."""
+        """Dtype in which gradients are reduced."""
         return torch.promote_types(self.parameter.dtype, torch.float32)
 
     def gathered_dtype(self, layer: nn.Module, autocast_dtype: torch.dtype | None) -> torch.dtype:
-        """What a layer gathers tiles in. Autocast casts for matrix products, not for lookups."""
+        """Dtype of a layer's gathered tiles; autocast casts for matrix products, not lookups."""
         dtype = self.parameter.dtype
         if autocast_dtype is None or isinstance(layer, nn.Embedding) or dtype == torch.float64:
             return dtype
         return autocast_dtype
 
     def kept_dtype(self, autocast_dtype: torch.dtype | None) -> torch.dtype:
-        """What a copy of the shard has to be in for every layer to gather from it."""
+        """Dtype of a copy of the shard from which every layer can gather."""
         dtypes = {self.gathered_dtype(each, autocast_dtype) for each in self.layers}
         return dtypes.pop() if len(dtypes) == 1 else self.parameter.dtype
 
@@ -86,8 +86,8 @@ class TiledWeight:
     def tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """Yield each tile's number and its rows from every shard, gathered in ``dtype``.
 
-        Collective. The next tile is on its way while one is used, so two exist at a time. A tile
-        is valid until the next one is asked for.
+        Collective. The next tile is gathered while one is used, so two exist at a time. A tile is
+        valid until the next iteration.
         """
         if self.plan.ranks == 1:
             for tile in range(self.plan.count):
@@ -106,7 +106,7 @@ class TiledWeight:
             yield tile, gathered
 
     def _gather(self, tile: int, buffer: Tensor) -> tuple[Tensor, Tensor, dist.Work]:
-        """Begin a gather; what is sent has to live until it ends."""
+        """Start an all-gather; its input has to live until it ends."""
         piece = self._piece(tile, buffer.dtype)
         gathered = buffer[: self.plan.ranks * piece.shape[0]]
         work = all_gather_single(gathered, piece, self.shard_group, async_op=True)
@@ -114,7 +114,7 @@ class TiledWeight:
         return gathered, piece, work
 
     def _piece(self, tile: int, dtype: torch.dtype) -> Tensor:
-        """This rank's rows of a tile on the compute device, padded to the other ranks' number."""
+        """This rank's rows of a tile on the compute device, padded to equal size on all ranks."""
         start, length = self.plan.piece(tile)
         local = local_tensor(self.parameter.detach())
         if isinstance(local, OffloadedShard):
@@ -130,18 +130,18 @@ class TiledWeight:
         return padded
 
     def gradient(self) -> "TiledGradient":
-        """Begin the gradient of this rank's shard."""
+        """Start the gradient of this rank's shard."""
         if self.plan.ranks > 1:
             self.note(f"reduced the gradients of '{self.name}' in tiles")
         return TiledGradient(self)
 
 
 class TiledGradient:
-    """The gradient of one shard, each tile reduced in fp32 while the next one is made."""
+    """The gradient of one shard, each tile reduced in fp32 while the next one is computed."""
 
     def __init__(self, weight: TiledWeight) -> None:
         self.weight = weight
-        # Padded as shards are: copies of the model that average it send the same on all ranks.
+        # Padded like shards: copies of the model that average it send equal sizes on all ranks.
         self._value = torch.zeros(
             weight.plan.shard_rows,
             *weight.parameter.shape[1:],
@@ -151,7 +151,7 @@ class TiledGradient:
         self._pending: tuple[int, Tensor, Tensor, dist.Work | None] | None = None
 
     def add(self, tile: int, rows: Tensor) -> None:
-        """Give this rank's gradient of a gathered tile, of which padding is zero. Collective."""
+        """Add this rank's gradient of a gathered tile, with zeros for padding. Collective."""
         self._settle()
         rows = rows.to(self._value.dtype)
         if self.weight.plan.ranks == 1:

@@ -1,1 +1,7 @@
-"""Where ranks run, what joins their devices, and which group of ranks a slow link holds up."""
+"""Placement of ranks on hosts and GPUs, and groups of ranks that a slow link delays.
+
+``gather`` collects the host and GPU of every rank of a job (collective over all ranks). ``links``
+describes them: ``RankLocation``, ``Topology``, and the ``Link`` between two GPUs, read from NVML.
+``slow_links`` finds groups of ranks that cross hosts or slow links although a better order exists,
+and formats the warning. The engine calls it once per job, after the groups are made.
+"""

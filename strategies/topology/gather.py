@@ -1,4 +1,4 @@
-"""Finds out, by all ranks of a job together, where each of them runs."""
+"""Collects where each rank of a job runs."""
 
 from typing import TypeVar
 
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 def gather_topology(device: torch.device) -> Topology:
-    """Ask all ranks where they run, and those of a host what joins their GPUs.
+    """Return the location of all ranks, and the links between GPUs of a host.
 
     Collective over all ranks.
 
     Args:
-        device: Of this rank.
+        device: Device of this rank.
     """
     rank = dist.get_rank()
     host, machine = this_host()

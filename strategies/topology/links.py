@@ -1,9 +1,7 @@
-"""What joins two GPUs of a host, as NVML knows it, from the slowest to the fastest.
+"""Locations of ranks, and the links between GPUs of a host as NVML reports them.
 
-NVML is asked and not torch: ``can_device_access_peer`` says yes over a PCIe switch and over NVLink
-alike. Nothing is measured, so a run begins no later for it.
-
-Where each rank of a job runs. Plain Python: what is told about places, not how it is found.
+NVML rather than torch: ``can_device_access_peer`` is true over a PCIe switch and over NVLink.
+Nothing is measured, so a run starts no later. ``Topology`` is plain data; ``gather`` fills it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +15,9 @@ import pynvml
 
 
 class Link(IntEnum):
-    """The slowest part of the way from a device to another; a greater one is faster.
+    """The slowest part of the path between two devices; a greater value is faster.
 
-    The order is that of NCCL's kinds of paths and of ``nvidia-smi topo -m``.
+    The order is that of NCCL's path types and of ``nvidia-smi topo -m``.
     """
 
     NETWORK = 0
@@ -33,7 +31,7 @@ class Link(IntEnum):
 
     @property
     def words(self) -> str:
-        """As a message calls it."""
+        """Its name in messages."""
         return _WORDS[self]
 
 
@@ -50,16 +48,16 @@ _WORDS = {
 
 
 def read_links(uuid: str, others: Iterable[str], nvml: ModuleType = pynvml) -> dict[str, Link]:
-    """Return what joins a GPU with others of its host.
+    """Return the links between a GPU and others of its host.
 
     Args:
-        uuid: As NVML spells it.
-        others: Likewise. One that NVML does not show here is left out: a job's share of a host may
-            hide the rest, and a slice of a GPU has no links of its own.
+        uuid: Its UUID as spelled by NVML.
+        others: UUIDs of the other GPUs. Those that NVML does not show here are left out: a job's
+            share of a host may hide the rest, and a slice of a GPU has no links of its own.
         nvml: The module ``pynvml``, not initialised.
 
     Returns:
-        By the other's UUID; nothing at all where there is no driver.
+        Links by the other's UUID; empty without a driver.
     """
     try:
         nvml.nvmlInit()
@@ -91,7 +89,7 @@ def _link(nvml: ModuleType, uuid: str, other: str) -> Link | None:
 
 
 def _has_nvlink(nvml: ModuleType, one: object, two: object) -> bool:
-    """Whether NVLink joins them, straight or through switches; a model without any may not say."""
+    """Whether NVLink connects them, directly or through switches; False if NVML cannot tell."""
     try:
         status = nvml.nvmlDeviceGetP2PStatus(one, two, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     except nvml.NVMLError:
@@ -101,29 +99,29 @@ def _has_nvlink(nvml: ModuleType, one: object, two: object) -> bool:
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where one rank runs."""
+    """Location of one rank."""
 
     host: str
-    """For messages."""
+    """Name of the host, for messages."""
     machine: str
-    """Equal on ranks that reach each other without the network, see ``this_host``."""
+    """Equal on ranks that communicate without the network, see ``this_host``."""
     device: str | None = None
-    """The UUID of its GPU; None on the CPU, or where it has none."""
+    """UUID of its GPU; None on the CPU, or if the GPU has none."""
     index: int | None = None
-    """What the rank calls its GPU: the number behind ``cuda:``."""
+    """Index of its GPU in the rank's process: the number in ``cuda:0``."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The places of all ranks, and what joins those of a host."""
+    """Locations of all ranks, and the links within hosts."""
 
     places: Sequence[RankLocation]
-    """By global rank."""
+    """Locations by global rank."""
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    """Between GPUs of one host, by ranks, the smaller one first; unknown ones are left out."""
+    """Links between GPUs of one host, by ranks, smaller one first; unknown ones are left out."""
 
     def link(self, one: int, other: int) -> Link | None:
-        """Return what joins two ranks; None where they share a host and nobody knows more."""
+        """Return the link between two ranks; None if they share a host and the link is unknown."""
         if self.places[one].machine != self.places[other].machine:
             return Link.NETWORK
         return self.links.get((min(one, other), max(one, other)))
@@ -142,10 +140,10 @@ class Topology:
 
 
 def this_host() -> tuple[str, str]:
-    """Return the name of this host, and what tells it from others.
+    """Return the name of this host, and an identifier of it.
 
-    Both count, the kernel's boot and the name, as for NCCL: containers of one machine that have
-    names of their own do not share memory, and the network joins their ranks.
+    The identifier has the kernel's boot id and the name, as in NCCL: containers of one machine with
+    host names of their own do not share memory, and communicate over the network.
     """
     name = gethostname()
     try:

@@ -1,10 +1,10 @@
-"""Which groups of ranks a slow link holds up although the job has a faster one for them.
+"""Groups of ranks that a slow link delays although the job has a faster one for them.
 
-Nothing here is wrong: the numbers are the same over any link. So a finding is a warning, which
-names the group, its link and what to write instead. Sizes that no order of ranks can place inside
-a host are refused before, in ``mesh_fit``.
+Results do not depend on links. So a finding is a warning, which names the group, its link and the
+alternative. Sizes that no order of ranks can place inside a host are refused earlier, by
+``fit_layout`` in ``mesh.py``.
 
-Cuts the GPUs of a host into groups that fast links join throughout.
+``arrange`` divides the GPUs of a host into groups connected by fast links.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,31 +14,32 @@ from typing import NamedTuple
 from boltmesh.strategies.topology.links import Link, Topology
 
 MOST_RANKS = 16
-"""Of a host that is searched; no host has more GPUs of one job, and the search grows fast."""
+"""Hosts with more ranks are not searched: no host has more GPUs of one job, and the search grows
+fast."""
 
 
 class Arrangement(NamedTuple):
     """An order of ranks in which neighbours form groups."""
 
     ranks: list[int]
-    """Whose GPUs the ranks of the host should have, in the order of the ranks."""
+    """The ranks whose GPUs the ranks of the host should use, in the order of the ranks."""
     link: Link
-    """The slowest within any group."""
+    """The slowest link within any group."""
 
 
 def arrange(
     topology: Topology, ranks: Sequence[int], size: int, *, above: Link
 ) -> Arrangement | None:
-    """Find the order with the fastest links within groups; the present one where it serves.
+    """Find the order with the fastest links within groups; the present one if it is as good.
 
     Args:
-        topology: Of the job.
-        ranks: Of one host, in order.
-        size: Of a group; divides their number.
-        above: What all links have to be faster than.
+        topology: Topology of the job.
+        ranks: Ranks of one host, in order.
+        size: Size of a group; divides their number.
+        above: All links have to be faster than this.
 
     Returns:
-        None where there is no such order.
+        None if there is no such order.
     """
     if len(ranks) > MOST_RANKS:
         return None
@@ -50,7 +51,7 @@ def arrange(
 
 
 def _cut(topology: Topology, ranks: list[int], size: int, link: Link) -> list[int] | None:
-    """Return the ranks in groups joined by at least ``link``, each group behind the other."""
+    """Return the ranks in groups connected by at least ``link``, group after group."""
     if not ranks:
         return []
     first, rest = ranks[0], ranks[1:]
@@ -75,19 +76,19 @@ CARRIED = {
     "shard": "the gathered parameters and reduced gradients of every block",
     "data": "the gradients of each step",
 }
-"""What the groups of a kind move, for messages."""
+"""Traffic of each kind of group, for messages."""
 
 
 def find_slow_groups(topology: Topology, groups: Mapping[str, Groups]) -> list[str]:
-    """Say which groups could be joined by something faster.
+    """Return a message for each kind of group that could be placed on faster links.
 
     Args:
-        topology: Of all ranks of the job.
-        groups: By kind the groups whose ranks should be near each other, those first that move
-            most: ``"tensor"``, ``"shard"``, ``"data"``.
+        topology: Topology of the job.
+        groups: Groups whose ranks should be near each other, by kind, in decreasing order of
+            traffic: ``"tensor"``, ``"shard"``, ``"data"``.
 
     Returns:
-        A sentence or two for each finding: one on hosts at most, for they have one cause, and one
+        A sentence or two for each finding: at most one on hosts, since they have one cause, and one
         on the links within hosts.
     """
     found = []
@@ -101,12 +102,12 @@ def find_slow_groups(topology: Topology, groups: Mapping[str, Groups]) -> list[s
 
 
 def _on_hosts(topology: Topology, kind: str, groups: Groups) -> str | None:
-    """Say of groups that they cross hosts, where they need not."""
+    """Return a message about groups that cross hosts although they need not."""
     crossing = [each for each in groups if len(topology.hosts(each)) > 1]
     if not crossing:
         return None
     by_host = topology.by_host()
-    # What would be at the place of each rank if they were numbered host by host.
+    # The rank at each place if ranks were numbered host by host.
     ordered = [rank for ranks in by_host for rank in ranks]
     better = [[ordered[at] for at in each] for each in groups]
     spans = [max(len(topology.hosts(each)) for each in cut) for cut in (groups, better)]
@@ -134,7 +135,7 @@ def _on_hosts(topology: Topology, kind: str, groups: Groups) -> str | None:
 
 
 def _on_links(topology: Topology, groups: Groups) -> str | None:
-    """Say of groups within a host that faster links join its GPUs in another order."""
+    """Return a message about groups within a host whose GPUs have faster links in another order."""
     for ranks in topology.by_host():
         inside = [each for each in groups if set(each) <= set(ranks)]
         if not inside or len(inside[0]) < 2:
@@ -177,9 +178,9 @@ def _slowest(topology: Topology, ranks: Sequence[int]) -> Link | None:
 
 
 def _order(topology: Topology, ranks: Sequence[int]) -> str:
-    """Say in which order a host's ranks should have its GPUs."""
+    """Format the order in which a host's ranks should use its GPUs."""
     indices = [topology.places[rank].index for rank in ranks]
-    if None in indices or len(set(indices)) < len(indices):  # each rank sees its own alone
+    if None in indices or len(set(indices)) < len(indices):  # each rank sees only its own GPU
         gpus = ", ".join(str(topology.places[rank].device) for rank in ranks)
         return f"give its ranks the GPUs {gpus}"
     return f"devices={indices}"

@@ -101,7 +101,7 @@ class Uncopied(Counted):
 
 
 def test_data_that_cannot_be_copied_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = r"Uncopied is its own iterator and cannot be copied \(.*lock.*\), so the first look"
+    said = r"Uncopied is its own iterator and cannot be copied \(.*lock.*\), so the first batch"
     with pytest.warns(UserWarning, match=said):
         assert sampled(monkeypatch, DataLoader(Uncopied(), batch_size=2)).tolist() == [1, 2]
 
