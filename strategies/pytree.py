@@ -206,7 +206,7 @@ def refuse_uncuttable(value: Any, path: str) -> None:
     if not isinstance(value, (*_PLAIN, list, tuple)) and _hides_tensors(value, 0):
         raise ConfigError(
             f"{path} is a {type(value).__module__}.{type(value).__qualname__} with tensors inside, "
-            f"and nobody knows which of its rows belong to which sample. Give a dict or dataclass "
+            f"and which of its rows belong to which sample is unknown. Give a dict or dataclass "
             f"of tensors, register the class with torch.utils._pytree, or use microbatches=1."
         )
 

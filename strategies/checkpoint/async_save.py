@@ -1,9 +1,9 @@
-"""Saves beside training: what is to be written is copied at once, and written by a thread.
+"""Asynchronous saves: the data are copied at once, and written by a thread.
 
-One save at a time. Whoever wants the next, or the end of the run, waits for it and gets its error.
-What is to be deleted because of it is deleted behind it, and stays when it fails.
+One save at a time. The next save, and the end of the run, wait for it and raise its error.
+Deletions that depend on it happen after it, and not if it fails.
 
-Refuses what would look at a checkpoint, or count on it, before it is complete.
+``refuse_beside`` refuses options that would read or count on a checkpoint before it is complete.
 """
 
 import threading
@@ -25,7 +25,7 @@ from boltmesh.strategies.checkpoint.shard_writer import in_stored_order, is_writ
 
 
 class AsyncSave:
-    """The save that is under way, if one is."""
+    """The active save, if there is one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,18 +35,18 @@ class AsyncSave:
         self._error: BaseException | None = None
 
     def start(self, write: Callable[[], None], *behind: Callable[[], None]) -> None:
-        """Write in a thread, then do what comes behind; nothing may be under way, see ``wait``."""
+        """Run ``write`` in a thread, then later actions. No save may be active, see ``wait``."""
         assert self._thread is None
         self._is_running = True
         self._behind = list(behind)
-        # A daemon, so that a rank whose peers hang can end.
+        # A daemon thread, so that a rank whose peers hang can end.
         self._thread = threading.Thread(
             target=self._run, args=(write,), name="boltmesh-checkpoint", daemon=True
         )
         self._thread.start()
 
     def then(self, action: Callable[[], None]) -> None:
-        """Do something once the save that is under way is complete; never when it fails."""
+        """Run ``action`` once the active save is complete; never if it fails."""
         with self._lock:
             if self._error is not None:
                 return
@@ -56,7 +56,7 @@ class AsyncSave:
         action()
 
     def wait(self) -> None:
-        """Return when nothing is under way; raise, once, what has gone wrong."""
+        """Wait until no save is active; raise the error of a failed one, once."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
@@ -69,7 +69,7 @@ class AsyncSave:
         while action is not None:
             try:
                 action()
-            except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits
+            except BaseException as error:  # noqa: BLE001 - raised by ``wait``
                 with self._lock:
                     self._error, self._is_running = error, False
                     self._behind.clear()
@@ -84,18 +84,18 @@ def take_snapshot(tensors: Mapping[str, Any], *, writes_plain: bool) -> dict[str
 
     Args:
         tensors: As ``save_directory`` divides a checkpoint.
-        writes_plain: Whether this rank writes what is no shard.
+        writes_plain: Whether this rank writes tensors that are not shards.
     """
     copied = {
         path: _copy(tensor, writes_plain=writes_plain)
-        # What is kept elsewhere is read in the order in which it lies there.
+        # Offloaded tensors are read in the order in which they are stored.
         for path, tensor in sorted(_leaves(tensors), key=lambda leaf: in_stored_order(leaf[1]))
     }
     return _like(tensors, copied)
 
 
 def serialised(value: Mapping[str, Any]) -> bytes:
-    """Return what ``torch.save`` makes of a value, as it is now."""
+    """Return the bytes that ``torch.save`` makes of a value now."""
     with BytesIO() as stream:
         save_into(dict(value), stream)
         return stream.getvalue()
@@ -116,7 +116,7 @@ def _like(
     copied: Mapping[tuple[str, ...], Snapshot],
     path: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Return the copies in the nesting and the order of ``tensors``."""
+    """Return the copies in the nesting and order of ``tensors``."""
     made: dict[str, Any] = {}
     for name, value in tensors.items():
         at = (*path, name)
@@ -138,11 +138,11 @@ def _copy(tensor: Tensor, *, writes_plain: bool) -> Snapshot:
 def refuse_beside(
     trainer: Trainer, checkpoint_io: CheckpointIO, *, keeps_state_on_disk: bool
 ) -> None:
-    """Refuse what cannot be right with ``async_save=True``.
+    """Refuse options that do not work with ``async_save=True``.
 
     Args:
-        trainer: Whose callbacks save.
-        checkpoint_io: What writes files.
+        trainer: The Trainer, for its callbacks.
+        checkpoint_io: The plugin that writes files.
         keeps_state_on_disk: Whether a copy may not fit into memory.
 
     Raises:

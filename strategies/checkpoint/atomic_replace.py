@@ -1,8 +1,8 @@
-"""Putting a finished file or directory under its name, so that a kill leaves the old or the new.
+"""Renames a finished file or directory to its final name; a kill leaves the old or the new one.
 
-``rename`` does not replace a directory that holds something. Where the system can exchange two
-names in one step (Linux on a local disk) that is done; elsewhere the old one steps aside first,
-and whoever looks for it finds it there until the new one has its name.
+``rename`` does not replace a directory that is not empty. If the system can exchange two names in
+one step (Linux on a local disk), it does; otherwise the old directory is renamed first, and is
+found under that name until the new one has the final name.
 """
 
 import contextlib
@@ -13,27 +13,27 @@ import shutil
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""Ends the name of what is being written; nobody resumes from one."""
+"""Suffix of a file that is being written; never resumed from."""
 
 ASIDE = ".replaced"
-"""Ends the name of an old checkpoint while a new one takes its name."""
+"""Suffix of an old checkpoint while a new one takes its name."""
 
 REMOVED = ".removed"
-"""Ends the name of a checkpoint that is being deleted."""
+"""Suffix of a checkpoint that is being deleted."""
 
 _REQUEUED = "hpc_ckpt_"
-"""Begins the names of what Lightning saves when SLURM is about to take the job away."""
+"""Prefix of checkpoints that Lightning saves before SLURM requeues the job."""
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
 def partial_path(target: Path) -> Path:
-    """Return where something is written before it has its name.
+    """Return the path under which ``target`` is written before it is renamed.
 
-    Lightning goes on from the highest number behind ``hpc_ckpt_`` anywhere in a name. What a kill
-    has left half-written must not be counted, so it has no such name; and the next save, which then
-    has the same number, takes its place.
+    Lightning resumes from the highest number after ``hpc_ckpt_`` anywhere in a name. A file that a
+    kill left incomplete must not be counted, so it has no such name; and the next save, which then
+    has the same number, replaces it.
     """
     name = target.name
     if name.startswith(_REQUEUED):
@@ -42,9 +42,9 @@ def partial_path(target: Path) -> Path:
 
 
 def replace(partial: Path, target: Path) -> None:
-    """Give ``partial`` the name ``target``; what had that name is gone afterwards.
+    """Rename ``partial`` to ``target``, replacing it.
 
-    Everything inside ``partial`` has to be on its medium already.
+    Everything inside ``partial`` has to be flushed to its medium already.
     """
     if _is_there(target) and (partial.is_dir() or _is_directory(target)):
         if _exchange(partial, target):
@@ -63,16 +63,16 @@ def replace(partial: Path, target: Path) -> None:
 
 
 def restore_aside(target: Path) -> None:
-    """Put back what a killed ``replace`` had set aside, when nothing has taken its name."""
+    """Restore the directory that a killed ``replace`` had renamed, unless its name is taken."""
     aside = target.with_name(target.name + ASIDE)
     if not _is_there(target) and _is_there(aside):
-        # Another process may do the same at the same moment.
+        # Another process may do the same concurrently.
         with contextlib.suppress(FileNotFoundError):
             aside.rename(target)
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link or a directory, of which no half is ever seen under its name."""
+    """Delete a file, a link or a directory; no part of it remains under its name meanwhile."""
     if _is_directory(path):
         going = path if path.name.endswith((PARTIAL, REMOVED)) else _renamed(path)
         shutil.rmtree(going)
@@ -81,7 +81,7 @@ def remove(path: Path) -> None:
 
 
 def _try_to_remove(path: Path) -> None:
-    """Delete what has been replaced; the next one of its name removes what is left here."""
+    """Delete a replaced checkpoint; the next one of its name removes the remains."""
     with contextlib.suppress(OSError):
         remove(path)
 
@@ -111,7 +111,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two paths swap their names in one step. False where the system cannot."""
+    """Exchange the names of two paths in one step. False if the system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):

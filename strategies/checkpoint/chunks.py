@@ -1,16 +1,15 @@
-"""The part of a tensor that this rank holds, and the pieces that it is written in.
+"""A rank's part of a tensor, and the pieces in which it is written.
 
-A shard may be an ordinary tensor on a device or may be kept on the host or a disk; the latter is
-read whole, one at a time, and written back whole.
+``own_chunks`` and ``own_part`` describe any tensor: plain, a DTensor, or a shard that is kept on
+the host or a disk (``OffloadedChunk``), which is read in full, one at a time, and written back.
 
-What a rank has of a tensor at one moment, for a save that goes on beside training.
+``TensorPart`` is for a plain tensor that is a rank's part of a larger one. A tensor-parallel rank
+keeps some heads of a fused projection: several ranges of the full tensor, contiguous in a plain
+tensor. A checkpoint holds every range at its place in the full tensor, so that any layout reads it.
+(A strided DTensor placement would not work: torch fails to save one, and loads wrong values into
+one without an error.)
 
-A plain tensor that is a rank's part of a larger one, told to who writes and reads checkpoints.
-
-A tensor-parallel rank keeps some heads of a fused projection: several stretches of the whole, side
-by side in a tensor that knows nothing of it. A checkpoint holds every stretch where it lies in the
-whole, as the model's author wrote it, so that any layout reads it. (An explicit strided placement
-would do neither: torch fails to save one, and loads wrong values into one without a word.)
+``Snapshot`` is a copy of a rank's part at one moment, for asynchronous saves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,19 +28,19 @@ from boltmesh.errors import CheckpointError
 
 
 class Snapshot(Tensor):
-    """Stands for a whole tensor in a checkpoint's dictionary, like ``Part``, with a copy.
+    """Stands for a full tensor in a checkpoint's dictionary, like ``TensorPart``, with a copy.
 
-    It has the shape and dtype of the whole and no elements.
+    It has the shape and dtype of the full tensor and no elements.
     """
 
     chunks: "list[OwnChunk]"
-    """Which blocks of the whole the copy has."""
+    """Blocks of the full tensor that the copy holds."""
     copied: Tensor | None
-    """This rank's part in host memory; None where another rank writes the tensor."""
+    """This rank's part in host memory; None if another rank writes the tensor."""
 
     @staticmethod
     def of(whole: Tensor, chunks: "list[OwnChunk]", copied: Tensor | None) -> "Snapshot":
-        """Return what stands for ``whole``, whose blocks ``chunks`` are in ``copied``."""
+        """Return the snapshot of ``whole``, whose blocks ``chunks`` are in ``copied``."""
         made = torch.empty(whole.size(), dtype=whole.dtype, device="meta").as_subclass(Snapshot)
         made.requires_grad_(whole.requires_grad)
         made.chunks, made.copied = chunks, copied
@@ -49,42 +48,42 @@ class Snapshot(Tensor):
 
 
 class ElementStretch(NamedTuple):
-    """Neighbours in the whole dimension that are neighbours in the part too."""
+    """Elements of a dim that are contiguous in the full tensor and in the part."""
 
     start: int
-    """In the whole."""
+    """Index in the full dim."""
     local_start: int
-    """In the part."""
+    """Index in the part."""
     length: int
 
 
 @dataclass(frozen=True)
 class DimDivision:
-    """Which elements of a tensor this rank keeps: some of one dimension, all of the others."""
+    """The elements of a tensor that this rank keeps: some of one dim, all of the others."""
 
     shape: torch.Size
-    """Of the whole."""
+    """Shape of the full tensor."""
     dim: int
     stretches: tuple[ElementStretch, ...]
-    """Of this rank, in the order of its part, which they fill without a gap."""
+    """This rank's ranges, in the order of its part, which they fill without gaps."""
 
     @cached_property
     def local_shape(self) -> torch.Size:
-        """Of this rank's part."""
+        """Shape of this rank's part."""
         length = sum(each.length for each in self.stretches)
         return torch.Size((*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
 
     def chunks(
         self, offsets: Sequence[int], sizes: Sequence[int]
     ) -> Iterator[tuple[torch.Size, torch.Size, torch.Size]]:
-        """Give where a block of the part lies in the whole: unbroken blocks of it.
+        """Yield the contiguous blocks of the full tensor that a block of the part consists of.
 
         Args:
-            offsets: Of the block in the part.
-            sizes: Of the block.
+            offsets: Offsets of the block in the part.
+            sizes: Sizes of the block.
 
         Yields:
-            Offsets in the whole, offsets in the block, and sizes.
+            Offsets in the full tensor, offsets in the block, and sizes.
         """
         begin, end = offsets[self.dim], offsets[self.dim] + sizes[self.dim]
         for start, local_start, length in self.stretches:
@@ -100,40 +99,40 @@ class DimDivision:
         return torch.Size((*values[: self.dim], value, *values[self.dim + 1 :]))
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, contiguous and in memory of its own."""
+        """Return this rank's part of a full tensor, contiguous and in its own memory."""
         pieces = [whole.narrow(self.dim, each.start, each.length) for each in self.stretches]
         return torch.cat(pieces, self.dim).contiguous()
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """Write a rank's part into its places in a whole tensor."""
+        """Write a rank's part to its places in a full tensor."""
         for start, local_start, length in self.stretches:
             piece = part.narrow(self.dim, local_start, length)
             whole.narrow(self.dim, start, length).copy_(piece)
 
 
 class TensorPart(Tensor):
-    """Stands for a whole tensor in a checkpoint's dictionary, and knows what this rank has of it.
+    """Stands for a full tensor in a checkpoint's dictionary, with the part that this rank holds.
 
-    It has the shape and dtype of the whole and no elements. Hooks may rename it or drop it.
+    It has the shape and dtype of the full tensor and no elements. Hooks may rename it or drop it.
     """
 
     held: Tensor
-    """What this rank has; maybe itself a shard. Missing from what computing makes of a part."""
+    """This rank's tensor, possibly itself a shard. Missing from results computed from a part."""
     division: DimDivision
 
     @staticmethod
     def of(held: Tensor, division: DimDivision) -> "TensorPart":
-        """The part ``held`` of a tensor that is divided so."""
+        """Return the part ``held`` of a tensor with this division."""
         made = torch.empty(division.shape, dtype=held.dtype, device="meta").as_subclass(TensorPart)
         made.requires_grad_(held.requires_grad)
         made.held, made.division = held, division
         return made
 
     def known(self) -> tuple[Tensor, DimDivision]:
-        """What this rank has, and of which whole.
+        """Return this rank's tensor and the division.
 
         Raises:
-            CheckpointError: When this was computed from a part, and so has no value.
+            CheckpointError: If this was computed from a part, and so has no value.
         """
         if not hasattr(self, "held"):
             raise CheckpointError(
@@ -145,7 +144,7 @@ class TensorPart(Tensor):
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorPart":
-        return self  # nothing about it can change
+        return self  # it is immutable
 
 
 PIECE_BYTES = 64 << 20
@@ -155,10 +154,10 @@ needs a few rows of a large tensor does not read all of it."""
 
 @runtime_checkable
 class OffloadedChunk(Protocol):
-    """A shard without storage of its own, as offloading makes them."""
+    """A shard without storage of its own, as offload makes it."""
 
     def read(self) -> Tensor:
-        """The value on the CPU, which may be the stored value itself."""
+        """Return the value on the CPU, possibly the stored tensor itself."""
 
     def write(self, value: Tensor) -> None:
         """Replace the value."""
@@ -166,24 +165,24 @@ class OffloadedChunk(Protocol):
 
 @runtime_checkable
 class KeptInOrder(OffloadedChunk, Protocol):
-    """One of many that are stored next to each other."""
+    """One of many values that are stored in order."""
 
     @property
     def position(self) -> int:
-        """What is read in this order is read from each place once."""
+        """Position in storage: reading in this order reads each place once."""
 
 
 class OwnChunk(NamedTuple):
-    """An unbroken block of a whole tensor that this rank holds."""
+    """A contiguous block of a full tensor that this rank holds."""
 
     whole: ChunkStorageMetadata
-    """Where it lies in the whole."""
+    """Its place in the full tensor."""
     offsets: torch.Size
-    """Where it begins in this rank's part."""
+    """Its first element in this rank's part."""
 
 
 def own_chunks(tensor: Tensor) -> list[OwnChunk]:
-    """Which blocks of the whole tensor this rank holds."""
+    """Return the blocks of the full tensor that this rank holds."""
     if isinstance(tensor, Snapshot):
         return tensor.chunks
     if isinstance(tensor, TensorPart):
@@ -210,7 +209,7 @@ def _sum(one: torch.Size, other: torch.Size) -> torch.Size:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: the tensor itself unless it is distributed."""
+    """Return this rank's part of a tensor: the tensor itself unless it is distributed."""
     if isinstance(tensor, Snapshot):
         assert tensor.copied is not None
         return tensor.copied
@@ -223,7 +222,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def split(chunk: ChunkStorageMetadata, element_bytes: int) -> Iterator[ChunkStorageMetadata]:
-    """Cut a chunk along its first dimension into pieces of about ``PIECE_BYTES``."""
+    """Divide a chunk along its first dim into pieces of about ``PIECE_BYTES``."""
     if not chunk.sizes or not prod(chunk.sizes):
         yield chunk
         return
@@ -239,7 +238,7 @@ def split(chunk: ChunkStorageMetadata, element_bytes: int) -> Iterator[ChunkStor
 
 
 def narrow(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:
-    """The part of a tensor that begins at ``offsets``; a view."""
+    """Return the part of a tensor that begins at ``offsets``; a view."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if tensor.size(dim) != size:
             tensor = tensor.narrow(dim, offset, size)
@@ -247,7 +246,7 @@ def narrow(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:
 
 
 def within(chunk: OwnChunk, piece: ChunkStorageMetadata) -> torch.Size | None:
-    """Where a piece begins in this rank's part; None for one that does not lie in the chunk."""
+    """Return the first element of a piece in this rank's part; None if outside of the chunk."""
     inner = [one - other for one, other in zip(piece.offsets, chunk.whole.offsets, strict=True)]
     ends = zip(inner, piece.sizes, chunk.whole.sizes, strict=True)
     if not all(at >= 0 and at + size <= end for at, size, end in ends):

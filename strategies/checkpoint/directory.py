@@ -1,4 +1,4 @@
-"""A checkpoint as a directory of shards: written by all ranks together, read by each alone."""
+"""A checkpoint as a directory of shards: written by all ranks together, read by each separately."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +39,7 @@ from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWrite
 from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, folder_at
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
-"""The keys of a Lightning checkpoint under which tensors may be shards."""
+"""Keys of a Lightning checkpoint whose tensors may be shards."""
 
 ALIASES = "boltmesh_aliases"
 """Names of tied parameters, and the name under which their tensor is stored."""
@@ -51,15 +51,15 @@ def save_directory(
     """Write a checkpoint whose tensors may be shards. Collective over all ranks.
 
     Args:
-        checkpoint: As Lightning makes it, with optimizer states by the names of parameters. What
-            is no shard counts as it is on the first rank.
-        target: Path or address of the directory to be. Alike on all ranks.
-        is_divided: Tensors that are no shards, and other state of modules, are on one rank each,
-            as the stages of a pipeline are.
+        checkpoint: As Lightning makes it, with optimizer states by the names of parameters. Values
+            that are not shards are taken from the first rank.
+        target: Path or address of the new directory. The same on all ranks.
+        is_divided: Tensors that are not shards, and other state of modules, are on one rank each,
+            as in the stages of a pipeline.
 
     Raises:
-        CheckpointError: On every rank, when one could not write its part. What was at ``target``
-            is still there then.
+        CheckpointError: On every rank, if one could not write its part. A previous checkpoint at
+            ``target`` is kept then.
     """
     tensors, rest = _divide(checkpoint)
     if is_divided:
@@ -74,14 +74,14 @@ def prepare_save(
     *,
     is_divided: bool,
 ) -> Callable[[], None]:
-    """Copy what ``save_directory`` would write, and return what writes it. Collective.
+    """Copy the data of ``save_directory``, and return a function that writes them. Collective.
 
-    Takes as much host memory as this rank's share of the checkpoint, until that is written.
+    Uses as much host memory as this rank's part of the checkpoint, until it is written.
 
     Args:
         checkpoint: See ``save_directory``.
         target: See ``save_directory``.
-        group: Of all ranks, on the CPU, for this alone. The writing is collective over it, from
+        group: All ranks, on the CPU, for this purpose only. Writing is collective over it, from
             any thread, and fails as ``save_directory`` does.
         is_divided: See ``save_directory``.
     """
@@ -126,7 +126,7 @@ def _join_draft(draft: Draft, start: DraftStart) -> None:
 
 
 def is_directory(place: str | Path) -> bool:
-    """Whether a checkpoint is a directory; one that a kill had set aside is put back."""
+    """Whether a checkpoint is a directory; restores one that a kill had left renamed."""
     return folder_at(place).is_there()
 
 
@@ -135,10 +135,10 @@ def load_directory(place: str | Path, *, checks_files: bool = True) -> dict[str,
 
     Args:
         place: Path or address of the directory.
-        checks_files: Look whether all files are there; one rank of a job is enough.
+        checks_files: Check that all files exist; one rank of a job is enough.
 
     Raises:
-        CheckpointError: When the directory is not complete, or not one of ours.
+        CheckpointError: If the directory is not complete, or not boltmesh's.
     """
     if fault := find_fault(place, checks_files=checks_files):
         raise CheckpointError(
@@ -156,7 +156,7 @@ def load_directory(place: str | Path, *, checks_files: bool = True) -> dict[str,
             model[keys[1]] = stored(reader, name)
         else:
             number, (parameter, key) = int(keys[0].removeprefix("optimizer_")), keys[2:]
-            # By number in a directory that was made of a Lightning file.
+            # Numbers, in a directory made from a Lightning file.
             of = parameter if has_names[number] else int(parameter)
             state = checkpoint[OPTIMIZERS][number]["state"].setdefault(of, {})
             state[key] = stored(reader, name)
@@ -186,7 +186,7 @@ def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
 
 
 def _divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What goes into the files of shards, and the rest."""
+    """Separate what goes into the files of shards from the rest."""
     rest = dict(checkpoint)
     model, aliases, extra = {}, {}, {}
     seen: dict[int, str] = {}
@@ -205,7 +205,7 @@ def _divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
         small: dict[str, dict[str, Any]] = {}
         for parameter, state in each["state"].items():
             for key, value in state.items():
-                # Counters are many and small: one file holds them better than pieces do.
+                # Counters are many and small: one file suits them better than pieces.
                 is_large = isinstance(value, DTensor) or (
                     isinstance(value, Tensor) and value.dim() > 0
                 )
@@ -216,13 +216,13 @@ def _divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     if OPTIMIZERS in checkpoint:
         rest[OPTIMIZERS] = states
     rest[MODEL], rest[ALIASES] = extra, aliases
-    # Lightning notes the class of hyper-parameters, which are plain containers now.
+    # Lightning records the class of hyper-parameters, which are plain containers now.
     kept = {key: each for key, each in rest.items() if not _is_container_class(each)}
     return tensors, _plain(kept)
 
 
 def _join(rest: dict[str, Any]) -> None:
-    """Add what other ranks know of their modules: second names, extra state. Collective."""
+    """Add other ranks' entries about their modules: second names, extra state. Collective."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (rest[MODEL], rest[ALIASES]))
     for extra, aliases in told:
@@ -235,14 +235,14 @@ def _is_container_class(value: object) -> bool:
 
 
 def _plain(value: Any, where: str = "checkpoint") -> Any:
-    """The same in types that ``torch.load(weights_only=True)`` makes.
+    """Return the value in types that ``torch.load(weights_only=True)`` builds.
 
     Raises:
-        CheckpointError: For a shard, which would be stored as the first rank has it.
+        CheckpointError: For a shard, of which only the first rank's would be stored.
     """
     if isinstance(value, DTensor):
         raise CheckpointError(
-            f"{where} is a shard, and nobody could load it: only state_dict and optimizer states "
+            f"{where} is a shard, which could not be loaded: only state_dict and optimizer states "
             f"are stored by shards. Store its full_tensor(), or make it a buffer of the module."
         )
     if isinstance(value, Container):

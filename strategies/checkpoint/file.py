@@ -1,11 +1,11 @@
 """Checkpoint files that are complete or absent.
 
 Lightning writes through fsspec, whose local transaction moves a file from the system's temporary
-directory: across file systems that is a copy, and a kill in its middle leaves half a checkpoint
-under the final name. Here a local file is written beside its final name, flushed to the disk and
-renamed. Remote file systems keep Lightning's way.
+directory: across file systems that is a copy, and a kill in its middle leaves an incomplete
+checkpoint under the final name. Here a local file is written under a temporary name in the same
+folder, flushed to the disk and renamed. Remote file systems use Lightning's implementation.
 
-``torch.save`` into an open file, with the error that the file gave, and with a checksum.
+``save_into`` is ``torch.save`` to an open file that raises the file's own errors.
 """
 
 import contextlib
@@ -40,12 +40,12 @@ from boltmesh.strategies.checkpoint.storage.folder import folder_at
 
 
 def save_into(value: Any, file: IO[bytes]) -> None:
-    """Write ``value``; what the file raises, a full disk say, is raised as it is.
+    """Write ``value``; errors of the file, such as a full disk, are raised unchanged.
 
-    torch ends its archive after a write has failed too, and says only that this failed.
+    torch also finishes its archive after a failed write, and reports only the failure of that.
 
     Raises:
-        OSError: When the file could not be written.
+        OSError: If the file could not be written.
     """
     try:
         torch.save(value, file)
@@ -59,7 +59,7 @@ def save_into(value: Any, file: IO[bytes]) -> None:
 
 
 class SummedFile:
-    """Passes on what is written, counts it and keeps its checksum.
+    """A file that counts the bytes written to it and computes their checksum.
 
     Args:
         file: Open, at its beginning.
@@ -71,23 +71,23 @@ class SummedFile:
         self.crc32 = 0
 
     def write(self, data: Any) -> int:
-        """As a file's."""
+        """Write ``data``."""
         self.crc32 = zlib.crc32(data, self.crc32)
         written = self._file.write(data)
         self.num_bytes += memoryview(data).nbytes
         return written
 
     def flush(self) -> None:
-        """As a file's."""
+        """Flush the file."""
         self._file.flush()
 
     def written(self) -> Written:
-        """Return what went into the file, where the checksum was not begun anew."""
+        """Return the size and checksum of the file; no checksum if it was written out of order."""
         return Written(self.num_bytes, self.crc32)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes one file per checkpoint; a kill at any moment leaves the old one or the new one."""
+    """Writes one file per checkpoint; a kill at any moment leaves the old or the new one."""
 
     @override
     def save_checkpoint(
@@ -102,18 +102,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: _PATH, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a file from a path or an address; no code that it names is run.
+        """Read a file from a path or an address; no code that it names is executed.
 
         Raises:
             ConfigError: For ``weights_only=False``.
-            CheckpointError: It is damaged, unsafe, or no file of ``torch.save``.
+            CheckpointError: It is damaged, unsafe, or not a file of ``torch.save``.
         """
         check_weights_only(weights_only, path)
         return load_file(path_or_address(path), map_location=map_location)
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Delete a checkpoint, be it a file, a directory or a link to one."""
+        """Delete a checkpoint: a file, a directory or a link to one."""
         if is_local(path):
             remove(local_path(path))
         elif (folder := folder_at(path)).is_there():
@@ -130,7 +130,7 @@ def write_file(target: Path, fill: Callable[[IO[bytes]], object]) -> None:
         fill: Writes the content.
 
     Raises:
-        CheckpointError: It could not be written; what was there is still there.
+        CheckpointError: It could not be written; a previous file is kept.
     """
     beside = partial_path(target)
     try:
@@ -150,7 +150,7 @@ def write_file(target: Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 
 def put_file(address: str, data: bytes) -> None:
-    """Write a file to a remote file system in one request, which object stores do whole or not.
+    """Write a file to a remote file system in one request, which object stores do atomically.
 
     Raises:
         CheckpointError: It could not be written.
@@ -171,16 +171,16 @@ def load_file(
     checks_values: bool = True,
     map_location: Any = "cpu",
 ) -> dict[str, Any]:
-    """Read a file; no code that it names is run.
+    """Read a file; no code that it names is executed.
 
     Args:
-        place: Path or address; what lies at an address is read into memory.
+        place: Path or address; files at addresses are read into memory.
         is_mapped: Leave the tensors of a local file on the disk until they are read.
         checks_values: Compare its checksums first; one rank of those that read one file is enough.
         map_location: As for ``torch.load``.
 
     Raises:
-        CheckpointError: It is damaged, unsafe, or no file of ``torch.save``.
+        CheckpointError: It is damaged, unsafe, or not a file of ``torch.save``.
         OSError: It is missing or could not be read.
     """
     has_checksums = True
@@ -214,7 +214,7 @@ def load_file(
 
 
 def cannot_write(target: str | Path, cause: BaseException | str) -> str:
-    """Say that a checkpoint could not be written, and what that means."""
+    """Format the error of a checkpoint that could not be written."""
     reason = getattr(cause, "strerror", None) or cause
     return (
         f"{target} could not be written: {reason}. The checkpoints written before it are intact; "

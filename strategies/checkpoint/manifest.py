@@ -1,8 +1,8 @@
-"""What a directory of shards holds, and whether it holds all of it. Plain Python, without torch.
+"""The manifest of a directory of shards, which lists its files. Plain Python, without torch.
 
 The manifest is the last file to be written: a directory without one, or one that lacks a file or
-has one of another size, is no checkpoint. (A copy that was cut short looks like that, and on a
-remote file system a save that was; what is written to a disk gets its name when it is complete.)
+has one of another size, is not a checkpoint. (A truncated copy looks like that, and on a remote
+file system a save that was killed; a directory on a disk is renamed when it is complete.)
 """
 
 import json
@@ -16,9 +16,9 @@ from boltmesh.strategies.checkpoint.storage.folder import LAST, Draft, Folder, f
 
 MANIFEST = LAST
 METADATA = ".metadata"
-"""Where pieces of tensors lie; torch's name."""
+"""Places of the pieces of tensors; torch's name."""
 REST = "meta.pt"
-"""All that is no shard; Lightning's name."""
+"""Everything except shards; Lightning's name."""
 
 CRC32 = "crc32"
 """Key of a checksum: of a file in its entry, of the manifest without this key at the top."""
@@ -27,23 +27,22 @@ FORMAT = 1
 NEWER = "it has format"
 """Begins the fault of a directory that is whole as far as can be told."""
 FORMAT_WITHIN = 2
-"""Of a directory whose files lie in a folder inside of it, as where another one was replaced."""
+"""Format of a directory whose files are in a subfolder, because it replaced another one."""
 
 
 class Written(NamedTuple):
-    """What went into a file."""
+    """Size and checksum of a written file."""
 
     num_bytes: int
     crc32: int | None
-    """None of shards, whose pieces have checksums of their own."""
+    """None for shards, whose pieces have checksums of their own."""
 
 
 def write_manifest(draft: Draft, *, world_size: int, files: Mapping[str, Written]) -> None:
-    """Name every file of a directory that is otherwise finished, which completes it.
+    """Write the list of all files of an otherwise finished directory, which completes it.
 
     Raises:
-        CheckpointError: When a file is not there, as where ranks see different folders, or not
-            all of it.
+        CheckpointError: If a file is missing, as when ranks see different folders, or truncated.
     """
     entries: dict[str, dict[str, int]] = {}
     for name, (num_bytes, crc32) in sorted(files.items()):
@@ -72,13 +71,13 @@ def write_manifest(draft: Draft, *, world_size: int, files: Mapping[str, Written
 
 
 def find_fault(place: str | Path, *, checks_files: bool = True) -> str | None:
-    """Why a directory is no complete checkpoint of ours, in words; None when it is one.
+    """Return why a directory is not a complete checkpoint of boltmesh; None if it is one.
 
-    One rank that looks at all files is enough; without ``checks_files`` the manifest is believed.
+    It is enough if one rank checks all files; without ``checks_files`` only the manifest is read.
 
     Args:
         place: Its path or address.
-        checks_files: Look whether all files are there, with their sizes.
+        checks_files: Check that all files exist, with their sizes.
     """
     folder = folder_at(place)
     try:
@@ -107,7 +106,7 @@ def find_fault(place: str | Path, *, checks_files: bool = True) -> str | None:
 
 
 def files_of(folder: Folder) -> Folder:
-    """Return where the files of a directory lie that has passed ``find_fault``."""
+    """Return the folder of the files of a directory that has passed ``find_fault``."""
     return folder.inside(str(_read_manifest(folder).get("within", "")))
 
 
@@ -115,7 +114,7 @@ def read_checked(folder: Folder, name: str) -> bytes:
     """Return a small file of a directory that has passed ``find_fault``.
 
     Raises:
-        CheckpointError: When the bytes are not those that were written.
+        CheckpointError: If its bytes differ from those written.
     """
     content = _read_manifest(folder)
     inside = folder.inside(str(content.get("within", "")))

@@ -1,8 +1,8 @@
-"""Optimizer state by the names of parameters, which mean the same in every layout.
+"""Optimizer state by the names of parameters, which are the same in every layout.
 
 torch numbers the parameters of an optimizer in the order of its groups; Lightning's files hold
-these numbers. Both forms can be loaded here into any layout: every rank takes its own part of
-what is stored, and what the optimizer holds already (offloaded state, say) is filled in place.
+these numbers. Both forms can be loaded into any layout: every rank takes its own part of the stored
+state, and existing state (offloaded state, for example) is filled in place.
 """
 
 import warnings
@@ -22,18 +22,18 @@ from boltmesh.strategies.checkpoint.shard_reader import divided, held
 PARAMS = "params"
 
 PENDING = "boltmesh.pending_gradient"
-"""In the state of a parameter: a gradient that was made and not applied yet, of a run whose
-schedule applies gradients a step late."""
+"""Key in the state of a parameter: a gradient that was computed and not applied yet, in a run whose
+schedule applies gradients one step late."""
 
 Take = Callable[[torch.nn.Parameter, Tensor], None]
-"""Takes a pending gradient."""
+"""Receives a pending gradient."""
 
 Divide = Callable[[str], DimDivision | None]
-"""How the parameter of a name is divided, of which this rank has a part in a plain tensor."""
+"""Returns the division of a parameter by name, if this rank has a part of it in a plain tensor."""
 
 
 def parameter_names(module: Module, optimizer: Optimizer) -> list[list[str]]:
-    """Names of an optimizer's parameters by group; of what is not the module's, its place."""
+    """Names of an optimizer's parameters by group; the position for those not in the module."""
     names = {id(each): name for name, each in module.named_parameters()}
     return [
         [names.get(id(each), f"#{group}.{at}") for at, each in enumerate(settings[PARAMS])]
@@ -46,11 +46,11 @@ def named_state(
 ) -> dict[str, Any]:
     """An optimizer's state like its ``state_dict``, with names in place of numbers. No copies.
 
-    What has the shape of a parameter that ``divide`` knows becomes a ``Part``.
+    Tensors with the shape of a parameter that ``divide`` knows become a ``TensorPart``.
 
     Raises:
-        CheckpointError: For a state tensor that is cut like no parameter, and that no other
-            number of ranks could take up.
+        CheckpointError: For a state tensor with another division than its parameter, which no other
+            number of ranks could load.
     """
     names = parameter_names(module, optimizer)
     state: dict[str, dict[str, Any]] = {}
@@ -76,7 +76,7 @@ def named_state(
 
 
 def is_named(saved: Mapping[str, Any]) -> bool:
-    """Whether a saved state goes by names, not by torch's numbers."""
+    """Whether a saved state uses names, rather than torch's numbers."""
     members = [each for group in saved["param_groups"] for each in group[PARAMS]]
     return bool(members) and isinstance(members[0], str)
 
@@ -90,7 +90,7 @@ def load_states(
     take: Take | None = None,
     divide: Divide = lambda _: None,
 ) -> None:
-    """Put the saved states of all optimizers into them; see ``load_state``."""
+    """Load the saved states of all optimizers; see ``load_state``."""
     if take is None and any(PENDING in each for state in saved for each in _values(state)):
         warnings.warn(
             "The checkpoint holds a gradient that was not applied yet, as schedule="
@@ -119,14 +119,14 @@ def load_state(
     take: Take | None = None,
     divide: Divide = lambda _: None,
 ) -> None:
-    """Put a saved state into an optimizer, whatever layout wrote it.
+    """Load a saved state of any layout into an optimizer.
 
-    Groups keep their identity, for schedulers and offloading hold on to them. Parameters that
-    this rank does not hold, as ``holds`` says by their names, get none; of those that ``divide``
-    knows it gets its part. Pending gradients are no state of the optimizer: ``take`` gets them.
+    Groups keep their identity, because schedulers and offload refer to them. Parameters that this
+    rank does not hold, according to ``holds`` by name, get none; those that ``divide`` knows get
+    their part. Pending gradients are not state of the optimizer: ``take`` receives them.
 
     Raises:
-        CheckpointError: When the groups are not those of the optimizer.
+        CheckpointError: If the groups are not those of the optimizer.
     """
     names = parameter_names(module, optimizer)
     _check_groups(names, saved, type(optimizer).__name__)
@@ -166,7 +166,7 @@ def load_state(
 
 
 def _forget(optimizer: Optimizer, parameter: Tensor, *, keeps: Collection[str]) -> None:
-    """Drop state that a checkpoint has nothing for. Offloaded state stays where it is, as zeros."""
+    """Drop state that is not in the checkpoint. Offloaded state stays in place, as zeros."""
     state = optimizer.state.get(parameter)
     if state is None:
         return
@@ -194,7 +194,7 @@ def _load_value(
     elif value.shape == parameter.shape and (
         value.dim() > 0 or (isinstance(parameter, DTensor) and not is_step)
     ):
-        # As torch does, also where a checkpoint of another precision is loaded.
+        # As torch does, also for a checkpoint of another precision.
         dtype = parameter.dtype if value.is_floating_point() else value.dtype
         destination = torch.empty_like(parameter.detach(), dtype=dtype)
     elif isinstance(parameter, DTensor) and value.numel() > 1:
@@ -211,7 +211,7 @@ def _load_value(
 
 
 def _by_name(names: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved states by the names that the parameters have now."""
+    """Saved states by the current names of the parameters."""
     if is_named(saved):
         return dict(saved["state"])
     now = [name for group in names for name in group]
@@ -247,7 +247,7 @@ def _check_groups(names: Sequence[Sequence[str]], saved: Mapping[str, Any], opti
 
 
 def _update(settings: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Take over hyper-parameters; one that is a tensor keeps its identity."""
+    """Set hyper-parameters; one that is a tensor keeps its identity."""
     for key, value in saved.items():
         current = settings.get(key)
         if isinstance(current, Tensor) and isinstance(value, Tensor):

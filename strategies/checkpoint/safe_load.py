@@ -1,4 +1,4 @@
-"""The only module of the package that unpickles what a checkpoint holds.
+"""The only module of the package that unpickles a checkpoint.
 
 Always with ``weights_only=True``: torch then builds tensors, plain containers and the classes that
 ``torch.serialization.add_safe_globals`` allows, and calls nothing else that a file names.
@@ -16,9 +16,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from boltmesh.errors import CheckpointError, ConfigError, UnsafeCheckpointError
 
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
-"""What a file names, in torch's refusal of it."""
+"""Names in torch's refusal of a file."""
 _ADVICE = re.compile(r"weights[_ ]only|torch\.load|option", re.IGNORECASE)
-"""Lines of torch's errors that say how to load a file unsafely."""
+"""Lines of torch's errors that advise loading a file unsafely."""
 _HOW_TO_ALLOW = (
     "classes that you trust can be allowed by torch.serialization.add_safe_globals([...]) in the "
     "file of your model"
@@ -28,7 +28,7 @@ _HOW_TO_ALLOW = (
 def safe_load(
     source: Path | IO[bytes], name: object, *, is_mapped: bool = False, map_location: Any = "cpu"
 ) -> Any:
-    """Unpickle a file of ``torch.save`` without running code that it names.
+    """Unpickle a file of ``torch.save`` without executing code that it names.
 
     Args:
         source: A path, or an open file that can seek.
@@ -38,12 +38,12 @@ def safe_load(
 
     Raises:
         UnsafeCheckpointError: Loading it needs classes or functions that are not allowed.
-        CheckpointError: It is damaged, or no file of ``torch.save``.
+        CheckpointError: It is damaged, or not a file of ``torch.save``.
         OSError: It could not be read.
     """
     try:
         with warnings.catch_warnings():
-            # Of foreign formats, which end in an error below.
+            # Warnings about foreign formats, which end in an error below.
             warnings.simplefilter("ignore", UserWarning)
             return torch.load(source, map_location=map_location, weights_only=True, mmap=is_mapped)
     except OSError:
@@ -76,8 +76,8 @@ def check_weights_only(weights_only: bool | None, place: object) -> None:
 
 
 def _unsafe_names(source: Path | IO[bytes], text: str) -> list[str]:
-    """Names of what a file would call or build and may not, found without loading it."""
-    with suppress(Exception):  # no zip file, or a damaged one
+    """Names of disallowed functions and classes in a file, found without loading it."""
+    with suppress(Exception):  # not a zip file, or a damaged one
         if not isinstance(source, Path):
             source.seek(0)
         if found := get_unsafe_globals_in_checkpoint(source):
@@ -97,5 +97,5 @@ def _refusal(name: object, names: list[str], text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Text of a file that may have been made to fool a terminal."""
+    """Escape text of a file that may contain terminal control sequences."""
     return "".join(each if each.isprintable() else "?" for each in text)[:300]

@@ -1,12 +1,11 @@
-"""Reads tensors of a directory of shards, whichever ranks have written which parts of them.
+"""Reads tensors of a directory of shards, independently of the ranks that wrote them.
 
-Reading needs no other rank: each takes what its own part overlaps, one piece at a time.
+Reading is not collective: each rank reads what overlaps its own part, one piece at a time.
 
-A tensor of a checkpoint that is not in memory yet, or not yet on its ranks.
-
-It has the shape and dtype of the whole tensor and no elements. What ``load_state_dict`` does with
-it, ``parameter.copy_(placeholder)``, fills the part of the parameter that this rank holds. So all
-of torch's and the user's hooks around loading run as ever, and no rank holds a whole tensor.
+``Placeholder`` is a tensor of a checkpoint that is not in memory yet. It has the shape and dtype of
+the full tensor and no elements. ``parameter.copy_(placeholder)``, as ``load_state_dict`` calls it,
+fills the part of the parameter that this rank holds. So all hooks of torch and of users around
+loading run as usual, and no rank holds a full tensor.
 """
 
 import io
@@ -59,11 +58,11 @@ class ShardReader:
     """The tensors of one directory.
 
     Args:
-        folder: Where the files of a complete directory lie.
+        folder: The folder of the files of a complete directory.
         metadata: The content of its ``.metadata``.
 
     Raises:
-        CheckpointError: When the metadata is not what boltmesh writes.
+        CheckpointError: If the metadata were not written by boltmesh.
     """
 
     def __init__(self, folder: Folder, metadata: bytes) -> None:
@@ -75,7 +74,7 @@ class ShardReader:
         return {name: tuple(map(str, keys)) for name, keys in self._metadata.planner_data.items()}
 
     def size_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Of the whole tensor."""
+        """Size and dtype of the full tensor."""
         entry = self._entry(name)
         return entry.size, entry.properties.dtype
 
@@ -125,7 +124,7 @@ class ShardReader:
         """Return the file of one piece, whose checksum was right."""
         where = self._metadata.storage_data[index]
         name = Path(where.relative_path).name
-        # A stream of bytes that nobody else holds is cut without a copy.
+        # Bytes without another reference are sliced without a copy.
         stream = io.BytesIO(self._folder.read(name, where.offset, where.length + CHECKSUM.size))
         with stream.getbuffer() as stored:
             end = bytes(stored[where.length :])
@@ -146,7 +145,7 @@ def _parse(folder: Folder, data: bytes) -> Metadata:
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
         is_ours = isinstance(metadata, Metadata) and isinstance(metadata.planner_data, dict)
     except Exception as error:
-        # Whatever a foreign pickle makes the machine stumble over.
+        # A foreign pickle may raise any error.
         raise CheckpointError(f"{folder} has a .metadata that cannot be read: {error}") from error
     if not is_ours:
         raise CheckpointError(f"{folder} has a .metadata that boltmesh has not written.")
@@ -155,7 +154,7 @@ def _parse(folder: Folder, data: bytes) -> Metadata:
 
 
 class _MetadataUnpickler(pickle.Unpickler):  # noqa: S301 - it is what makes it safe
-    """Makes what torch's metadata consists of, and nothing else: a pickle could run any code."""
+    """Builds the classes of torch's metadata and no others: a pickle could execute any code."""
 
     @override
     def find_class(self, module_name: str, global_name: str, /) -> Any:
@@ -172,20 +171,20 @@ class Placeholder(Tensor):
     """Stands for a stored tensor in a checkpoint's dictionary. Hooks may rename it or drop it."""
 
     filler: Callable[[Tensor], None]
-    """Missing from what torch makes of a placeholder by computing."""
+    """Missing from tensors that torch computes from a placeholder."""
 
     @staticmethod
     def of(size: torch.Size, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> "Placeholder":
-        """A placeholder that ``fill`` puts into a destination of its shape."""
+        """Return a placeholder that ``fill`` writes to a destination of its shape."""
         made = torch.empty(size, dtype=dtype, device="meta").as_subclass(Placeholder)
         made.filler = fill
         return made
 
     def fill(self, destination: Tensor) -> None:
-        """Put this rank's part of the value into ``destination``, which has the same shape.
+        """Write this rank's part of the value to ``destination``, which has the same shape.
 
         Raises:
-            CheckpointError: When this was computed from a placeholder, and so has no value.
+            CheckpointError: If this was computed from a placeholder, and so has no value.
         """
         if not hasattr(self, "filler"):
             raise CheckpointError(
@@ -196,7 +195,7 @@ class Placeholder(Tensor):
             self.filler(destination)
 
     def load(self) -> Tensor:
-        """The whole value on the CPU, for hooks that look at it."""
+        """Return the full value on the CPU, for hooks that read it."""
         value = torch.empty(self.shape, dtype=self.dtype)
         self.fill(value)
         return value
@@ -217,18 +216,18 @@ class Placeholder(Tensor):
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> "Placeholder":
-        return self  # nothing about it can change
+        return self  # it is immutable
 
 
 def stored(reader: ShardReader, name: str) -> Placeholder:
-    """A tensor of a directory of shards."""
+    """Return the placeholder of a tensor in a directory of shards."""
     return Placeholder.of(
         *reader.size_and_dtype(name), lambda destination: reader.read_into(name, destination)
     )
 
 
 def held(value: Any) -> Any:
-    """A whole tensor that every rank has, of which each will take its part; else the value."""
+    """Return a placeholder for a tensor that every rank holds in full; other values unchanged."""
 
     def fill(destination: Tensor) -> None:
         part = own_part(destination)
@@ -252,15 +251,15 @@ def held(value: Any) -> Any:
 
 
 def divided(value: Any, division: DimDivision, name: str) -> Any:
-    """Stands for this rank's part of a whole tensor; for tensors of one element, that themselves.
+    """Return a placeholder for this rank's part of a full tensor; a one-element tensor unchanged.
 
     Args:
-        value: Of a checkpoint: a tensor or a placeholder, whole.
-        division: How it is divided; the destination is this rank's part by itself.
+        value: A full tensor or placeholder of a checkpoint.
+        division: Its division; the destination is this rank's part.
         name: For messages.
 
     Raises:
-        CheckpointError: When the value has not the shape of the whole.
+        CheckpointError: If the value does not have the full shape.
     """
     if not isinstance(value, Tensor) or (value.numel() <= 1 and value.shape != division.shape):
         return value
@@ -278,7 +277,7 @@ def divided(value: Any, division: DimDivision, name: str) -> Any:
 
 
 def passed_over(value: Any) -> Any:
-    """Stands for a tensor that this rank does not hold: nothing is loaded of it."""
+    """Return a placeholder that loads nothing, for a tensor that this rank does not hold."""
 
     def fill(destination: Tensor) -> None:
         pass

@@ -1,9 +1,8 @@
 """Writes this rank's shards in the format of ``torch.distributed.checkpoint``.
 
-torch's own writer keeps every tensor it has copied to the CPU until its file is closed: a whole
-rank's share of model and optimizer, where memory may be what offloading was chosen for. This one
-holds one shard at a time. It also puts a checksum behind each piece, where torch's readers do not
-look.
+torch's writer keeps every tensor that it has copied to the CPU until its file is closed: a rank's
+full share of model and optimizer, while memory may be the reason for offload. This one holds one
+shard at a time. It also writes a checksum after each piece, where torch's readers do not look.
 """
 
 import os
@@ -50,27 +49,27 @@ from boltmesh.strategies.checkpoint.storage.folder import Draft
 from boltmesh.strategies.torch_compat.files import storage_info
 
 CHECKSUM = struct.Struct("<I")
-"""The CRC-32 of a piece, directly behind it."""
+"""The CRC-32 of a piece, directly after it."""
 
 SUFFIX = ".distcp"
-"""Of files of shards; torch's."""
+"""Suffix of files of shards; torch's."""
 
 
 class PiecePlanner(DefaultSavePlanner):
     """Plans a rank's shards in pieces. Ranks that hold the same shard share the work.
 
-    The state holds tensors only; what is neither DTensor nor ``Part`` is alike on all ranks, or
-    counts as it is on the first.
+    The state holds only tensors; those that are neither DTensor nor ``TensorPart`` are equal on all
+    ranks, or are taken from the first.
 
     Args:
-        is_divided: What is neither is here on this rank alone, and written by it.
+        is_divided: Such tensors are on this rank only, and written by it.
     """
 
     def __init__(self, *, is_divided: bool = False) -> None:
         super().__init__(flatten_sharded_tensors=False)
         self._is_divided = is_divided
         self._read: tuple[str, Tensor] | None = None
-        """The name and value of the shard that was read last."""
+        """Name and value of the shard that was read last."""
 
     @override
     def create_local_plan(self) -> SavePlan:
@@ -91,7 +90,7 @@ class PiecePlanner(DefaultSavePlanner):
         part = own_part(tensor)
         if isinstance(part, OffloadedChunk):
             if self._read is None or self._read[0] != name:
-                self._read = None  # so that there are never two
+                self._read = None  # never keep two
                 self._read = (name, part.read())
             part = self._read[1]
         places = (within(chunk, piece) for chunk in own_chunks(tensor))
@@ -100,11 +99,11 @@ class PiecePlanner(DefaultSavePlanner):
 
 
 def is_written_here(tensor: Tensor, *, writes_plain: bool) -> bool:
-    """Tell whether this rank writes something of a tensor.
+    """Whether this rank writes a part of a tensor.
 
     Args:
-        tensor: Of a checkpoint.
-        writes_plain: Whether this rank writes what is no shard.
+        tensor: A tensor of the checkpoint.
+        writes_plain: Whether this rank writes tensors that are not shards.
     """
     if isinstance(tensor, Snapshot):
         return tensor.copied is not None
@@ -115,7 +114,7 @@ def is_written_here(tensor: Tensor, *, writes_plain: bool) -> bool:
 
 
 def in_stored_order(tensor: Tensor) -> int:
-    """Where a tensor lies among those that offloading stores: a parameter beside its moments."""
+    """Position of a tensor in offload's storage: a parameter is next to its moments."""
     if isinstance(tensor, Snapshot):
         return -1
     part = own_part(tensor)
@@ -130,7 +129,7 @@ def _pieces(name: str, tensor: Tensor, *, keeps_empty: bool) -> list[WriteItem]:
     chunks = [each.whole for each in own_chunks(tensor)]
     if not keeps_empty and all(0 in each.sizes for each in chunks):
         return []
-    # Not by asking the tensor: what is kept elsewhere would be read for that.
+    # Not read from the tensor: an offloaded one would be loaded for that.
     properties = TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
     return [
         WriteItem(
@@ -153,7 +152,7 @@ class ShardWriter(StorageWriter):
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self.written: dict[str, Written] = {}
-        """All files and what went into them; on the first rank, once they are written."""
+        """All files with sizes and checksums; on the first rank, once they are written."""
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -169,7 +168,7 @@ class ShardWriter(StorageWriter):
 
     @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # As torch's own writer names them.
+        # The names of torch's own writer.
         return [
             replace(plan, storage_data=f"__{rank}_0{SUFFIX}") for rank, plan in enumerate(plans)
         ]
@@ -194,7 +193,7 @@ class ShardWriter(StorageWriter):
         places = {each.index: each.storage_data for rank in results for each in rank}
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         metadata.storage_data = places
-        # Without the folder, which has another name once it is complete.
+        # Without the folder, which is renamed once it is complete.
         metadata.storage_meta = StorageMeta()
         for each in places.values():
             end = each.offset + each.length + CHECKSUM.size
@@ -212,20 +211,20 @@ class ShardWriter(StorageWriter):
 
 
 def _write_piece(planner: SavePlanner, item: WriteItem, file: SummedFile) -> tuple[int, int]:
-    """Write one piece; nothing holds on to it when this returns."""
+    """Write one piece; no reference to it remains when this returns."""
     data = planner.resolve_data(item)
     assert isinstance(data, Tensor)
     return _write(_compact(data), file)
 
 
 def _compact(part: Tensor) -> Tensor:
-    """On the CPU, without more storage than it has elements: torch saves the whole storage."""
+    """Return it on the CPU with a storage of its own size: torch saves full storages."""
     part = part.detach().cpu().contiguous()
     return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 
 def _write(tensor: Tensor, file: SummedFile) -> tuple[int, int]:
-    """Append a tensor and its checksum; return where it begins and how long it is."""
+    """Append a tensor and its checksum; return its offset and length."""
     offset = file.num_bytes
     file.crc32 = 0
     save_into(tensor, cast("BinaryIO", file))

@@ -1,9 +1,8 @@
-"""Looks, before the first step, whether all ranks see the folders that they will write to together.
+"""Checks before the first step that all ranks see the folders to which they write together.
 
-A checkpoint of shards is a folder into which every rank writes its own. A disk of one host, or the
-memory of one process, would hold a part of it, and nobody would know before the first save.
-
-A file by which ranks find out whether they see one folder.
+A checkpoint of shards is a folder into which every rank writes its own. The disk of one host, or
+the memory of one process, would hold a part of it, which would be noticed only at the first save.
+``FolderProbe`` is a file by which ranks find out whether they see the same folder.
 """
 
 from collections.abc import Iterator
@@ -27,17 +26,17 @@ from boltmesh.strategies.checkpoint.storage.addresses import (
 
 
 class FolderProbe:
-    """One rank writes it, the others look; what fails raises OSError.
+    """A file that one rank writes and the others look for; failures are OSErrors.
 
     Args:
-        place: Path or address of the folder, which the first rank makes.
+        place: Path or address of the folder, which the first rank creates.
     """
 
     def __init__(self, place: str | Path) -> None:
         self._place = place
 
     def write(self) -> str:
-        """Make the file and return its name."""
+        """Create the file and return its name."""
         name = f".boltmesh-{uuid4().hex}"
         if isinstance(self._place, Path):
             self._place.mkdir(parents=True, exist_ok=True)
@@ -67,7 +66,7 @@ class FolderProbe:
 
 
 def mend_folders(trainer: Trainer) -> None:
-    """Give callbacks the ``file://`` folder that they were asked for, see ``mended``."""
+    """Restore the ``file://`` folder that callbacks were given, see ``mended``."""
     for callback in _savers(trainer):
         callback.dirpath = mended(str(callback.dirpath))
 
@@ -103,7 +102,7 @@ def _refuse_unshared(folder: str) -> None:
     reports: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, _look(probe, name))
     if dist.get_rank() == 0:
-        with suppress(OSError):  # one that may write and not delete leaves an empty file
+        with suppress(OSError):  # a rank that may write but not delete leaves an empty file
             probe.remove(name)
     for rank, report in enumerate(reports):
         if report is not None:
@@ -115,7 +114,7 @@ def _refuse_unshared(folder: str) -> None:
 
 
 def _look(probe: FolderProbe, name: str) -> str | None:
-    """Why this rank does not see the file, in words; None when it does."""
+    """Return why this rank does not see the file; None if it does."""
     try:
         return None if probe.is_seen(name) else ""
     except OSError as error:

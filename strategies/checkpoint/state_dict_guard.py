@@ -1,4 +1,4 @@
-"""Keeps parts of a model from being taken for the model, where other ranks have the rest."""
+"""Makes ``state_dict()`` raise on a model of which other ranks hold parts."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -22,15 +22,15 @@ PARTS = "would hold this rank's part of {count} parameters ({first!r}, ...) for 
 
 
 class StateGuard:
-    """Makes ``state_dict()`` and pickling of a model raise, but where a strategy asks.
+    """Makes ``state_dict()`` and pickling of a model raise, except for a strategy.
 
-    Loading is not concerned: every rank takes what it holds.
+    Loading is not affected: every rank takes its part.
 
     Args:
-        module: The whole model.
-        absent: Names of parameters that this rank does not have whole.
-        holds: What a state would be, of so many parameters: words that ``{count}`` and ``{first}``
-            are put into, the name of one of them.
+        module: The LightningModule.
+        absent: Names of parameters that this rank does not hold in full.
+        holds: Description of such a state for messages, formatted with ``{count}`` parameters and
+            the name of the ``{first}`` of them.
     """
 
     def __init__(self, module: Module, absent: Collection[str], *, holds: str = ABSENT) -> None:
@@ -44,7 +44,7 @@ class StateGuard:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Within, parts may be asked for, by who knows that they are."""
+        """Context in which parts may be read, for callers that handle them."""
         was_open, self._is_open = self._is_open, True
         try:
             yield
@@ -53,17 +53,17 @@ class StateGuard:
 
     @property
     def is_open(self) -> bool:
-        """Whether parts may be asked for."""
+        """Whether parts may be read."""
         return self._is_open
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the guard from the model."""
         for each in self._handles:
             each.remove()
 
 
 class _Hook:
-    """What torch calls before ``state_dict``; no copy of a module is rid of it, and no file has."""
+    """The hook before ``state_dict``; copies of the module keep it, and files do not."""
 
     def __init__(self, guard: StateGuard, absent: Collection[str], name: str) -> None:
         self._guard = guard

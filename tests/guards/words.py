@@ -52,7 +52,7 @@ WORDS = [
     r"settle[sd]?",
     r"wish(?:es|ed)?",
     # Words of another century, or of another language.
-    r"stands",
+    r"stands(?! for\b)",
     r"stood",
     r"alike",
     r"anew",
@@ -117,8 +117,13 @@ def find_hits(path: str, source: str) -> list[Hit]:
     return sorted(
         Hit(path, text.line + text.words.count("\n", 0, match.end()), " ".join(match[0].split()))
         for text in texts
-        for match in PATTERN.finditer(text.words)
+        for match in PATTERN.finditer(_without_names(text.words))
     )
+
+
+def _without_names(words: str) -> str:
+    """Blank what is marked as code: a name is not prose."""
+    return re.sub(r"`[^`\n]*`", lambda name: "x" * len(name[0]), words)
 
 
 def _strings(source: str) -> Iterator[Text]:
@@ -161,7 +166,6 @@ def _paragraphs(source: str) -> list[Text]:
         return "\n" * match[0].count("\n")
 
     prose = re.sub(r"^```.*?^```$", blank, source, flags=re.MULTILINE | re.DOTALL)
-    prose = re.sub(r"`[^`\n]*`", "`x`", prose)
     # A cell of a table, an item of a list and a heading each begin a sentence.
     prose = re.sub(r"^(?:#+|-|\*|\d+\.) |\| ", ". ", prose, flags=re.MULTILINE)
     return [Text(1, prose)]

@@ -1,5 +1,6 @@
-"""Where checkpoints lie that are folders: on a file system of the system's, or of fsspec's.
+"""Folders of checkpoints, on disks and on file systems of fsspec. Plain Python, without torch.
 
-Plain Python, without torch. What is read is a ``Folder``, what is being written a ``Draft``; both
-are made by ``folder_at`` from a path or an address.
+``folder`` has ``folder_at``, which makes a ``Folder`` (to read) or a ``Draft`` (to write) from a
+path or an address. ``addresses`` distinguishes paths of the operating system from addresses of
+fsspec.
 """

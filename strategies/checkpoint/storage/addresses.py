@@ -1,4 +1,4 @@
-"""Tells paths of the operating system from addresses that fsspec alone can open."""
+"""Distinguishes paths of the operating system from addresses that only fsspec can open."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _LOCAL = {"file", "local"}
 
 @contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Raise what a file system's own library raises, of any class, as an OSError."""
+    """Raise errors of a file system's own library, of any class, as an OSError."""
     try:
         yield
     except OSError:
@@ -26,7 +26,7 @@ def as_os_errors() -> Iterator[None]:
 
 
 def is_local(path: str | Path) -> bool:
-    """Whether a path or address is of a file system that the operating system serves."""
+    """Whether a path or address is on a file system of the operating system."""
     return get_protocol(str(path)) in _LOCAL
 
 
@@ -39,31 +39,31 @@ def local_path(path: str | Path) -> Path:
 
 
 def path_or_address(text: str | Path) -> Path | str:
-    """Return a path for what is local, else the address as it is: a Path would lose a slash."""
+    """Return a path if it is local, else the address unchanged: a Path would drop a slash."""
     return local_path(text) if is_local(text) else str(text).rstrip("/")
 
 
 def open_address(address: str) -> tuple[Any, str]:
-    """Return the file system of a remote address, and the path that it has there.
+    """Return the file system of a remote address, and the path in it.
 
     Raises:
-        ConfigError: When fsspec does not know it, or lacks the package for it.
+        ConfigError: If fsspec does not know it, or lacks the package for it.
     """
     try:
         system, path = url_to_fs(address)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"{address} cannot be opened: {error}. Install what fsspec asks for, or choose a path."
+            f"{address} cannot be opened: {error}. Install what fsspec requires, or choose a path."
         ) from error
     return system, path
 
 
 def is_file(place: str | Path) -> bool:
-    """Whether a file lies at a path or address.
+    """Whether a path or address is a file.
 
     Raises:
-        ConfigError: When fsspec cannot open the address.
-        OSError: When it cannot be told.
+        ConfigError: If fsspec cannot open the address.
+        OSError: If the file system cannot be read.
     """
     if isinstance(place, Path):
         return place.is_file()
@@ -71,12 +71,12 @@ def is_file(place: str | Path) -> bool:
 
 
 def kind_at(system: Any, path: str) -> str | None:
-    """What lies at a path of fsspec's now: ``"file"``, ``"directory"``, or None for nothing.
+    """Return the current kind of a path of fsspec: ``"file"``, ``"directory"``, or None.
 
-    fsspec's own ``exists``, ``isfile`` and ``isdir`` take an error of the network for a no.
+    fsspec's own ``exists``, ``isfile`` and ``isdir`` return False after an error of the network.
 
     Raises:
-        OSError: When it cannot be told.
+        OSError: If the file system cannot be read.
     """
     with as_os_errors():
         system.invalidate_cache()  # others write here too
@@ -88,7 +88,7 @@ def kind_at(system: Any, path: str) -> str | None:
 
 
 def mended(path: str) -> str:
-    """Undo what Lightning makes of a ModelCheckpoint's ``file://`` folder: a path below this one.
+    """Undo Lightning's change to a ModelCheckpoint's ``file://`` folder: a path below this one.
 
     ``os.path.realpath("file:///a/b")`` is ``<working directory>/file:/a/b``.
     """

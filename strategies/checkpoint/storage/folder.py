@@ -1,16 +1,14 @@
-"""What a checkpoint's folder can do, wherever it lies. Errors of any file system are OSErrors.
+"""A checkpoint's folder on any file system. Errors of any file system are OSErrors.
 
-A folder of the operating system's: written beside its name, flushed to the disk, renamed.
+``LocalFolder`` is on a disk: written under a temporary name, flushed, renamed.
 
-A folder of any file system of fsspec's, which need not know how to rename.
+``RemoteFolder`` is on a file system of fsspec, which may not be able to rename. Files are written
+under their final names, and the last one completes the folder: a folder without it is not a
+checkpoint. Object stores put files atomically. To replace a complete folder, the new files are
+written to a subfolder, and the new last file, which names it, replaces the old one in a single put;
+the files that the old one named are deleted afterwards.
 
-Files go under their final names, and the last one says that all are there: a folder without it is
-no checkpoint. Object stores put a file whole or not at all, so that there is no moment between.
-Where a complete folder is to be replaced, the new files go into a folder inside of it, and the new
-last file says so: it takes the place of the old one in a single write, and what that had named is
-deleted afterwards.
-
-From a path or an address to the folder there.
+``folder_at`` returns the folder at a path or an address.
 """
 
 import os
@@ -44,16 +42,16 @@ LAST = "manifest.json"
 
 
 class DraftStart(NamedTuple):
-    """What the rank that begins a folder tells the others."""
+    """Sent by the rank that starts a folder to the others."""
 
     mark: str
     """A file in it that every rank has to see."""
     within: str
-    """Where in the folder its files go: ``""``, or the name of a folder and ``/``."""
+    """Prefix of its files within the folder: ``""``, or the name of a subfolder and ``/``."""
 
 
 class Folder(Protocol):
-    """A folder that is read; ``str`` gives its path or address."""
+    """A folder to read; ``str`` gives its path or address."""
 
     def is_there(self) -> bool:
         """Whether there is a folder, complete or not."""
@@ -65,47 +63,48 @@ class Folder(Protocol):
         """Return bytes of a file, fewer where it ends; a missing one is a FileNotFoundError."""
 
     def inside(self, within: str) -> "Folder":
-        """Return the folder in which the files lie, see ``Start``."""
+        """Return the folder in which the files are, see ``DraftStart``."""
 
     def draft(self) -> "Draft":
-        """Return what is to be written and takes this folder's name."""
+        """Return the draft of a new folder with this name."""
 
     def remove(self) -> None:
-        """Delete it, so that no half of it is ever taken for a checkpoint."""
+        """Delete it; an incomplete deletion leaves nothing that looks like a checkpoint."""
 
 
 class Draft(Protocol):
     """A folder that several ranks write.
 
-    The first rank begins, the others join it, all create files, and the first finishes it.
+    The first rank calls ``begin``, the others ``joins``, all create files, and the first calls
+    ``finish``.
     """
 
     @property
     def within(self) -> str:
-        """See ``Start``; known once it has begun."""
+        """See ``DraftStart``; known once it has begun."""
 
     def begin(self) -> DraftStart:
-        """Make room for it, and take away what a killed save has left there."""
+        """Create it, and delete what a killed save has left there."""
 
     def joins(self, start: DraftStart) -> bool:
-        """Go on with what the first rank has begun; False when this rank does not see it."""
+        """Join the folder that the first rank has begun; False if this rank does not see it."""
 
     def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Open a new file for writing; its bytes are on their medium when it is left."""
+        """Open a new file for writing; it is flushed to its medium when the context ends."""
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file that any rank has created."""
+        """Return the size of a file that any rank has created."""
 
     def finish(self, last: bytes, names: Collection[str]) -> None:
-        """Write ``LAST``; then this is complete, and in the place of what was there.
+        """Write ``LAST``; then the folder is complete, and replaces a previous one.
 
         Args:
             last: Its content.
-            names: All other files that belong to the folder.
+            names: All other files of the folder.
         """
 
     def abandon(self) -> None:
-        """Take away what has been written; what was there before stays."""
+        """Delete what has been written; a previous folder is kept."""
 
 
 class LocalFolder:
@@ -123,12 +122,12 @@ class LocalFolder:
         return str(self._path)
 
     def is_there(self) -> bool:
-        """One that a kill had set aside is put back."""
+        """Whether it exists; restores one that a kill had left renamed."""
         restore_aside(self._path)
         return self._path.is_dir()
 
     def size(self, name: str) -> int:
-        """Of a file."""
+        """Size of a file."""
         return (self._path / name).stat().st_size
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
@@ -138,11 +137,11 @@ class LocalFolder:
             return file.read(-1 if length is None else length)
 
     def inside(self, within: str) -> "LocalFolder":
-        """Where the files lie, in a copy of what was replaced on a remote file system."""
+        """Folder of the files, in a copy of one that was replaced on a remote file system."""
         return LocalFolder(self._path / within) if within else self
 
     def draft(self) -> "LocalDraft":
-        """What takes this name."""
+        """Draft of a new folder with this name."""
         return LocalDraft(self._path)
 
     def remove(self) -> None:
@@ -154,7 +153,7 @@ class LocalDraft:
     """A ``Draft`` that is renamed when it is finished.
 
     Args:
-        target: The name that it takes then.
+        target: Its final name.
     """
 
     within = ""
@@ -165,31 +164,31 @@ class LocalDraft:
         self._mark = f"begun-{uuid4().hex}"
 
     def begin(self) -> DraftStart:
-        """Make the folder beside the name."""
+        """Create the folder under its temporary name."""
         remove(self._partial)  # left behind by a run that was killed
         self._partial.mkdir(parents=True)
         (self._partial / self._mark).touch()
         return DraftStart(self._mark, self.within)
 
     def joins(self, start: DraftStart) -> bool:
-        """Look for the folder."""
+        """Check that the folder exists."""
         self._mark = start.mark
         return (self._partial / start.mark).exists()
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file that is flushed when it is left."""
+        """Open a file that is flushed when the context ends."""
         with (self._partial / name).open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
 
     def size(self, name: str) -> int:
-        """Of a file."""
+        """Size of a file."""
         return (self._partial / name).stat().st_size
 
     def finish(self, last: bytes, names: Collection[str]) -> None:
-        """Give it its name."""
+        """Rename it."""
         with self.create(LAST) as file:
             file.write(last)
         (self._partial / self._mark).unlink()
@@ -205,7 +204,7 @@ class RemoteFolder:
     """A ``Folder`` at an address.
 
     Args:
-        address: With its protocol, ``s3://bucket/name.ckpt`` say.
+        address: With its protocol, for example ``s3://bucket/name.ckpt``.
     """
 
     def __init__(self, address: str) -> None:
@@ -219,31 +218,31 @@ class RemoteFolder:
         return self._address
 
     def is_there(self) -> bool:
-        """Whether anything lies below the address."""
+        """Whether anything exists below the address."""
         return kind_at(self._system, self._path) == "directory"
 
     def size(self, name: str) -> int:
-        """Of a file."""
+        """Size of a file."""
         with as_os_errors():
             return int(self._system.info(f"{self._path}/{name}")["size"])
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        """Bytes of a file, and of no more than those."""
+        """Bytes of a file, and only those."""
         end = None if length is None else start + length
         with as_os_errors():
             data: bytes = self._system.cat_file(f"{self._path}/{name}", start=start, end=end)
         return data
 
     def inside(self, within: str) -> "RemoteFolder":
-        """Where the files lie."""
+        """Folder of the files."""
         return RemoteFolder(f"{self._address}/{within}") if within else self
 
     def draft(self) -> "RemoteDraft":
-        """What takes this name."""
+        """Draft of a new folder with this name."""
         return RemoteDraft(self._address, self._system, self._path)
 
     def remove(self) -> None:
-        """Delete the last file first: what is left by a kill is no checkpoint any more."""
+        """Delete the last file first: what a kill leaves is then not a checkpoint."""
         last = f"{self._path}/{LAST}"
         with as_os_errors():
             if kind_at(self._system, last):
@@ -270,10 +269,10 @@ class RemoteDraft:
         self._mark = ""
 
     def begin(self) -> DraftStart:
-        """Choose where files go.
+        """Choose the folder for files.
 
         Raises:
-            OSError: Also when a file has the name: nothing could take its place in one step.
+            OSError: Also if a file has the name: nothing could replace it in one step.
         """
         token = uuid4().hex
         with as_os_errors():
@@ -294,13 +293,13 @@ class RemoteDraft:
         return DraftStart(self._mark, self.within)
 
     def joins(self, start: DraftStart) -> bool:
-        """Look for the mark."""
+        """Check that the mark exists."""
         self._mark, self.within = start
         return kind_at(self._system, f"{self._path}/{start.mark}") is not None
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file; nothing is kept of it here but what its library sends at once."""
+        """Open a file; only what its library sends at once is kept in memory."""
         with as_os_errors():
             file = self._system.open(f"{self._path}/{self.within}{name}", "wb")
         try:
@@ -312,13 +311,13 @@ class RemoteDraft:
             raise
 
     def size(self, name: str) -> int:
-        """Of a file, as another rank may have written it just now."""
+        """Size of a file that another rank may just have written."""
         with as_os_errors():
             self._system.invalidate_cache()
             return int(self._system.info(f"{self._path}/{self.within}{name}")["size"])
 
     def finish(self, last: bytes, names: Collection[str]) -> None:
-        """Put the last file, then delete what it does not name."""
+        """Put the last file, then delete files that it does not name."""
         with as_os_errors():
             self._system.pipe_file(f"{self._path}/{LAST}", last)
         kept = {f"{self._path}/{LAST}", *(f"{self._path}/{self.within}{name}" for name in names)}
@@ -326,7 +325,7 @@ class RemoteDraft:
             with as_os_errors():
                 self._system.invalidate_cache()
                 found = set(self._system.find(self._path))
-                # A file system that names files otherwise than it is asked for them keeps them.
+                # A file system may list files under other names than it was given.
                 for path in found - kept if kept <= found else ():
                     self._system.rm_file(path)
         except OSError as error:
@@ -337,7 +336,7 @@ class RemoteDraft:
             )
 
     def abandon(self) -> None:
-        """Delete what was written, as far as the file system lets; the next save does the rest."""
+        """Delete what was written, if the file system allows; the next save does the rest."""
         if not self._mark:
             return
         with suppress(OSError), as_os_errors():
@@ -346,8 +345,8 @@ class RemoteDraft:
 
 
 def _drop(file: Any) -> None:
-    """Let go of an upload that failed: closed as usual, or by the collector, it would be put."""
-    with suppress(Exception):  # the first error is the one to see
+    """Discard a failed upload: closing it, explicitly or by the collector, would put it."""
+    with suppress(Exception):  # the first error is the one to raise
         file.discard()
     with suppress(Exception):
         file.closed = True
@@ -360,19 +359,19 @@ class _RemoteFile:
         self._file = file
 
     def write(self, data: Any) -> int:
-        """As a file's."""
+        """Write ``data``."""
         with as_os_errors():
             written: int = self._file.write(data)
         return written
 
     def flush(self) -> None:
-        """Nothing: it would send a small part, which object stores refuse but for the last."""
+        """No effect: it would send a small part, which object stores allow only as the last."""
 
 
 def folder_at(place: str | Path) -> Folder:
     """Return the folder at a path or an address, which need not exist.
 
     Raises:
-        ConfigError: When fsspec cannot open the address.
+        ConfigError: If fsspec cannot open the address.
     """
     return LocalFolder(local_path(place)) if is_local(place) else RemoteFolder(str(place))
