@@ -9,6 +9,7 @@ Source: PyTorch Distributed, Li et al. 2020, https://arxiv.org/abs/2006.15704
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -16,11 +17,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.data_parallel.axis import SingleRankAxis
 from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
 from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
@@ -84,6 +86,8 @@ class DdpAxis(DataAxis):
             )
         self._is_static_graph_flushed = False
         self._is_graph_known = False
+        trained = frozenset(each for each in module.parameters() if each.requires_grad)
+        wrapped.register_forward_pre_hook(partial(_refuse_unfrozen, trained))
         self._register_compression(wrapped, group)
         return wrapped
 
@@ -174,6 +178,25 @@ class DdpAxis(DataAxis):
         rank = min(rows, columns, self.options.powersgd_rank)
         factors = (rows + columns) * rank
         return (factors if factors * _POWERSGD_MIN_RATE < numel else numel) * size
+
+
+def _refuse_unfrozen(
+    trained: frozenset[Parameter], wrapped: DistributedDataParallel, _inputs: object
+) -> None:
+    """Refuse parameters that are unfrozen during the run: DDP would not average their gradients.
+
+    Raises:
+        UnsupportedError: Naming one of them.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, parameter in wrapped.module.named_parameters():
+        if parameter.requires_grad and parameter not in trained:
+            raise UnsupportedError(
+                f"{name!r} was unfrozen after the run had begun, and DDP averages the gradients of "
+                f"parameters that were trained at its beginning. Unfreeze it before Trainer.fit "
+                f"and leave it out of the optimizer until then, or use bolt_zero1."
+            )
 
 
 def bf16_hook(group: ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:

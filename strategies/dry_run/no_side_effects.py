@@ -40,7 +40,7 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
     for each in (*(now for now, _ in attributes), *map(vars, _classes_of(modules))):
         _add_containers(each.values(), containers, depth=2)
     buffers = [
-        (buffer, times_written(buffer), buffer.detach().clone())
+        (buffer, times_written(buffer), buffer.detach().clone(), _has_running_statistics(each))
         for each in modules
         for buffer in each.buffers(recurse=False)
         if not buffer.is_inference() and not buffer.is_meta
@@ -56,9 +56,11 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
             if not _holds(container, members):  # another thread may be reading it
                 _refill(container, members)
         with torch.no_grad():
-            for buffer, written, value in buffers:
+            for buffer, written, value, is_running in buffers:
                 if times_written(buffer) != written:
                     buffer.copy_(value)
+                elif is_running:
+                    buffer.data.copy_(value)  # in their way, so that no saved tensor is invalid
 
 
 @contextmanager
@@ -69,6 +71,11 @@ def random_state_unchanged(device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore_random_state(before, device)
+
+
+def _has_running_statistics(module: Module) -> bool:
+    """Whether a batch norm's kernel may write its buffers, which no version counter shows."""
+    return bool(getattr(module, "track_running_stats", False))
 
 
 def _classes_of(modules: Iterable[Module]) -> set[type]:

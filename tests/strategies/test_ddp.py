@@ -213,6 +213,22 @@ def draw(rank: int, world_size: int, seed: int | None) -> list[float]:
     return module.seen
 
 
+def unfreeze_late(rank: int, world_size: int) -> None:
+    class Unfreezes(Regression):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            next(iter(self.parameters())).requires_grad_(batch_idx > 0)
+
+    module = Unfreezes()
+    next(iter(module.parameters())).requires_grad_(False)
+    trainer(world_size, max_steps=3).fit(module, regression_data(24, 4))
+
+
+@pytest.mark.ranks
+def test_a_parameter_that_is_unfrozen_in_the_run_is_refused_by_name() -> None:
+    with pytest.raises(RankFailure, match="was unfrozen after the run had begun"):
+        run_ranks(unfreeze_late, 2)
+
+
 @pytest.mark.ranks
 def test_a_seed_gives_every_rank_a_stream_of_its_own_that_repeats() -> None:
     alike = run_ranks(draw, 2, None)

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from boltmesh.strategies.dry_run.no_side_effects import MOST_MEMBERS, modules_unchanged
@@ -71,3 +72,15 @@ def test_a_container_of_many_is_put_back_and_not_looked_into() -> None:
         module.rows.append([2])
     assert len(module.rows) == MOST_MEMBERS + 1
     assert module.rows[0] == [1]
+
+
+def test_running_statistics_are_put_back_though_their_kernel_counts_no_write() -> None:
+    module = nn.BatchNorm1d(2)
+    written = module.running_mean._version
+    with modules_unchanged([module]):
+        module(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
+        assert module.running_mean.tolist() != [0.0, 0.0]
+    assert module.running_mean.tolist() == [0.0, 0.0]
+    assert module.running_var.tolist() == [1.0, 1.0]
+    assert module.num_batches_tracked == 0
+    assert module.running_mean._version == written, "a graph may have saved them"
