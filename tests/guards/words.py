@@ -9,7 +9,7 @@ Markdown are not checked.
 
 The budget, ``word_counts.json``, holds the hits that each file may have. It only shrinks: a file
 that is not listed may have none, and ``--update`` gives a renamed file no more than what the files
-that disappeared had in all.
+that disappeared had in all. Without a budget file, ``--update`` writes one with all present hits.
 """
 
 import ast
@@ -188,7 +188,11 @@ def lower(budget: Mapping[str, int], counts: Mapping[str, int]) -> dict[str, int
         else:
             lowered[path] = min(number, spare)
             spare -= lowered[path]
-    return {path: number for path, number in lowered.items() if number}
+    return _without_zeros(lowered)
+
+
+def _without_zeros(counts: Mapping[str, int]) -> dict[str, int]:
+    return {path: number for path, number in sorted(counts.items()) if number}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = {path: len(found) for path, found in hits.items()}
     if options.update:
         _print([hit for found in hits.values() for hit in found])
-        budget = lower(budget, counts)
+        budget = lower(budget, counts) if BUDGET.exists() else _without_zeros(counts)
         BUDGET.write_text(json.dumps(budget, indent=1) + "\n", encoding="utf-8")
         print(f"{sum(counts.values())} hits, budget {sum(budget.values())}")
     over = [path for path, number in counts.items() if number > budget.get(path, 0)]
