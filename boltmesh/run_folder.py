@@ -20,7 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from boltmesh.configs.advice import nearest
 from boltmesh.errors import ConfigError
-from boltmesh.launch.stopping import say
+from boltmesh.process import write_stderr
 from boltmesh.strategies.checkpoint.archive_check import find_damage
 from boltmesh.strategies.checkpoint.atomic_replace import ASIDE, restore_aside
 from boltmesh.strategies.checkpoint.manifest import MANIFEST, NEWER, find_fault
@@ -133,7 +133,7 @@ def newest_verified_checkpoint(folder: Path, key: str) -> Path | None:
                 is_ours = each.is_file() or (each / MANIFEST).is_file()
                 is_damaged = is_ours and not why.startswith(NEWER)
                 renamed = f"; it is now {_set_aside(each).name}" if is_damaged else ""
-                say(f"boltmesh: passed over {each}: {why}{renamed}\n")
+                write_stderr(f"boltmesh: passed over {each}: {why}{renamed}\n")
             return path
         passed[path] = fault
     if passed:

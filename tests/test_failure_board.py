@@ -8,7 +8,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import HashStore, Work
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import Work
 
 from boltmesh import failure_board
 from boltmesh.errors import BoltMeshError, DivergenceError

@@ -30,11 +30,7 @@ from boltmesh.strategies.checkpoint.shared_fs_check import mend_folders, refuse_
 from boltmesh.strategies.deferred_initialization.deferred import deferred_init
 from boltmesh.strategies.deferred_initialization.materialize import materialize
 from boltmesh.strategies.dry_run.broadcast import share_random_state
-from boltmesh.strategies.dry_run.unsupported import (
-    refuse_callbacks,
-    refuse_lone_saves,
-    refuse_run,
-)
+from boltmesh.strategies.dry_run.unsupported import refuse_callbacks, refuse_lone_saves, refuse_run
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.checkpointing import (
     AFTER_SAVING,

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
-from typing_extensions import override
 
 from boltmesh.strategies.torch_compat.fsdp_hooks import InstrumentedParamGroup, instrument
 from boltmesh.strategies.torch_compat.tensors import (
@@ -31,23 +30,24 @@ from boltmesh.strategies.torch_compat.tensors import (
     times_data_was_used,
 )
 
+_DATA: Any = Parameter.data  # torch declares its descriptor as a plain attribute
+
 
 class GatheredParameter(Parameter):
     """An unsharded parameter that notes whether its ``.data`` was read."""
 
     was_data_read = False
 
-    @property
-    @override
-    def data(self) -> Tensor:  # type: ignore[override]
+    def _read_data(self) -> Tensor:
         """The values, without autograd."""
         self.was_data_read = True
-        return Parameter.data.__get__(self)  # type: ignore[attr-defined]
+        values: Tensor = _DATA.__get__(self)
+        return values
 
-    @data.setter
-    @override
-    def data(self, value: Tensor) -> None:
-        Parameter.data.__set__(self, value)  # type: ignore[attr-defined]
+    def _write_data(self, value: Tensor) -> None:
+        _DATA.__set__(self, value)
+
+    data = property(_read_data, _write_data)
 
 
 class GatheredWrites:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def fit(
         module = kind(has_scalar=has_scalar)
         strategy: Any = "auto"
         if name:
-            where = {"offload_path": folder} if "nvme" in name else {}
+            where: dict[str, Any] = {"offload_path": folder} if "nvme" in name else {}
             strategy = ZeROStrategy(telemetry=False, **STRATEGIES[name], **where)
         trainer = Trainer(
             accelerator="cpu", devices=world_size, strategy=strategy, max_steps=max_steps,
@@ -247,7 +248,7 @@ def fit(
     return Run(losses, whole_parameters(module))
 
 
-def compare(kind: type[MomentumEncoder], names: list[str], folder: Path, **options: Any) -> None:
+def compare(kind: type[Any], names: list[str], folder: Path, **options: Any) -> None:
     (wanted,) = run_ranks(fit, 1, kind, "", str(folder), options)
     start = kind(has_scalar=options.get("has_scalar", False)).ema
     assert all(
@@ -260,11 +261,19 @@ def compare(kind: type[MomentumEncoder], names: list[str], folder: Path, **optio
             assert found.losses == pytest.approx(wanted.losses, rel=1e-5), name
             torch.testing.assert_close(
                 found.parameters, wanted.parameters, rtol=1e-5, atol=1e-6,
-                msg=lambda said, name=name: f"{name}: {said}",
+                msg=partial("{}: {}".format, name),
             )  # fmt: skip
 
 
-KINDS = [MomentumEncoder, AtEndOfStep, BeforeZeroGrad, Dino, Averaged, Moco, Clamped]
+KINDS: list[type[Any]] = [
+    MomentumEncoder,
+    AtEndOfStep,
+    BeforeZeroGrad,
+    Dino,
+    Averaged,
+    Moco,
+    Clamped,
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

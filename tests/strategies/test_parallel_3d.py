@@ -71,6 +71,32 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
         Trainer(strategy=strategy, accelerator="cpu", devices=2)
 
 
+class NotedTransfers(Parallel3DStrategy):
+    """Notes to which devices it moves the model."""
+
+    def model_to_device(self) -> None:
+        self.transfers = [*getattr(self, "transfers", []), self.root_device.type]
+        super().model_to_device()
+
+
+def transfers(rank: int, world_size: int) -> list[list[str]]:
+    found = []
+    for stage in (0, 1, 3):
+        strategy = NotedTransfers(zero_stage=stage, telemetry=False)
+        trainer = Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, max_steps=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(TinyGPT(), text_data(8, 4))
+        found.append(strategy.transfers)
+    return found
+
+
+@pytest.mark.ranks
+def test_a_model_without_others_on_the_data_axis_moves_to_its_device() -> None:
+    assert run_ranks(transfers, 1) == [[["cpu"]] * 3]
+
+
 # Around steps.
 
 
