@@ -75,7 +75,7 @@ def refuse_parameters(module: LightningModule, *, has_offload: bool) -> None:
     """
     refuse_undividable(
         module,
-        instead="Use the Trainer that did it for this run too, or build the module anew and load a "
+        instead="Use the Trainer that did it for this run too, or build a new module and load a "
         "checkpoint.",
         sparse="which cannot be shared out by rows",
     )

@@ -244,5 +244,5 @@ def refuse_remains(module: LightningModule) -> None:
             f"{type(module).__name__} was divided into stages for another run, and this rank no "
             f"longer has {gone[0]!r} and {len(gone) - 1} other parameters, which the proof of a "
             f"tensor plan needs. Call Trainer.fit before validate, test and predict, with the same "
-            f"strategy object, or build the module anew and load a checkpoint."
+            f"strategy object, or build a new module and load a checkpoint."
         )

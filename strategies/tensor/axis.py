@@ -1,4 +1,4 @@
-"""The tensor axis: finds, proves and applies the plan by which ranks share every layer of a model.
+"""The tensor axis: finds, verifies and applies the plan by which ranks share every layer.
 
 What the engine calls, and what becomes of parameters. How a model is divided is in
 ``placement.py``, what runs by the plan in ``runtime/``.
@@ -184,10 +184,10 @@ class TensorAxis(Axis):
             rest: What it is called with behind the batch.
 
         Returns:
-            What the proof has changed about the plan, and why, in words.
+            Messages about what verification has changed in the plan, and why.
 
         Raises:
-            ConfigError: When the step cannot be run, or what was asked for is not possible.
+            ConfigError: If the step cannot be run, or an option is not possible.
         """
         self._join()
         placed, notes = place(
@@ -216,7 +216,7 @@ class TensorAxis(Axis):
         self.guard.remove()
         forget_parts(placed.parts)
         if any(isinstance(each, DTensor) for each in placed.parts):
-            return  # for good: shards of the data axis know no other shape
+            return  # permanently: shards of the data axis have this rank's shapes
         placed.applied.remove()
         with torch.no_grad():
             for parameter, entry in placed.applied.sharded.items():
@@ -353,7 +353,7 @@ class TensorAxis(Axis):
 
         Args:
             name: Any name of a divided parameter.
-            part: That parameter, or something of its shape.
+            part: That parameter, or a tensor of its shape.
         """
         assert self.placement is not None
         applied = self.placement.applied
@@ -394,14 +394,14 @@ class TensorAxis(Axis):
 
 @dataclass(frozen=True)
 class _Joining:
-    """What ``gathered_parameters`` needs of one divided parameter."""
+    """Implements ``ShardOfParameter`` for one divided parameter."""
 
     applied: AppliedPlan
     name: str
     division: DimDivision
 
     def join(self, part: Tensor) -> Tensor:
-        """Return the whole. Collective over the tensor axis."""
+        """Return the full tensor. Collective over the tensor axis."""
         return self.applied.join(self.name, part)
 
     def cut(self, whole: Tensor) -> Tensor:
@@ -410,4 +410,4 @@ class _Joining:
 
 
 def _nothing() -> None:
-    """What there is to undo where nothing was done."""
+    """Replaces an undo function if there is nothing to undo."""

@@ -1,4 +1,4 @@
-"""How the blocks of a plan are run, and what is left of the plan where blocks stay whole."""
+"""Backends of a plan's blocks, and the rest of the plan if some blocks stay whole."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -6,22 +6,22 @@ from dataclasses import replace
 from boltmesh.strategies.tensor.plan import Backend, TensorPlan, Unsharded
 
 _ORDER: tuple[Backend, ...] = ("local", "region", "replicated")
-"""From what is tried first to what always works."""
+"""In the order in which they are tried; the last one always works."""
 
 OUTSIDE = ""
-"""Stands for what lies in no repeated block."""
+"""Name for parameters outside of repeated blocks."""
 
 
 def backend_of(plan: TensorPlan, block: str) -> Backend:
-    """How a block is run: as the first of its kind; on plain shards where nothing else is said."""
+    """Return a block's backend: that of the first of its kind; ``local`` by default."""
     return plan.backends.get(plan.kinds.get(block, block), "local")
 
 
 def backends_of_axes(plan: TensorPlan) -> list[Backend]:
-    """How each axis is run.
+    """Return the backend of each axis.
 
-    Blocks that share an axis, such as those that share T5's position bias, are run alike: as the
-    one of them for which that is hardest.
+    Blocks that share an axis, such as those that share T5's position bias, use the same backend:
+    the latest in the order among theirs.
     """
     known: dict[str, Backend] = {
         block: backend_of(plan, block) for axis in plan.axes for block in _blocks(axis.blocks)
@@ -39,13 +39,13 @@ def backends_of_axes(plan: TensorPlan) -> list[Backend]:
 
 
 def block_of(plan: TensorPlan, name: str) -> str:
-    """Return the block that a module or parameter lies in, or what stands for none."""
+    """Return the block that contains a module or parameter, or ``OUTSIDE``."""
     known = {block for axis in plan.axes for block in axis.blocks} | plan.kinds.keys()
     return next((each for each in known if f"{name}.".startswith(f"{each}.")), OUTSIDE)
 
 
 def without_replicated(plan: TensorPlan) -> TensorPlan:
-    """Return the plan without what it divides in blocks that stay whole. Axes keep their places."""
+    """Return the plan without divisions in blocks that stay whole. Axes keep their indices."""
     backends = backends_of_axes(plan)
     whole = {index for index, backend in enumerate(backends) if backend == "replicated"}
     if not whole:
@@ -71,7 +71,7 @@ def without_replicated(plan: TensorPlan) -> TensorPlan:
 
 
 def without_sequence(plan: TensorPlan) -> TensorPlan:
-    """Return the plan with whole sequences, and without what dividing them asked for."""
+    """Return the plan with whole sequences, without the consequences of dividing them."""
     if plan.sequence is None:
         return plan
     return replace(

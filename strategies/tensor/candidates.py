@@ -1,4 +1,4 @@
-"""The axes of a model that could be divided, and why others could not."""
+"""Dims of a model that could be divided, and the reasons why others cannot."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from boltmesh.strategies.tensor.analysis.trace import Lookup, Product, Use
 
 _TAKEN_APART = {"select", "unbind"}
-"""What code does with the q, k and v of a projection that has them outside of its heads."""
+"""Operators that take q, k and v from a projection that has them outside of its heads."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A dimension of a parameter that an axis lies in."""
+    """A dimension of a parameter that contains an axis."""
 
     parameter: str
     dim: int
@@ -34,7 +34,7 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class ShardableDim:
-    """An axis that nothing needs whole."""
+    """An axis that no operator needs whole."""
 
     atom: SymbolicDim
     members: tuple[Member, ...]
@@ -44,27 +44,27 @@ class ShardableDim:
 
     @property
     def parameters(self) -> frozenset[str]:
-        """Which it divides."""
+        """Names of the parameters that it divides."""
         return frozenset(each.parameter for each in self.members)
 
 
 @dataclass(frozen=True)
 class DimPosition:
-    """Where an axis lies in a dimension of a parameter."""
+    """Position of an axis in a dimension of a parameter."""
 
     parameter: str
     dim: int
     rows: tuple[Dim, ...]
     """The sections of the dimension, each a row of atoms."""
     at: tuple[int, ...]
-    """In which place of each section; fewer than sections where it is not in all of them."""
+    """Index of the axis in each section; shorter than ``rows`` if it is not in all of them."""
 
 
 def sections_of(dim: Sequence[SymbolicDim]) -> tuple[Dim, ...]:
-    """The sections of a parameter's dimension, each a row of indivisible atoms.
+    """Return the sections of a parameter's dimension, each a row of indivisible atoms.
 
-    Sections inside of something else, such as the two halves of the channels of a head, are no
-    sections of the dimension: there they are one atom, which cannot be divided itself.
+    Nested sections, such as the two halves of the channels of a head, are not sections of the
+    dimension: they count as one atom, which cannot be divided itself.
     """
     rows: list[Dim] = [()]
     for number, each in enumerate(map(representative, dim)):
@@ -84,7 +84,7 @@ def _sections_of_atom(atom: SymbolicDim) -> tuple[Dim, ...]:
 
 
 def places(analysis: Analysis) -> dict[SymbolicDim, list[DimPosition]]:
-    """Where each axis lies, in the order of the model."""
+    """Positions of each axis, in the order of the model."""
     found: dict[SymbolicDim, list[DimPosition]] = {}
     for name, facts in analysis.parameters.items():
         for number, dim in enumerate(facts.dims):
@@ -100,7 +100,7 @@ def places(analysis: Analysis) -> dict[SymbolicDim, list[DimPosition]]:
 
 
 def section_pattern(place: DimPosition) -> tuple[Section, ...]:
-    """How a dimension is divided along an axis that lies in each of its sections once."""
+    """How a dimension is divided along an axis that is in each of its sections once."""
     return tuple(
         Section(
             prod(each.size for each in row[:at]),
@@ -129,11 +129,11 @@ class Roles:
             self.contracted.setdefault(each.parameter, set()).update(leaves(each.contracted))
 
     def is_used(self, parameter: str) -> bool:
-        """Whether the step did anything with a parameter that can be divided."""
+        """Whether the step used a parameter in a way that can be divided."""
         return parameter in self.tables | self.products | self.used
 
     def style(self, parameter: str, dim: int, atom: SymbolicDim) -> Style | None:
-        """How a parameter is divided along an axis; None where it is used in several ways."""
+        """Style of a parameter divided along an axis; None if it is used in several ways."""
         is_row = atom in self.contracted.get(parameter, set())
         is_table, is_factor = parameter in self.tables, parameter in self.products
         if is_table and dim == 0:
@@ -151,8 +151,8 @@ class Roles:
         return atom in self.contracted.get(parameter, set())
 
     def _is_convolution(self, parameter: str) -> bool:
-        # Experts are stacked in the first dimension, which products leave whole; the other
-        # dimensions of a kernel are its places.
+        # Experts are stacked in the first dimension, over which products do not sum; the other
+        # dimensions of a kernel are spatial.
         return any(
             "convolution" in str(reason)
             for dim in self.facts[parameter].dims[2:]
@@ -162,10 +162,10 @@ class Roles:
 
 
 def _strays(analysis: Analysis) -> dict[str, str]:
-    """Parameters that another module uses than those that own them, and which.
+    """Parameters that are used by another module than their own, with that module.
 
-    That module would find a part where it expects the whole. Torch's attention is run by code of
-    ours, which knows of its output layer.
+    The other module would get a part where it expects the full parameter. torch's attention is
+    replaced by our implementation, which handles its output layer.
     """
     trace = analysis.trace
     found: dict[str, str] = {}
@@ -189,15 +189,15 @@ def why_not(
     *,
     trusted: frozenset[str] = frozenset(),
 ) -> str:
-    """Return why an axis cannot be divided by ``size``, in words; empty if it can.
+    """Return why an axis cannot be divided by ``size``; empty if it can.
 
     Args:
         atom: The axis.
-        found: Where it lies.
-        roles: Of parameters.
+        found: Its positions.
+        roles: Uses of the parameters.
         size: Ranks.
-        trusted: Operators without a rule that somebody else answers for. Where an axis meets one,
-            nothing is known of where else it ends.
+        trusted: Operators without a rule for which the user is responsible. If an axis meets one,
+            its other ends are unknown.
     """
     reasons = [each for each in atom.reasons if each.operator not in trusted]
     if reasons:
@@ -237,7 +237,7 @@ def why_not(
 def _why_not_there(place: DimPosition, roles: Roles) -> str:
     if len(place.at) != len(place.rows):
         return f"not every section of {place.parameter} has it"
-    # Of torch's attention, keys and values may be one section, and queries another one.
+        # In torch's attention, keys and values may be one section, and queries another one.
     may_be_outer = len(place.rows) == 1 or place.parameter.rpartition(".")[0] in roles.attentions
     for row, at in zip(place.rows, place.at, strict=True):
         outer = row[:at]
@@ -250,7 +250,7 @@ def _why_not_there(place: DimPosition, roles: Roles) -> str:
 
 
 def candidates(analysis: Analysis, size: int) -> Iterator[ShardableDim]:
-    """Give the axes that can be divided by ``size``, in the order of the model."""
+    """Yield the axes that can be divided by ``size``, in the order of the model."""
     roles = Roles(analysis)
     for atom, found in places(analysis).items():
         if not why_not(atom, found, roles, size):

@@ -1,4 +1,4 @@
-"""Writes down what was chosen, with all that it asks of modules, and why the rest is whole."""
+"""Writes a selection of axes as a ``TensorPlan``, with the reasons why the rest is whole."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +27,11 @@ class Selection:
     chosen: list[ShardableDim]
     flow: Propagation
     refused: dict[SymbolicDim, str] = field(default_factory=dict)
-    """Why other axes are not, beyond what the analysis says."""
+    """Reasons why other axes are not, in addition to those of the analysis."""
 
 
 def plan_of(analysis: Analysis, size: int, choice: Selection) -> TensorPlan:
-    """Return the plan that divides what was chosen."""
+    """Return the plan that divides a selection."""
     sharded = _sharded(analysis, choice)
     followed = {each.atom for each in choice.chosen if not each.is_vocabulary}
     trace = analysis.trace
@@ -91,7 +91,7 @@ def _sharded(analysis: Analysis, choice: Selection) -> dict[str, ShardedParamete
 
 
 def _why(candidate: ShardableDim, member: Member) -> str:
-    """Why a parameter can be divided, in words."""
+    """Return why a parameter can be divided, for the table."""
     if candidate.is_vocabulary:
         return f"{candidate.atom.size} tokens, of which only sums are needed"
     parts = f"{candidate.atom.size} parts"
@@ -110,7 +110,7 @@ def _is_of_attention(analysis: Analysis, facts: ParameterFacts) -> bool:
 
 
 def _one_by_one(sections: Sequence[Section]) -> tuple[Section, ...]:
-    """The q, k and v of torch's attention as sections of their own: it is run as three layers."""
+    """The q, k and v of torch's attention as separate sections: it runs as three layers."""
     return tuple(Section(1, each.count, each.inner) for each in sections for _ in range(each.outer))
 
 
@@ -125,20 +125,20 @@ def _axis(analysis: Analysis, candidate: ShardableDim) -> PlannedDim:
 def _is_of_its_own(
     analysis: Analysis, use: ShapeUse, sharded: Mapping[str, ShardedParameter]
 ) -> bool:
-    """Whether a module views what it makes of its own parameter, as a linear layer does."""
+    """Whether a module reshapes the result of its own parameter, as a linear layer does."""
     return any(
         name.rpartition(".")[0] == use.module for each in sharded.values() for name in each.names
     )
 
 
 def _attributes(analysis: Analysis, followed: set[SymbolicDim]) -> list[SizeAttribute]:
-    """Integers of modules that are a product of neighbouring axes, a divided one among them.
+    """Integers of modules that are a product of neighbouring axes, including a divided one.
 
-    All of them of parameters: no module knows how many rows a batch has. Products of torch's own
-    put them together with heads.
+    Only axes of parameters count: no module knows the number of rows of a batch. Products of
+    torch's own modules combine them with heads.
 
-    A number that tells modules of one class apart, such as ``layer_idx``, is the value of a size in
-    some of them by chance; see ``_tells_apart``.
+    A number that distinguishes modules of one class, such as ``layer_idx``, equals a size in some
+    of them by chance; see ``_tells_apart``.
     """
     known = set(places(analysis))
     sizes: dict[str, set[int]] = {}
@@ -162,13 +162,13 @@ def _attributes(analysis: Analysis, followed: set[SymbolicDim]) -> list[SizeAttr
 
 
 def _tells_apart(analysis: Analysis, sizes: Mapping[str, set[int]], module: str, name: str) -> bool:
-    """Whether an integer differs between modules of one class, and not because their sizes do.
+    """Whether an integer differs between modules of one class although their sizes do not.
 
     Args:
-        analysis: Of the model.
-        sizes: What modules view divided axes by, by name of the module.
-        module: One of them.
-        name: Of its integer.
+        analysis: Analysis of the model.
+        sizes: Sizes by which modules view divided axes, by name of the module.
+        module: One of the modules.
+        name: Name of its integer.
     """
     kind = analysis.classes.get(module)
     twins = [each for each in sizes if analysis.classes.get(each) is kind]

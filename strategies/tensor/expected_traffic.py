@@ -1,8 +1,8 @@
-"""What an optimizer step of a tensor group should move: its collectives, run on tensors of no data.
+"""Expected traffic of a tensor group: the collectives of one step, counted on fake tensors.
 
-How often activations cross the borders of divided modules, and in which type, follows from the plan
-and from the step together: autocast, recomputation, frozen layers that need no gradient. So the
-planned step is run once as it will run, with shapes alone, and a group that only counts.
+The number and dtype of activations that cross the boundaries of divided modules follow from the
+plan and the step together: autocast, recomputation, frozen layers without gradients. So the planned
+step runs once on fake tensors, with a process group that only counts.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 
 
 class OperatorTraffic(NamedTuple):
-    """What one operator moves."""
+    """Calls and bytes of one operator."""
 
     num_bytes: int
     calls: int
@@ -34,16 +34,16 @@ class OperatorTraffic(NamedTuple):
 def count_step(
     module: Module, run: FakeRun, group: TensorGroup, around: Around, device: torch.device
 ) -> dict[str, OperatorTraffic] | None:
-    """Return what one batch moves, by operator of ``c10d``; None where that cannot be found out.
+    """Return the traffic of one batch by operator of ``c10d``; None if it cannot be counted.
 
-    No communication. Gradients, values and random numbers stay as they are.
+    No communication. Gradients, values and random states do not change.
 
     Args:
         module: A model that runs by a plan.
-        run: What this rank runs of a batch.
-        group: That the plan was applied with.
-        around: Precision.
-        device: Where tensors of the batch are.
+        run: This rank's part of a batch.
+        group: The group of the plan.
+        around: Context of the precision plugin.
+        device: Device of the batch.
     """
     counter = CountingGroup(group.rank, group.size)
     mode = fake_tensors()
@@ -56,7 +56,7 @@ def count_step(
     try:
         with swapped_state(module, swapped), group.counted_by(counter), around():
             run(mode)
-    except Exception:  # noqa: BLE001 - code that needs values; what is expected is only shown
+    except Exception:  # noqa: BLE001 - the step needs values; the expectation is only displayed
         return None
     return {name: OperatorTraffic(*each) for name, each in counter.counted.items()}
 
@@ -76,11 +76,11 @@ def expected_traffic(
     """Return the collectives of one optimizer step on one rank.
 
     Args:
-        counted: Of one batch.
+        counted: Traffic of one batch.
         size: Ranks of the tensor group.
-        accumulated: Batches in an optimizer step.
-        num_norms: Norms over the ranks in an optimizer step.
-        agrees_on_overflow: Whether ranks tell each other before a step if gradients overflowed.
+        accumulated: Batches per optimizer step.
+        num_norms: Norms over the ranks per optimizer step.
+        agrees_on_overflow: Whether ranks agree before a step on whether gradients overflowed.
     """
     own = counted.get("allreduce", OperatorTraffic(0, 0))
     in_step = NORM_BYTES * num_norms + OVERFLOW_BYTES * agrees_on_overflow
@@ -109,7 +109,7 @@ def expected_traffic(
 
 
 class CountingGroup(dist.ProcessGroup):
-    """A group of which nobody hears."""
+    """A process group that counts collectives and sends nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -136,15 +136,15 @@ class CountingGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
         return self._count("_reduce_scatter_base", whole)
 
-    # What torch.distributed calls the two from torch 2.13 on.
+    # The names of torch.distributed from torch 2.13 on.
     all_gather_single = _allgather_base  # type: ignore[assignment]
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
 
 class GroupWithoutRanks(TensorGroup):
-    """A tensor group of which nobody is there: for who divides a model only to count.
+    """A tensor group without processes, for counting on one rank.
 
-    Layers that run as DTensors cannot be counted with it, for their mesh needs ranks.
+    Layers that run as DTensors cannot be counted with it: their mesh needs ranks.
     """
 
     @classmethod
@@ -152,18 +152,18 @@ class GroupWithoutRanks(TensorGroup):
         """Return one on the CPU.
 
         Args:
-            rank: That this process stands for.
+            rank: The tensor rank of this process.
             size: Ranks that share each layer.
         """
         return cls(CountingGroup(rank, size), torch.device("cpu"))
 
     @override
     def _fix_mesh(self) -> None:
-        pass  # a mesh asks its ranks
+        pass  # a mesh would query its ranks
 
 
 class _FinishedWork:
-    """Work that nobody waits for."""
+    """Completed work."""
 
     def wait(self, timeout: Any = None) -> bool:
         """Return at once."""

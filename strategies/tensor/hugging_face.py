@@ -1,7 +1,7 @@
-"""Compares a plan with the one that a model of Hugging Face brings along.
+"""Compares a plan with the one that ships with a model of Hugging Face.
 
-Theirs is written by hand for each family, and decides nothing here: where the two do not agree,
-somebody should know. It names modules of the base model by patterns, each with a style.
+Hugging Face's plans are written by hand for each family and name modules of the base model by
+patterns, each with a style. They do not influence our plan; differences are reported as notes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,17 +23,17 @@ _STYLES: dict[str, frozenset[Style]] = {
     "embedding_rowwise": _ROWS,
 }
 _GATHERED = {"colwise_gather_output", "rowwise_split_input"}
-"""Styles that divide a matrix and leave what is between two of them whole."""
+"""Styles that divide a matrix and leave the activation between two of them whole."""
 _SUMMED = "replicated_with_grad_allreduce"
 
 
 def disagreements(plan: TensorPlan, module: Module) -> tuple[str, ...]:
-    """Return what the plan does otherwise than Hugging Face's own, a sentence for each pattern.
+    """Return the differences between a plan and Hugging Face's own, a sentence for each pattern.
 
     Args:
-        plan: Of the module.
-        module: The model, or one that has models of Hugging Face in it. Others have no plan of
-            their own, and nothing to say.
+        plan: Plan of the module.
+        module: The model, or one that contains models of Hugging Face. Other models have no plan
+            of their own, and no differences.
     """
     first = {name: each.name for each in plan.sharded.values() for name in each.names}
     notes: dict[str, None] = {}
@@ -57,7 +57,7 @@ def disagreements(plan: TensorPlan, module: Module) -> tuple[str, ...]:
 
 
 def _plans(module: Module) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Give the prefix of each base model within a module, and its plan."""
+    """Yield the prefix of each base model within a module, and its plan."""
     for name, each in module.named_modules():
         found: Any = getattr(getattr(each, "config", None), "base_model_tp_plan", None)
         if isinstance(found, Mapping) and getattr(each, "base_model", None) is each:
@@ -71,7 +71,7 @@ def _match(theirs: Mapping[str, str], name: str) -> str | None:
 
 
 def _compare(plan: TensorPlan, name: str, style: str, ndim: int) -> str:
-    """Return how a parameter is otherwise than in a style of Hugging Face; empty if it is not."""
+    """Return how a parameter differs from a style of Hugging Face; empty if it does not."""
     mine = plan.sharded.get(name)
     if style == _SUMMED:
         if mine is None and name not in plan.partial:

@@ -1,7 +1,4 @@
-"""What a user asks of the tensor axis.
-
-What ranks that share layers cannot do, refused before it takes any memory.
-"""
+"""Options of the tensor axis, checked before anything starts, and what it refuses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,10 +16,10 @@ UserPlan = Literal["auto"] | Mapping[str, str]
 
 @dataclass(frozen=True)
 class TensorOptions:
-    """What ``TensorParallelStrategy`` was asked for; see there.
+    """The arguments of ``TensorParallelStrategy``; see there.
 
     Raises:
-        ConfigError: When an option does not exist.
+        ConfigError: For an unknown value of an option.
     """
 
     size: int | None = None
@@ -62,37 +59,37 @@ LAYERS = Reasons(
     ),
     gradients="each rank's part of the gradients",
 )
-"""Why ranks that share layers cannot do apart what one process does."""
+"""Reasons why ranks that share layers cannot do separately what one process does."""
 
 
 def refuse_late_proof(module: LightningModule, *, is_divided: bool) -> None:
-    """Refuse to prove by another step what is in shards of shards already.
+    """Refuse to verify another step on parameters that are sharded in addition.
 
     Args:
         module: About to be divided.
-        is_divided: Whether it was before, by a plan that was proven with a step that trains
-            nothing.
+        is_divided: Whether it was divided before, by a plan that was verified with a step that
+            does not train.
 
     Raises:
-        ConfigError: With what to do in which order.
+        ConfigError: With the order in which to run.
     """
     if is_divided and any(isinstance(each, DTensor) for each in module.parameters()):
         raise ConfigError(
-            f"{type(module).__name__} was divided for an evaluation, its parameters are in shards "
-            f"since then, and what training needs of the plan cannot be proven any more. Call "
-            f"Trainer.fit first, or build the module anew and load a checkpoint; with "
-            f"zero_stage=0 either order works."
+            f"{type(module).__name__} was divided for an evaluation and has been sharded since, so "
+            f"the parts of the plan that training needs cannot be proven any more. Call "
+            f"Trainer.fit first, or build a new module and load a checkpoint; with zero_stage=0 "
+            f"either order works."
         )
 
 
 def refuse_parameters(module: LightningModule) -> None:
-    """Refuse parameters that cannot be divided, or that somebody has divided already.
+    """Refuse parameters that cannot be divided, or that are divided already.
 
     Raises:
-        ConfigError: Naming the parameter.
+        UnsupportedError: Naming the parameter.
     """
     refuse_undividable(
         module,
-        instead="Build the module anew and load a checkpoint.",
-        sparse="whose norm nobody can take over ranks",
+        instead="Build a new module and load a checkpoint.",
+        sparse="whose norm cannot be computed over ranks",
     )

@@ -1,4 +1,4 @@
-"""What a user wants divided, or whole, by patterns of names."""
+"""User overrides of a plan: parameters to divide or keep whole, by name patterns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,31 +21,31 @@ from boltmesh.strategies.tensor.plan import Style
 
 WHOLE = "whole"
 STYLES: tuple[str, ...] = (*get_args(Style), WHOLE)
-"""What a mapping may say of a pattern."""
+"""Values of the mapping."""
 
 
 @dataclass
 class Overrides:
-    """What has to be divided and what must not be."""
+    """Axes that have to be divided and axes that must not be."""
 
     forced: list[ShardableDim] = field(default_factory=list)
     whole: dict[SymbolicDim, str] = field(default_factory=dict)
-    """Why axes are left whole."""
+    """Reasons why axes are left whole."""
 
 
 def read_wishes(
     analysis: Analysis, possible: Sequence[ShardableDim], size: int, mapping: Mapping[str, str]
 ) -> Overrides:
-    """Find the axes that a user's mapping is about.
+    """Find the axes that a user's mapping refers to.
 
     Args:
-        analysis: Of the model.
+        analysis: Analysis of the model.
         possible: Axes that can be divided.
         size: Ranks.
         mapping: Style by pattern of the names of parameters or modules, ``*`` for any part.
 
     Raises:
-        ConfigError: When a pattern matches nothing, or something that cannot be divided so.
+        ConfigError: If a pattern matches nothing, or something that cannot be divided that way.
     """
     wishes = Overrides()
     for pattern, style in mapping.items():
@@ -76,12 +76,12 @@ def read_wishes(
 
 
 def _matched(analysis: Analysis, pattern: str, *, is_deep: bool) -> list[list[str]]:
-    """Return the first names of matched parameters, those of one module together.
+    """Return the first names of matched parameters, grouped by module.
 
     Args:
-        analysis: Of the model.
-        pattern: Of the name of a parameter or a module.
-        is_deep: Whether a module stands for all that is in it, and not only its own parameters.
+        analysis: Analysis of the model.
+        pattern: Pattern for the name of a parameter or a module.
+        is_deep: Whether a module includes its children, and not only its own parameters.
     """
     names = {name: facts.name for facts in analysis.parameters.values() for name in facts.names}
     exact = [[first] for name, first in names.items() if fnmatchcase(name, pattern)]
@@ -101,7 +101,7 @@ def _matched(analysis: Analysis, pattern: str, *, is_deep: bool) -> list[list[st
 
 
 def _ancestors(module: str) -> Iterator[str]:
-    """Give a module's name and those of all that it is in."""
+    """Yield a module's name and those of its ancestors."""
     while module:
         yield module
         module = module.rpartition(".")[0]
@@ -114,7 +114,7 @@ def _divided(
     names: Sequence[str],
     style: str,
 ) -> ShardableDim | str:
-    """Return the axis along which one of some parameters is divided in a style, or why not."""
+    """Return the axis along which one of the parameters is divided in a style, or why not."""
     for each in possible:
         if any(m.parameter in names and m.style == style for m in each.members):
             return each
@@ -132,7 +132,7 @@ def _divided(
 
 
 def _strange(analysis: Analysis) -> frozenset[str]:
-    """Names of operators without a rule: whoever says what to divide knows what they do."""
+    """Names of operators without a rule: a user who overrides the plan is responsible for them."""
     return frozenset(name.split(".")[1] for name in analysis.trace.unknown)
 
 

@@ -1,12 +1,11 @@
-"""Divides a model: one plan for all ranks, the proof that it is right, and this rank's shards.
+"""Divides a model: one plan for all ranks, its verification, and this rank's shards.
 
-What the tensor axis is told of the run that it is in.
+``TensorContext`` holds the groups of the run. ``place`` makes the plan on the first rank, verifies
+it on all ranks and cuts shards.
 
-Makes a model's values where they are needed: whole for a proof, then this rank's shards alone.
-
-A model whose parameters are deferred may be larger than any rank's memory. The first block of each
-kind is made whole, with what lies outside of blocks; the others are made one at a time, when their
-shards are cut.
+A model whose parameters are deferred may be larger than any rank's memory. ``make_whole`` makes the
+first block of each kind and everything outside of blocks; ``make_shards`` makes the other blocks
+one at a time, when their shards are cut.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -42,14 +41,14 @@ from boltmesh.strategies.tensor.verify import ProofInputs, divisions_of, prove
 
 @dataclass(frozen=True)
 class TensorContext:
-    """Where the axis finds itself."""
+    """Groups and devices of the tensor axis in a run."""
 
     group: ProcessGroup
     """The ranks that share each layer with this one."""
     control: ProcessGroup
-    """The same ranks on the CPU, for questions that wait for no kernel."""
+    """The same ranks on the CPU, for messages that wait for no kernel."""
     judges: ProcessGroup
-    """All ranks of the job, on the CPU: their models are alike, and they agree on one plan."""
+    """All ranks of the job, on the CPU: their models are equal, and they agree on one plan."""
     new_group: Callable[..., ProcessGroup | None]
     """Makes further groups of its ranks, see ``RankMeshStrategy.new_group``."""
     device: torch.device
@@ -69,7 +68,7 @@ def make_whole(
         root: The model.
         blocks: Its blocks by dotted name.
         left_out: Names of those that are made later.
-        group: Ranks that are to be alike, on the CPU.
+        group: Ranks that get equal values, on the CPU.
     """
     later = {part for name in left_out for part in blocks[name].modules()}
     modules = {each: path for each, path in own_modules([root], "").items() if each not in later}
@@ -86,16 +85,16 @@ def make_shards(
     size: int,
     rank: int,
 ) -> None:
-    """Cut shards of all parameters, making what was left out before. Collective over ``group``.
+    """Cut shards of all parameters, making those that were left out. Collective over ``group``.
 
     Args:
         root: The model.
         blocks: Its blocks by dotted name.
-        left_out: Names of those that were not made before.
+        left_out: Names of those that are not made yet.
         entries: The parameters that are divided.
-        group: Ranks that are to be alike, on the CPU.
+        group: Ranks that get equal values, on the CPU.
         size: Ranks of the tensor axis.
-        rank: Of this process among them.
+        rank: Tensor rank of this process.
     """
     left_out = list(left_out)
     of_block = {
@@ -111,7 +110,7 @@ def make_shards(
 
 
 def tied_outside(root: Module, blocks: Mapping[str, Module]) -> set[str]:
-    """Return the blocks of which a parameter is also somewhere else in the model."""
+    """Return the blocks with a parameter that is also elsewhere in the model."""
     places: dict[int, set[str]] = {}
     owner = {part: name for name, block in blocks.items() for part in block.modules()}
     for module in root.modules():
@@ -121,7 +120,7 @@ def tied_outside(root: Module, blocks: Mapping[str, Module]) -> set[str]:
 
 
 _PATIENCE = timedelta(seconds=120)
-"""How long a proof waits for a rank whose code has raised where others' has not."""
+"""Timeout of a verification if a rank has raised and others have not."""
 
 
 @dataclass(frozen=True)
@@ -130,16 +129,16 @@ class TensorPlacement:
 
     module: LightningModule
     step: str
-    """By which it was proven."""
+    """The step by which it was verified."""
     applied: AppliedPlan
     divisions: Mapping[str, DimDivision]
-    """Of this rank, by all names of divided parameters."""
+    """Divisions on this rank, by all names of divided parameters."""
     parts: tuple[Parameter, ...]
     """The parameters of which this rank has a part."""
 
     @property
     def plan(self) -> TensorPlan:
-        """What is divided, and how it is run."""
+        """The plan, with backends."""
         return self.applied.plan
 
 
@@ -156,17 +155,17 @@ def place(
 
     Args:
         module: The whole model, deferred or not, on the CPU.
-        step: The method that the run begins with.
-        args: What it is called with, on the CPU: a batch first, alike on all ranks.
-        options: What the user asked for.
-        context: Where the axis finds itself.
-        group: What the plan runs on.
+        step: The method of the run's first loop.
+        args: Its arguments, on the CPU: a batch first, the same on all ranks.
+        options: Options of the user.
+        context: Groups of the run.
+        group: The group that the plan runs on.
 
     Returns:
-        How the model is divided, and what the proof has changed about the plan, and why, in words.
+        The placement, and messages about what verification has changed in the plan, and why.
 
     Raises:
-        ConfigError: When the step cannot be run, or what was asked for is not possible.
+        ConfigError: If the step cannot be run, or an option is not possible.
     """
     blocks = find_blocks(module)
     on_host = DryRun(module, step, args, torch.device("cpu"))
@@ -220,18 +219,18 @@ def _planned(
     context: TensorContext,
     size: int,
 ) -> tuple[TensorPlan, int]:
-    """Return the plan of the first rank, and how many elements its step makes.
+    """Return the plan of the first rank, and the number of elements that its step makes.
 
     Collective over all ranks of the job.
     """
     told: list[tuple[str, str, int]] = [("", "", 0)]
     failure: Exception | None = None
-    # Every rank looks, for what it sees of its blocks; the first one's plan is taken.
+    # Every rank traces, for the shapes of its blocks; the plan of the first one is used.
     try:
         analysis = analyse(rehearsal.module, rehearsal.forward, blocks=blocks)
         text = to_json(_made(analysis, rehearsal.module, options, size))
         told = [("plan", text, analysis.trace.made_elements)]
-    except Exception as error:  # noqa: BLE001 - whatever the user's step raises
+    except Exception as error:  # noqa: BLE001 - the user's step may raise anything
         failure = error
         text = (
             str(error) if isinstance(error, BoltMeshError) else f"{type(error).__name__}: {error}"
@@ -267,7 +266,7 @@ def _made(
 def _passed(
     module: LightningModule, plan: TensorPlan, blocks: Mapping[str, Module], shapes: BlockShapes
 ) -> dict[str, str]:
-    """Return which blocks the proof passes by, and the first of the kind of each."""
+    """Return the blocks that verification skips, with the first of the kind of each."""
     tied = tied_outside(module, blocks)
     return {
         name: first
@@ -276,7 +275,7 @@ def _passed(
         and name not in tied
         and first not in tied
         and shapes.allow(name, first)
-        and any(True for _ in blocks[name].children())  # what a norm gets differs by its place
+        and any(True for _ in blocks[name].children())  # inputs of a norm depend on its place
     }
 
 

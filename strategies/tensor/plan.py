@@ -1,17 +1,15 @@
-"""What is divided over the tensor axis, and how: plain data, to be printed, sent and edited.
+"""The tensor plan: which parameters are divided over the axis, and how. Plain data, no torch.
 
-Which elements of a dimension each tensor rank keeps, and where they stand in the whole.
+A ``TensorPlan`` can be printed, sent as JSON and edited; a plan can be made and a checkpoint read
+without torch.
 
-A dimension is a row of sections, one after the other: the q, k and v of a fused projection, the
-gate and up of a gated MLP. Each section is a block of ``outer x count x inner`` elements, row by
-row, of which ``count`` is what is divided: heads, with the channels of a head inside and, in the
-layout of some models, (q, k, v) outside. A rank keeps its part of every section, so its shard is
-again such a row of sections, with ``count / size`` in the place of ``count``. Only the tokens of a
-vocabulary are divided where that is no whole number: the first ranks have one more.
-
-Plain Python: a plan can be made and a checkpoint read where torch is not.
-
-A plan as text: to send it from the rank that made it, to keep it, and to edit it.
+A divided dimension is a row of ``Section``, one after the other: the q, k and v of a fused
+projection, the gate and up of a gated MLP. Each section is a block of ``outer x count x inner``
+elements, row by row, of which ``count`` is divided: heads, with the channels of a head inside and,
+in some models, (q, k, v) outside. A rank keeps its part of every section, so its shard is again a
+row of sections, with ``count / size`` in place of ``count``. Only the tokens of a vocabulary may be
+divided
+unevenly: the first ranks have one more.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +24,7 @@ from boltmesh.errors import ConfigError
 
 @dataclass(frozen=True)
 class Section:
-    """``outer x count x inner`` neighbouring elements, divided along ``count``."""
+    """``outer x count x inner`` contiguous elements, divided along ``count``."""
 
     outer: int
     count: int
@@ -34,18 +32,18 @@ class Section:
 
     @property
     def length(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.outer * self.count * self.inner
 
     def divided(self, size: int, rank: int = 0) -> "Section":
-        """What one of ``size`` ranks keeps. Only where the count does not divide, ranks differ."""
+        """Part of one of ``size`` ranks. Ranks differ only if the count does not divide evenly."""
         return Section(self.outer, balanced_share(self.count, size, rank)[1], self.inner)
 
 
 def balanced_share(count: int, size: int, rank: int) -> tuple[int, int]:
-    """Return where a rank's share of ``count`` begins, and how much it is.
+    """Return the start and size of a rank's share of ``count``.
 
-    Where ``count`` does not divide, the first ranks have one more than the last.
+    If ``count`` does not divide evenly, the first ranks have one more than the last.
     """
     each, left = divmod(count, size)
     return rank * each + min(rank, left), each + (rank < left)
@@ -53,22 +51,22 @@ def balanced_share(count: int, size: int, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ElementRange:
-    """Neighbouring elements of the whole dimension that are neighbours in a shard too."""
+    """Elements that are contiguous in the full dimension and in a shard."""
 
     start: int
-    """In the whole."""
+    """Index in the full dimension."""
     local_start: int
-    """In the shard."""
+    """Index in the shard."""
     length: int
 
 
 def runs(sections: Sequence[Section], size: int, rank: int) -> list[ElementRange]:
-    """The elements of one rank's shard, in the order of the shard, neighbours joined.
+    """Return the elements of one rank's shard, in its order, contiguous ranges merged.
 
     Args:
-        sections: Of the whole dimension.
+        sections: Sections of the full dimension.
         size: Ranks that share it.
-        rank: Whose shard.
+        rank: Rank of the shard.
     """
     joined: list[ElementRange] = []
     local = 0
@@ -83,7 +81,7 @@ def runs(sections: Sequence[Section], size: int, rank: int) -> list[ElementRange
 
 
 def _stretches(sections: Sequence[Section], size: int, rank: int) -> Iterator[tuple[int, int]]:
-    """Start and length of each unbroken stretch that a rank keeps."""
+    """Start and length of each contiguous range that a rank keeps."""
     base = 0
     for section in sections:
         start, count = balanced_share(section.count, size, rank)
@@ -93,19 +91,18 @@ def _stretches(sections: Sequence[Section], size: int, rank: int) -> Iterator[tu
 
 
 Style = Literal["column", "row", "table", "vocabulary", "expert", "along"]
-"""How a parameter takes part.
+"""How a parameter is divided.
 
-``column``: of a matrix product, whose outputs are divided; or the bias of one. ``row``: its inputs
-are divided, and its outputs summed over the axis. ``table``: an embedding of which each rank has
-some columns. ``vocabulary``: an embedding or a head of which each rank has some tokens. ``expert``:
-stacked matrices of experts, divided inside each. ``along``: used element by element, or head by
-head, together with something divided.
+``column``: weight of a matrix product whose outputs are divided, or its bias. ``row``: its inputs
+are divided, and its outputs are summed over the axis. ``table``: an embedding; each rank has some
+columns. ``vocabulary``: an embedding or a head; each rank has some tokens. ``expert``: stacked
+matrices of experts, each divided inside. ``along``: used element by element, or head by head,
+together with something divided.
 """
 
 Backend = Literal["local", "region", "replicated"]
-"""How a kind of block is run. ``local``: on plain shards, whose sizes its code sees.
-``region``: as DTensors between column and row, whose code sees the sizes of the whole.
-``replicated``: whole on every rank."""
+"""How a kind of block runs. ``local``: on plain shards; its code sees their sizes. ``region``: on
+DTensors between column and row; its code sees full sizes. ``replicated``: whole on every rank."""
 
 
 @dataclass(frozen=True)
@@ -116,44 +113,44 @@ class ShardedParameter:
     names: tuple[str, ...]
     """All names of a tied parameter, ``name`` first."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Full shape."""
     dim: int
-    """Which is divided."""
+    """The divided dimension."""
     sections: tuple[Section, ...]
-    """Of that dimension, in its order."""
+    """Sections of that dimension, in order."""
     style: Style
     axis: int
-    """Which of ``TensorPlan.axes``; parameters of one axis are divided together or not at all."""
+    """Index in ``TensorPlan.axes``; parameters of one axis are divided together or not at all."""
     why: str = ""
-    """In words for the table."""
+    """Reason, for the table."""
     element_bytes: int = 4
 
     @property
     def length(self) -> int:
-        """Of the divided dimension, whole."""
+        """Full length of the divided dimension."""
         return sum(section.length for section in self.sections)
 
     def local_shape(self, size: int, rank: int = 0) -> tuple[int, ...]:
-        """Of one rank's shard. Ranks differ only where a vocabulary does not divide."""
+        """Shape of one rank's shard. Ranks differ only if a vocabulary does not divide evenly."""
         shape = list(self.shape)
         shape[self.dim] = sum(section.divided(size, rank).length for section in self.sections)
         return tuple(shape)
 
     @property
     def elements(self) -> int:
-        """Of the whole."""
+        """Elements of the full parameter."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class PlannedDim:
-    """A logical axis of the model that nothing needs whole, such as the heads of a block."""
+    """A logical axis of the model that no operator needs whole, such as the heads of a block."""
 
     size: int
-    """How many indivisible units it has: heads, channels, tokens."""
+    """Number of indivisible units: heads, channels, tokens."""
     parameters: tuple[str, ...]
     blocks: tuple[str, ...]
-    """The repeated blocks that it lies in; empty for one outside of them."""
+    """The repeated blocks that contain it; empty for an axis outside of blocks."""
 
 
 @dataclass(frozen=True)
@@ -162,58 +159,58 @@ class Unsharded:
 
     name: str
     why: str
-    """The operator that needed it whole, or what does not divide; for the table."""
+    """The operator that needed it whole, or the size that does not divide; for the table."""
     shape: tuple[int, ...] = ()
     element_bytes: int = 4
 
 
 @dataclass(frozen=True)
 class SizeAttribute:
-    """An integer on a module that its code divides shapes by, such as ``num_heads``."""
+    """An integer of a module by which its code reshapes, such as ``num_heads``."""
 
     module: str
     name: str
     value: int
-    """Of the whole model."""
+    """Value in the whole model."""
 
 
 @dataclass(frozen=True)
 class GatherPoint:
-    """Where sequence parallelism needs the whole sequence: a module and one of its arguments."""
+    """A module argument for which sequence parallelism gathers the sequence."""
 
     module: str
     argument: int | str
-    """Place or keyword."""
+    """Index or keyword."""
 
 
 @dataclass(frozen=True)
 class ExitPoint:
-    """Which output of a module has the sequence."""
+    """The output of a module that contains the sequence."""
 
     module: str
     place: int | str | None
-    """In a tuple or a mapping; None where the module gives one tensor."""
+    """Index or key in a tuple or a mapping; None if the module returns one tensor."""
 
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Where the sequence is divided: from the entry of a stack of blocks to its exit.
+    """Division of the sequence, from the entry of a stack of blocks to its exit.
 
-    A plan with one has its consequences in the other fields as well: parameters between blocks are
-    ``partial``, dropouts there are local, and a gather takes the place of boundaries behind it.
+    The other fields of a plan with one contain its consequences: parameters between blocks are
+    ``partial``, dropouts there are local, and a gather replaces the boundaries after it.
     """
 
     stacks: tuple[tuple[str, str], ...]
-    """First and last block of each."""
+    """First and last block of each stack."""
     gathers: tuple[GatherPoint, ...]
     dim: int = 1
-    """Of the activations; ``[batch, sequence, channels]``."""
+    """Dimension of the activations; ``[batch, sequence, channels]``."""
     entries: tuple[GatherPoint, ...] = ()
-    """Of each stack: the argument of its first block that is divided."""
+    """For each stack, the argument of its first block that is divided."""
     exits: tuple[ExitPoint, ...] = ()
-    """Of each stack: the output of its last block that is joined."""
+    """For each stack, the output of its last block that is gathered."""
     fed: tuple[str, ...] = ()
-    """Modules with columns that a gather feeds: it sums their inputs' gradients, they do not."""
+    """Column modules fed by a gather: it sums their inputs' gradients, they do not."""
     plain_partial: tuple[str, ...] = ()
     """``TensorPlan.partial`` of the same plan with whole sequences; so the next two."""
     plain_boundaries: tuple[str, ...] = ()
@@ -222,7 +219,7 @@ class SequencePlan:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What is divided over ``size`` ranks, and what that asks of the modules around it."""
+    """All divisions over ``size`` ranks, and their consequences for the modules around them."""
 
     size: int
     axes: tuple[PlannedDim, ...] = ()
@@ -230,30 +227,30 @@ class TensorPlan:
     """By first name, in the order of the model."""
     whole: tuple[Unsharded, ...] = ()
     partial: tuple[str, ...] = ()
-    """Replicated parameters that meet something divided: each rank has a part of their gradient."""
+    """Replicated parameters used with divided tensors: each rank has a part of their gradient."""
     boundaries: tuple[str, ...] = ()
-    """Modules whose replicated output meets something divided: its gradient is summed."""
+    """Modules whose replicated output is used with divided tensors: its gradient is summed."""
     fed: tuple[str, ...] = ()
-    """Modules with columns whose inputs come from boundaries, which sum the gradients of these."""
+    """Column modules whose inputs come from boundaries, which sum the gradients of these."""
     local_dropouts: tuple[str, ...] = ()
-    """Modules that draw for something divided: each rank draws its own."""
+    """Modules that draw random numbers for divided tensors: each rank draws its own."""
     attributes: tuple[SizeAttribute, ...] = ()
     """Candidates that the ``local`` backend may have to divide."""
     region_axes: tuple[int, ...] = ()
-    """Axes that views name with sizes: those that ``region`` carries as DTensors."""
+    """Axes whose sizes views name: those that ``region`` keeps as DTensors."""
     sequence: SequencePlan | None = None
-    """None where it is not possible, or was not asked for."""
+    """None if it is not possible, or was not requested."""
     kinds: dict[str, str] = field(default_factory=dict)
-    """The first block of its kind by name of every block; one that is missing is alone."""
+    """First block of the kind, by name of every block; a missing block is alone."""
     divides_logits: bool = True
     """Whether heads may be divided by tokens."""
     backends: dict[str, Backend] = field(default_factory=dict)
-    """By kind of block (the name of its first), and for what lies in none, by the empty name;
-    filled once it was proven."""
+    """By kind of block (the name of its first), and under the empty name for everything outside of
+    blocks; set by verification."""
     notes: tuple[str, ...] = ()
-    """Disagreements and fallbacks, in words for the table."""
+    """Differences from other plans and fallbacks, for the table."""
     unknown: dict[str, int] = field(default_factory=dict)
-    """Operators without a rule, with how often they ran; what they touched stays whole."""
+    """Operators without a rule, with their number of calls; tensors they used stay whole."""
 
 
 def to_json(plan: TensorPlan) -> str:
@@ -262,14 +259,14 @@ def to_json(plan: TensorPlan) -> str:
 
 
 def from_json(text: str | bytes) -> TensorPlan:
-    """Return the plan that a text describes.
+    """Return the plan in a JSON text.
 
     Raises:
-        ConfigError: When it describes none.
+        ConfigError: If it is not a plan.
     """
     try:
         return msgspec.json.decode(text, type=TensorPlan)
-    except msgspec.DecodeError as error:  # invalid values are among these
+    except msgspec.DecodeError as error:  # includes invalid values
         raise ConfigError(
             f"this is no tensor plan: {error}. Make one with to_json(plan)."
         ) from None

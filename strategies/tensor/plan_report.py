@@ -1,6 +1,6 @@
-"""A plan as a job's telemetry tells it, to who has neither torch nor the model.
+"""Converts a ``TensorPlan`` to the torch-free table shown by telemetry and ``boltmesh plan``.
 
-A plan as rows of a table: one for each kind of parameter. Plain Python, without torch.
+One row for each kind of parameter. Plain Python, without torch.
 """
 
 import re
@@ -15,26 +15,26 @@ from boltmesh.telemetry.tensor_plan import PlannedBlocks, PlannedParameters, Ten
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Parameters that are alike but for the numbers of their blocks."""
+    """Parameters that differ only in the numbers of their blocks."""
 
     pattern: str
-    """Their names, with ``*`` in the place of numbers."""
+    """Their names, with ``*`` in place of numbers."""
     count: int
     shape: tuple[int, ...]
-    """Of each, whole."""
+    """Full shape of each."""
     style: str
     """``whole``, or how it is divided: style, dimension and sections."""
     why: str
     rank_bytes: int
-    """That one rank keeps of all of them."""
+    """Bytes that one rank keeps of all of them."""
     whole_bytes: int
-    """Of all of them."""
+    """Bytes of all of them."""
     collectives: str
-    """What they ask for in every step; empty for nothing."""
+    """Collectives per step that they cause; empty for none."""
 
 
 def rows(plan: TensorPlan) -> tuple[PlanRow, ...]:
-    """Return the table of a plan: what is divided in the order of the model, then what is whole."""
+    """Return the rows: divided parameters in the order of the model, then whole ones."""
     grouped: dict[tuple[object, ...], PlanRow] = {}
     for each in _single_rows(plan):
         key = (each.pattern, each.shape, each.style, each.why, each.collectives)
@@ -56,7 +56,7 @@ def rows(plan: TensorPlan) -> tuple[PlanRow, ...]:
 
 
 def without_numbers(name: str) -> str:
-    """A name, or a text with names, with ``*`` in the place of parts that are numbers."""
+    """Replace numbers in dotted names by ``*``."""
     return re.sub(r"(?<=\.)\d+(?=[.\s;,]|$)|^\d+(?=\.)", "*", name)
 
 
@@ -122,7 +122,7 @@ def _collectives_of_whole(plan: TensorPlan, whole: Unsharded) -> str:
 
 
 def plan_table(plan: TensorPlan) -> TensorPlanTable:
-    """Return the table of a plan, how its blocks are run, and its notes."""
+    """Return the table of a plan, the backends of its blocks, and its notes."""
     counts = Counter(plan.kinds.values())
     return TensorPlanTable(
         size=plan.size,
@@ -140,7 +140,7 @@ def plan_table(plan: TensorPlan) -> TensorPlanTable:
             for row in rows(plan)
         ),
         blocks=tuple(
-            # A kind that names no block as its own is one block alone, or what lies in none.
+            # A kind without listed blocks is one block alone, or everything outside of blocks.
             PlannedBlocks(first, counts.get(first, 1), backend)
             for first, backend in plan.backends.items()
         ),

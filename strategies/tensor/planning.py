@@ -1,8 +1,7 @@
-"""Makes a plan of what was found out about a model.
+"""Makes a plan from the analysis of a model.
 
-Chooses axes to divide: the most elements, where no parameter is divided twice.
-
-Changes a plan to what a user's own mapping says.
+``make_plan`` selects the axes to divide: the most elements, without dividing a parameter twice
+(``choose``). ``with_user_plan`` applies a user's mapping to a plan.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -20,7 +19,7 @@ from boltmesh.strategies.tensor.sequence import NoSequence, divide_sequence
 from boltmesh.strategies.tensor.vocab_experts import routed_experts, vocabularies
 
 EXACT_UP_TO = 16
-"""Items of a connected component of which every choice is tried."""
+"""Connected components of up to this many items are solved exactly."""
 
 _Item = TypeVar("_Item", bound=Hashable)
 
@@ -28,13 +27,13 @@ _Item = TypeVar("_Item", bound=Hashable)
 def choose(
     items: Sequence[_Item], weights: Mapping[_Item, int], conflicts: Mapping[_Item, set[_Item]]
 ) -> list[_Item]:
-    """Return items of the greatest weight of which no two are in conflict.
+    """Return items of the greatest weight without conflicts between them.
 
     A maximum-weight independent set, exact in each connected component of up to ``EXACT_UP_TO``
-    items; in larger ones the heaviest item is taken first. The same for the same order of items.
+    items; in larger ones the heaviest item is taken first. Deterministic for an order of items.
 
     Args:
-        items: In the order that decides between equals.
+        items: In the order that decides between equal weights.
         weights: Greater than 0.
         conflicts: In both directions.
     """
@@ -50,7 +49,7 @@ def choose(
 
 
 def _components(items: Sequence[_Item], conflicts: Mapping[_Item, set[_Item]]) -> list[list[_Item]]:
-    """Items that are in conflict with each other, at least through others."""
+    """Items connected by conflicts, directly or through others."""
     found: list[list[_Item]] = []
     seen: set[_Item] = set()
     for each in items:
@@ -69,7 +68,7 @@ def _components(items: Sequence[_Item], conflicts: Mapping[_Item, set[_Item]]) -
 def _heaviest(
     items: Sequence[_Item], weights: Mapping[_Item, int], conflicts: Mapping[_Item, set[_Item]]
 ) -> list[_Item]:
-    """Try each item within a choice and without it."""
+    """Try each item within a selection and without it."""
     if not items:
         return []
     first, *rest = items
@@ -108,17 +107,17 @@ def make_plan(
     sequence_parallel: bool = False,
     wanted: Mapping[str, str] | None = None,
 ) -> TensorPlan:
-    """Return what is divided over ``size`` ranks: the most that can be. The same on every run.
+    """Return a plan that divides as much as possible over ``size`` ranks. Deterministic.
 
     Args:
-        analysis: Of the model.
+        analysis: Analysis of the model.
         size: Ranks of the tensor axis.
-        loss_parallel: Whether logits are divided by tokens: where that is possible, always, never.
+        loss_parallel: Whether logits are divided by tokens: if possible, always, never.
         sequence_parallel: Whether the sequence is divided between blocks.
-        wanted: Style, or ``whole``, by pattern of names: see ``with_user_plan``.
+        wanted: Style, or ``whole``, by name pattern: see ``with_user_plan``.
 
     Raises:
-        ConfigError: When what was asked for is not possible.
+        ConfigError: If an option is not possible.
     """
     with_heads = loss_parallel is not False
     choice = _choose(analysis, size, wanted or {}, with_heads=with_heads)
@@ -133,7 +132,7 @@ def make_plan(
 
 
 def _with_sequence(analysis: Analysis, choice: Selection, plan: TensorPlan) -> TensorPlan:
-    """Divide the sequence between blocks as well, with all that follows from it."""
+    """Divide the sequence between blocks too, with all consequences."""
     experts = [each.module for each in routed_experts(analysis)]
     if experts:
         raise ConfigError(
@@ -204,7 +203,7 @@ def _choose(
 
 
 def _conflicts(items: Sequence[ShardableDim]) -> dict[ShardableDim, set[ShardableDim]]:
-    """Which would divide the same parameter twice."""
+    """Axes that would divide the same parameter twice."""
     by_parameter: dict[str, list[ShardableDim]] = {}
     for each in items:
         for name in each.parameters:
@@ -217,19 +216,19 @@ def _conflicts(items: Sequence[ShardableDim]) -> dict[ShardableDim, set[Shardabl
 
 
 def with_user_plan(plan: TensorPlan, analysis: Analysis, mapping: Mapping[str, str]) -> TensorPlan:
-    """Return a plan in which what the mapping names is as it says, and the rest as it can be.
+    """Return a plan with a user's mapping applied; the rest stays as it can.
 
-    Parameters of one axis are divided together: where one is to be whole, all are, and the notes
-    say which.
+    Parameters of one axis are divided together: if one has to be whole, all are, and the notes
+    list them.
 
     Args:
-        plan: As it was found.
-        analysis: What it was made of.
+        plan: The plan that was found.
+        analysis: The analysis that it was made from.
         mapping: Style, or ``whole``, by pattern of the names of parameters or modules; ``*``
-            stands for any part of a name.
+            matches any part of a name.
 
     Raises:
-        ConfigError: When a pattern matches nothing, or something that cannot be divided so.
+        ConfigError: If a pattern matches nothing, or something that cannot be divided that way.
     """
     changed = make_plan(
         analysis,

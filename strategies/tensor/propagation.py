@@ -1,16 +1,15 @@
-"""Where divided axes begin and end in a traced step, and what that asks of what is whole.
+"""Follows divided axes through a traced step, and finds the sums that they need.
 
-A replicated activation that meets something divided has, on each rank, a part of its gradient: the
-sum is taken where a module gives it out. A replicated parameter that does has a part too. Where
-other things made of that activation go into columns, as the keys of latent attention do beside
-what is rotated for all heads, these leave the sum to it.
+A replicated activation that is used with a divided tensor has, on each rank, a part of its
+gradient: it is summed at the output of a module. A replicated parameter used that way has a part
+too. If other results of that activation go into columns, as the keys of latent attention do beside
+what is rotated for all heads, the columns leave the sum to it.
 
-Refuses axes whose sums cannot be taken where the modules that own the matrices begin and end.
-
-In front of columns the gradient is summed where the module takes its inputs, behind rows the
-result is summed where the module gives it out. That is right for a linear layer. It is right for a
-module with matrices of its own, such as stacked experts, if all that it makes of its inputs is
-divided or a term of the sum, and if it does nothing to the terms that a sum would not allow.
+``refused_owners`` refuses axes whose sums are not possible at the boundaries of the modules that
+own the matrices. Before columns the gradient is summed at the module's inputs, after rows the
+result is summed at its output. That is right for a linear layer. It is right for a module with
+several matrices, such as stacked experts, if everything that it computes from its inputs is divided
+or a term of the sum, and if every operation on the terms is linear.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -34,18 +33,18 @@ PRODUCTS = frozenset({
 
 @dataclass
 class Propagation:
-    """What choosing some axes asks of the rest of the model."""
+    """Consequences of dividing some axes for the rest of the model."""
 
     partial: list[str] = field(default_factory=list)
     boundaries: list[str] = field(default_factory=list)
     fed: list[str] = field(default_factory=list)
-    """Modules with columns that leave the sum of their inputs' gradients to boundaries."""
+    """Column modules that leave the sum of their inputs' gradients to boundaries."""
     refused: dict[SymbolicDim, str] = field(default_factory=dict)
     """Axes that cannot be divided after all, and why."""
 
 
 def axes_of(dims: Iterable[Dim], chosen: Set[SymbolicDim]) -> set[SymbolicDim]:
-    """Which of the chosen axes dimensions have, sections of them included."""
+    """Return the selected axes in dimensions, sections of them included."""
     found: set[SymbolicDim] = set()
     waiting = [atom for dim in dims for atom in dim]
     while waiting:
@@ -61,13 +60,13 @@ def follow(
     followed: Sequence[SymbolicDim],
     styles: Mapping[str, Style],
 ) -> Propagation:
-    """Find what meets divided axes.
+    """Find what is used together with divided axes.
 
     Args:
-        analysis: Of the model.
+        analysis: Analysis of the model.
         sharded: The axis of each parameter that is divided.
         followed: Axes that activations have within blocks; not those of tokens.
-        styles: Of each parameter that is divided.
+        styles: Style of each parameter that is divided.
     """
     return _Follower(analysis, sharded, followed, styles).follow()
 
@@ -101,7 +100,7 @@ class _Follower:
             for each in step.inputs:
                 self.consumers.setdefault(each.key, []).append(step)
         self.strange = {name.split(".")[1] for name in self.trace.unknown}
-        """Without a rule: divided only where a user answers for it."""
+        """Operators without a rule: divided only if a user is responsible for them."""
         self.entered = _entered_as_one(styles) - self.trace.attentions
         self.flow = Propagation()
 
@@ -134,7 +133,7 @@ class _Follower:
         return self.flow
 
     def _entering(self, step: OperatorRecord) -> Iterator[tuple[SymbolicDim, Operand]]:
-        """Give what is whole and comes out divided, but for the inputs of column-parallel modules.
+        """Yield whole tensors that become divided, except inputs of column-parallel modules.
 
         Those sum the gradients of their inputs themselves.
         """
@@ -157,10 +156,10 @@ class _Follower:
     def _origins(
         self, key: int, partial: dict[str, None], entered: str | None
     ) -> Iterator[tuple[str, int]]:
-        """Give the modules that a replicated tensor comes from, the nearest ones with parameters.
+        """Yield the modules that produce a replicated tensor, the nearest ones with parameters.
 
         Parameters on the way have a part of their gradient as well. A module that is entered as one
-        sums the gradients of all that it takes, so nothing outside of it has a part.
+        sums the gradients of all its inputs, so nothing outside of it has a part.
         """
         waiting, seen = [key], set[int]()
         while waiting:
@@ -189,16 +188,17 @@ class _Follower:
         )
 
     def _other_uses(self, key: int, atom: SymbolicDim) -> tuple[str, list[str]]:
-        """Return what else is made of a tensor that goes where an axis is divided.
+        """Return the other uses of a tensor that is used where an axis is divided.
 
-        Either what needs it whole, in words, or the modules with divided matrices that it feeds.
+        Either a use that needs it whole, as text, or the modules with divided matrices that it
+        feeds.
         """
         columns: dict[str, None] = {}
         waiting, seen = [key], set[int]()
         while waiting:
             each = waiting.pop()
             for step in self.consumers.get(each, ()):
-                if step.operator == "detach":  # what is made of that has no gradient
+                if step.operator == "detach":  # its results have no gradient
                     continue
                 if self._is_divided_product(step):
                     columns.setdefault(step.module)
@@ -206,7 +206,7 @@ class _Follower:
                 floating = [out for out in step.outputs if out.is_floating]
                 if any(atom in axes_of(out.dims, self.chosen) for out in floating):
                     continue
-                # What a norm gives beside its result is for its backward pass.
+                # A norm's outputs beside its result are for its backward pass.
                 if floating and not any(out.key in self.consumers for out in floating):
                     return f"is also used whole, by {step.operator} in {step.module}", []
                 waiting += [out.key for out in floating if out.key not in seen]
@@ -219,7 +219,7 @@ class _Follower:
         )
 
     def _is_fed(self, module: str, boundaries: Set[int], partial: dict[str, None]) -> bool:
-        """Whether all that a module with columns takes is made of what boundaries give.
+        """Whether all inputs of a column module are computed from outputs of boundaries.
 
         Then they sum its gradient, and the parameters on the way have a part of theirs.
         """
@@ -253,7 +253,7 @@ _LINEAR = frozenset({
     "index_select", "neg", "permute", "reshape", "select", "slice", "split", "squeeze", "sum", "t",
     "transpose", "unbind", "unsqueeze", "view",
 })  # fmt: skip
-"""What they make of a sum is the sum of what they make of its terms."""
+"""Linear operators: their result for a sum is the sum of their results for its terms."""
 _SCALING = frozenset({"div", "div_", "mul", "mul_"})
 _ADDING = frozenset({
     "add", "add_", "cat", "copy_", "index_add", "index_add_", "index_copy_", "index_put",
@@ -268,12 +268,12 @@ def refused_owners(
     styles: Mapping[str, Style],
     followed: Set[SymbolicDim],
 ) -> dict[SymbolicDim, str]:
-    """Return axes whose matrices' modules do other things as well, and which.
+    """Return axes whose matrices' modules do other things as well, with the reason.
 
     Args:
-        analysis: Of the model.
-        axes: Of each parameter that is divided.
-        styles: Of each parameter that is divided.
+        analysis: Analysis of the model.
+        axes: Axis of each parameter that is divided.
+        styles: Style of each parameter that is divided.
         followed: Axes that activations have within blocks; not those of tokens.
     """
     owners: dict[str, list[OperatorRecord]] = {}
@@ -322,13 +322,13 @@ class _Owner:
             if name.rpartition(".")[0] == module
         }
         self.is_layer = own <= {"weight", "bias"}
-        """Whose bias can be added after the sum."""
+        """Its bias can be added after the sum."""
         self.terms: set[int] = set()
-        """Keys of what ranks have terms of."""
+        """Keys of tensors of which each rank has a term."""
         self.zeros = {out.key for step in steps if step.operator in _ZEROS for out in step.outputs}
 
     def why_not(self) -> str:
-        """Return what a sum at the end or the beginning would not be right for; empty if it is."""
+        """Return why a sum at the output or the inputs would be wrong; empty if it is right."""
         for step in self.steps:
             if step.operator in PRODUCTS and self._is_row(step):
                 self.terms |= {each.key for each in step.outputs}
@@ -348,7 +348,7 @@ class _Owner:
         return ""
 
     def _is_row(self, step: OperatorRecord) -> bool:
-        """Whether a product sums over a divided axis: it has one, and gives none."""
+        """Whether a product sums over a divided axis: an input has one, the output has none."""
         return not any(axes_of(each.dims, self.followed) for each in step.outputs) and any(
             axes_of(each.dims, self.followed) for each in step.inputs
         )
@@ -363,18 +363,18 @@ class _Owner:
                 "div" not in step.operator or step.inputs[0].key in self.terms
             )
         if step.operator in _ADDING:
-            # A number is no tensor among the inputs, and every rank would add it.
+            # A number is not a tensor among the inputs, and every rank would add it.
             return len(step.inputs) > 1 and all(self._is_nothing(each) for each in others)
         return False
 
     def _is_nothing(self, operand: Operand) -> bool:
-        """Whether every rank may add something to its terms: zeros, and the bias of a layer."""
+        """Whether every rank may add an operand to its terms: zeros, and the bias of a layer."""
         if operand.parameter is not None:
             return self.is_layer
         return operand.is_zero or operand.key in self.zeros
 
     def _other_use(self, taken: Operand) -> str:
-        """Return what is made of an input that is neither divided nor a term."""
+        """Return the result computed from an input that is neither divided nor a term."""
         waiting, seen = [taken.key], {taken.key}
         while waiting:
             key = waiting.pop()

@@ -1,17 +1,18 @@
-"""Where the sequence may be divided between the matrix products of stacked blocks.
+"""Sequence parallelism: divides the sequence between the matrix products of stacked blocks.
 
 Between a row-parallel product and the next column-parallel one, norms, dropouts and residual sums
-look at one token at a time, so each rank may have some of the tokens. In front of the columns the
-sequence is gathered, once for all of a module where everything that the module makes of it is
-divided; behind the rows it is scattered where it was summed.
+use one token at a time, so each rank may have some of the tokens. Before the columns the sequence
+is gathered, once per module if everything that the module computes from it is divided; after the
+rows it is scattered where it was summed.
 
 The gather sums its gradient over the ranks. So within it a replicated parameter has a part of its
-gradient, and nothing is summed a second time: not in front of columns, not at boundaries.
+gradient, and nothing is summed a second time: neither before columns nor at boundaries.
+
+``Walk`` follows one divided sequence through a stack of blocks, operator by operator;
+``divide_sequence`` does so for all stacks.
 
 Source: Reducing Activation Recomputation in Large Transformer Models, Korthikanti et al. 2022,
 section 4.2, https://arxiv.org/abs/2205.05198
-
-Follows one divided sequence through a stack of blocks, operator by operator.
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -31,19 +32,19 @@ from boltmesh.strategies.tensor.plan import ExitPoint, GatherPoint, SequencePlan
 from boltmesh.strategies.tensor.propagation import PRODUCTS, axes_of
 
 
-class NoSequence(Exception):  # noqa: N818  # it says what stands in the way, and is no error
-    """Why the sequence of a stack cannot be divided, in words."""
+class NoSequence(Exception):  # noqa: N818  # a reason rather than an error
+    """The reason why the sequence of a stack cannot be divided."""
 
 
 class Walk:
-    """Every activation of a stack is divided by tokens, or gathered, or has nothing to do with it.
+    """Every activation of a stack is divided by tokens, or gathered, or independent of it.
 
     Attributes:
-        gathers: Where the sequence is gathered.
-        partial: Whole parameters that meet some of the tokens, or whose gradient a gather sums.
-        fed: Modules with columns that gathered activations go into.
-        drawing: Modules that draw for some of the tokens.
-        gathered: Keys of activations behind a gather and before the rows.
+        gathers: Points at which the sequence is gathered.
+        partial: Whole parameters used with some of the tokens, or whose gradient a gather sums.
+        fed: Column modules whose inputs are gathered activations.
+        drawing: Modules that draw random numbers for some of the tokens.
+        gathered: Keys of activations after a gather and before the rows.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Walk:
         """Follow the sequence from the entry of the stack to its exit.
 
         Raises:
-            NoSequence: When something looks at several tokens where it is divided.
+            NoSequence: If an operator uses several tokens where it is divided.
         """
         if not self.tokens:
             raise NoSequence("the batch has sequences of one token")
@@ -114,18 +115,18 @@ class Walk:
         return {style for name, style in self.styles.items() if name in names}
 
     def _is_divided(self, operand: Operand, step: OperatorRecord) -> bool:
-        """Whether an operator finds some of the tokens of an operand only."""
+        """Whether an operator gets only some of the tokens of an operand."""
         if operand.key not in self.divided:
             return False
         blocks = [each for each in self.stack.blocks if each in step.modules]
-        if operand.key == self.stack.entry.key:  # divided where the first block takes it
+        if operand.key == self.stack.entry.key:  # divided at the first block's input
             return self.stack.blocks[0] in blocks
         if not blocks and operand.key != self.stack.exit.key:
             raise NoSequence(f"{step.operator} looks at the sequence between blocks")
         return bool(blocks)
 
     def _gather_points(self, operand: Operand, step: OperatorRecord) -> list[GatherPoint]:
-        """The outermost module that takes an activation and makes only divided things of it.
+        """Return the outermost module that takes an activation and makes only divided results.
 
         With all arguments that are the activation.
         """
@@ -139,7 +140,7 @@ class Walk:
         return []
 
     def _is_all_divided(self, module: str, key: int) -> bool:
-        """Whether all that a module makes of an activation has a divided axis in the end."""
+        """Whether all results of a module from an activation have a divided axis in the end."""
         outputs = {each.key for each in self.trace.module_outputs.get(module, {}).values()}
         waiting, seen, has_any = [key], {key}, False
         while waiting:
@@ -184,43 +185,43 @@ class Walk:
 
 @dataclass(frozen=True)
 class BlockStack:
-    """Blocks of one list, each of which takes what the one before gives."""
+    """Blocks of one list, each of which takes the output of the one before."""
 
     blocks: tuple[str, ...]
     argument: int | str
-    """Of the first block."""
+    """Argument of the first block."""
     entry: Operand
     exit: Operand
     place: int | str | None
-    """Of the exit, in what the last block gives."""
+    """Index or key of the exit in the last block's output."""
     dim: int
-    """Of the sequence."""
+    """Dimension of the sequence."""
 
 
 @dataclass
 class SequenceDivision:
-    """What dividing the sequences of all stacks asks for."""
+    """Consequences of dividing the sequences of all stacks."""
 
     plan: SequencePlan
     partial: set[str] = field(default_factory=set)
     drawing: list[str] = field(default_factory=list)
-    """Modules that draw for some of the tokens."""
+    """Modules that draw random numbers for some of the tokens."""
     gathered: set[int] = field(default_factory=set)
-    """Keys of activations behind a gather and before the rows."""
+    """Keys of activations after a gather and before the rows."""
 
 
 def divide_sequence(
     analysis: Analysis, styles: Mapping[str, Style], followed: Set[SymbolicDim]
 ) -> SequenceDivision:
-    """Return where sequences are divided, and what follows from that.
+    """Return the division of sequences, with its consequences.
 
     Args:
-        analysis: Of the model.
-        styles: Of each parameter that is divided.
+        analysis: Analysis of the model.
+        styles: Style of each parameter that is divided.
         followed: Axes that activations have within blocks.
 
     Raises:
-        NoSequence: When a stack's cannot be divided.
+        NoSequence: If a stack's cannot be divided.
     """
     stacks = list(_stacks(analysis))
     if not stacks:
@@ -257,7 +258,7 @@ def _stacks(analysis: Analysis) -> Iterator[BlockStack]:
 
 
 def _chained(analysis: Analysis, blocks: tuple[str, ...]) -> BlockStack | None:
-    """Find the activation that goes from block to block; None where there is none."""
+    """Find the activation that goes from block to block; None without one."""
     inputs, outputs = analysis.trace.module_inputs, analysis.trace.module_outputs
     for argument, entry in inputs[blocks[0]].items():
         for place, given in outputs[blocks[0]].items():
@@ -274,6 +275,6 @@ def _chained(analysis: Analysis, blocks: tuple[str, ...]) -> BlockStack | None:
 
 
 def _sequence_dim(entry: Operand) -> int:
-    """The second of three dimensions, or the first one where attention looks along that."""
+    """The second of three dimensions, or the first one if attention runs along that."""
     first, second = (any(each.is_whole for each in leaves(dim)) for dim in entry.dims[:2])
     return 0 if len(entry.dims) == 2 or (first and not second) else 1

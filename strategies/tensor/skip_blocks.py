@@ -1,8 +1,7 @@
-"""Lets a model run of which one block of each kind exists.
+"""Runs a model of which only one block of each kind has values.
 
-The others hand their input on as their output, or run with the parameters of the first of their
-kind: then each does what it does by its own settings, and the blocks do to each other what they do
-in training.
+The other blocks return their input as their output, or run with the parameters of the first of
+their kind and their own settings, so that interactions between blocks are those of training.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,14 +23,14 @@ _PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
 
 
 def kinds_of(blocks: Mapping[str, Module], plan: TensorPlan) -> dict[str, str]:
-    """Return, by name of each block, the first one that runs as it does.
+    """Return, by name of each block, the first one that runs in the same way.
 
-    Of one kind are blocks of one class whose modules have the same settings, hold alike parameters,
-    and are planned alike. A number that is a block's own place in its list makes no difference.
+    Blocks of one kind have one class, modules with equal settings, parameters of equal shapes, and
+    equal plans. A number that is a block's own index in its list is ignored.
 
     Args:
         blocks: By dotted name.
-        plan: Of the model.
+        plan: Plan of the model.
     """
     firsts: dict[Any, str] = {}
     return {
@@ -82,19 +81,19 @@ def _planned(block: str, plan: TensorPlan) -> tuple[Any, ...]:
 
 
 class BlockShapes:
-    """Notes, as a step runs, which blocks give back something like what they get."""
+    """Records during a step which blocks return something shaped like their input."""
 
     def __init__(self) -> None:
         self._seen: dict[str, set[object]] = {}
 
     def allow(self, block: str, first: str) -> bool:
-        """Whether a block can hand on what it gets in the place of what the first one gave."""
+        """Whether a block can return its input in place of the first one's output."""
         seen, given = self._seen.get(block, set()), self._seen.get(first, set())
         return len(seen) == 1 and seen == given and None not in seen
 
     @contextmanager
     def watching(self, blocks: Mapping[str, Module]) -> Iterator[None]:
-        """Within it, blocks are looked at when they are called."""
+        """Context in which calls of blocks are recorded."""
         handles = [
             each.register_forward_hook(self._hook(name), with_kwargs=True)
             for name, each in blocks.items()
@@ -117,13 +116,13 @@ class BlockShapes:
 
 @contextmanager
 def parameters_lent(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> Iterator[None]:
-    """Within it, blocks that have a first one of their kind hold that one's parameters.
+    """Context in which blocks hold the parameters of the first one of their kind.
 
-    So they do of what else has no values yet, such as buffers of a model that is deferred.
+    So do other tensors without values, such as buffers of a deferred model.
 
     Args:
         blocks: By dotted name.
-        firsts: By block that is to borrow, the first of its kind.
+        firsts: First of its kind, by block that borrows.
     """
     before: list[tuple[Module, str, object]] = []
     try:
@@ -140,7 +139,7 @@ def parameters_lent(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> 
 
 
 def _borrowed(module: Module) -> list[tuple[str, object]]:
-    """Return what a module borrows, by name: parameters and lists of them, what has no values."""
+    """Return what a module borrows, by name: parameters, lists of them, tensors without values."""
     others = [each for each in vars(module).items() if each[0] not in _REGISTERED]
     return [
         (key, value)
@@ -151,11 +150,11 @@ def _borrowed(module: Module) -> list[tuple[str, object]]:
 
 @contextmanager
 def blocks_passed(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> Iterator[None]:
-    """Within it, blocks that have a first one of their kind hand on what they get.
+    """Context in which blocks return their input, in the shape of the first one's output.
 
     Args:
         blocks: By dotted name.
-        firsts: By block that is to be passed by, the first of its kind, which runs before it.
+        firsts: First of its kind, by block that is skipped; it runs before it.
     """
     given: dict[str, Any] = {}
     handles = [
@@ -194,9 +193,9 @@ class _Passing:
 
 
 def _passed(args: Any, kwargs: Any, output: Any) -> Any:
-    """Return an output like another one, whose first tensor is the input; None if they differ.
+    """Return an output like another one, with the input as first tensor; None if they differ.
 
-    What else a block gives, such as a bias that later ones use, is that of the other.
+    Other members of the output, such as a bias that later blocks use, are those of the other.
     """
     taken = next((each for each in _floats((args, kwargs))), None)
     first = next((each for each in _floats(output)), None)
@@ -208,7 +207,7 @@ def _passed(args: Any, kwargs: Any, output: Any) -> Any:
 
 
 def _looks(value: Any) -> Any:
-    """What can be told of a value that may have no data."""
+    """Properties of a value that may have no data."""
     return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
 
 

@@ -1,23 +1,19 @@
-"""Proves a plan before the first step: the same batch, by the whole model and by the divided one.
+"""Verifies a plan before the first step: one batch on the whole model and on the divided one.
 
 Automatic plans go wrong silently: a router that sees a part of the sequence, a gradient of which
 every rank has a part. So each kind of block runs the user's own step whole and as planned, on the
-ranks and over the links that will train, and the loss and every gradient have to be the same. What
-is not falls back to the next way of running it, and stays whole where no way is right.
+ranks and links that will train, and the loss and every gradient have to agree. If they do not, the
+next backend is tried, and the block stays whole if none is right.
 
-One block of each kind runs first, by which a plan is found; then all of them, for what blocks do to
-each other: layers that share a cache, say. Those that need not exist yet run with the parameters of
-the first of their kind.
+One block of each kind runs first, to find the backends; then all blocks, to check interactions
+between them, such as a shared cache. Blocks without values use the parameters of the first of their
+kind.
 
-How a plan divides parameters, in the words of checkpoints.
-
-Says in words where a planned run of a step differs from the run of the whole model.
-
-What is compared does not depend on how much of a sum a rank does: gradients relative to their own
-size, but at least to a thousandth of the largest one, for those of key biases are zero in truth.
-
-A rounding may decide which expert a token goes to. How far apart two right runs can be is shown by
-a third one, of the whole model with parameters that differ by little more than roundings.
+``difference`` compares runs in a way that does not depend on how sums are distributed: gradients
+relative to their own size, but at least to a thousandth of the largest one, because gradients of
+key biases are zero up to rounding. A rounding may decide which expert a token goes to. How far
+apart two right runs can be is measured by a third one, of the whole model with parameters that
+differ by little more than roundings.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,7 +38,7 @@ from boltmesh.strategies.tensor.skip_blocks import blocks_passed, lasts_of, para
 
 
 def division_of(entry: ShardedParameter, size: int, rank: int) -> DimDivision:
-    """Return what a rank keeps of a parameter."""
+    """Return a rank's division of a parameter."""
     stretches = (
         ElementStretch(each.start, each.local_start, each.length)
         for each in runs(entry.sections, size, rank)
@@ -51,7 +47,7 @@ def division_of(entry: ShardedParameter, size: int, rank: int) -> DimDivision:
 
 
 def divisions_of(plan: TensorPlan, rank: int) -> dict[str, DimDivision]:
-    """Return what a rank keeps of each divided parameter, by all of its names."""
+    """Return a rank's division of each divided parameter, by all of its names."""
     found = {}
     for entry in plan.sharded.values():
         division = division_of(entry, plan.size, rank)
@@ -60,21 +56,21 @@ def divisions_of(plan: TensorPlan, rank: int) -> dict[str, DimDivision]:
 
 
 TOLERANCE = 1e-4
-"""Of fp32 sums in another order: prototypes differed by up to 2.2e-5 over 27 models."""
+"""For fp32 sums in another order: prototypes differed by up to 2.2e-5 over 27 models."""
 
 NUDGE = 1e-5
-"""By how much of themselves parameters differ in the third run: a hundred times a rounding, so that
-it decides otherwise where roundings may."""
+"""Relative change of parameters in the third run: a hundred times a rounding, so that decisions
+that a rounding may change do change."""
 
 _TIMES = 10
-"""How many times as far as the third run a right one may be: where nothing is decided, that is
-about ``TOLERANCE``; where one token went elsewhere, it may have gone farther."""
+"""A right run may be this many times as far as the third run: without discrete decisions that is
+about ``TOLERANCE``; if a token was routed elsewhere, it may be farther."""
 
 _MOST = 0.1
-"""What is farther apart is not the same whatever roundings decide."""
+"""Larger differences are faults, whatever roundings decide."""
 
 _SMALL = 1e-3
-"""Of the largest gradient: below it a gradient may be rounding alone."""
+"""Relative to the largest gradient: smaller gradients may be rounding alone."""
 
 
 def difference(
@@ -83,14 +79,14 @@ def difference(
     divided: Mapping[str, DimDivision],
     nudged: DryRunOutcome | None = None,
 ) -> str | None:
-    """Say where a planned run differs first; None if it does not.
+    """Return a message about the first difference of a planned run; None without one.
 
     Args:
-        whole: What the whole model gave.
-        planned: What it gave by the plan.
-        divided: What this rank has of each divided parameter.
-        nudged: What the whole model gave with parameters ``NUDGE`` from its own, for how far right
-            runs can be apart.
+        whole: Outcome of the whole model.
+        planned: Outcome by the plan.
+        divided: This rank's division of each divided parameter.
+        nudged: Outcome of the whole model with parameters ``NUDGE`` from its own, which shows how
+            far apart right runs can be.
     """
     nudged = nudged or whole
     if len(whole.values) != len(planned.values):
@@ -124,7 +120,7 @@ def difference(
 def _comparable(
     whole: DryRunOutcome, planned: DryRunOutcome, nudged: DryRunOutcome
 ) -> list[tuple[str, Tensor, Tensor, Tensor]]:
-    """Return the outputs of blocks that are whole in both; a layer by itself may give its part."""
+    """Return the outputs of blocks that are whole in both; a layer may return its part."""
     return [
         (name, one, other, third)
         for name, several in whole.probed.items()
@@ -136,7 +132,7 @@ def _comparable(
 
 
 def _allowed(one: Tensor, third: Tensor, least: float) -> float:
-    """Return how far a planned run may be from the whole model's, by what a nudge changes."""
+    """Return how far a planned run may be from the whole model's, given the effect of a nudge."""
     return min(max(TOLERANCE, _TIMES * _apart(one, third, least)), _MOST)
 
 
@@ -166,16 +162,16 @@ NewGroup = Callable[[], TensorGroup]
 
 @dataclass(frozen=True)
 class ProofInputs:
-    """What a proof is done with.
+    """Inputs of a verification.
 
     Args:
         rehearsal: The step.
         blocks: The repeated blocks by name.
-        passed: By block that is passed by, the first of its kind, which is not.
-        activation_bytes: What a backward pass through all blocks may keep at most.
-        judges: All ranks of the job, on the CPU: they agree on what is proven.
-        new_group: Makes the group that a planned step runs on. A collective that not all ranks
-            came to leaves a group unusable, so the next trial gets another one.
+        passed: First of its kind, by block that is skipped.
+        activation_bytes: Limit for what a backward pass through all blocks may keep.
+        judges: All ranks of the job, on the CPU: they agree on the result.
+        new_group: Makes the group that a planned step runs on. A collective in which not all ranks
+            took part leaves a group unusable, so the next trial gets another one.
     """
 
     rehearsal: DryRun
@@ -187,20 +183,20 @@ class ProofInputs:
 
 
 def prove(plan: TensorPlan, stage: ProofInputs) -> TensorPlan:
-    """Return the plan with the ways of running it that are right, and why others are not used.
+    """Return the plan with verified backends, and why others are not used.
 
-    Collective over all ranks of the job, whose models are alike, whole where they are not passed
-    by, and on the device of the rehearsal. Nothing of them is changed afterwards.
+    Collective over all ranks of the job, whose models are equal, whole except for skipped blocks,
+    and on the device of the step. The models do not change.
 
     Raises:
-        ConfigError: When the step cannot be run at all.
+        ConfigError: If the step cannot be run at all.
     """
     return _Proof(plan, stage).settled()
 
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """A way of running the step that a plan has to stand beside the whole model."""
+    """A way of running the step in which plan and whole model are compared."""
 
     name: str
     passed: Mapping[str, str]
@@ -216,9 +212,9 @@ class _Proof:
         self.group: TensorGroup | None = None
         self.notes: list[str] = []
         self.wholes: dict[_Run, DryRunOutcome] = {}
-        """What the whole model gave, the run that takes least first."""
+        """Outcomes of the whole model, the cheapest run first."""
         self.nudged: dict[_Run, DryRunOutcome] = {}
-        """What it gave with parameters a little off, where that was needed."""
+        """Outcomes with nudged parameters, if they were needed."""
 
     def settled(self) -> TensorPlan:
         if not self.kinds:
@@ -241,9 +237,9 @@ class _Proof:
         return replace(plan, notes=(*plan.notes, *unproven))
 
     def _runs_of_several(self) -> list[_Run]:
-        """Return the runs that show what blocks do to each other. Collective over all ranks.
+        """Return the runs that show interactions between blocks. Collective over all ranks.
 
-        Of the whole model where its activations fit; else without a backward pass, which keeps
+        The whole model if its activations fit; otherwise without a backward pass, which keeps
         nothing, and with the first and the last of each kind.
         """
         if not self.stage.passed:
@@ -264,7 +260,7 @@ class _Proof:
         fault = self._fault(plan, dict.fromkeys(self.kinds, "local"))
         if fault is None:
             return self._with(plan, dict.fromkeys(self.kinds, "local"))
-        # One thing at a time: which blocks run at all, and then with a part of the sequence.
+        # One thing at a time: first which blocks run at all, then with a part of the sequence.
         plan = without_sequence(plan)
         chosen: dict[str, Backend] = {}
         for kind in self.kinds:
@@ -288,7 +284,7 @@ class _Proof:
         return self._with(plan, chosen)
 
     def _backend_of(self, plan: TensorPlan, kind: str) -> tuple[Backend, TensorPlan]:
-        """Return the first way of running a kind that is right, when all others stay whole."""
+        """Return the first backend that is right for a kind when all others stay whole."""
         others: dict[str, Backend] = dict.fromkeys(self.kinds, "replicated")
         for backend in _BACKENDS:
             if backend == "region" and not _has_region(plan, kind):
@@ -308,12 +304,12 @@ class _Proof:
     # Runs.
 
     def _run_whole(self, run: _Run) -> None:
-        """Run the whole model; refuse what cannot be run, on all ranks with the first's reason."""
+        """Run the whole model; raise its error on all ranks with the first rank's reason."""
         try:
             with self._passed(run):
                 outcome = self.stage.rehearsal.run(has_backward=run.has_backward)
                 text = None
-        except Exception as error:  # noqa: BLE001 - whatever the user's step raises
+        except Exception as error:  # noqa: BLE001 - the user's step may raise anything
             outcome, text = DryRunOutcome(), f"{type(error).__name__}: {error}"
             cause: BaseException | None = error
         else:
@@ -327,14 +323,14 @@ class _Proof:
         self.wholes[run] = outcome
 
     def _fault(self, plan: TensorPlan, backends: Mapping[str, Backend]) -> str | None:
-        """Return how a way of running the plan differs from the whole model, in words."""
+        """Return how the plan with these backends differs from the whole model."""
         planned = replace(plan, backends=dict(backends))
         for run in self.wholes:
             if self.group is None:
                 self.group = self.stage.new_group()
             try:
                 fault = self._compare(planned, run, self.group)
-            except Exception as error:  # noqa: BLE001 - code that wants whole sizes raises anything
+            except Exception as error:  # noqa: BLE001 - code that needs full sizes raises anything
                 fault = f"raises {type(error).__name__}: {_one_line(error)}"
             fault = self._first(fault)
             if fault is not None:
@@ -356,7 +352,7 @@ class _Proof:
         return difference(self.wholes[run], outcome, divided, self._nudged(run))
 
     def _nudged(self, run: _Run) -> DryRunOutcome:
-        """Return what the whole model gives with parameters that are a little off."""
+        """Return the outcome of the whole model with nudged parameters."""
         if run not in self.nudged:
             with self._passed(run), _parameters_kept(self.root):
                 _nudge(self.root.parameters())
@@ -367,7 +363,7 @@ class _Proof:
         return blocks_passed(self.stage.blocks, run.passed)
 
     def _first(self, text: str | None) -> str | None:
-        """Return what the first rank says that has something to say. Collective over all."""
+        """Return the text of the first rank that has one. Collective over all ranks."""
         told: list[str | None] = [None] * self.stage.judges.size()
         dist.all_gather_object(told, text, group=self.stage.judges)
         said = [f"{each} (rank {rank})" for rank, each in enumerate(told) if each is not None]
@@ -378,7 +374,7 @@ class _Proof:
 
 @contextmanager
 def _parameters_kept(root: Module) -> Iterator[None]:
-    """Give parameters back what they were, after they were cut into shards."""
+    """Restore parameters afterwards, which are replaced by shards meanwhile."""
     before = {each: each.data for each in root.parameters()}
     try:
         yield
@@ -389,7 +385,7 @@ def _parameters_kept(root: Module) -> Iterator[None]:
 
 
 def _nudge(parameters: Iterable[Parameter]) -> None:
-    """Change floating parameters by up to ``NUDGE`` of themselves, on all ranks alike."""
+    """Change floating parameters by up to ``NUDGE`` of themselves, equally on all ranks."""
     generator = torch.Generator().manual_seed(0)
     for each in parameters:
         if each.is_floating_point():
@@ -399,7 +395,7 @@ def _nudge(parameters: Iterable[Parameter]) -> None:
 
 @contextmanager
 def _in_single_precision(root: Module, device: torch.device) -> Iterator[None]:
-    """Within it, a model is in fp32 and on a device."""
+    """Context in which a model is in fp32 and on a device."""
     tensors: list[Tensor] = [*root.parameters(), *root.buffers()]
     before = {each: each.data for each in tensors}
     try:
@@ -417,7 +413,7 @@ def _single(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _free_bytes(stage: ProofInputs) -> int:
-    """Return what this rank may take of the memory of its device, or of its share of the host's."""
+    """Return the memory that this rank may use, on its device or of its share of the host's."""
     device = stage.rehearsal.device
     if device.type == "cpu":
         return int(psutil.virtual_memory().available / stage.judges.size())
@@ -427,7 +423,7 @@ def _free_bytes(stage: ProofInputs) -> int:
 
 
 def _kinds(plan: TensorPlan) -> list[str]:
-    """Return the kinds of blocks that hold something divided, in the order of the plan."""
+    """Return the kinds of blocks with divided parameters, in the order of the plan."""
     found = [
         plan.kinds.get(block, block) for axis in plan.axes for block in axis.blocks or (OUTSIDE,)
     ]
@@ -435,10 +431,10 @@ def _kinds(plan: TensorPlan) -> list[str]:
 
 
 def _with_sizes(plan: TensorPlan, kind: str) -> Iterator[TensorPlan]:
-    """Give the plan with all the integers of a kind that may be sizes, none, and all but one.
+    """Yield the plan with all the integers of a kind that may be sizes, none, and all but one.
 
-    Some have the value of what is divided by chance: with as many query heads to a key head as
-    there are key heads, code that repeats keys needs that number as it is.
+    Some equal a divided size by chance: with as many query heads per key head as there are key
+    heads, code that repeats keys needs that number unchanged.
     """
     yield plan
     own = [

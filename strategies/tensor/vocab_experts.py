@@ -1,13 +1,13 @@
-"""Axes of tokens: tables and heads of which each rank may have some rows.
+"""Vocabularies, which may be divided unevenly, and routed experts, whose sequence is not divided.
 
-Their number need not divide: nothing between a lookup and a loss counts on equal parts, so the
-first ranks have one token more than the others, and no table is padded.
+``vocabularies`` finds the axes of tokens: tables and heads of which each rank may have some rows.
+Their number need not divide: nothing between a lookup and a loss needs equal parts, so the first
+ranks have one token more than the others, and no table is padded.
 
-Recognises routed experts: a choice of the best of several scores, and matrices to choose from.
-
-Nothing is special about their division: the analysis finds what every expert has inside. But it
-has to be said of them whether they are whole or split, and their sequence is not divided: a router
-that sees some of the tokens computes its losses from those alone, without anybody noticing.
+``routed_experts`` recognizes routers: a top-k of several scores, and matrices to choose from. Their
+division is not special: the analysis finds the dims inside every expert. But the plan reports
+whether they are whole or split, and their sequence is not divided: a router that sees some of the
+tokens would compute its losses from those alone, without an error.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,9 @@ def vocabularies(
     """Return the axes of tokens that can be divided, and why others cannot.
 
     Args:
-        analysis: Of the model.
+        analysis: Analysis of the model.
         size: Ranks.
-        with_heads: Whether logits may be divided; else only tables that are no head as well.
+        with_heads: Whether logits may be divided; else only tables that are not heads too.
     """
     found, refused = [], {}
     roles = Roles(analysis)
@@ -75,14 +75,14 @@ def vocabularies(
 
 
 def _is_plain(where: Sequence[DimPosition]) -> bool:
-    """Whether rows are tokens and nothing else."""
+    """Whether its rows are tokens and nothing else."""
     return all(each.dim == 0 and each.rows == ((each.rows[0][0],),) for each in where)
 
 
 def _is_head(
     analysis: Analysis, atom: SymbolicDim, where: Sequence[DimPosition], roles: Roles
 ) -> bool:
-    """Whether a softmax is taken over what a matrix gives, and it has more rows than columns."""
+    """Whether a softmax is taken over a matrix's output, and it has more rows than columns."""
     matrices = [each.parameter for each in where if each.parameter in roles.products]
     return (
         bool(matrices)
@@ -114,7 +114,7 @@ class RoutedExperts:
     """Experts of one router."""
 
     module: str
-    """That has both."""
+    """The module that contains both."""
     parameters: tuple[str, ...]
 
 
