@@ -1,4 +1,15 @@
-"""The strategies: custom Lightning ``Strategy`` classes that split a model over many ranks."""
+"""The strategies: Lightning ``Strategy`` classes that split a model over many ranks.
+
+One file per strategy (``ddp``, ``zero``, ``pipeline_parallel``, ``tensor_parallel``,
+``parallel_3d``) checks its arguments and chooses axes; ``registry`` knows them by name. ``engine``
+is what every strategy does for Lightning: mesh, process groups, loops, checkpoints. It calls one
+object per axis: ``data_parallel`` (replicas or shards, with ``offload`` and ``tiling``),
+``pipeline``, ``tensor``.
+
+Shared below the axes: ``dry_run``, ``cost_model``, ``checkpoint``, ``deferred_initialization``,
+``topology``, and modules such as ``grad_norm``, ``blocks`` and ``activation_checkpointing``.
+Private names of torch and Lightning are in ``torch_compat`` and ``lightning_compat``.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

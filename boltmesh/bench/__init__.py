@@ -1,5 +1,6 @@
-"""``boltmesh bench``: the same model and data under several strategies, in one table.
+"""``boltmesh bench``: the same model and data under several strategies, measured, in one table.
 
-Each strategy is a job of its own, started as ``boltmesh fit`` starts it; its figures are those that
-the job's telemetry has measured. Nothing here loads torch.
+``command`` reads the strategies (``variant``) and runs each as a job of its own (``running``),
+started as ``boltmesh fit`` starts it. ``figures`` computes its numbers from the job's telemetry,
+``rows`` combines rounds and compares losses, ``table`` prints. Nothing here loads torch.
 """

@@ -1,5 +1,7 @@
-"""Checkpoints from and for other programs: plain Lightning's files, and safetensors.
+"""Converts checkpoints for other programs and back: plain Lightning files, and safetensors.
 
-Both ways go tensor by tensor: the memory that is taken is that of the largest one, however large
-the model is. What is written is complete or absent, as all checkpoints are.
+``export_checkpoint`` and ``import_checkpoint`` are the commands. ``source`` opens a checkpoint of
+any layout without loading it, ``lightning_file`` and ``safetensors_files`` read and write the
+formats tensor by tensor, ``writing`` makes the result complete or absent. The memory used is that
+of the largest tensor.
 """

@@ -1,6 +1,8 @@
-"""What a running rank records, and how anybody reads it back.
+"""Telemetry of a running rank, and how it is read back.
 
-The writing half (``recorder``, ``communication``, ``callback``) runs inside training and may use
-torch and Lightning. The reading half (``layout``, ``job``, ``reader``, ``snapshot``) imports
-neither, so that the dashboard is on the screen at once.
+``writer`` runs inside training and may use torch and Lightning: ``recorder`` writes a rank's file,
+``callback`` follows Lightning's loops. ``reader`` imports neither, so that the dashboard starts at
+once: it turns the files of a job (``job``, ``layout``, ``plan_files``) into an immutable
+``snapshot``. ``hang_detection`` reports why collectives do not advance. ``traffic`` and
+``tensor_plan`` are what strategies state beforehand.
 """

@@ -1,1 +1,5 @@
-"""Raises alerts on what a job does, and tells them."""
+"""Alerts on a job while it is watched.
+
+``rules`` define conditions, ``watch`` raises and resolves alerts, ``hook`` runs the user's command.
+``headless`` does so without a screen, for ``boltmesh top --json``.
+"""

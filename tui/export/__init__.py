@@ -1,1 +1,1 @@
-"""A job's figures for other programs: Prometheus and CSV."""
+"""Metrics of a job for other programs: ``prometheus`` text, and CSV ``tables``."""

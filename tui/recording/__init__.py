@@ -1,1 +1,1 @@
-"""Sends what is seen of a job elsewhere: into a file, down a pipe."""
+"""Writes the frames of a job elsewhere: ``record`` to a file, ``stream`` to a pipe."""

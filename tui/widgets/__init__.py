@@ -1,1 +1,1 @@
-"""The one widget of the dashboard; it paints what functions of ``drawing`` give."""
+"""The one Textual widget of the dashboard: ``canvas`` paints the lines that panels return."""

@@ -1,1 +1,7 @@
-"""Runs one step of a schedule on one rank: computes, hands over, and fails together."""
+"""Runs one step of a schedule on one rank: computes, sends and receives, and fails together.
+
+``runtime`` runs the steps of a run; ``step`` runs one list of actions, with ``stage`` (the
+interface of a stage) to compute, ``p2p`` to send and receive, and ``backward`` to differentiate a
+stage, as a whole or in two halves. ``handshake`` compares the ranks at the beginning and the end of
+a step, ``failure`` ends a step on all ranks, ``timing`` records when each chunk was computed.
+"""

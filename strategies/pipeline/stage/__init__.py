@@ -1,1 +1,9 @@
-"""Runs a module's own step as one stage: what other stages compute is received, not computed."""
+"""Runs a module's own step as one stage: values of other stages are received, not computed.
+
+``units`` finds the modules that a stage runs as a whole. ``trace_step`` runs the step once on fake
+tensors: ``fake_unit`` gives the outputs of units, ``trace_mode`` watches the code between them,
+``data_dependent_ops`` refuses reads of values, and ``trace`` is the result. ``cut`` divides a trace
+into stages, ``stage_run`` runs the step as one of them, with ``absent_params`` in place of other
+stages' parameters and ``rng`` for equal random numbers. ``plan_cache`` keeps the result for each
+batch signature.
+"""

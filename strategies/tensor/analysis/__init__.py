@@ -1,1 +1,6 @@
-"""Finds what can be divided, from one forward pass on tensors without storage."""
+"""Finds the dims of a model that can be divided, from one step on fake tensors.
+
+``analyse`` runs the step under a dispatch mode. For every operator, ``op_rules`` states which dims
+of its inputs and outputs correspond and which it needs whole; ``symbolic_dims`` merges dims that
+correspond, and ``trace`` records what was done to them. ``tensor/candidates.py`` reads the result.
+"""

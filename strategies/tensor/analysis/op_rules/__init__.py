@@ -1,1 +1,6 @@
-"""What operators of torch do to the axes of tensors, a family in each module."""
+"""Rules for torch's operators: how the dims of their inputs and outputs correspond.
+
+``rule`` has the table of rules and one call of an operator. The families register themselves:
+``elementwise``, ``indexing`` (also split and concatenate), ``products`` (also attention),
+``views``. An operator without a rule needs its inputs whole, and is listed in the plan.
+"""
