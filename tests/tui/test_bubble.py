@@ -8,7 +8,8 @@ import pytest
 
 from boltmesh.schedule_sim import of_ideal, one_forward_one_backward, simulate
 from boltmesh.telemetry.snapshot import Chunk, PipelinePlan
-from boltmesh.tui.panels.bubble import Bubble, Parts, _bar, bubble, draw_bubble
+from boltmesh.tui.metrics.pipelines import Bubble, Parts, bubble
+from boltmesh.tui.panels.bubble import _bar, draw_bubble
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from tests.support.cpu_time import least_cpu_s
 from tests.tui.recorded import pipeline_job, recorded_pipelines

@@ -11,7 +11,7 @@ from boltmesh.tui.demo.history import MAX_STEPS
 from boltmesh.tui.demo.job import SimulatedJob
 from boltmesh.tui.demo.noise import Blocks, normal, uniform
 from boltmesh.tui.demo.setup import DEFAULT_MESH, Setup
-from boltmesh.tui.panels.traffic import traffic_rows
+from boltmesh.tui.metrics.verdict import traffic_rows
 from tests.support.cpu_time import least_cpu_s
 from tests.tui.samples import NOW, demo
 

@@ -18,6 +18,7 @@ from boltmesh.telemetry.snapshot import (
 )
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.findings.limits import DEVICE_NEARLY_FULL, HOST_NEARLY_FULL
 from boltmesh.tui.metrics.findings.waits import (
@@ -26,7 +27,7 @@ from boltmesh.tui.metrics.findings.waits import (
     OFFLOAD_SHARE,
     UNEVEN_SHARE,
 )
-from boltmesh.tui.panels.diagnosis import diagnose, diagnosis_lines, draw_diagnosis
+from boltmesh.tui.panels.diagnosis import diagnosis_lines, draw_diagnosis
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.state import State, fold_loss_of_source
 from tests.tui.loads import HEALTHY, Load, records, steady, team, waiting_for, worker

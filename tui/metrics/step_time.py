@@ -24,7 +24,7 @@ import msgspec
 
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, PhaseTime, RankSnapshot
 from boltmesh.tui.metrics.memo import remember_last
-from boltmesh.tui.panels.bubble import bubble
+from boltmesh.tui.metrics.pipelines import bubble
 from boltmesh.tui.state import State
 
 RECENT_STEPS = 20

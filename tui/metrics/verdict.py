@@ -1,10 +1,15 @@
 """Whether measured bytes are those that the strategy states, and what a difference comes from."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from boltmesh.telemetry.snapshot import JobSnapshot
+import msgspec
+
+from boltmesh.telemetry.snapshot import CollectiveTotal, JobSnapshot, RankSnapshot
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.tui.metrics.step_time import batches_per_step
+from boltmesh.tui.metrics.memo import remember_last
+from boltmesh.tui.metrics.step_time import batches_per_step, optimizer_step_seconds
+from boltmesh.tui.metrics.wire import axis_size, is_point_to_point, wire_factor
 
 Verdict = Literal["equal", "differs", "missing", "unstated", "pending"]
 """``missing``: expected, but never seen. ``unstated``: seen, and the strategy says nothing about
@@ -63,3 +68,236 @@ def explain(
 
 def _is_near(value: float, target: float) -> bool:
     return abs(value - target) <= TOLERANCE * target
+
+
+class TrafficRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One operator on one axis in one optimizer step, the mean over the ranks that count it."""
+
+    axis: str
+    operator: str
+    num_groups: int
+    """Process groups of the axis in which it was seen."""
+    num_ranks: int
+    """Ranks that count it."""
+    calls: float | None
+    payload_bytes: float | None
+    least: tuple[int, float] | None
+    """The rank that moves the fewest bytes, and how many; of equal ones the first."""
+    most: tuple[int, float] | None
+    seconds: float | None
+    """From enqueue to completion, added up over the calls; None where an end is not known."""
+    wire_bytes_per_second: float | None
+    """Bytes on the wire while the operator runs; None where its end is not known."""
+    byte_share: float | None
+    """Of all payload of all ranks."""
+    time_share: float | None
+    """Of the step; more than 1 where calls run beside each other."""
+    expected_bytes: float | None
+    why: str | None
+    """The formula behind ``expected_bytes``."""
+    verdict: Verdict
+    reason: str | None
+    """What a difference most likely comes from."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over expected."""
+        if not self.expected_bytes or self.payload_bytes is None:
+            return None
+        return self.payload_bytes / self.expected_bytes
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the strategy says otherwise."""
+        return self.verdict in {"differs", "missing"}
+
+    @property
+    def has_uneven_ranks(self) -> bool:
+        """Whether ranks move different amounts."""
+        if self.least is None or self.most is None:
+            return False
+        return self.most[1] - self.least[1] > TOLERANCE * self.most[1]
+
+
+class AxisTotal(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything on one axis in one optimizer step, on a mean rank."""
+
+    axis: str
+    calls: float | None
+    payload_bytes: float | None
+    seconds: float | None
+    byte_share: float | None
+    time_share: float | None
+
+
+class _Column:
+    """What the ranks say of one operator on one axis, an entry a rank."""
+
+    __slots__ = ("bytes", "calls", "groups", "ranks", "seconds")
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+        self.calls: list[float | None] = []
+        self.bytes: list[float | None] = []
+        self.seconds: list[float | None] = []
+        self.groups: set[str] = set()
+
+    def add(self, rank: int, total: CollectiveTotal) -> None:
+        self.groups.add(total.group)
+        if self.ranks and self.ranks[-1] == rank:  # in another group of the same axis
+            self.calls[-1] = _sum(self.calls[-1], total.calls_per_step)
+            self.bytes[-1] = _sum(self.bytes[-1], total.bytes_per_step)
+            self.seconds[-1] = _sum(self.seconds[-1], total.seconds_per_step)
+            return
+        self.ranks.append(rank)
+        self.calls.append(total.calls_per_step)
+        self.bytes.append(total.bytes_per_step)
+        self.seconds.append(total.seconds_per_step)
+
+
+@remember_last
+def traffic_rows(job: JobSnapshot) -> list[TrafficRow]:
+    """Return what is measured or expected: the mesh's axes outermost first, then the most bytes.
+
+    Operators that ran only outside of steps, to set up or to save, are no part of a step.
+    """
+    measured = _operator_columns(job.ranks)
+    expected = {(item.axis, item.operator): item for item in job.expected}
+    all_bytes = sum(size for column in measured.values() for size in column.bytes if size)
+    step_s = optimizer_step_seconds(job)
+    rows = [
+        _row(key, measured.get(key), expected.get(key), job, all_bytes=all_bytes, step_s=step_s)
+        for key in {**expected, **measured}
+    ]
+    rows = [row for row in rows if row.calls != 0 or row.expected_bytes]
+    axes = [*job.mesh, "world"]
+    return sorted(
+        rows,
+        key=lambda row: (
+            axes.index(row.axis) if row.axis in axes else len(axes),
+            -max(row.payload_bytes or 0, row.expected_bytes or 0),
+            row.operator,
+        ),
+    )
+
+
+def axis_totals(rows: Sequence[TrafficRow], *, num_ranks: int) -> list[AxisTotal]:
+    """Return the sums of the axes that have several operators, and of all axes, if there are more.
+
+    A row is the mean of the ranks that count it, which need not be all; the sum is that of a mean
+    rank of the job. What is not known of one operator is not known of the axis.
+
+    Args:
+        rows: Of the job.
+        num_ranks: The ranks that tell what they move: those of other hosts do not.
+    """
+    counted = [row for row in rows if row.num_ranks]
+    axes = list(dict.fromkeys(row.axis for row in counted))
+    totals = [
+        _axis_total(axis, members, num_ranks)
+        for axis in axes
+        if len(members := [row for row in counted if row.axis == axis]) > 1
+    ]
+    if len(axes) > 1:
+        totals.append(_axis_total("all axes", counted, num_ranks))
+    return totals
+
+
+def _axis_total(axis: str, rows: Sequence[TrafficRow], num_ranks: int) -> AxisTotal:
+    def total(values: Iterable[float | None]) -> float | None:
+        shares = [row.num_ranks / max(num_ranks, row.num_ranks) for row in rows]
+        return _total(zip(values, shares, strict=True))
+
+    return AxisTotal(
+        axis=axis,
+        calls=total(row.calls for row in rows),
+        payload_bytes=total(row.payload_bytes for row in rows),
+        seconds=total(row.seconds for row in rows),
+        byte_share=_total((row.byte_share, 1.0) for row in rows),
+        time_share=total(row.time_share for row in rows),
+    )
+
+
+def _operator_columns(ranks: Iterable[RankSnapshot]) -> Mapping[tuple[str, str], _Column]:
+    columns: dict[tuple[str, str], _Column] = {}
+    for rank in ranks:
+        for total in rank.collectives:
+            key = (total.axis, total.operator)
+            column = columns.get(key)
+            if column is None:
+                column = columns[key] = _Column()
+            column.add(rank.rank, total)
+    return columns
+
+
+def _row(
+    key: tuple[str, str],
+    column: _Column | None,
+    expected: ExpectedTraffic | None,
+    job: JobSnapshot,
+    *,
+    all_bytes: float,
+    step_s: float | None,
+) -> TrafficRow:
+    axis, operator = key
+    column = column or _Column()
+    sizes = [
+        (size, rank)
+        for rank, size in zip(column.ranks, column.bytes, strict=True)
+        if size is not None
+    ]
+    payload, seconds = _mean(column.bytes), _mean(column.seconds)
+    verdict = judge(payload, expected, job, is_seen=bool(column.ranks))
+    least = min(sizes, default=None)
+    most = max(sizes, key=lambda item: (item[0], -item[1]), default=None)
+    return TrafficRow(
+        axis=axis,
+        operator=operator,
+        num_groups=len(column.groups),
+        num_ranks=len(column.ranks),
+        calls=_mean(column.calls),
+        payload_bytes=payload,
+        least=None if least is None else (least[1], least[0]),
+        most=None if most is None else (most[1], most[0]),
+        seconds=seconds,
+        wire_bytes_per_second=_wire_speed(column, operator, axis_size(job, axis)),
+        byte_share=sum(size for size, _ in sizes) / all_bytes if sizes and all_bytes else None,
+        time_share=seconds / step_s if seconds is not None and step_s else None,
+        expected_bytes=None if expected is None else expected.payload_bytes,
+        why=None if expected is None else expected.why,
+        verdict=verdict,
+        reason=explain(verdict, payload, expected, _mean(column.calls), job),
+    )
+
+
+def _wire_speed(column: _Column, operator: str, size: int | None) -> float | None:
+    if is_point_to_point(operator):
+        size = 2
+    if size is None:
+        return None
+    pairs = [
+        (moved, seconds)
+        for moved, seconds in zip(column.bytes, column.seconds, strict=True)
+        if moved and seconds
+    ]
+    seconds = sum(seconds for _, seconds in pairs)
+    moved = sum(moved for moved, _ in pairs)
+    return moved * wire_factor(operator, size) / seconds if seconds else None
+
+
+def _sum(left: float | None, right: float | None) -> float | None:
+    return None if left is None or right is None else left + right
+
+
+def _total(parts: Iterable[tuple[float | None, float]]) -> float | None:
+    total = 0.0
+    for value, weight in parts:
+        if value is None:
+            return None
+        total += value * weight
+    return total
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -6,6 +6,7 @@ from boltmesh.tui.layout.overview import Contents, plan_overview
 from boltmesh.tui.layout.region import Region
 from boltmesh.tui.metrics.heat import HEAT_FIGURES
 from boltmesh.tui.metrics.step_time import step_split
+from boltmesh.tui.metrics.verdict import traffic_rows
 from boltmesh.tui.pages import page
 from boltmesh.tui.pages.page import Draw, Keys, Page, Panel, Scene, place, table_draw
 from boltmesh.tui.pages.ranks import RANKS
@@ -18,7 +19,6 @@ from boltmesh.tui.panels.heatmap import draw_heatmap, heatmap_lines
 from boltmesh.tui.panels.metrics import draw_metrics, newest_metrics
 from boltmesh.tui.panels.phases import draw_phases
 from boltmesh.tui.panels.throughput import draw_throughput
-from boltmesh.tui.panels.traffic import traffic_rows
 from boltmesh.tui.state import metric_names
 
 

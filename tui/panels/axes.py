@@ -10,14 +10,9 @@ import msgspec
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.metrics.memo import remember_last
+from boltmesh.tui.metrics.verdict import TrafficRow, traffic_rows
 from boltmesh.tui.metrics.wire import axis_size
-from boltmesh.tui.panels.traffic import (
-    TrafficRow,
-    difference_words,
-    nothing_sent,
-    traffic_rows,
-    uncounted_note,
-)
+from boltmesh.tui.panels.traffic import difference_words, nothing_sent, uncounted_note
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import Style, heading
 from boltmesh.tui.render.table import Cell, Column, draw_table

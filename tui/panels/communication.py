@@ -1,14 +1,8 @@
 """What a step moves between the ranks, in short; ``traffic_table.py`` has all of it."""
 
 from boltmesh.tui import units
-from boltmesh.tui.panels.traffic import (
-    TrafficRow,
-    difference,
-    nothing_sent,
-    traffic_rows,
-    uncounted_note,
-    wire_speed,
-)
+from boltmesh.tui.metrics.verdict import TrafficRow, traffic_rows
+from boltmesh.tui.panels.traffic import difference, nothing_sent, uncounted_note, wire_speed
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import Style, heading
 from boltmesh.tui.render.table import Cell, Column, draw_table

@@ -8,56 +8,16 @@ What is wrong with a job: every finding with its evidence and what to try, or si
 The line that speaks only when something is to be said.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from rich.cells import cell_len
 
-from boltmesh.tui.metrics.balance import Balance, balance
-from boltmesh.tui.metrics.findings import ends, limits, pipeline, waits
+from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Finding, Kind
-from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.status import Status, status
 from boltmesh.tui.render.line import Line, Role, fit
 from boltmesh.tui.render.style import Style
 from boltmesh.tui.state import State
-
-_ALWAYS: tuple[Callable[[State], Finding | None], ...] = (
-    ends.find_crash,
-    ends.find_broken_loss,
-    ends.find_standstill,
-    limits.find_memory,
-    limits.find_traffic,
-    waits.find_straggler,
-)
-
-_IN_STEADY_STATE: tuple[Callable[[State, Balance], Finding | None], ...] = (
-    waits.find_input,
-    waits.find_offload,
-    pipeline.find_bubble,
-    waits.find_communication,
-    waits.find_uneven,
-)
-
-_URGENT: tuple[Kind, ...] = ("crashed", "loss", "stalled", "memory", "traffic")
-"""What comes before anything that merely costs time, in this order."""
-
-
-@remember_last
-def diagnose(state: State) -> tuple[Finding, ...]:
-    """Return what is wrong, the most severe first; nothing when nothing is."""
-    found = [finding for find in _ALWAYS if (finding := find(state)) is not None]
-    typical = balance(state.job) if state.job.state == "running" else None
-    if typical is not None and not any(finding.kind == "stalled" for finding in found):
-        found += [
-            finding for judge in _IN_STEADY_STATE if (finding := judge(state, typical)) is not None
-        ]
-    return tuple(sorted(found, key=_urgency))
-
-
-def _urgency(finding: Finding) -> tuple[bool, int, float]:
-    place = _URGENT.index(finding.kind) if finding.kind in _URGENT else len(_URGENT)
-    return (finding.severity != "bad", place, -finding.cost)
-
 
 MAX_LINES = 3
 

@@ -2,8 +2,8 @@
 
 from boltmesh.tui.metrics.balance import Balance
 from boltmesh.tui.metrics.findings.finding import Finding
+from boltmesh.tui.metrics.pipelines import Bubble, BubbleRow, bubble
 from boltmesh.tui.metrics.step_time import bubble_seconds, middle
-from boltmesh.tui.panels.bubble import Bubble, BubbleRow, bubble
 from boltmesh.tui.state import State
 
 BUBBLE_SHARE = 0.25

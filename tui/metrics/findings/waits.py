@@ -6,7 +6,7 @@ from boltmesh.tui.metrics.balance import Balance
 from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.step_time import least_idle_seconds, middle
 from boltmesh.tui.metrics.stragglers import Lateness, stragglers
-from boltmesh.tui.panels.traffic import traffic_rows
+from boltmesh.tui.metrics.verdict import traffic_rows
 from boltmesh.tui.state import State
 
 INPUT_SHARE = 0.15
