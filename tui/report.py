@@ -17,15 +17,15 @@ from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.step_time import step_split
-from boltmesh.tui.metrics.verdict import traffic_rows
-from boltmesh.tui.panels.communication import draw_communication
+from boltmesh.tui.metrics.traffic import traffic_rows
+from boltmesh.tui.panels.chart import newest_metrics
 from boltmesh.tui.panels.diagnosis import draw_diagnosis
 from boltmesh.tui.panels.events import draw_events
+from boltmesh.tui.panels.header import draw_header
 from boltmesh.tui.panels.jobs import draw_jobs
-from boltmesh.tui.panels.metrics import newest_metrics
 from boltmesh.tui.panels.phases import phase_label, phase_share, phases_title
 from boltmesh.tui.panels.throughput import flops_words, job_flops, throughput
-from boltmesh.tui.render.header import draw_header
+from boltmesh.tui.panels.traffic import draw_communication
 from boltmesh.tui.render.line import Line, to_ascii
 from boltmesh.tui.render.ranks import ranks_table
 from boltmesh.tui.render.style import Style, labelled, wrap_facts

@@ -186,7 +186,7 @@ def jobs(
     run_dir: Path | None,
 ) -> int:
     """List your jobs on this host: alive, finished, failed and crashed."""
-    from boltmesh.tui.commands.jobs import jobs as show
+    from boltmesh.tui.commands.top import jobs as show
 
     return show(
         as_json=as_json,
@@ -213,6 +213,6 @@ def stream(job: str | None, wants_list: bool, run_dir: Path | None, interval_s: 
 
     Ends when stdin or stdout is closed. JOB is chosen as by 'boltmesh top'.
     """
-    from boltmesh.tui.recording.stream import stream as write
+    from boltmesh.tui.commands.stream import stream as write
 
     return write(job, wants_list=wants_list, run_dir=run_dir, interval_s=interval_s)

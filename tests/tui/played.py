@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from boltmesh.telemetry.snapshot import MetricPoint
+from boltmesh.tui.commands.record import RecordingWriter
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.recording.record import RecordingWriter
 from boltmesh.tui.sources.live import Observation
 from tests.tui.samples import NOW, job, rank, step, total
 

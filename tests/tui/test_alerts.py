@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import AlertThresholds, JobSnapshot, PhaseTime, StepRecord
-from boltmesh.tui.alerts.rules import MIN_WINDOWS, WARM_UP, WINDOW
-from boltmesh.tui.alerts.watch import Alert, AlertWatch
+from boltmesh.tui.alerts.watch import MIN_WINDOWS, WARM_UP, WINDOW, Alert, AlertWatch
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import State, fold

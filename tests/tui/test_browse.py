@@ -2,9 +2,8 @@
 
 import pytest
 
-from boltmesh.tui.render.browse import AS_IT_COMES, browse, column_at, selected_row
 from boltmesh.tui.render.style import ASCII, UNICODE, Style, sentence
-from boltmesh.tui.render.table import Cell, Column
+from boltmesh.tui.render.table import AS_IT_COMES, Cell, Column, browse, column_at, selected_row
 from boltmesh.tui.view import TableView
 
 LOOK = Style(UNICODE)

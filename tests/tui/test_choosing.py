@@ -2,7 +2,7 @@
 
 import pytest
 
-from boltmesh.tui.pages.page import active_table
+from boltmesh.tui.layout.page import active_table
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.screens.prompt import Prompt
 from boltmesh.tui.sources.live import Observation

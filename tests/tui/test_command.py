@@ -13,8 +13,7 @@ import pytest
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.reader.reader import JobSummary
 from boltmesh.tui.commands import targets
-from boltmesh.tui.commands.jobs import jobs
-from boltmesh.tui.commands.top import THEMES, top
+from boltmesh.tui.commands.top import THEMES, jobs, top
 from boltmesh.tui.sources.live import InterruptionError, Observation, Source
 from tests.tui.samples import NOW, FakeSource, crashed_demo, demo, summary
 

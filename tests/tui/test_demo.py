@@ -7,11 +7,10 @@ import pytest
 from boltmesh.schedule_sim import actions
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, RankSnapshot
 from boltmesh.tui.demo import HEAD_START, STEP_S, DemoSource, Scenario, mesh_of, observe
-from boltmesh.tui.demo.history import MAX_STEPS
-from boltmesh.tui.demo.job import SimulatedJob
+from boltmesh.tui.demo.job import MAX_STEPS, SimulatedJob
 from boltmesh.tui.demo.noise import Blocks, normal, uniform
 from boltmesh.tui.demo.setup import DEFAULT_MESH, Setup
-from boltmesh.tui.metrics.verdict import traffic_rows
+from boltmesh.tui.metrics.traffic import traffic_rows
 from tests.support.cpu_time import least_cpu_s
 from tests.tui.samples import NOW, demo
 

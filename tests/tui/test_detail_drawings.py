@@ -15,12 +15,11 @@ from boltmesh.telemetry.snapshot import (
     PeerTotal,
 )
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.tui.panels.communication import draw_communication
 from boltmesh.tui.panels.events import draw_event_table, draw_events
 from boltmesh.tui.panels.memory import draw_memory
 from boltmesh.tui.panels.peers import draw_peers
 from boltmesh.tui.panels.sequences import draw_sequences
-from boltmesh.tui.panels.traffic import draw_traffic
+from boltmesh.tui.panels.traffic import draw_communication, draw_traffic
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.state import State

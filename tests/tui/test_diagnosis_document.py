@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from boltmesh.tui.metrics import stall, step_time, stragglers, verdict
-from boltmesh.tui.metrics.findings import limits, pipeline, waits
+from boltmesh.tui.metrics import status, step_time, stragglers, traffic
+from boltmesh.tui.metrics.findings import limits, waits
 from boltmesh.tui.metrics.findings.finding import Kind
 from boltmesh.tui.metrics.step_time import WARM_UP_STEPS
 
@@ -28,13 +28,13 @@ def test_every_kind_is_described() -> None:
         ),
         f"The first {WARM_UP_STEPS} batches",
         f"before {stragglers.STEPS_TO_JUDGE} such steps",
-        f"for {stall.STALL_IN_STEPS:.0f} steps and {stall.STALL_AT_LEAST_S:.0f} s",
+        f"for {status.STALL_IN_STEPS:.0f} steps and {status.STALL_AT_LEAST_S:.0f} s",
         f"{limits.DEVICE_NEARLY_FULL:.0%} of a GPU",
         f"{limits.HOST_NEARLY_FULL:.0%} of a host",
-        f"by more than {verdict.TOLERANCE:.1%}",
+        f"by more than {traffic.TOLERANCE:.1%}",
         f"| {waits.INPUT_SHARE:.0%} of a step goes into waiting for the batch",
         f"| {waits.OFFLOAD_SHARE:.0%} goes into the optimizer",
-        f"idle for {pipeline.BUBBLE_SHARE:.0%} of a step, or for {pipeline.PART_SHARE:.0%} by",
+        f"idle for {waits.BUBBLE_SHARE:.0%} of a step, or for {waits.PART_SHARE:.0%} by",
         f"| {waits.COMMUNICATION_SHARE:.0%} of a step is communication",
         f"wait for {waits.UNEVEN_SHARE:.0%} of a step",
         f"by {stragglers.LATE_SHARE:.0%} of a step, by {1e3 * stragglers.LATE_AT_LEAST_S:.0f} ms,",

@@ -8,11 +8,10 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.step_time import batches_per_step, phase_split, recent_step_seconds
-from boltmesh.tui.metrics.verdict import traffic_rows
-from boltmesh.tui.metrics.wire import wire_factor
+from boltmesh.tui.metrics.traffic import traffic_rows, wire_factor
 from boltmesh.tui.panels.events import event_rows
+from boltmesh.tui.panels.header import progress
 from boltmesh.tui.panels.throughput import throughput_over_time
-from boltmesh.tui.render.header import progress
 from tests.tui.samples import NOW, job, rank, state, step, total
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from boltmesh.tui.pages.page import TABS
+from boltmesh.tui.layout.page import TABS
 from boltmesh.tui.pages.registry import PAGES
+from boltmesh.tui.panels.header import draw_timeline
 from boltmesh.tui.panels.help import ABOUT, FIGURES_OF, KEYS_OF, help_lines
-from boltmesh.tui.render.header import draw_timeline
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.render.tabs import draw_tabs, tab_at
 from tests.tui.samples import NOW

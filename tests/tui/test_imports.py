@@ -22,7 +22,7 @@ def _modules_after(code: str) -> set[str]:
         ("import boltmesh.tui.commands.top", {"torch", "lightning", "textual", "pynvml"}),
         ("from boltmesh.tui.commands.top import top; assert top(demo=True, once=True) == 0",
          {"torch", "lightning", "textual", "pynvml"}),
-        ("from boltmesh.tui.commands.jobs import jobs; assert jobs() == 0",
+        ("from boltmesh.tui.commands.top import jobs; assert jobs() == 0",
          {"torch", "lightning", "textual", "pynvml"}),
     ],
     ids=["app", "command", "once", "jobs"],

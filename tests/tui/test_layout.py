@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from boltmesh.tui.layout.overview import Contents, plan_overview
 from boltmesh.tui.layout.region import Item, Plan, Region, has_headings, plan_frame, stack
+from boltmesh.tui.pages.overview import Contents, plan_overview
 
 SIZES = [
     (width, height)

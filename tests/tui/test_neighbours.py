@@ -2,7 +2,7 @@
 
 import pytest
 
-from boltmesh.tui.pages.neighbours import neighbour
+from boltmesh.tui.panels.heatmap import neighbour
 from tests.tui.samples import demo, job, rank
 
 

@@ -24,8 +24,8 @@ from boltmesh.tui.panels.rank_table import (
     draw_rank_table,
     shown_ranks,
 )
-from boltmesh.tui.render.browse import column_at
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
+from boltmesh.tui.render.table import column_at
 from boltmesh.tui.state import State, fold
 from boltmesh.tui.view import TableView
 from tests.tui.loads import HEALTHY, steady, team, waiting_for, worker

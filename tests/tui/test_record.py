@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from boltmesh.errors import ConfigError, TelemetryError
-from boltmesh.tui.recording.record import (
+from boltmesh.tui.commands.record import (
     MAX_BETWEEN_KEYS,
     MIN_BETWEEN_KEYS,
     RecordingWriter,
-    record,
+    record_source,
 )
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.sources.replay import ReplaySource
@@ -52,7 +52,7 @@ def test_it_ends_with_the_job(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / "a.rec"
     looks = [look(second, last=3) for second in range(6)]
     with RecordingWriter(path) as recording:
-        record(FakeSource(*looks), recording, interval_s=2.0, clock=clock, sleep=clock.sleep)
+        record_source(FakeSource(*looks), recording, interval_s=2.0, clock=clock, sleep=clock.sleep)
     assert frames_of(path) == [0, 1, 2, 3]
     assert clock.slept == [2.0, 2.0, 2.0]
 
@@ -60,7 +60,7 @@ def test_it_ends_with_the_job(tmp_path: Path) -> None:
 def test_a_finished_job_is_one_frame(tmp_path: Path, replay: Replay) -> None:
     path = tmp_path / "a.rec"
     with RecordingWriter(path) as recording:
-        record(FakeSource(look(9, last=9)), recording, interval_s=1.0)
+        record_source(FakeSource(look(9, last=9)), recording, interval_s=1.0)
     source = replay(path)
     assert source.num_frames == 1
     assert source.read() == look(9, last=9)
@@ -69,7 +69,7 @@ def test_a_finished_job_is_one_frame(tmp_path: Path, replay: Replay) -> None:
 def test_it_ends_after_the_time_that_is_asked_for(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / "a.rec"
     with RecordingWriter(path) as recording:
-        record(
+        record_source(
             FakeSource(*(look(second) for second in range(60))),
             recording,
             interval_s=1.0,
@@ -91,7 +91,7 @@ def test_a_slow_look_does_not_shift_the_rhythm(tmp_path: Path) -> None:
 
     with RecordingWriter(tmp_path / "a.rec") as recording:
         looks = [look(second, last=3) for second in range(4)]
-        record(Slow(*looks), recording, interval_s=1.0, clock=clock, sleep=clock.sleep)
+        record_source(Slow(*looks), recording, interval_s=1.0, clock=clock, sleep=clock.sleep)
     assert clock.slept == pytest.approx([0.7, 0.7, 0.7])
 
 
@@ -198,7 +198,7 @@ def test_a_recording_without_a_frame_leaves_no_file(tmp_path: Path) -> None:
         pytest.raises(TelemetryError, match=r"job\.json is gone"),
         RecordingWriter(tmp_path / "a.rec") as recording,
     ):
-        record(source, recording, interval_s=1.0)
+        record_source(source, recording, interval_s=1.0)
     assert os.listdir(tmp_path) == []
 
 

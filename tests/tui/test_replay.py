@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from boltmesh.errors import ConfigError
-from boltmesh.tui.recording.record import MIN_BETWEEN_KEYS
+from boltmesh.tui.commands.record import MIN_BETWEEN_KEYS
 from boltmesh.tui.sources.frames import (
     FrameDecoder,
     FrameEncoder,

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from boltmesh.errors import BoltMeshError, ConfigError, TelemetryError
-from boltmesh.tui.commands.jobs import jobs as show_jobs
+from boltmesh.tui.commands.top import jobs as show_jobs
 from boltmesh.tui.commands.top import top as show_top
 from boltmesh.tui.sources.ssh.hosts import Hosts
 from boltmesh.tui.sources.ssh.remote import SSH_VARIABLE, Remote

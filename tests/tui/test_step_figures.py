@@ -7,7 +7,7 @@ from boltmesh.telemetry.snapshot import Chunk, JobSnapshot, PipelinePlan
 from boltmesh.tui.demo import Scenario
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Finding
-from boltmesh.tui.metrics.findings.pipeline import BUBBLE_SHARE, PART_SHARE
+from boltmesh.tui.metrics.findings.waits import BUBBLE_SHARE, PART_SHARE
 from boltmesh.tui.metrics.pipelines import bubble
 from boltmesh.tui.metrics.step_time import SPLIT_PHASES, phase_split, step_split
 from boltmesh.tui.panels.phases import draw_phases

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from boltmesh.tui.pages.page import PAGE_TABS
+from boltmesh.tui.layout.page import PAGE_TABS
 from tests.support.forked_python import ForkedPython
 from tests.tui.training import BOLTMESH, global_step, run_training, snapshot, wait_for
 

@@ -7,9 +7,8 @@ import pytest
 
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.tui.metrics.verdict import TrafficRow, axis_totals, traffic_rows
-from boltmesh.tui.panels.communication import draw_communication
-from boltmesh.tui.panels.traffic import COLUMNS, draw_traffic, shown_traffic
+from boltmesh.tui.metrics.traffic import TrafficRow, axis_totals, traffic_rows
+from boltmesh.tui.panels.traffic import COLUMNS, draw_communication, draw_traffic, shown_traffic
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.view import TableView
 from tests.tui.meshes import change_rank, mesh_job

@@ -1,7 +1,7 @@
-"""Runs the viewer's own command for each alert, beside everything else.
+"""Runs the viewer's own command for each alert, in the background.
 
-The command comes from who watches (``--on-alert``), never from a job. It is one argument of
-``/bin/sh -c`` and stays as it was written: what the job says reaches it only as values of
+The command is the viewer's (``--on-alert``), never the job's. It is one argument of
+``/bin/sh -c`` and is passed on as written: text of the job reaches it only as values of
 environment variables and as JSON on its standard input, so no text of a job becomes part of a
 command line.
 """
@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from boltmesh.telemetry.sanitize import clean
-from boltmesh.tui.alerts.watch import Alert
+from boltmesh.tui.alerts.watch import Alert, AlertWatch
 from boltmesh.tui.sanitize import clean_json
+from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.state import State, fold
 
 TIMEOUT_S = 30.0
 """A command that takes longer is ended, with all that it started."""
@@ -194,3 +196,37 @@ def _failure(alert: Alert, message: str) -> Alert:
         rank=None,
         is_resolved=False,
     )
+
+
+class HeadlessAlerts:
+    """Folds what a source sees and tells what is new.
+
+    Args:
+        command: Run for each alert, for ``/bin/sh``.
+        say: Takes one line for people.
+    """
+
+    def __init__(self, command: str, *, say: Callable[[str], None]) -> None:
+        self._watch = AlertWatch()
+        self._hook = AlertHook(command)
+        self._say = say
+        self._state: State | None = None
+
+    def look(self, seen: Observation) -> None:
+        """Take one more observation."""
+        self._state = fold(self._state, seen)
+        alerts = self._watch.update(self._state)
+        for alert in alerts:
+            word = "alert is over" if alert.is_resolved else "alert"
+            self._say(f"{word}: {alert.message}")
+        self._hook.send(alerts)
+        self._say_failures()
+
+    def close(self) -> None:
+        """Wait a while for the commands that still run."""
+        self._hook.close()
+        self._say_failures()
+
+    def _say_failures(self) -> None:
+        for failure in self._hook.failures():
+            self._say(failure.message)

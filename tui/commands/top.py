@@ -1,4 +1,4 @@
-"""``boltmesh top``: a job on a screen, or as text or JSON."""
+"""``boltmesh top``: a job on a screen, or as text or JSON; ``boltmesh jobs``: the list of jobs."""
 
 import contextlib
 import os
@@ -19,12 +19,13 @@ from boltmesh.tui.commands.console import (
     width,
 )
 from boltmesh.tui.render.style import Style
-from boltmesh.tui.report import job_json, job_text
+from boltmesh.tui.report import job_json, job_text, jobs_json, jobs_text
 from boltmesh.tui.sources.live import InterruptionError, Source
 from boltmesh.tui.state import fold
 
 if TYPE_CHECKING:
     from boltmesh.tui.sources.replay import ReplaySource
+
 
 THEMES = ("night", "day", "terminal", "mono")
 INTERVAL_S = 1.0
@@ -192,11 +193,11 @@ def _print_once(source: Source, *, as_json: bool, look: Style) -> None:
 
 def _print_until_the_end(source: Source, *, interval_s: float, on_alert: str | None) -> None:
     with contextlib.ExitStack() as stack:
-        watchman = None
+        alerts = None
         if on_alert is not None:
-            from boltmesh.tui.alerts.headless import Watchman
+            from boltmesh.tui.alerts.hook import HeadlessAlerts
 
-            watchman = stack.enter_context(contextlib.closing(Watchman(on_alert, say=narrate)))
+            alerts = stack.enter_context(contextlib.closing(HeadlessAlerts(on_alert, say=narrate)))
         is_interrupted = False
         while True:
             try:
@@ -211,8 +212,8 @@ def _print_until_the_end(source: Source, *, interval_s: float, on_alert: str | N
                 narrate("connected again.")
                 is_interrupted = False
             print_line(job_json(seen))
-            if watchman is not None:
-                watchman.look(seen)
+            if alerts is not None:
+                alerts.look(seen)
             if seen.job.state != "running":
                 return
             time.sleep(interval_s)
@@ -228,3 +229,26 @@ def _print_recording(recording: "ReplaySource", *, once: bool, as_json: bool, lo
         print_line(job_json(seen) if as_json else job_text(fold(None, seen), width(), look))
     if recording.note is not None:
         narrate(recording.note)
+
+
+def jobs(
+    *,
+    as_json: bool = False,
+    ascii_only: bool = False,
+    ssh: str | None = None,
+    remote_command: str | None = None,
+    run_dir: Path | None = None,
+) -> int:
+    """List this user's jobs on this or another host, newest first; return the exit code."""
+    with as_exit_code() as exit_code:
+        hosts = () if ssh is None else (ssh,)
+        found = targets.list_jobs(targets.place_of(hosts, remote_command, run_dir))
+        if as_json:
+            print_line(jobs_json(found))
+        elif found:
+            look = terminal_look(ascii_only=ascii_only)
+            print_line(jobs_text(found, width(), look, now=time.time()))
+        else:
+            host = "this host" if ssh is None else ssh
+            narrate(f"no job of yours is on {host}. Start one with 'boltmesh fit CONFIG'.")
+    return exit_code()

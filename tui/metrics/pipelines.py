@@ -371,7 +371,7 @@ def order_of(step: PipelineStep, plan: PipelinePlan | None) -> Order:
 
 @functools.lru_cache(maxsize=16)
 def _ideal(order: Order) -> list[float]:
-    return idle_shares(simulate(order, lambda action: NOMINAL[action.kind]))
+    return idle_shares(simulate(order, NOMINAL.seconds))
 
 
 def _medians(rows: Sequence[Sequence[Chunk]]) -> Mapping[tuple[int, str], float]:

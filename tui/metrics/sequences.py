@@ -17,7 +17,7 @@ import msgspec
 from boltmesh.telemetry.snapshot import GroupProgress, JobSnapshot, RankSnapshot
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.step_time import optimizer_step_seconds
-from boltmesh.tui.metrics.wire import is_point_to_point
+from boltmesh.tui.metrics.traffic import is_point_to_point
 from boltmesh.tui.state import State
 
 STUCK_AT_LEAST_S = 15.0

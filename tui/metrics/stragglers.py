@@ -1,10 +1,12 @@
-"""Which rank holds the others up, by how much, and in which phase of its step.
+"""Which rank slows the others down, by how much, and in which phase of its step.
 
-In synchronous training every rank takes as long as the slowest, so the length of a step says
-nothing. What tells is a rank's own time, without what it waits for others: the late rank has the
-most of it and waits the shortest in a collective. It is compared with the ranks that do the same
-work, those of its pipeline stage, by their median and by the median deviation from it, so that a
-few late ranks do not move what counts as normal.
+In synchronous training every rank takes as long as the slowest, so the length of a step does not
+differ between ranks. What differs is a rank's compute time, the step without waiting for others: it
+is longest on the straggler, which waits the shortest in a collective. It is compared with the ranks
+that do the same work, those of its pipeline stage, by their median and the median absolute
+deviation, so that a few stragglers do not shift the reference.
+
+``balance`` divides the waiting in collectives into transfer and waiting for the last rank.
 """
 
 from collections import defaultdict
@@ -149,3 +151,56 @@ def _judge(
         peers_wait_s=others.get(_WAITING, 0.0),
         is_late=excess_s >= needed_s and worst is not None,
     )
+
+
+class Balance(msgspec.Struct, frozen=True):
+    """A typical step of the job: its ranks together, the late ones left out of the middle."""
+
+    step_s: float
+    phases: dict[str, float]
+    """Seconds of each phase on a middle rank."""
+    transfer_s: float
+    """Exposed communication that even the last rank to arrive pays, a step."""
+    uneven_s: float
+    """What the ranks wait beyond that, on average: for whoever comes last in a step."""
+
+    def share(self, *names: str) -> float:
+        """Return the share of the step that these phases take."""
+        return sum(self.phases.get(name, 0.0) for name in names) / self.step_s
+
+
+@remember_last
+def balance(job: JobSnapshot) -> Balance | None:
+    """Return where a typical step goes, or None before there are enough to tell."""
+    profiles = [
+        profile for profile in rank_profiles(job).values() if profile.num_steps >= STEPS_TO_JUDGE
+    ]
+    if not profiles:
+        return None
+    late = {found.rank for found in lateness(job).values() if found.is_late}
+    normal = [profile for profile in profiles if profile.rank not in late] or profiles
+    names = {name for profile in normal for name in profile.phases}
+    transfer_s, waits_s = _waits(profiles)
+    return Balance(
+        step_s=middle(profile.step_s for profile in normal),
+        phases={
+            name: middle(profile.phases.get(name, 0.0) for profile in normal) for name in names
+        },
+        transfer_s=transfer_s,
+        uneven_s=max(0.0, waits_s - transfer_s),
+    )
+
+
+def _waits(profiles: list[RankProfile]) -> tuple[float, float]:
+    """Return the mean over the steps of the shortest wait of any rank, and of the mean wait.
+
+    Step by step, for it may be another rank each time that is waited for.
+    """
+    common = set(profiles[0].waits).intersection(*(profile.waits for profile in profiles))
+    if not common:  # ranks that are too far apart to share a step
+        means = [profile.phases.get("communication", 0.0) for profile in profiles]
+        return min(means), sum(means) / len(means)
+    by_step = [[profile.waits[index] for profile in profiles] for index in common]
+    shortest = sum(map(min, by_step)) / len(by_step)
+    mean = sum(sum(waits) / len(waits) for waits in by_step) / len(by_step)
+    return shortest, mean

@@ -2,11 +2,10 @@
 
 from typing import Final
 
+from boltmesh.tui.layout import page
+from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, place, table_draw
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.metrics.verdict import traffic_rows
-from boltmesh.tui.pages import page
-from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, place, table_draw
-from boltmesh.tui.pages.table import Table
+from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.peers import draw_peers
 from boltmesh.tui.panels.traffic import COLUMNS, cells_of, draw_traffic
 from boltmesh.tui.view import arrange_rows

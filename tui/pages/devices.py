@@ -2,10 +2,9 @@
 
 from typing import Final
 
+from boltmesh.tui.layout import page
+from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, place, table_draw
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.pages import page
-from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, place, table_draw
-from boltmesh.tui.pages.table import Table
 from boltmesh.tui.panels import devices
 from boltmesh.tui.panels import processes as processes_module
 

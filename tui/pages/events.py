@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Final
 
+from boltmesh.tui.layout import page
+from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, place, table_draw
 from boltmesh.tui.layout.region import VERY_WIDE, Item, Region, stack
-from boltmesh.tui.pages import page
-from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, place, table_draw
-from boltmesh.tui.pages.table import Table
 from boltmesh.tui.panels import events, sequences
 
 SEQUENCES = Table(

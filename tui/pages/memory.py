@@ -2,10 +2,9 @@
 
 from typing import Final
 
+from boltmesh.tui.layout import page
+from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, table_draw
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.pages import page
-from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, table_draw
-from boltmesh.tui.pages.table import Table
 from boltmesh.tui.panels.memory import COLUMNS, draw_memory, shown_memory
 
 MEMORY = Table(name="memory", columns=COLUMNS, draw=draw_memory, rows=shown_memory)

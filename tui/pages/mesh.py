@@ -2,11 +2,10 @@
 
 from typing import Final
 
+from boltmesh.tui.layout import page
+from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, place
 from boltmesh.tui.layout.region import GUTTER, Item, Plan, Region, stack
-from boltmesh.tui.pages import page
 from boltmesh.tui.pages.overview import chosen_heat
-from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, place
-from boltmesh.tui.pages.table import Table
 from boltmesh.tui.panels.axes import axis_rows, draw_axes
 from boltmesh.tui.panels.mesh_map import MeshMap, draw_map, map_lines, map_of
 from boltmesh.tui.panels.stages import draw_places, num_places

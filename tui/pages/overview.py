@@ -1,25 +1,143 @@
-"""Page 1: what is wrong, what the job achieves, where its time goes, how its ranks are."""
+"""Overview: what is wrong, throughput, where the time of a step goes, the ranks.
+
+Below 100 columns all panels are in one column. From 100 columns on, the step and the throughput are
+beside the chart, and the events beside the ranks; from 160 on, the metrics are beside the chart as
+well, and the lower half has two columns.
+"""
 
 from typing import Final
 
-from boltmesh.tui.layout.overview import Contents, plan_overview
-from boltmesh.tui.layout.region import Region
+import msgspec
+
+from boltmesh.tui.layout import page
+from boltmesh.tui.layout.page import Draw, Keys, Page, Panel, Scene, Table, place, table_draw
+from boltmesh.tui.layout.region import VERY_WIDE, WIDE, Item, Plan, Region, stack
 from boltmesh.tui.metrics.heat import HEAT_FIGURES
 from boltmesh.tui.metrics.step_time import step_split
-from boltmesh.tui.metrics.verdict import traffic_rows
-from boltmesh.tui.pages import page
-from boltmesh.tui.pages.page import Draw, Keys, Page, Panel, Scene, place, table_draw
+from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.pages.ranks import RANKS
-from boltmesh.tui.pages.table import Table
-from boltmesh.tui.panels.chart import draw_chart
-from boltmesh.tui.panels.communication import draw_communication
+from boltmesh.tui.panels.chart import draw_chart, draw_metrics, newest_metrics
 from boltmesh.tui.panels.diagnosis import diagnosis_lines, draw_diagnosis
 from boltmesh.tui.panels.events import draw_events, timeline
 from boltmesh.tui.panels.heatmap import draw_heatmap, heatmap_lines
-from boltmesh.tui.panels.metrics import draw_metrics, newest_metrics
 from boltmesh.tui.panels.phases import draw_phases
 from boltmesh.tui.panels.throughput import draw_throughput
+from boltmesh.tui.panels.traffic import draw_communication
 from boltmesh.tui.state import metric_names
+
+FEW_EVENTS = 3
+LEAST_HEAT = 4
+"""Lines of a small mesh with its labels and its scale; with fewer the ranks lose their places."""
+TWO_CHARTS_FROM_HEIGHT = 26
+
+
+class Contents(msgspec.Struct, frozen=True):
+    """How many lines there are to show, without headings."""
+
+    says: int
+    """What the job's state and the diagnosis have to say."""
+    units: int
+    """Lines of throughput: samples, tokens, FLOPs."""
+    phases: int
+    metrics: int
+    curves: int
+    """Metrics that have one."""
+    heat: int
+    ranks: int
+    traffic: int
+    events: int
+
+
+def plan_overview(width: int, body: Region, contents: Contents, *, title: int) -> Plan:
+    """Return the panels that are shown; ``title`` is the lines of each panel's heading."""
+    plan: Plan = {}
+    if body.width < 1 or body.height < 1:
+        return plan
+    if contents.says:
+        # A message never pushes out what it is about.
+        plan["says"], body = body.split_off_top(min(contents.says, max(1, body.height // 2)))
+    if title and contents.says:
+        _, body = body.split_off_top(1)
+    if width < WIDE:
+        plan |= stack(body, _narrow_items(contents, title))
+    else:
+        plan |= _wide(body, contents, title, is_very_wide=width >= VERY_WIDE)
+    return {name: region for name, region in plan.items() if region.height}
+
+
+def _heat(contents: Contents, title: int, priority: int) -> Item:
+    least = min(contents.heat, LEAST_HEAT)
+    return Item("heat", title + least, title + contents.heat, priority)
+
+
+def _narrow_items(contents: Contents, title: int) -> tuple[Item, ...]:
+    legend = 1 + (contents.phases > 4)
+    return (
+        Item("chart", 4, 10, 3, grows=True),
+        Item("throughput", 1, contents.units, 2),
+        Item("phases", 2, 1 + legend + title, 4),
+        _heat(contents, title, 1),
+        Item("ranks", title + 1 + min(2, contents.ranks), title + 1 + contents.ranks, 6),
+        Item("communication", title + 2, title + 1 + max(1, contents.traffic), 5),
+        Item("events", title + 1, title + min(8, max(1, contents.events)), 7, grows=True),
+    )
+
+
+def _wide(body: Region, contents: Contents, title: int, *, is_very_wide: bool) -> Plan:
+    """What the job achieves above, what its parts do below."""
+    beside = 2 * title + 1 + contents.phases + contents.units
+    heat = title + contents.heat
+    ranks = title + 1 + contents.ranks
+    traffic = title + 1 + max(1, contents.traffic)
+    events = title + min(12, max(1, contents.events))
+    few_events = min(events, title + FEW_EVENTS)
+    if is_very_wide:
+        below = max(heat + ranks, traffic + events)
+        below_least = max(heat, traffic + few_events)
+    else:
+        below = max(heat, few_events) + traffic + ranks
+        below_least = max(heat, few_events) + traffic
+    # What stands beside the chart is shown whole if the lists below can make room for it.
+    upper = max(body.height - below, min(beside, body.height - below_least))
+    upper = min(max(upper, min(beside, 9, body.height // 2)), body.height)
+    above, lower = body.split_off_top(upper)
+    plan = _upper(above, contents, title, is_very_wide=is_very_wide)
+    heat_item = _heat(contents, title, 1)
+    ranks_item = Item("ranks", title + 1 + min(2, contents.ranks), ranks, 3)
+    traffic_item = Item("communication", title + 2, traffic, 2)
+    events_item = Item("events", title + 1, events, 3, grows=True)
+    if is_very_wide:
+        left, right = lower.split(55)
+        plan |= stack(left, (heat_item, ranks_item._replace(grows=True)))
+        plan |= stack(right, (traffic_item, events_item))
+        return plan
+    pair, rest = lower.split_off_top(max(heat, few_events))
+    rows = stack(rest, (traffic_item, ranks_item))
+    # What the tables leave is the events' to fill, beside the ranks.
+    spare = rest.height - sum(region.height for region in rows.values())
+    pair, rest = lower.split_off_top(pair.height + spare)
+    left, right = pair.split(50)
+    plan |= stack(left, (heat_item,))
+    plan |= stack(right, (events_item,))
+    return plan | stack(rest, (traffic_item, ranks_item))
+
+
+def _upper(above: Region, contents: Contents, title: int, *, is_very_wide: bool) -> Plan:
+    chart, side = above.split(60)
+    metrics_item = Item("metrics", title + 1, title + contents.metrics, 3)
+    charts = [Item("chart", 3, 3, 1, grows=True)]
+    if contents.curves > 1 and chart.height >= TWO_CHARTS_FROM_HEIGHT:
+        charts.append(Item("next chart", 3, 3, 2, grows=True))
+    plan = stack(chart, charts)
+    if is_very_wide:
+        side, metrics = side.split(62)
+        plan |= stack(metrics, (metrics_item,))
+    phases = Item("phases", 1, title + 1 + contents.phases, 1)
+    throughput = Item("throughput", 1, title + contents.units, 2)
+    # The chart's heading has a metric's value already; the others may use what would stay blank.
+    is_tall = side.height >= phases.ideal + throughput.ideal + title + 2
+    rest = (metrics_item,) if is_tall and not is_very_wide else ()
+    return plan | stack(side, (phases, throughput, *rest))
 
 
 class OverviewPage:

@@ -2,10 +2,9 @@
 
 from typing import Final
 
+from boltmesh.tui.layout import page
+from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, place
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.pages import page
-from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, place
-from boltmesh.tui.pages.table import Table
 from boltmesh.tui.panels.boundaries import borders, draw_borders
 from boltmesh.tui.panels.bubble import draw_bubble
 from boltmesh.tui.panels.gantt import draw_gantt

@@ -2,13 +2,12 @@
 
 from typing import Final
 
+from boltmesh.tui.layout import page
+from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, place, table_draw
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.metrics.verdict import traffic_rows
-from boltmesh.tui.pages import page
-from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, place, table_draw
-from boltmesh.tui.pages.table import Table
-from boltmesh.tui.panels.communication import draw_axis
+from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.plan_table import COLUMNS, draw_plan, shown_plan
+from boltmesh.tui.panels.traffic import draw_axis
 
 PLAN = Table(name="plan", columns=COLUMNS, draw=draw_plan, rows=shown_plan)
 LEAST_PLAN = 6

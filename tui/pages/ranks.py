@@ -2,10 +2,9 @@
 
 from typing import Final
 
+from boltmesh.tui.layout import page
+from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, table_draw
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.pages import page
-from boltmesh.tui.pages.page import Keys, Page, Panel, Scene, table_draw
-from boltmesh.tui.pages.table import Table
 from boltmesh.tui.panels.rank_detail import draw_rank_detail
 from boltmesh.tui.panels.rank_table import COLUMNS, draw_rank_table, shown_ranks
 

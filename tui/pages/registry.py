@@ -9,11 +9,11 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.pages.page import PAGE_TABS, Page
+from boltmesh.tui.layout.page import PAGE_TABS, Page
 from boltmesh.tui.pages.ranks import RankPage
 
 
-class Book(Mapping[str, Page]):
+class PageRegistry(Mapping[str, Page]):
     """The pages by name, in the order of their digits; each is ``PAGE`` of its module."""
 
     def __init__(self) -> None:
@@ -38,6 +38,6 @@ class Book(Mapping[str, Page]):
         return len(PAGE_TABS)
 
 
-PAGES: Final = Book()
+PAGES: Final = PageRegistry()
 RANK: Final[Page] = RankPage()
 """One rank in full; it has no digit."""

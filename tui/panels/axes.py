@@ -10,8 +10,7 @@ import msgspec
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.metrics.memo import remember_last
-from boltmesh.tui.metrics.verdict import TrafficRow, traffic_rows
-from boltmesh.tui.metrics.wire import axis_size
+from boltmesh.tui.metrics.traffic import TrafficRow, axis_size, traffic_rows
 from boltmesh.tui.panels.traffic import difference_words, nothing_sent, uncounted_note
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import Style, heading

@@ -11,7 +11,7 @@ from boltmesh.telemetry.snapshot import JobSnapshot, PipelinePlan
 from boltmesh.tui import units
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.pipelines import slowest_whole_step
-from boltmesh.tui.metrics.verdict import STEPS_BEFORE_A_VERDICT, TOLERANCE
+from boltmesh.tui.metrics.traffic import STEPS_BEFORE_A_VERDICT, TOLERANCE
 from boltmesh.tui.panels.peers import rank_pairs
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.pipeline import fit_rows

@@ -22,10 +22,9 @@ from boltmesh.tui import units
 from boltmesh.tui.metrics.hangs import hangs, whereabouts
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.sequences import has_ended
-from boltmesh.tui.render.browse import AS_IT_COMES, browse, selected_row
 from boltmesh.tui.render.line import Line, Role, fit
 from boltmesh.tui.render.style import Style, heading, sentence
-from boltmesh.tui.render.table import Cell, Column
+from boltmesh.tui.render.table import AS_IT_COMES, Cell, Column, browse, selected_row
 from boltmesh.tui.state import State
 from boltmesh.tui.view import Cells, TableView, arrange_rows
 

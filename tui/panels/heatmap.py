@@ -1,12 +1,7 @@
 """The ranks laid out by the mesh, each a shade of one figure.
 
 A shade is a character of its own in a colour of its own, so the map reads without colours; in
-ASCII it is a digit. Where there is room the figure stands beside it.
-
-One cell of a map of ranks, and what explains it: a shade, and a figure where there is room.
-
-A shade is a character of its own in a colour of its own, so a map reads without colours; in ASCII
-it is a digit.
+ASCII it is a digit. Where there is room the figure is printed beside it.
 """
 
 from collections import Counter
@@ -15,6 +10,7 @@ from itertools import pairwise
 
 import msgspec
 
+from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
 from boltmesh.tui.metrics.heat import HEAT_FIGURES, Heat, HeatValue, Mark, heat
 from boltmesh.tui.metrics.mesh_grid import MeshGrid, plan_grid
 from boltmesh.tui.render.line import Line, Role, fit
@@ -239,3 +235,35 @@ def _rows(grid: MeshGrid, shown: Heat, width: int, look: Style, selected: int | 
         line.pad_to(cell.x)
         line.join(draw_cell(shown, rank, grid.cell_width, look, is_selected=selected in cell.ranks))
     return [line.crop(width) for line in lines]
+
+
+def neighbour(job: JobSnapshot, rank: int | None, across: int, down: int) -> int | None:
+    """Return the rank that is so far from another one, or the last one on the way.
+
+    Without a rank to begin with it is the first. Where there is only one stage, down is across.
+    """
+    stages = _stages(job)
+    for place, stage in enumerate(stages):
+        if rank in stage:
+            if len(stages) == 1:
+                across, down = across + down, 0
+            there = stages[_within(place + down, len(stages))]
+            column = _within(stage.index(rank), len(there))
+            return there[_within(column + across, len(there))]
+    return stages[0][0] if stages else None
+
+
+def _stages(job: JobSnapshot) -> list[list[int]]:
+    axes = [axis for axis in job.mesh if axis != "pipeline"]
+
+    def key(rank: RankSnapshot) -> tuple[int, ...]:
+        return (*(rank.coordinates.get(axis, 0) for axis in axes), rank.rank)
+
+    stages: dict[int, list[RankSnapshot]] = {}
+    for rank in job.ranks:
+        stages.setdefault(rank.coordinates.get("pipeline", 0), []).append(rank)
+    return [[rank.rank for rank in sorted(ranks, key=key)] for _, ranks in sorted(stages.items())]
+
+
+def _within(place: int, size: int) -> int:
+    return min(max(0, place), size - 1)

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from boltmesh.tui import units
-from boltmesh.tui.render.browse import browse
-from boltmesh.tui.render.header import job_state
+from boltmesh.tui.panels.header import job_state
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import Style, heading
-from boltmesh.tui.render.table import Cell, Column
+from boltmesh.tui.render.table import Cell, Column, browse
 from boltmesh.tui.view import Cells, TableView, arrange_rows
 
 if TYPE_CHECKING:

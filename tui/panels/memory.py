@@ -17,10 +17,9 @@ from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.panels.offload import draw_offload, offload_rows
 from boltmesh.tui.render.bars import stack
-from boltmesh.tui.render.browse import AS_IT_COMES, browse
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.style import Style, facts, heading, labelled, sentence, wrap_facts
-from boltmesh.tui.render.table import Cell, Column
+from boltmesh.tui.render.table import AS_IT_COMES, Cell, Column, browse
 from boltmesh.tui.state import State
 from boltmesh.tui.view import Cells, TableView, arrange_rows
 

@@ -33,7 +33,7 @@ _BLOCK_GAP = 3
 _GROUP_GAP = 1
 
 
-class Label(NamedTuple):
+class AxisLabel(NamedTuple):
     """A word at its place."""
 
     text: str
@@ -46,7 +46,7 @@ class MeshMap(msgspec.Struct, frozen=True):
 
     cell_width: int
     cells: tuple[Cell, ...]
-    labels: tuple[Label, ...]
+    labels: tuple[AxisLabel, ...]
     height: int
     ranks_per_cell: int
     axes: str
@@ -187,7 +187,7 @@ def _placed(layout: Layout, found: _Arrangement) -> MeshMap:
     lines = -(-layout.num_groups // found.per_line)
     merged, size = found.num_merged, found.cell_width
     cells: list[Cell] = []
-    labels: list[Label] = []
+    labels: list[AxisLabel] = []
     y = 0
     for first in range(0, stages, found.across):
         row = layout.stages[first : first + found.across]
@@ -199,7 +199,7 @@ def _placed(layout: Layout, found: _Arrangement) -> MeshMap:
             labels += _places(layout, found, starts, y)
             y += 1
         if found.left:
-            labels += [Label(text, 0, y + at) for at, text in enumerate(found.labels)]
+            labels += [AxisLabel(text, 0, y + at) for at, text in enumerate(found.labels)]
         for groups, start in zip(row, starts, strict=True):
             for number, group in enumerate(groups):
                 line, column = divmod(number, found.per_line)
@@ -219,15 +219,17 @@ def _placed(layout: Layout, found: _Arrangement) -> MeshMap:
     )
 
 
-def _titles(first: int, starts: Sequence[int], width: int, y: int) -> Iterator[Label]:
+def _titles(first: int, starts: Sequence[int], width: int, y: int) -> Iterator[AxisLabel]:
     for at, start in enumerate(starts, first):
         forms = (f"stage {at}", f"s{at}", str(at))
-        yield Label(next((form for form in forms if len(form) <= width), ""), start, y)
+        yield AxisLabel(next((form for form in forms if len(form) <= width), ""), start, y)
 
 
-def _places(layout: Layout, found: _Arrangement, starts: Sequence[int], y: int) -> Iterator[Label]:
+def _places(
+    layout: Layout, found: _Arrangement, starts: Sequence[int], y: int
+) -> Iterator[AxisLabel]:
     if found.left >= len("tensor "):
-        yield Label("tensor", 0, y)
+        yield AxisLabel("tensor", 0, y)
     last = layout.group_size - 1
     # Numbers that would touch each other are no numbers: then the first and the last alone.
     is_apart = last < 10 or len(str(last)) < found.cell_width
@@ -236,7 +238,7 @@ def _places(layout: Layout, found: _Arrangement, starts: Sequence[int], y: int) 
         for at in shown:
             text, x = str(at), start + at * found.cell_width
             end = start + (last + 1) * found.cell_width
-            yield Label(text, min(x, end - len(text)), y)
+            yield AxisLabel(text, min(x, end - len(text)), y)
 
 
 def _words(layout: Layout, found: _Arrangement) -> str:
@@ -265,9 +267,9 @@ def _lines(layout: Layout, width: int, height: int, cell_widths: Sequence[int]) 
     return None
 
 
-def _labels_of(grid: MeshGrid, top: int) -> Iterator[Label]:
+def _labels_of(grid: MeshGrid, top: int) -> Iterator[AxisLabel]:
     for y, text in grid.row_labels.items():
-        yield Label(text, 0, y + top)
+        yield AxisLabel(text, 0, y + top)
     if not top:
         return
     starts = sorted(grid.column_labels)
@@ -277,7 +279,7 @@ def _labels_of(grid: MeshGrid, top: int) -> Iterator[Label]:
         text = grid.column_labels[start]
         text = text.rpartition(" ")[2] if is_short else text
         if len(text) < room:
-            yield Label(text, start, 0)
+            yield AxisLabel(text, start, 0)
 
 
 def draw_map(

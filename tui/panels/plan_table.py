@@ -6,10 +6,9 @@ from typing import NamedTuple
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.telemetry.tensor_plan import WHOLE, PlannedParameters, TensorPlanTable
 from boltmesh.tui import units
-from boltmesh.tui.render.browse import AS_IT_COMES, browse, selected_row
 from boltmesh.tui.render.line import Line, fit, fit_end
 from boltmesh.tui.render.style import Style, heading, labelled, sentence, wrap_facts
-from boltmesh.tui.render.table import GAP, Cell, Column
+from boltmesh.tui.render.table import AS_IT_COMES, GAP, Cell, Column, browse, selected_row
 from boltmesh.tui.state import State
 from boltmesh.tui.view import Cells, TableView, arrange_rows
 

@@ -2,11 +2,10 @@
 
 from boltmesh.tui import units
 from boltmesh.tui.panels.devices import ProcessRow, host_reading, process_rows, share
-from boltmesh.tui.render.browse import AS_IT_COMES, browse
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.ranks import NEARLY_FULL
 from boltmesh.tui.render.style import Style, heading, labelled, sentence, wrap_facts
-from boltmesh.tui.render.table import Cell, Column
+from boltmesh.tui.render.table import AS_IT_COMES, Cell, Column, browse
 from boltmesh.tui.state import State
 from boltmesh.tui.view import Cells, TableView, arrange_rows
 

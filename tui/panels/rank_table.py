@@ -7,11 +7,10 @@ from boltmesh.tui.metrics.ranks import RankRow, rank_rows
 from boltmesh.tui.metrics.step_time import RankProfile
 from boltmesh.tui.metrics.stragglers import Lateness
 from boltmesh.tui.render.bars import sparkline, stacked_bar
-from boltmesh.tui.render.browse import AS_IT_COMES, browse
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.ranks import NEARLY_FULL, rank_phase, rank_state, split_device
 from boltmesh.tui.render.style import Style, heading
-from boltmesh.tui.render.table import Cell, Column
+from boltmesh.tui.render.table import AS_IT_COMES, Cell, Column, browse
 from boltmesh.tui.state import State
 from boltmesh.tui.view import Cells, TableView, arrange_rows
 

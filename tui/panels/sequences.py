@@ -14,10 +14,9 @@ from boltmesh.tui.metrics.hangs import (
 )
 from boltmesh.tui.metrics.sequences import GroupRow, Status, group_rows, has_ended
 from boltmesh.tui.panels.traffic import uncounted_note
-from boltmesh.tui.render.browse import AS_IT_COMES, browse, selected_row
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.style import Style, heading, sentence
-from boltmesh.tui.render.table import Cell, Column
+from boltmesh.tui.render.table import AS_IT_COMES, Cell, Column, browse, selected_row
 from boltmesh.tui.state import State
 from boltmesh.tui.view import Cells, TableView, arrange_rows
 

@@ -23,7 +23,7 @@ class Tab(msgspec.Struct, frozen=True):
     """At most four letters, for narrow terminals."""
 
 
-class _Label(NamedTuple):
+class _PlacedTab(NamedTuple):
     tab: Tab
     text: str
     start: int
@@ -50,7 +50,7 @@ def tab_at(tabs: Sequence[Tab], current: str, width: int, x: int) -> str | None:
     return None
 
 
-def _labels(tabs: Sequence[Tab], current: str, width: int) -> list[_Label]:
+def _labels(tabs: Sequence[Tab], current: str, width: int) -> list[_PlacedTab]:
     full = [f"{tab.key} {tab.title}" for tab in tabs]
     medium = [f"{tab.key} {tab.title if len(tab.title) <= 8 else tab.short}" for tab in tabs]
     short = [f"{tab.key} {tab.short}" for tab in tabs]
@@ -72,7 +72,7 @@ def _labels(tabs: Sequence[Tab], current: str, width: int) -> list[_Label]:
             break
     labels, start = [], 1
     for tab, text in zip(tabs, texts, strict=True):
-        labels.append(_Label(tab, text, start))
+        labels.append(_PlacedTab(tab, text, start))
         start += len(text) + gap
     return labels
 

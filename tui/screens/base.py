@@ -7,8 +7,8 @@ from textual.app import ComposeResult
 from textual.screen import Screen
 from typing_extensions import override
 
+from boltmesh.tui.layout.page import Panel
 from boltmesh.tui.layout.region import has_headings
-from boltmesh.tui.pages.page import Panel
 from boltmesh.tui.render.style import Style
 from boltmesh.tui.theme import Palette
 from boltmesh.tui.widgets.canvas import Canvas, Drawn

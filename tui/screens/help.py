@@ -6,8 +6,8 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from typing_extensions import override
 
+from boltmesh.tui.layout.page import Panel
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.pages.page import Panel
 from boltmesh.tui.panels.help import draw_help, help_lines
 from boltmesh.tui.render.tabs import draw_keys
 from boltmesh.tui.screens.base import PanelScreen

@@ -9,9 +9,8 @@ from textual import events
 from textual.binding import Binding, BindingType
 from typing_extensions import override
 
+from boltmesh.tui.layout.page import Panel, hold_window, row_at, title_at
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.pages.page import Panel
-from boltmesh.tui.pages.table import hold_window, row_at, title_at
 from boltmesh.tui.panels.jobs import COLUMNS, draw_jobs, shown_jobs
 from boltmesh.tui.render.line import Line, fit
 from boltmesh.tui.render.tabs import draw_keys

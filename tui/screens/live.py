@@ -9,10 +9,9 @@ from textual import events
 from textual.message import Message
 from typing_extensions import override
 
-from boltmesh.tui.pages.frame import Front, frame_panels
-from boltmesh.tui.pages.page import Page, Panel, Scene, active_table
+from boltmesh.tui.layout.frame import FrameOptions, frame_panels
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, active_table
 from boltmesh.tui.pages.registry import PAGES
-from boltmesh.tui.pages.table import Table
 from boltmesh.tui.screens.base import PanelScreen
 from boltmesh.tui.screens.prompt import Prompt
 from boltmesh.tui.session import Lost, Session
@@ -26,7 +25,7 @@ FIRST_LOOK_S = 0.3
 """How long the first paint waits for the first look."""
 
 
-class WatchingScreen(PanelScreen):
+class LiveScreen(PanelScreen):
     """Owns a session, and closes it when it goes.
 
     Args:
@@ -44,7 +43,7 @@ class WatchingScreen(PanelScreen):
         @override
         def can_replace(self, message: Message) -> bool:
             # A slow terminal skips what is out of date instead of falling behind.
-            return isinstance(message, WatchingScreen.Looked)
+            return isinstance(message, LiveScreen.Looked)
 
     def __init__(
         self, session: Session, *, page: str | None = None, interval_s: float | None = 1.0
@@ -75,7 +74,7 @@ class WatchingScreen(PanelScreen):
 
     @override
     def panels(self) -> Sequence[Panel]:
-        front = Front(
+        front = FrameOptions(
             page=self.page,
             note=self.note,
             has_jobs=self.dashboard.has_jobs,
@@ -124,7 +123,7 @@ class WatchingScreen(PanelScreen):
         """Read the source in a thread and post what it saw; keys work meanwhile."""
         await self._await_look(asyncio.to_thread(self.session.look))
 
-    def on_watching_screen_looked(self, message: Looked) -> None:
+    def on_live_screen_looked(self, message: Looked) -> None:
         """Fold one look; a held screen keeps what it shows."""
         if self.session.take(message.seen):
             self.app.bell()

@@ -1,18 +1,17 @@
 """The keys that change how a job is looked at: rows, columns, metrics, figures."""
 
+from boltmesh.tui.layout.page import MESH, OVERVIEW, DrawView, Page, Table, hold_window, next_column
 from boltmesh.tui.metrics.heat import HEAT_FIGURES
-from boltmesh.tui.pages.neighbours import neighbour
 from boltmesh.tui.pages.overview import chosen_heat, chosen_metric
-from boltmesh.tui.pages.page import MESH, OVERVIEW, Page
 from boltmesh.tui.pages.registry import PAGES, RANK
-from boltmesh.tui.pages.table import DrawView, Table, hold_window, next_column
+from boltmesh.tui.panels.heatmap import neighbour
 from boltmesh.tui.panels.mesh_map import rank_beside
-from boltmesh.tui.screens.live import WatchingScreen
+from boltmesh.tui.screens.live import LiveScreen
 from boltmesh.tui.state import metric_names
 from boltmesh.tui.view import TableView
 
 
-class ChoosingScreen(WatchingScreen):
+class NavigationScreen(LiveScreen):
     """What a key does depends on the page; where it means nothing, nothing happens."""
 
     page_before: Page | None = None

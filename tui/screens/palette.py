@@ -11,8 +11,8 @@ from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.screen import Screen
 from typing_extensions import override
 
+from boltmesh.tui.layout.page import PAGE_TABS
 from boltmesh.tui.metrics.heat import HEAT_FIGURES
-from boltmesh.tui.pages.page import PAGE_TABS
 from boltmesh.tui.sanitize import clean
 from boltmesh.tui.screens.help import HelpScreen
 from boltmesh.tui.screens.job import JobScreen

@@ -34,7 +34,7 @@ MAX_KEPT = 12
 SPEEDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
-class _Frame(NamedTuple):
+class _RecordedFrame(NamedTuple):
     time: float
     offset: int
     is_key: bool
@@ -65,7 +65,7 @@ class ReplaySource:
         self.path = path
         self.note: str | None = None
         """Why the recording ends where it does, where that is not its true end."""
-        self._frames: list[_Frame] = []
+        self._frames: list[_RecordedFrame] = []
         self._times: list[float] = []
         self._file = _open(path)
         try:
@@ -274,7 +274,7 @@ class ReplaySource:
                 moment, is_key = scanner.scan(payload)
                 # A clock that was set back while it was recorded lets time stand still here.
                 moment = max(moment, self._times[-1] if self._times else moment)
-                self._frames.append(_Frame(moment, offset, is_key))
+                self._frames.append(_RecordedFrame(moment, offset, is_key))
                 self._times.append(moment)
         except TelemetryError as error:
             reason = str(error)

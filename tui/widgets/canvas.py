@@ -15,7 +15,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 from typing_extensions import override
 
-from boltmesh.tui.pages.page import Panel
+from boltmesh.tui.layout.page import Panel
 from boltmesh.tui.render.line import Line, Role, to_ascii
 
 

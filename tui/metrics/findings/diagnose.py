@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from boltmesh.tui.metrics.balance import Balance, balance
-from boltmesh.tui.metrics.findings import ends, limits, pipeline, waits
+from boltmesh.tui.metrics.findings import ends, limits, waits
 from boltmesh.tui.metrics.findings.finding import Finding, Kind
 from boltmesh.tui.metrics.memo import remember_last
+from boltmesh.tui.metrics.stragglers import Balance, balance
 from boltmesh.tui.state import State
 
 _ALWAYS: tuple[Callable[[State], Finding | None], ...] = (
@@ -21,7 +21,7 @@ _ALWAYS: tuple[Callable[[State], Finding | None], ...] = (
 _IN_STEADY_STATE: tuple[Callable[[State, Balance], Finding | None], ...] = (
     waits.find_input,
     waits.find_offload,
-    pipeline.find_bubble,
+    waits.find_bubble,
     waits.find_communication,
     waits.find_uneven,
 )

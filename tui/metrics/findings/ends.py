@@ -6,8 +6,7 @@ from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.hangs import first_to_go, hangs, last_collective
-from boltmesh.tui.metrics.stall import Stall, find_stall
-from boltmesh.tui.metrics.status import tell_phases
+from boltmesh.tui.metrics.status import Stall, find_stall, tell_phases
 from boltmesh.tui.state import State
 
 HANG = "hang: "

@@ -9,7 +9,7 @@ from boltmesh.tui import units
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.step_time import batches_per_step
-from boltmesh.tui.metrics.verdict import TrafficRow, traffic_rows
+from boltmesh.tui.metrics.traffic import TrafficRow, traffic_rows
 from boltmesh.tui.state import State
 
 DEVICE_NEARLY_FULL = 0.95

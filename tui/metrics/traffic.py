@@ -1,4 +1,8 @@
-"""Whether measured bytes are those that the strategy states, and what a difference comes from."""
+"""Traffic of a step: payload, bytes on the wire, and the verdict against the expected bytes.
+
+The payload of a gather-type operator is its full side. The factors from payload to wire are those
+of the ring algorithms, which move the least that is possible; a tree moves no less.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
@@ -9,7 +13,31 @@ from boltmesh.telemetry.snapshot import CollectiveTotal, JobSnapshot, RankSnapsh
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.step_time import batches_per_step, optimizer_step_seconds
-from boltmesh.tui.metrics.wire import axis_size, is_point_to_point, wire_factor
+
+POINT_TO_POINT = ("send", "recv")
+
+
+def is_point_to_point(operator: str) -> bool:
+    """Say whether an operator has one rank on the other side, not a whole group."""
+    return operator.startswith(POINT_TO_POINT)
+
+
+def axis_size(job: JobSnapshot, axis: str) -> int | None:
+    """Return how many ranks a group of ``axis`` has, or None for groups of no axis."""
+    return job.world_size if axis == "world" else job.mesh.get(axis)
+
+
+def wire_factor(operator: str, size: int) -> float:
+    """Return the bytes that a ring algorithm sends per rank, over the operator's payload."""
+    if size <= 1:
+        return 0.0
+    name = operator.lstrip("_")
+    if name.startswith("allreduce"):
+        return 2 * (size - 1) / size
+    if name.startswith(("allgather", "reduce_scatter", "alltoall")):
+        return (size - 1) / size
+    return 1.0
+
 
 Verdict = Literal["equal", "differs", "missing", "unstated", "pending"]
 """``missing``: expected, but never seen. ``unstated``: seen, and the strategy says nothing about
@@ -130,7 +158,7 @@ class AxisTotal(msgspec.Struct, frozen=True, kw_only=True):
     time_share: float | None
 
 
-class _Column:
+class _RankTotals:
     """What the ranks say of one operator on one axis, an entry a rank."""
 
     __slots__ = ("bytes", "calls", "groups", "ranks", "seconds")
@@ -218,21 +246,21 @@ def _axis_total(axis: str, rows: Sequence[TrafficRow], num_ranks: int) -> AxisTo
     )
 
 
-def _operator_columns(ranks: Iterable[RankSnapshot]) -> Mapping[tuple[str, str], _Column]:
-    columns: dict[tuple[str, str], _Column] = {}
+def _operator_columns(ranks: Iterable[RankSnapshot]) -> Mapping[tuple[str, str], _RankTotals]:
+    columns: dict[tuple[str, str], _RankTotals] = {}
     for rank in ranks:
         for total in rank.collectives:
             key = (total.axis, total.operator)
             column = columns.get(key)
             if column is None:
-                column = columns[key] = _Column()
+                column = columns[key] = _RankTotals()
             column.add(rank.rank, total)
     return columns
 
 
 def _row(
     key: tuple[str, str],
-    column: _Column | None,
+    column: _RankTotals | None,
     expected: ExpectedTraffic | None,
     job: JobSnapshot,
     *,
@@ -240,7 +268,7 @@ def _row(
     step_s: float | None,
 ) -> TrafficRow:
     axis, operator = key
-    column = column or _Column()
+    column = column or _RankTotals()
     sizes = [
         (size, rank)
         for rank, size in zip(column.ranks, column.bytes, strict=True)
@@ -270,7 +298,7 @@ def _row(
     )
 
 
-def _wire_speed(column: _Column, operator: str, size: int | None) -> float | None:
+def _wire_speed(column: _RankTotals, operator: str, size: int | None) -> float | None:
     if is_point_to_point(operator):
         size = 2
     if size is None:

@@ -2,16 +2,16 @@
 
 import msgspec
 
+from boltmesh.tui.layout.page import TABS, Draw, Keys, Page, Panel, Scene, active_table
 from boltmesh.tui.layout.region import Region, plan_frame
-from boltmesh.tui.pages.page import TABS, Draw, Keys, Page, Panel, Scene, active_table
-from boltmesh.tui.render.header import draw_header, draw_timeline
+from boltmesh.tui.panels.header import draw_header, draw_timeline
 from boltmesh.tui.render.line import Line, fit
 from boltmesh.tui.render.style import Style
 from boltmesh.tui.render.tabs import draw_keys, draw_tabs
 from boltmesh.tui.session import Recording, Session
 
 
-class Front(msgspec.Struct, frozen=True):
+class FrameOptions(msgspec.Struct, frozen=True):
     """What only the screen knows."""
 
     page: Page
@@ -23,7 +23,7 @@ class Front(msgspec.Struct, frozen=True):
 
 
 def frame_panels(
-    session: Session, front: Front, width: int, height: int, look: Style
+    session: Session, front: FrameOptions, width: int, height: int, look: Style
 ) -> list[Panel]:
     """Return everything that stands on the screen of a job."""
     state, recording = session.state, session.recording
@@ -71,7 +71,7 @@ def page_keys(session: Session, page: Page) -> Keys:
     return keys
 
 
-def _bottom(session: Session, front: Front, width: int, look: Style) -> Line:
+def _bottom(session: Session, front: FrameOptions, width: int, look: Style) -> Line:
     if front.note:
         return Line(fit(front.note, width, ellipsis=look.glyphs.ellipsis), "warn")
     table = active_table(front.page, session.view)

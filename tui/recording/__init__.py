@@ -1,1 +1,0 @@
-"""Writes the frames of a job elsewhere: ``record`` to a file, ``stream`` to a pipe."""
