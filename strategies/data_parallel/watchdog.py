@@ -100,8 +100,8 @@ class Watchdog:
 
     def _forget_reports(self) -> None:
         self._number: int | None = None
-        """The number of this rank's own report."""
-        self._has_reported = False
+        """Number of this rank's newest report."""
+        self._reported: tuple[int, str] | None = None
         self._unanswered: list[int] = []
         self._num_listed = 0
         self._own: tuple[float, str] | None = None
@@ -119,15 +119,17 @@ class Watchdog:
         self.board.close()
 
     def report_mismatch(self, index: int, text: str) -> None:
-        """Report, once, this rank's call at a place where the group made another one before."""
+        """Report this rank's call at a place where the group made another one before.
+
+        Once per place: all ranks may agree in the end, and differ at a later place.
+        """
         with self._locked_store() as store:
-            if store is None or self._has_reported:
+            if store is None or self._reported == (index, text):
                 return
-            if self._number is None:
-                self._number = store.add("reports", 1)
+            number = store.add("reports", 1)
             report = _Report(self._rank, index, text)
-            store.set(f"reports/{self._number}", msgspec.json.encode(report).decode())
-            self._has_reported = True
+            store.set(f"reports/{number}", msgspec.json.encode(report).decode())
+            self._number, self._reported = number, (index, text)
 
     def diagnose(self) -> str | None:
         """Return the explanation of a mismatch, None if none is proven."""

@@ -408,6 +408,25 @@ def test_a_rank_that_has_ended_its_run_is_named_by_who_waits_for_it():
     assert "rank 1 ended its run while rank 0 began a training batch" in verdict
 
 
+def slow_then_other_worker(rank, world_size):
+    """Rank 0 is slow to agree once, which is no mismatch; later rank 1 leaves a layer out."""
+    job = Job()
+    time.sleep(0 if rank else 5 * PATIENCE_S)
+
+    def run():
+        for _ in range(2):
+            job.step((0, 1, 2))
+        job.step((0, 1, 2) if rank == 0 else (0, 2))
+
+    return job.error_of(run)
+
+
+def test_a_mismatch_is_explained_after_an_agreement_that_was_slow():
+    _, said = run_ranks(slow_then_other_worker, 2, timeout_s=90.0)
+    assert said.startswith("DivergenceError: ")
+    assert PARTED in said
+
+
 def cost_worker(rank, world_size):
     job = Job(timeout_s=60)
     for _ in range(3):
