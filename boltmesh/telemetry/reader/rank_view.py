@@ -304,9 +304,7 @@ class RankView:
             self._rates = StepRates()
             self._steps.clear()
         new = (
-            list(records.values())
-            if from_scratch
-            else [each.after for each in self.reader.new_steps]
+            list(records.values()) if from_scratch else [step for _, step in self.reader.new_steps]
         )
         for step in new:
             self._rates.push(step)

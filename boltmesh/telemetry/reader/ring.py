@@ -8,7 +8,7 @@ in case it was only slow, until the writer comes round and writes over it.
 
 import struct
 from collections.abc import Callable
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from boltmesh.telemetry.layout import SECTIONS, Record
 
@@ -27,12 +27,10 @@ _SEQUENCE: Final = struct.Struct("<Q")
 
 T = TypeVar("T")
 
+Change = tuple[T | None, T]
+"""What a record was at the last look (None: it is new), and what it is now.
 
-class Change(NamedTuple, Generic[T]):
-    """A record that is new, or not as it was at the last look."""
-
-    before: T | None
-    after: T
+A plain tuple, because a NamedTuple cannot be generic on Python 3.10."""
 
 
 class Ring(Generic[T]):
@@ -270,10 +268,10 @@ class Ring(Generic[T]):
                 return  # older than what is kept
             self.records[sequence] = made
             self.records = dict(sorted(self.records.items()))
-            self._changes.append(Change(before, made))
+            self._changes.append((before, made))
         elif made != before:
             self.records[sequence] = made
-            self._changes.append(Change(before, made))
+            self._changes.append((before, made))
         self.first = self.first or sequence
         if not self._is_final(made):
             self._again.append(sequence)
