@@ -68,7 +68,7 @@ class Class(NamedTuple):
 
 def figures() -> dict[str, Figure]:
     """Measure everything; the key of a figure is its short name."""
-    modules = {module.name: module for module in _modules()}
+    modules = {module.name: module for module in source_modules()}
     classes = [
         Class(module, node)
         for module in modules.values()
@@ -87,7 +87,7 @@ def figures() -> dict[str, Figure]:
     }
 
 
-def _modules() -> Iterator[Module]:
+def source_modules() -> Iterator[Module]:
     for folder, package in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             inside = path.relative_to(ROOT)

@@ -2,7 +2,7 @@
 
     python -m tests.guards.interface        (or `make snapshot`)
 
-writes ``interface.txt`` anew; ``test_interface.py`` compares it with what the packages say. The
+rewrites ``interface.txt``; ``test_interface.py`` compares it with what the packages say. The
 text names no module of the packages, so that moving code leaves it as it is, and it is the same on
 every supported Python.
 """
@@ -231,7 +231,7 @@ def _shape(value: Any) -> Any:
 
 def main() -> None:
     INTERFACE.write_text(interface(), encoding="utf-8")
-    print(f"{INTERFACE} is written anew: read its difference before you commit it.")
+    print(f"{INTERFACE} is rewritten: read its difference before you commit it.")
 
 
 if __name__ == "__main__":
