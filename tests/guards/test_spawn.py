@@ -67,7 +67,8 @@ def one_process():
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
+@pytest.mark.slow(60)
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "arguments"), LAYOUTS)
 def test_spawned_ranks_compute_what_one_process_does(name, arguments, one_process):
     strategy = build_strategy(
