@@ -19,8 +19,9 @@ from boltmesh.tui.render.style import ASCII, UNICODE, Glyphs
 from boltmesh.tui.screens.base import PanelScreen
 from boltmesh.tui.screens.help import HelpScreen
 from boltmesh.tui.screens.job import JobScreen
+from boltmesh.tui.screens.jobs import HELP as JOBS_HELP
 from boltmesh.tui.screens.jobs import JobsScreen
-from boltmesh.tui.screens.palette import Commands
+from boltmesh.tui.screens.palette import Commands, ScreenNames
 from boltmesh.tui.session import Session
 from boltmesh.tui.sources.live import Source
 from boltmesh.tui.theme import PALETTES, Palette, choose_palette
@@ -180,9 +181,9 @@ class DashboardApp(App[None]):
     def action_show_help(self) -> None:
         """Open the help page, once, about the screen in front."""
         if isinstance(self.screen, JobScreen):
-            self.push_screen(HelpScreen(self.screen.page.tab.name))
+            self.push_screen(HelpScreen(self.screen.page.help))
         elif isinstance(self.screen, JobsScreen):
-            self.push_screen(HelpScreen("jobs"))
+            self.push_screen(HelpScreen(JOBS_HELP))
 
     def action_show_jobs(self) -> None:
         """Open the list of jobs, once, where there is one."""
@@ -195,6 +196,15 @@ class DashboardApp(App[None]):
         if not isinstance(self.screen, CommandPalette):
             placeholder = "What do you want to do?"
             self.push_screen(CommandPalette(placeholder=placeholder, id="--command-palette"))
+
+    def action_go_to_screen(self) -> None:
+        """Open the list of screens, to choose one by some letters of its name."""
+        if isinstance(self.screen, JobScreen):
+            self.push_screen(
+                CommandPalette(
+                    providers=[ScreenNames], placeholder="Which screen?", id="--command-palette"
+                )
+            )
 
     def action_next_theme(self) -> None:
         """Use the next palette."""

@@ -1,7 +1,7 @@
 """Opens the dashboard without a terminal, and reads what is on its screen."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import chain
 from typing import Any
@@ -136,6 +136,14 @@ async def settle(pilot: Pilot[None]) -> None:
     await pilot.pause()
     await pilot.app.workers.wait_for_complete()
     await pilot.pause()
+
+
+async def wait_until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
+    """Wait for what the command palette does in workers of its own."""
+    deadline = time.monotonic() + REST_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain:\n{screen_text(pilot.app)}"
+        await pilot.pause(0.05)
 
 
 def screen_text(app: App[Any]) -> str:

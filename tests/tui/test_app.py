@@ -29,11 +29,12 @@ from tests.tui.screens import (
 
 SIZES = [(1, 1), (2, 30), (20, 5), (40, 10), (60, 15), (80, 24), (120, 40), (200, 60), (300, 100)]
 USUAL_SIZES = SIZES[4:]
-FEW_KEYS = ("j", "s", "enter", "escape", "tab", "f", "end")
+FEW_KEYS = ("j", "s", "enter", "escape", "o", "f", "end")
 KEYS = (
-    "j", "k", "l", "h", "s", "S", "pagedown", "pageup", "end", "home", "tab", "enter", "j",
+    "j", "k", "l", "h", "s", "S", "pagedown", "pageup", "end", "home", "o", "enter", "j",
     "escape", "m", "M", "y", "f", "F", "space", "space", "slash", "x", "escape", "t",
-    "question_mark", "j", "escape", "left_square_bracket", "full_stop", "plus", "0",
+    "question_mark", "j", "escape", "left_square_bracket", "full_stop", "plus",
+    "tab", "shift+tab", "g", "escape", "0",
 )  # fmt: skip
 
 

@@ -156,7 +156,7 @@ async def test_tab_moves_the_keys_to_the_other_table() -> None:
         for _ in range(3):
             assert screen.table is not None
             names.append(screen.table.name)
-            await pilot.press("tab")
+            await pilot.press("o")
         assert names == ["devices", "processes", "devices"]
         await pilot.press("j")
         assert _view(pilot, "processes").selected == 1

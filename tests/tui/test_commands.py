@@ -1,12 +1,9 @@
 """The command palette, and choices that are remembered from one time to the next."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from textual.command import CommandPalette
-from textual.pilot import Pilot
 
 from boltmesh.tui.app import DashboardApp
 from boltmesh.tui.pages.registry import PAGES
@@ -15,21 +12,13 @@ from boltmesh.tui.screens.palette import commands_of
 from boltmesh.tui.settings import Settings, Sorting, load, save
 from boltmesh.tui.theme import PALETTES
 from tests.tui.samples import FakeSource, demo
-from tests.tui.screens import REST_S, job_screen, open_app, open_source, screen_text
-
-
-async def _until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
-    """Wait for what the palette does in workers of its own."""
-    deadline = time.monotonic() + REST_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain:\n{screen_text(pilot.app)}"
-        await pilot.pause(0.05)
+from tests.tui.screens import job_screen, open_app, open_source, screen_text, wait_until
 
 
 async def test_the_palette_of_an_ascii_terminal_is_ascii() -> None:
     async with open_app(demo(), size=(80, 24), is_ascii=True) as pilot:
         await pilot.press("colon")
-        await _until(pilot, lambda: "Screen: Overview" in screen_text(pilot.app))
+        await wait_until(pilot, lambda: "Screen: Overview" in screen_text(pilot.app))
         assert screen_text(pilot.app).isascii()
 
 
@@ -41,10 +30,10 @@ async def test_the_palette_finds_a_command_by_its_name(key: str) -> None:
         assert isinstance(pilot.app.screen, CommandPalette)
         await pilot.press(*"pipeline")
         # All commands are listed to begin with.
-        await _until(pilot, lambda: "Screen: Overview" not in screen_text(pilot.app))
-        await _until(pilot, lambda: "Screen: Pipeline" in screen_text(pilot.app))
+        await wait_until(pilot, lambda: "Screen: Overview" not in screen_text(pilot.app))
+        await wait_until(pilot, lambda: "Screen: Pipeline" in screen_text(pilot.app))
         await pilot.press("enter")
-        await _until(pilot, lambda: not isinstance(pilot.app.screen, CommandPalette))
+        await wait_until(pilot, lambda: not isinstance(pilot.app.screen, CommandPalette))
         await pilot.pause()
         assert job_screen(pilot).page is PAGES["pipeline"]
 
@@ -59,7 +48,7 @@ async def test_every_command_does_what_it_says() -> None:
             assert f"Screen: {page.tab.title}" in titles
         for name in PALETTES:
             assert f"Theme: {name}" in titles
-        assert {"Metric: loss", "Metric: val_loss", "Sort: none", "Filter", "Hold", "Help"} <= set(
+        assert {"Metric: loss", "Metric: val_loss", "Sort: none", "Filter", "Pause", "Help"} <= set(
             titles
         )
         for command in commands_of(app, screen):

@@ -2,15 +2,19 @@
 
 import pytest
 
-from boltmesh.tui.layout.page import TABS
+from boltmesh.tui.layout.page import JOBS
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.header import draw_timeline
-from boltmesh.tui.panels.help import ABOUT, FIGURES_OF, KEYS_OF, help_lines
+from boltmesh.tui.panels.help import PageHelp, help_lines
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
-from boltmesh.tui.render.tabs import draw_tabs, tab_at
+from boltmesh.tui.render.tabs import Tab, draw_tabs, tab_at
+from boltmesh.tui.screens.jobs import HELP as JOBS_HELP
 from tests.tui.samples import NOW
 
 LOOK = Style(UNICODE)
+TABS = (*PAGES.tabs, JOBS)
+MANY = (*TABS, *(Tab(f"extra{number}", f"{number}x more") for number in range(9)))
+"""Ten with a key, and nine without."""
 
 
 @pytest.mark.parametrize("current", [tab.name for tab in TABS])
@@ -66,16 +70,51 @@ def test_a_replay_says_where_it_is_and_whether_it_moves() -> None:
     assert "replay held" in draw_timeline(span, NOW, 99, LOOK, is_playing=False, speed=2.0).plain
 
 
-def test_help_knows_every_screen() -> None:
-    assert set(ABOUT) == {tab.name for tab in TABS}
-    assert set(FIGURES_OF) | {"jobs"} == set(ABOUT)
-    assert set(KEYS_OF) <= set(ABOUT)
-    assert set(PAGES) | {"jobs"} == set(ABOUT)
-
-
-@pytest.mark.parametrize("about", sorted(ABOUT))
-def test_help_fits_into_80_columns_uncut(about: str) -> None:
-    narrow, wide = help_lines(about, 78, LOOK), help_lines(about, 200, LOOK)
+@pytest.mark.parametrize(
+    "page",
+    [*(page.help for page in PAGES.values()), JOBS_HELP],
+    ids=lambda page: page.about.partition(":")[0],
+)
+def test_help_fits_into_80_columns_uncut(page: PageHelp) -> None:
+    narrow, wide = help_lines(page, 78, LOOK), help_lines(page, 200, LOOK)
     for line, whole in zip(narrow, wide, strict=True):
         if not whole.plain.startswith("─"):
             assert line.plain == whole.plain
+
+
+@pytest.mark.parametrize("current", [tab.name for tab in MANY])
+@pytest.mark.parametrize("look", [LOOK, Style(ASCII)], ids=["unicode", "ascii"])
+def test_tabs_that_do_not_fit_scroll_with_the_current_one(current: str, look: Style) -> None:
+    tab = next(tab for tab in MANY if tab.name == current)
+    for width in range(20, 121):
+        line = draw_tabs(MANY, current, width, look)
+        assert line.width <= width
+        assert tab.short in line.plain
+        assert tab_at(MANY, current, width, line.plain.index(tab.short)) == current
+        assert look is LOOK or line.plain.isascii()
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_clicks_on_the_arrows_reach_every_tab_both_ways(width: int) -> None:
+    for sign, names in (
+        (">", [tab.name for tab in MANY]),
+        ("<", [tab.name for tab in reversed(MANY)]),
+    ):
+        current, seen = names[0], {names[0]}
+        while True:
+            line = draw_tabs(MANY, current, width, LOOK).plain
+            seen |= {tab_at(MANY, current, width, x) or current for x in range(width)}
+            if sign not in line:
+                break
+            following = tab_at(MANY, current, width, line.index(sign))
+            assert following is not None
+            assert names.index(following) > names.index(current)
+            current = following
+        assert seen == set(names)
+
+
+def test_a_screen_with_nothing_to_show_has_a_muted_tab() -> None:
+    roles = dict(draw_tabs(TABS, "ranks", 120, LOOK, empty=("pipeline",)).spans)
+    assert ("3", "accent") in roles.items()
+    assert "4" not in roles
+    assert roles["4 Pipeline"] == "muted"

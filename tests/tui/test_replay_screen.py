@@ -75,7 +75,7 @@ async def test_keys_move_in_time_and_the_screen_follows(recording: FakeRecording
 
 async def test_space_plays_and_stops_and_the_keys_say_which(recording: FakeRecording) -> None:
     async with open_source(recording, size=(100, 30)) as pilot:
-        assert "space stop" in screen_text(pilot.app)
+        assert "space pause" in screen_text(pilot.app)
         await pilot.press("space")
         assert not recording.is_playing
         assert "space play" in screen_text(pilot.app)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from boltmesh.tui.layout.page import PAGE_TABS
+from boltmesh.tui.pages.registry import PAGES
 from tests.support.forked_python import ForkedPython
 from tests.tui.training import BOLTMESH, global_step, run_training, snapshot, wait_for
 
@@ -116,7 +116,7 @@ def test_two_viewers_come_and_go_and_the_job_does_not_notice(
     for viewer in viewers:
         viewer.see("DDPStrategy", "running")
     first, second = viewers
-    for tab in PAGE_TABS:
+    for tab in PAGES.tabs:
         for viewer in viewers:
             viewer.press(tab.key)
         screen = first.see(f"▐{tab.key} {tab.title}▌")

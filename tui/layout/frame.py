@@ -1,13 +1,16 @@
 """A page within its frame: header, tabs, the time of a replay, and the line of keys."""
 
+from collections.abc import Sequence
+
 import msgspec
 
-from boltmesh.tui.layout.page import TABS, Draw, Keys, Page, Panel, Scene, active_table
+from boltmesh.tui.layout.page import JOBS, Draw, Keys, Page, Panel, Scene, active_table
 from boltmesh.tui.layout.region import Region, plan_frame
+from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.header import draw_header, draw_timeline
 from boltmesh.tui.render.line import Line, fit
-from boltmesh.tui.render.style import Style
-from boltmesh.tui.render.tabs import draw_keys, draw_tabs
+from boltmesh.tui.render.style import Style, heading, sentence
+from boltmesh.tui.render.tabs import Tab, draw_keys, draw_tabs
 from boltmesh.tui.session import Recording, Session
 
 
@@ -31,12 +34,16 @@ def frame_panels(
         return _waiting(session, width, height)
     frame = plan_frame(width, height, has_time=recording is not None)
     scene = Scene(state=state, view=session.view, look=look, width=width)
-    tabs = TABS if front.has_jobs else TABS[:-1]
+    empty = [name for name, page in PAGES.items() if page.empty_reason(state)]
     draws: dict[str, Draw] = {
         "header": lambda width, height: draw_header(
             state, width, height, look, is_paused=session.view.is_paused
         ),
-        "tabs": lambda width, _: [draw_tabs(tabs, front.page.tab.name, width, look)],
+        "tabs": lambda width, _: [
+            draw_tabs(
+                frame_tabs(has_jobs=front.has_jobs), front.page.tab.name, width, look, empty=empty
+            )
+        ],
         "keys": lambda width, _: [_bottom(session, front, width, look)],
     }
     if recording is not None:
@@ -47,8 +54,18 @@ def frame_panels(
         if not (name == "keys" and front.has_prompt)
     ]
     if frame.body.width > 0 and frame.body.height > 0:
-        panels += front.page.panels(scene, frame.body)
+        reason = front.page.empty_reason(state)
+        panels += (
+            [Panel("empty", frame.body, _empty(front.page.tab.title, reason, look))]
+            if reason
+            else front.page.panels(scene, frame.body)
+        )
     return panels
+
+
+def frame_tabs(*, has_jobs: bool) -> list[Tab]:
+    """Return the tabs of all screens, with that of the list of jobs where there is one."""
+    return [*PAGES.tabs, JOBS] if has_jobs else [*PAGES.tabs]
 
 
 def page_keys(session: Session, page: Page) -> Keys:
@@ -57,17 +74,18 @@ def page_keys(session: Session, page: Page) -> Keys:
     recording = session.recording
     if recording is not None:
         keys += [
-            ("space", "stop" if recording.is_playing else "play"),
+            ("space", "pause" if recording.is_playing else "play"),
             ("[ ]", "10 s"),
             (", .", "one look"),
         ]
-    keys += page.keys
+    is_empty = session.state is not None and bool(page.empty_reason(session.state))
+    keys += () if is_empty else page.keys
     table = active_table(page, session.view)
-    if table is not None:
+    if not is_empty and table is not None:
         keys += [("/", "filter"), ("s S", "sort")]
     if recording is None:
-        keys.append(("space", "go on" if session.view.is_paused else "hold"))
-    keys += [(":", "commands"), ("t", "theme")]
+        keys.append(("space", "resume" if session.view.is_paused else "pause"))
+    keys += [("g", "go to"), (":", "commands"), ("t", "theme")]
     return keys
 
 
@@ -80,6 +98,16 @@ def _bottom(session: Session, front: FrameOptions, width: int, look: Style) -> L
         return draw_keys(page_keys(session, front.page), width)
     line = Line("/ ", "accent").add(chosen, "strong").add("   ")
     return line.join(draw_keys((("esc", "all rows"), ("/", "change")), width - line.width))
+
+
+def _empty(title: str, reason: Sequence[str], look: Style) -> Draw:
+    def draw(width: int, height: int) -> list[Line]:
+        lines = [heading(title.lower(), width, look)] if look.has_headings else []
+        for text in reason:
+            lines += sentence(text, width, look, role="muted")
+        return lines[:height]
+
+    return draw
 
 
 def _time(recording: Recording, look: Style) -> Draw:

@@ -1,11 +1,13 @@
 """What a page is made of: its tab, its panels in their regions, its tables, its help."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from boltmesh.tui.layout.region import Plan, Region
+from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import Style
 from boltmesh.tui.render.table import column_at
@@ -132,23 +134,43 @@ Keys = Sequence[tuple[str, str]]
 """Each key with its word, the most useful first."""
 
 
-class Page(Protocol):
-    """One screen of a job; it keeps nothing, all it knows comes with each call."""
+class RankMap(NamedTuple):
+    """A panel that shows the ranks side by side: arrows and clicks choose a rank there."""
 
-    @property
-    def tab(self) -> Tab:
-        """Its place in the line of tabs."""
+    panel: str
+    """Its name."""
+    rank_at: Callable[..., int | None]
+    """``(state, width, height, x, y, *, look, figure)``: the rank at a cell of the panel."""
+    rank_beside: Callable[..., int | None]
+    """``(state, width, height, rank, across, down, *, look, figure)``: the rank that many cells
+    away; ``rank`` is None before the first choice."""
 
-    @property
-    def tables(self) -> tuple[Table, ...]:
-        """The tables that it may show; keys work on the first until another one is clicked."""
 
-    @property
-    def keys(self) -> Keys:
-        """Keys that work here and not everywhere."""
+class Page(ABC):
+    """One screen of a job. It has no state: all that it shows is an argument of its methods.
 
+    A new screen is one module in ``boltmesh.tui.pages`` with a subclass and ``PAGE``, an instance.
+    The registry finds it there; tabs, keys, help and the command palette read what it declares.
+    """
+
+    tab: Tab
+    """Its place in the line of tabs, and its key."""
+    help: PageHelp
+    tables: tuple[Table, ...] = ()
+    """The tables that it may show; keys work on the first until another one is chosen."""
+    keys: Keys = ()
+    """Keys that work here and not on every screen."""
+    rank_map: RankMap | None = None
+    """Where arrows choose a rank. None: they choose rows, and left and right change the screen."""
+
+    @abstractmethod
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """Return the panels, all of them within ``body``."""
+
+    def empty_reason(self, state: State) -> Sequence[str]:
+        """Return why this job has nothing to show here, a sentence each; empty if it has."""
+        del state
+        return ()
 
 
 def active_table(page: Page, view: View) -> Table | None:
@@ -171,16 +193,5 @@ def place(plan: Plan, draws: dict[str, Draw]) -> list[Panel]:
     return [Panel(name, region, draws[name]) for name, region in plan.items() if region.height]
 
 
-OVERVIEW: Final = Tab(key="1", name="overview", title="Overview", short="Over")
-RANKS: Final = Tab(key="2", name="ranks", title="Ranks", short="Rank")
-COMMUNICATION: Final = Tab(key="3", name="communication", title="Communication", short="Comm")
-PIPELINE: Final = Tab(key="4", name="pipeline", title="Pipeline", short="Pipe")
-DEVICES: Final = Tab(key="5", name="devices", title="Devices", short="Dev")
-MEMORY: Final = Tab(key="6", name="memory", title="Memory", short="Mem")
-EVENTS: Final = Tab(key="7", name="events", title="Events", short="Evt")
-MESH: Final = Tab(key="8", name="mesh", title="Mesh", short="Mesh")
-PLAN: Final = Tab(key="9", name="plan", title="Plan", short="Plan")
-JOBS: Final = Tab(key="0", name="jobs", title="Jobs", short="Jobs")
-
-PAGE_TABS: Final = (OVERVIEW, RANKS, COMMUNICATION, PIPELINE, DEVICES, MEMORY, EVENTS, MESH, PLAN)
-TABS: Final = (*PAGE_TABS, JOBS)
+JOBS: Final = Tab(key="0", name="jobs", title="Jobs")
+"""The list of jobs: a tab without a page."""

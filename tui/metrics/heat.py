@@ -17,6 +17,7 @@ from boltmesh.tui.metrics.pipelines import newest_whole_steps
 from boltmesh.tui.metrics.ranks import RankRow, rank_rows
 from boltmesh.tui.metrics.step_time import optimizer_step_seconds
 from boltmesh.tui.state import State
+from boltmesh.tui.view import View
 
 Mark = Literal["failed", "dead", "missing", "starting", "finished", "running", "not finite"]
 """What is no matter of more or less."""
@@ -161,6 +162,11 @@ HEAT_FIGURES: Final = (*_FIGURES, STATE)
 
 def _percent(value: float | None) -> float | None:
     return None if value is None else value / 100
+
+
+def chosen_heat(view: View) -> str:
+    """Return the figure that maps of the ranks show."""
+    return view.heat_figure if view.heat_figure in HEAT_FIGURES else HEAT_FIGURES[0]
 
 
 def heat(state: State, figure: str) -> Heat:

@@ -2,12 +2,15 @@
 
 from typing import Final
 
-from boltmesh.tui.layout import page
-from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, place, table_draw
+from typing_extensions import override
+
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw
 from boltmesh.tui.layout.region import Item, Region, stack
 from boltmesh.tui.metrics.traffic import traffic_rows
+from boltmesh.tui.panels.help import TRAFFIC_TERMS, PageHelp
 from boltmesh.tui.panels.peers import draw_peers
 from boltmesh.tui.panels.traffic import COLUMNS, cells_of, draw_traffic
+from boltmesh.tui.render.tabs import Tab
 from boltmesh.tui.view import arrange_rows
 
 TRAFFIC = Table(
@@ -18,13 +21,17 @@ TRAFFIC = Table(
 )
 
 
-class CommunicationPage:
+class CommunicationPage(Page):
     """Groups and operators above, who sends to whom below or beside."""
 
-    tab = page.COMMUNICATION
+    tab = Tab("communication", "Communication", key="3")
+    help = PageHelp(
+        about="communication: what the ranks send to each other, beside what they should",
+        terms=TRAFFIC_TERMS,
+    )
     tables = (TRAFFIC,)
-    keys: Keys = ()
 
+    @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The table takes what it needs; the matrix of peers has the rest, if there is one."""
         state, look = scene.state, scene.look

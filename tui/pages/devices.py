@@ -2,11 +2,14 @@
 
 from typing import Final
 
-from boltmesh.tui.layout import page
-from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, place, table_draw
+from typing_extensions import override
+
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw
 from boltmesh.tui.layout.region import Item, Region, stack
 from boltmesh.tui.panels import devices
 from boltmesh.tui.panels import processes as processes_module
+from boltmesh.tui.panels.help import DEVICE_TERMS, PageHelp
+from boltmesh.tui.render.tabs import Tab
 
 DEVICES = Table(
     name="devices",
@@ -24,13 +27,18 @@ PROCESSES = Table(
 )
 
 
-class DevicesPage:
+class DevicesPage(Page):
     """Devices above, processes below."""
 
-    tab = page.DEVICES
+    tab = Tab("devices", "Devices", key="5", short_title="Dev")
+    help = PageHelp(
+        about="devices: GPUs and processes, as the host that shows this sees them",
+        terms=DEVICE_TERMS,
+    )
     tables = (DEVICES, PROCESSES)
-    keys: Keys = (("enter", "its rank"), ("tab", "other table"))
+    keys = (("enter", "its rank"), ("o", "other table"))
 
+    @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """Both tables share what the devices do not need."""
         state, view = scene.state, scene.view

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from typing import Final
 
-from boltmesh.tui.layout import page
-from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, place, table_draw
+from typing_extensions import override
+
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw
 from boltmesh.tui.layout.region import VERY_WIDE, Item, Region, stack
 from boltmesh.tui.panels import events, sequences
+from boltmesh.tui.panels.help import PageHelp
+from boltmesh.tui.render.tabs import Tab
 
 SEQUENCES = Table(
     name="sequences",
@@ -28,13 +31,21 @@ def _first_rank(ranks: Sequence[int]) -> int | None:
     return min((rank for rank in ranks if rank >= 0), default=None)
 
 
-class EventsPage:
+class EventsPage(Page):
     """The groups' sequence numbers above or at the left, the events below or at the right."""
 
-    tab = page.EVENTS
+    tab = Tab("events", "Events", key="7", short_title="Evt")
+    help = PageHelp(
+        about="events and hangs: what happened, and who is missing in a collective",
+        terms=(
+            ("sequence", "counts the collectives that a rank has entered in a group;"),
+            ("", "a rank that is behind the others is the one they wait for"),
+        ),
+    )
     tables = (EVENTS, SEQUENCES)
-    keys: Keys = (("enter", "its rank"), ("tab", "other table"))
+    keys = (("enter", "its rank"), ("o", "other table"))
 
+    @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The sequences have at most half of the screen."""
         state = scene.state

@@ -2,21 +2,34 @@
 
 from typing import Final
 
-from boltmesh.tui.layout import page
-from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, table_draw
+from typing_extensions import override
+
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw
 from boltmesh.tui.layout.region import Region
+from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.panels.memory import COLUMNS, draw_memory, shown_memory
+from boltmesh.tui.render.tabs import Tab
 
 MEMORY = Table(name="memory", columns=COLUMNS, draw=draw_memory, rows=shown_memory)
 
 
-class MemoryPage:
+class MemoryPage(Page):
     """One table that fills the screen."""
 
-    tab = page.MEMORY
+    tab = Tab("memory", "Memory", key="6", short_title="Mem")
+    help = PageHelp(
+        about="memory: what it is used for, beside what was predicted",
+        terms=(
+            ("predicted", "what the strategy said before training"),
+            ("cache", "held for the next tensors, and unused"),
+            ("other", "the rest of what the process holds"),
+            ("offload", "what goes between the device, the host and the disk:"),
+            ("", "median of the ranks; busy is the rank where it takes longest"),
+        ),
+    )
     tables = (MEMORY,)
-    keys: Keys = ()
 
+    @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The table has all of the room."""
         return [Panel("memory", body, table_draw(MEMORY, scene))]

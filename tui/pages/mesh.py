@@ -2,13 +2,23 @@
 
 from typing import Final
 
-from boltmesh.tui.layout import page
-from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, place
+from typing_extensions import override
+
+from boltmesh.tui.layout.page import Page, Panel, RankMap, Scene, place
 from boltmesh.tui.layout.region import GUTTER, Item, Plan, Region, stack
-from boltmesh.tui.pages.overview import chosen_heat
+from boltmesh.tui.metrics.heat import chosen_heat
 from boltmesh.tui.panels.axes import axis_rows, draw_axes
-from boltmesh.tui.panels.mesh_map import MeshMap, draw_map, map_lines, map_of
+from boltmesh.tui.panels.help import PageHelp
+from boltmesh.tui.panels.mesh_map import (
+    MeshMap,
+    draw_map,
+    map_lines,
+    map_of,
+    rank_beside,
+    rank_on_map,
+)
 from boltmesh.tui.panels.stages import draw_places, num_places
+from boltmesh.tui.render.tabs import Tab
 
 PLACES_WIDTH = 46
 """Columns that the figure by place needs beside the map."""
@@ -21,17 +31,33 @@ LEAST_MAP = 4
 """Lines without a heading: of a small mesh with its labels and its scale."""
 
 
-class MeshPage:
+class MeshPage(Page):
     """The map above, the figure by place beside or below it, the axes' traffic at the bottom."""
 
-    tab = page.MESH
-    tables: tuple[Table, ...] = ()
-    keys: Keys = (("f", "figure"), ("hjkl", "choose"), ("enter", "one rank"))
+    tab = Tab("mesh", "Mesh", key="8")
+    help = PageHelp(
+        about="mesh: every rank in one figure, laid out by pipeline, data and tensor",
+        keys=(
+            ("f F", "next, previous figure of the ranks"),
+            ("hjkl", "choose a rank, also the arrows; enter shows it in full"),
+        ),
+        terms=(
+            ("own time", "of a step without waiting: the late rank has the longest"),
+            ("bubble", "idle share of the newest step of a rank's pipeline"),
+            ("bytes/s", "payload of all operators, over the time of a step"),
+            ("by place", "mean of the ranks at one place of an axis, beside that of all"),
+            ("measured", "bytes of one step on one axis, the mean over the ranks"),
+            ("expected", "what the strategy says that a step moves"),
+        ),
+    )
+    keys = (("f", "figure"), ("hjkl", "choose"), ("enter", "one rank"))
+    rank_map = RankMap("map", rank_on_map, rank_beside)
 
+    @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The map has a cell for each rank as long as that is possible at all."""
         state, look, view = scene.state, scene.look, scene.view
-        figure = chosen_heat(scene)
+        figure = chosen_heat(scene.view)
         return place(
             self._plan(scene, body),
             {
@@ -48,7 +74,7 @@ class MeshPage:
         )
 
     def _plan(self, scene: Scene, body: Region) -> Plan:
-        state, look, figure = scene.state, scene.look, chosen_heat(scene)
+        state, look, figure = scene.state, scene.look, chosen_heat(scene.view)
         axes = scene.title + 1 + max(1, len(axis_rows(state.job)))
         places = scene.title + 1 + num_places(state)
         beside = body._replace(width=body.width - PLACES_WIDTH - GUTTER)

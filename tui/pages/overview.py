@@ -8,22 +8,24 @@ well, and the lower half has two columns.
 from typing import Final
 
 import msgspec
+from typing_extensions import override
 
-from boltmesh.tui.layout import page
-from boltmesh.tui.layout.page import Draw, Keys, Page, Panel, Scene, Table, place, table_draw
+from boltmesh.tui.layout.page import Draw, Page, Panel, RankMap, Scene, place, table_draw
 from boltmesh.tui.layout.region import VERY_WIDE, WIDE, Item, Plan, Region, stack
-from boltmesh.tui.metrics.heat import HEAT_FIGURES
+from boltmesh.tui.metrics.heat import chosen_heat
 from boltmesh.tui.metrics.step_time import step_split
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.pages.ranks import RANKS
-from boltmesh.tui.panels.chart import draw_chart, draw_metrics, newest_metrics
+from boltmesh.tui.panels.chart import chosen_metric, draw_chart, draw_metrics, newest_metrics
 from boltmesh.tui.panels.diagnosis import diagnosis_lines, draw_diagnosis
 from boltmesh.tui.panels.events import draw_events, timeline
-from boltmesh.tui.panels.heatmap import draw_heatmap, heatmap_lines
+from boltmesh.tui.panels.heatmap import draw_heatmap, heatmap_lines, neighbour, rank_at
+from boltmesh.tui.panels.help import STEP_TIME_TERMS, TRAFFIC_TERMS, PageHelp
 from boltmesh.tui.panels.phases import draw_phases
 from boltmesh.tui.panels.throughput import draw_throughput
 from boltmesh.tui.panels.traffic import draw_communication
-from boltmesh.tui.state import metric_names
+from boltmesh.tui.render.tabs import Tab
+from boltmesh.tui.state import State, metric_names
 
 FEW_EVENTS = 3
 LEAST_HEAT = 4
@@ -140,32 +142,39 @@ def _upper(above: Region, contents: Contents, title: int, *, is_very_wide: bool)
     return plan | stack(side, (phases, throughput, *rest))
 
 
-class OverviewPage:
+def _neighbour(
+    state: State, _width: int, _height: int, rank: int | None, across: int, down: int, **_: object
+) -> int | None:
+    return neighbour(state.job, rank, across, down)
+
+
+class OverviewPage(Page):
     """The first screen of a job."""
 
-    tab = page.OVERVIEW
-    tables: tuple[Table, ...] = (RANKS,)
-    keys: Keys = (("m", "metric"), ("y", "log axis"), ("f", "heat map"), ("enter", "one rank"))
+    tab = Tab("overview", "Overview", key="1")
+    help = PageHelp(
+        about="overview: what the job achieves, where its time goes, what holds it back",
+        keys=(
+            ("m M", "next, previous metric in the chart"),
+            ("y", "logarithmic axis of the chart, and back"),
+            ("f F", "next, previous figure of the ranks"),
+            ("hjkl", "choose a rank; enter shows it in full"),
+        ),
+        terms=(
+            *STEP_TIME_TERMS,
+            ("MFU", "model FLOPs a second, as a share of what the devices can do"),
+            *TRAFFIC_TERMS,
+        ),
+    )
+    tables = (RANKS,)
+    keys = (("m", "metric"), ("y", "log axis"), ("f", "heat map"), ("enter", "one rank"))
+    rank_map = RankMap("heat", rank_at, _neighbour)
 
+    @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """Place what there is to show, the most important where the room is short."""
         plan = plan_overview(scene.width, body, _contents(scene, body), title=scene.title)
         return place(plan, _draws(scene))
-
-
-def chosen_metric(scene: Scene, *, later: int = 0) -> str | None:
-    """Return the metric that the chart shows, or one that comes ``later``."""
-    names = metric_names(scene.state)
-    if not names:
-        return None
-    place = names.index(scene.view.metric) if scene.view.metric in names else 0
-    return names[(place + later) % len(names)]
-
-
-def chosen_heat(scene: Scene) -> str:
-    """Return the figure that the heat map shows."""
-    figure = scene.view.heat_figure
-    return figure if figure in HEAT_FIGURES else HEAT_FIGURES[0]
 
 
 def _contents(scene: Scene, body: Region) -> Contents:
@@ -177,7 +186,7 @@ def _contents(scene: Scene, body: Region) -> Contents:
         phases=len(split.phases) if split is not None else 1,
         metrics=len(newest_metrics(state)),
         curves=len(metric_names(state)),
-        heat=heatmap_lines(state, body.width, look, figure=chosen_heat(scene)) - scene.title,
+        heat=heatmap_lines(state, body.width, look, figure=chosen_heat(scene.view)) - scene.title,
         ranks=len(state.job.ranks),
         traffic=len(traffic_rows(state.job)) + (state.job.communication_note is not None),
         events=len(timeline(state)),
@@ -190,18 +199,23 @@ def _draws(scene: Scene) -> dict[str, Draw]:
     return {
         "says": lambda width, height: draw_diagnosis(state, width, height, look),
         "chart": lambda width, height: draw_chart(
-            state, width, height, look, metric=chosen_metric(scene), is_log=view.is_log
+            state, width, height, look, metric=chosen_metric(state, view), is_log=view.is_log
         ),
         "next chart": lambda width, height: draw_chart(
-            state, width, height, look, metric=chosen_metric(scene, later=1), is_log=view.is_log
+            state,
+            width,
+            height,
+            look,
+            metric=chosen_metric(state, view, later=1),
+            is_log=view.is_log,
         ),
         "phases": lambda width, height: draw_phases(state, width, height, look),
         "throughput": lambda width, height: draw_throughput(state, width, height, look),
         "metrics": lambda width, height: draw_metrics(
-            state, width, height, look, selected=chosen_metric(scene)
+            state, width, height, look, selected=chosen_metric(state, view)
         ),
         "heat": lambda width, height: draw_heatmap(
-            state, width, height, look, figure=chosen_heat(scene), selected=view.rank
+            state, width, height, look, figure=chosen_heat(view), selected=view.rank
         ),
         "ranks": table_draw(RANKS, scene),
         "communication": lambda width, height: draw_communication(state, width, height, look),

@@ -1,25 +1,39 @@
 """Page 4: how much of the pipeline's time is idle, and when."""
 
+from collections.abc import Sequence
 from typing import Final
 
-from boltmesh.tui.layout import page
-from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, place
+from typing_extensions import override
+
+from boltmesh.tui.layout.page import Page, Panel, Scene, place
 from boltmesh.tui.layout.region import Item, Region, stack
 from boltmesh.tui.panels.boundaries import borders, draw_borders
 from boltmesh.tui.panels.bubble import draw_bubble
 from boltmesh.tui.panels.gantt import draw_gantt
+from boltmesh.tui.panels.help import PageHelp
+from boltmesh.tui.render.pipeline import NO_PIPELINE
+from boltmesh.tui.render.tabs import Tab
+from boltmesh.tui.state import State
 
 LINES_BESIDE_RANKS = 7
 """Of the bubble: summary, head of the table, mean, what the signs mean, definitions."""
 
 
-class PipelinePage:
+class PipelinePage(Page):
     """The bubble of each stage above, then what crosses the borders, then the last step."""
 
-    tab = page.PIPELINE
-    tables: tuple[Table, ...] = ()
-    keys: Keys = ()
+    tab = Tab("pipeline", "Pipeline", key="4")
+    help = PageHelp(
+        about="pipeline: when the stages work and when they wait",
+        terms=(
+            ("bubble", "share of the stages' common time in which a stage is idle"),
+            ("structural", "what the schedule costs even with equal stages"),
+            ("imbalance", "what unequal stages add to it"),
+            ("excess", "what is left: communication, host, noise"),
+        ),
+    )
 
+    @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The chart of the step grows; without a pipeline one panel says so."""
         state, look = scene.state, scene.look
@@ -43,6 +57,10 @@ class PipelinePage:
                 "gantt": lambda width, height: draw_gantt(state, width, height, look),
             },
         )
+
+    @override
+    def empty_reason(self, state: State) -> Sequence[str]:
+        return () if state.job.mesh.get("pipeline", 1) > 1 else (NO_PIPELINE,)
 
 
 PAGE: Final[Page] = PipelinePage()

@@ -1,26 +1,45 @@
 """Page 9: how layers are divided over the tensor axis, and what that moves."""
 
+from collections.abc import Sequence
 from typing import Final
 
-from boltmesh.tui.layout import page
-from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, place, table_draw
+from typing_extensions import override
+
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw
 from boltmesh.tui.layout.region import Item, Region, stack
 from boltmesh.tui.metrics.traffic import traffic_rows
-from boltmesh.tui.panels.plan_table import COLUMNS, draw_plan, shown_plan
+from boltmesh.tui.panels.help import TRAFFIC_TERMS, PageHelp
+from boltmesh.tui.panels.plan_table import COLUMNS, draw_plan, nothing_planned, shown_plan
 from boltmesh.tui.panels.traffic import draw_axis
+from boltmesh.tui.render.tabs import Tab
+from boltmesh.tui.state import State
 
 PLAN = Table(name="plan", columns=COLUMNS, draw=draw_plan, rows=shown_plan)
 LEAST_PLAN = 6
 """Lines that the table keeps for itself, whatever the axis moves."""
 
 
-class PlanPage:
+class PlanPage(Page):
     """The plan above, and below what the tensor axis moves beside what the plan makes it move."""
 
-    tab = page.PLAN
+    tab = Tab("plan", "Plan", key="9")
+    help = PageHelp(
+        about="plan: how layers are divided over the tensor axis, and why",
+        keys=(("j k", "choose a row, which is then told in full"),),
+        terms=(
+            ("style", "column and row: of a product outputs, inputs; vocabulary: tokens;"),
+            ("", "whole: every rank has all of it"),
+            ("parts", "of the divided dimension, as count x size: 3x24x128 are three"),
+            ("", "times 24 parts of 128, and each rank has some of the 24"),
+            ("per rank", "bytes that one rank keeps, of all parameters of the row together"),
+            ("each step", "what they make the ranks of the axis sum or gather"),
+            *TRAFFIC_TERMS,
+        ),
+    )
     tables = (PLAN,)
-    keys: Keys = (("j k", "one row in full"),)
+    keys = (("j k", "one row in full"),)
 
+    @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The table has what the traffic of its axis leaves; without a plan it says why."""
         state, look = scene.state, scene.look
@@ -37,6 +56,10 @@ class PlanPage:
                 "axis": lambda width, height: draw_axis(state, width, height, look, axis="tensor"),
             },
         )
+
+    @override
+    def empty_reason(self, state: State) -> Sequence[str]:
+        return () if state.job.mesh.get("tensor", 1) > 1 else nothing_planned(state.job)
 
 
 PAGE: Final[Page] = PlanPage()

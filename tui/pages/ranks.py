@@ -2,11 +2,14 @@
 
 from typing import Final
 
-from boltmesh.tui.layout import page
-from boltmesh.tui.layout.page import Keys, Page, Panel, Scene, Table, table_draw
+from typing_extensions import override
+
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw
 from boltmesh.tui.layout.region import Region
+from boltmesh.tui.panels.help import DEVICE_TERMS, STEP_TIME_TERMS, PageHelp
 from boltmesh.tui.panels.rank_detail import draw_rank_detail
 from boltmesh.tui.panels.rank_table import COLUMNS, draw_rank_table, shown_ranks
+from boltmesh.tui.render.tabs import Tab
 
 RANKS = Table(
     name="ranks",
@@ -17,25 +20,32 @@ RANKS = Table(
 )
 
 
-class RanksPage:
+class RanksPage(Page):
     """All ranks, sorted and filtered as one likes."""
 
-    tab = page.RANKS
+    tab = Tab("ranks", "Ranks", key="2")
+    help = PageHelp(
+        about="ranks: a line for each process of the job",
+        keys=(("enter", "the selected rank in full; there j k go through the ranks"),),
+        terms=(*STEP_TIME_TERMS[:1], *DEVICE_TERMS),
+    )
     tables = (RANKS,)
-    keys: Keys = (("enter", "one rank"),)
+    keys = (("enter", "one rank"),)
 
+    @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """One table that fills the screen."""
         return [Panel("ranks", body, table_draw(RANKS, scene))]
 
 
-class RankPage:
+class RankPage(Page):
     """One rank; reached from wherever a rank is selected."""
 
-    tab = page.RANKS
-    tables: tuple[Table, ...] = ()
-    keys: Keys = (("j k", "next, previous rank"), ("esc", "back"))
+    tab = RanksPage.tab
+    help = RanksPage.help
+    keys = (("j k", "next, previous rank"), ("esc", "back"))
 
+    @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """One panel that fills the screen."""
         state, look = scene.state, scene.look
@@ -50,3 +60,5 @@ class RankPage:
 
 
 PAGE: Final[Page] = RanksPage()
+RANK: Final[Page] = RankPage()
+"""One rank in full; it has no tab of its own."""

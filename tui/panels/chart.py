@@ -12,6 +12,7 @@ from boltmesh.tui import units
 from boltmesh.tui.render.line import Line, Role, fit
 from boltmesh.tui.render.style import Style, heading, spread
 from boltmesh.tui.state import Series, State, metric_names
+from boltmesh.tui.view import View
 
 _BRAILLE_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _ASCII_DOTS = " '.:"
@@ -28,6 +29,15 @@ class Scale(msgspec.Struct, frozen=True):
     step: float
     """The distance of the ticks; a narrow range may hold only one of them."""
     ticks: tuple[float, ...]
+
+
+def chosen_metric(state: State, view: View, *, later: int = 0) -> str | None:
+    """Return the metric that the chart shows, or the one ``later`` places after it."""
+    names = metric_names(state)
+    if not names:
+        return None
+    place = names.index(view.metric) if view.metric in names else 0
+    return names[(place + later) % len(names)]
 
 
 def draw_chart(

@@ -8,6 +8,7 @@ from boltmesh.tui.render.style import Style, heading, sentence
 from boltmesh.tui.state import State
 
 LONG_NAMES_FROM_WIDTH = 60
+NO_PIPELINE = "no pipeline: each rank runs all layers, so no stage waits for another"
 
 
 def nothing_to_show(state: State, title: str, width: int, height: int, look: Style) -> list[Line]:
@@ -19,7 +20,7 @@ def nothing_to_show(state: State, title: str, width: int, height: int, look: Sty
 def _why_nothing(state: State) -> str:
     size = state.job.mesh.get("pipeline", 1)
     if size <= 1:
-        return "no pipeline: each rank runs all layers, so no stage waits for another"
+        return NO_PIPELINE
     recording = sum(1 for rank in state.job.ranks if rank.chunks)
     if not recording:
         return "no microbatch recorded yet: nothing to show of the pipeline"

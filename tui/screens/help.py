@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from boltmesh.tui.layout.page import Panel
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.panels.help import draw_help, help_lines
+from boltmesh.tui.panels.help import PageHelp, draw_help, help_lines
 from boltmesh.tui.render.tabs import draw_keys
 from boltmesh.tui.screens.base import PanelScreen
 
@@ -17,7 +17,7 @@ class HelpScreen(PanelScreen):
     """What is on the screen that was left, and all keys; scrolls where the terminal is short.
 
     Args:
-        about: The name of the page that the reader comes from; ``jobs`` for the list of jobs.
+        about: What it says about the screen that it was opened from.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -30,7 +30,7 @@ class HelpScreen(PanelScreen):
         Binding("end", "scroll(10000)", "end"),
     ]
 
-    def __init__(self, about: str) -> None:
+    def __init__(self, about: PageHelp) -> None:
         super().__init__()
         self._about = about
         self._first = 0

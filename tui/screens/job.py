@@ -1,41 +1,39 @@
 """The screen of a job: the list of its keys, and what the mouse does."""
 
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import PAGE_TABS, TABS, Table, row_at, title_at
-from boltmesh.tui.pages.overview import chosen_heat
-from boltmesh.tui.pages.registry import PAGES, RANK
-from boltmesh.tui.panels.heatmap import rank_at
-from boltmesh.tui.panels.mesh_map import rank_on_map
+from boltmesh.tui.layout.frame import frame_tabs
+from boltmesh.tui.layout.page import RankMap, Table, row_at, title_at
+from boltmesh.tui.metrics.heat import chosen_heat
+from boltmesh.tui.pages.ranks import RANK
+from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.render.tabs import tab_at
 from boltmesh.tui.screens.navigation import NavigationScreen
 from boltmesh.tui.screens.prompt import Prompt
 from boltmesh.tui.widgets.canvas import Drawn
 
 WHEEL_ROWS = 3
-_MAPS: Final = {"heat": rank_at, "map": rank_on_map}
-"""By the panel that shows a map of ranks, what finds the rank under the pointer."""
-
-
 SCRUB_S = 10.0
 
 
 class JobScreen(NavigationScreen):
-    """Shows one page of a session, and lets keys and mouse change what is shown."""
+    """Shows one page of a session, and lets keys and mouse change what is shown.
+
+    Keys that open a page are no bindings: each page declares its own, see ``NavigationScreen``.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(tab.key, f"show_page('{tab.name}')", tab.title) for tab in PAGE_TABS),
         Binding("0", "app.show_jobs", "jobs"),
         Binding("escape", "back", "back"),
         Binding("enter", "drill", "one rank"),
         Binding("slash", "filter", "filter", priority=True),
         Binding("s", "sort", "sort by the next column"),
         Binding("S", "reverse", "sort the other way round"),
-        Binding("space", "toggle_pause", "hold"),
+        Binding("space", "toggle_pause", "pause"),
         Binding("m", "next_metric(1)", "next metric"),
         Binding("M", "next_metric(-1)", "previous metric"),
         Binding("y", "toggle_log", "logarithmic axis"),
@@ -49,7 +47,10 @@ class JobScreen(NavigationScreen):
         Binding("pageup", "turn(-1)", "page up"),
         Binding("home", "jump(0)", "first row"),
         Binding("end", "jump(-1)", "last row"),
-        Binding("tab", "next_table", "other table"),
+        Binding("tab", "next_page(1)", "next screen"),
+        Binding("shift+tab", "next_page(-1)", "previous screen"),
+        Binding("g", "app.go_to_screen", "go to a screen by name"),
+        Binding("o", "next_table", "other table"),
         Binding("left_square_bracket", f"scrub(-{SCRUB_S})", "10 s back"),
         Binding("right_square_bracket", f"scrub({SCRUB_S})", "10 s on"),
         Binding("comma", "step(-1)", "one look back"),
@@ -71,14 +72,14 @@ class JobScreen(NavigationScreen):
             self.dashboard.action_show_jobs()
 
     def action_toggle_pause(self) -> None:
-        """Hold the screen, or go on with the newest state."""
+        """Pause the screen, or show the newest state again."""
         self.session.toggle_pause()
         self.paint()
 
     @override
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        # While somebody types, a slash is a character.
-        return not (action == "filter" and self.query(Prompt))
+        # While a filter is typed, a slash is a character and tab does nothing.
+        return not (action in {"filter", "next_page"} and self.query(Prompt))
 
     async def action_filter(self) -> None:
         """Open the line in which the rows of the table are chosen."""
@@ -141,8 +142,8 @@ class JobScreen(NavigationScreen):
         is_double = event.chain >= 2
         if drawn.panel.name == "tabs":
             self._click_tab(region.width, x)
-        elif drawn.panel.name in _MAPS:
-            self._click_rank(drawn, x, y, is_double=is_double)
+        elif (rank_map := self.page.rank_map) and rank_map.panel == drawn.panel.name:
+            self._click_rank(rank_map, drawn, x, y, is_double=is_double)
         else:
             for table in self.page.tables:
                 if table.name == drawn.panel.name:
@@ -157,26 +158,27 @@ class JobScreen(NavigationScreen):
         self._scroll(event, -WHEEL_ROWS)
 
     def _click_tab(self, width: int, x: int) -> None:
-        tabs = TABS if self.dashboard.has_jobs else TABS[:-1]
+        tabs = frame_tabs(has_jobs=self.dashboard.has_jobs)
         name = tab_at(tabs, self.page.tab.name, width, x)
         if name == "jobs":
             self.dashboard.action_show_jobs()
         elif name is not None:
             self.show_page(name)
 
-    def _click_rank(self, drawn: Drawn, x: int, y: int, *, is_double: bool) -> None:
+    def _click_rank(
+        self, rank_map: RankMap, drawn: Drawn, x: int, y: int, *, is_double: bool
+    ) -> None:
         scene = self.scene
         if scene is None:
             return
-        find = _MAPS[drawn.panel.name]
-        rank = find(
+        rank = rank_map.rank_at(
             scene.state,
             drawn.panel.region.width,
             drawn.panel.region.height,
             x,
             y,
             look=scene.look,
-            figure=chosen_heat(scene),
+            figure=chosen_heat(scene.view),
         )
         if rank is None:
             return

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 from textual import events
@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from boltmesh.tui.layout.page import Panel, hold_window, row_at, title_at
 from boltmesh.tui.layout.region import Region
+from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.panels.jobs import COLUMNS, draw_jobs, shown_jobs
 from boltmesh.tui.render.line import Line, fit
 from boltmesh.tui.render.tabs import draw_keys
@@ -21,6 +22,10 @@ from boltmesh.tui.view import TableView
 if TYPE_CHECKING:
     from boltmesh.telemetry.reader.reader import JobSummary
 
+HELP: Final = PageHelp(
+    about="jobs: yours on this host, running and ended",
+    keys=(("enter", "attach to the job"),),
+)
 KEYS = (
     ("enter", "open"), ("j k", "choose"), ("/", "filter"), ("s S", "sort"), ("q", "quit"),
     ("?", "help"), ("t", "theme"),

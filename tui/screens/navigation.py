@@ -1,11 +1,13 @@
 """The keys that change how a job is looked at: rows, columns, metrics, figures."""
 
-from boltmesh.tui.layout.page import MESH, OVERVIEW, DrawView, Page, Table, hold_window, next_column
-from boltmesh.tui.metrics.heat import HEAT_FIGURES
-from boltmesh.tui.pages.overview import chosen_heat, chosen_metric
-from boltmesh.tui.pages.registry import PAGES, RANK
-from boltmesh.tui.panels.heatmap import neighbour
-from boltmesh.tui.panels.mesh_map import rank_beside
+from textual import events
+from typing_extensions import override
+
+from boltmesh.tui.layout.page import DrawView, Page, RankMap, Table, hold_window, next_column
+from boltmesh.tui.metrics.heat import HEAT_FIGURES, chosen_heat
+from boltmesh.tui.pages.ranks import RANK
+from boltmesh.tui.pages.registry import PAGES
+from boltmesh.tui.panels.chart import chosen_metric
 from boltmesh.tui.screens.live import LiveScreen
 from boltmesh.tui.state import metric_names
 from boltmesh.tui.view import TableView
@@ -76,22 +78,30 @@ class NavigationScreen(LiveScreen):
 
     def draw_view(self, table: Table) -> DrawView | None:
         """Return what draws a table at its place, if it is on the screen."""
-        scene = self.scene
-        for drawn in self.canvas.drawn:
-            if drawn.panel.name == table.name and scene is not None:
-                _, _, width, height = drawn.panel.region
-                return lambda view: table.draw(scene.state, width, height, scene.look, table=view)
-        return None
+        scene, drawn = self.scene, self.canvas.drawn_panel(table.name)
+        if scene is None or drawn is None:
+            return None
+        _, _, width, height = drawn.panel.region
+        return lambda view: table.draw(scene.state, width, height, scene.look, table=view)
 
-    def action_show_page(self, name: str) -> None:
-        """Go to another page."""
-        self.show_page(name)
+    @override
+    def on_key(self, event: events.Key) -> None:
+        """Go to the page that the key opens; Textual calls the handler of the base class too."""
+        page = PAGES.with_key(event.key)
+        if page is not None:
+            event.stop()
+            self.show_page(page.tab.name)
+
+    def action_next_page(self, by: int) -> None:
+        """Go to the next page, or the previous one; after the last comes the first."""
+        names = list(PAGES)
+        self.show_page(names[(names.index(self.page.tab.name) + by) % len(names)])
 
     def action_next_metric(self, by: int) -> None:
         """Show another metric in the chart."""
         scene = self.scene
         names = () if scene is None else metric_names(scene.state)
-        shown = None if scene is None else chosen_metric(scene)
+        shown = None if scene is None else chosen_metric(scene.state, scene.view)
         if shown is not None:
             self.show_metric(names[(names.index(shown) + by) % len(names)])
 
@@ -104,7 +114,7 @@ class NavigationScreen(LiveScreen):
         """Show another figure in the heat map."""
         scene = self.scene
         if scene is not None:
-            place = HEAT_FIGURES.index(chosen_heat(scene))
+            place = HEAT_FIGURES.index(chosen_heat(scene.view))
             self.show_heat(HEAT_FIGURES[(place + by) % len(HEAT_FIGURES)])
 
     def action_sort(self) -> None:
@@ -146,15 +156,10 @@ class NavigationScreen(LiveScreen):
             return
         if self.page is RANK:
             self._move_rank(across + down)
-        elif self.page is PAGES["overview"]:
-            rank = neighbour(scene.state.job, scene.view.rank, across, down)
-            self.session.choose(rank=rank)
-            self.paint()
-        elif self.page.tab is MESH:
-            self._move_on_map(across, down)
+        elif self.page.rank_map is not None:
+            self._move_on_map(self.page.rank_map, across, down)
         elif across:
-            names = list(PAGES)
-            self.show_page(names[(names.index(self.page.tab.name) + across) % len(names)])
+            self.action_next_page(across)
         elif table is not None:
             self._move_row(table, down)
 
@@ -177,7 +182,7 @@ class NavigationScreen(LiveScreen):
         scene, table = self.scene, self.table
         if scene is None or self.page is RANK:
             return
-        has_map = self.page.tab in {OVERVIEW, MESH}
+        has_map = self.page.rank_map is not None
         rank = scene.view.rank if has_map else None
         if table is not None and rank is None:
             rank = table.selected_rank(scene.state, scene.view.table(table.name))
@@ -198,23 +203,25 @@ class NavigationScreen(LiveScreen):
             row = 0 if view.selected is None else view.selected + by
             self.select(table, min(max(0, row), num_rows - 1))
 
-    def _move_on_map(self, across: int, down: int) -> None:
+    def _move_on_map(self, rank_map: RankMap, across: int, down: int) -> None:
         scene = self.scene
-        for drawn in self.canvas.drawn:
-            if drawn.panel.name == "map" and scene is not None:
-                _, _, width, height = drawn.panel.region
-                rank = rank_beside(
-                    scene.state,
-                    width,
-                    height,
-                    scene.view.rank,
-                    across,
-                    down,
-                    look=scene.look,
-                    figure=chosen_heat(scene),
-                )
-                self.session.choose(rank=rank)
-                self.paint()
+        if scene is None:
+            return
+        drawn = self.canvas.drawn_panel(rank_map.panel)
+        width, height = (0, 0) if drawn is None else drawn.panel.region[2:]
+        rank = rank_map.rank_beside(
+            scene.state,
+            width,
+            height,
+            scene.view.rank,
+            across,
+            down,
+            look=scene.look,
+            figure=chosen_heat(scene.view),
+        )
+        if rank is not None:
+            self.session.choose(rank=rank)
+            self.paint()
 
     def _move_rank(self, by: int) -> None:
         scene = self.scene

@@ -1,7 +1,4 @@
-"""The command palette: Textual's own, with the dashboard's commands in the dashboard's order.
-
-Everything that the command palette offers, by name.
-"""
+"""The command palette: Textual's own, with the dashboard's commands in the dashboard's order."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,8 +8,8 @@ from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.screen import Screen
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import PAGE_TABS
 from boltmesh.tui.metrics.heat import HEAT_FIGURES
+from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.sanitize import clean
 from boltmesh.tui.screens.help import HelpScreen
 from boltmesh.tui.screens.job import JobScreen
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MAX_METRICS = 200
-"""A job may log thousands; whoever wants one of those types its name into no list."""
+"""A job may log thousands of metrics; the palette lists the first of them."""
 
 
 class Command(NamedTuple):
@@ -50,17 +47,24 @@ def commands_of(app: "DashboardApp", screen: Screen[Any]) -> Iterator[Command]:
     yield Command("Detach", "Leave; the job goes on", app.action_detach)
 
 
+def screen_commands(screen: JobScreen) -> Iterator[Command]:
+    """Yield a command for each page of a job."""
+    for page in PAGES.values():
+        tab = page.tab
+        key = f"key {tab.key}, {page.help.about}" if tab.key else page.help.about
+        yield Command(tab.title, key, partial(screen.show_page, tab.name))
+
+
 def _of_job(screen: JobScreen) -> Iterator[Command]:
     session = screen.session
-    for tab in PAGE_TABS:
-        run = partial(screen.show_page, tab.name)
-        yield Command(f"Screen: {tab.title}", f"Key {tab.key}", run)
+    for command in screen_commands(screen):
+        yield command._replace(title=f"Screen: {command.title}")
     recording = session.recording
     if recording is None:
-        word = "Go on" if session.view.is_paused else "Hold"
-        yield Command(word, "Hold the screen still, and back", screen.action_toggle_pause)
+        word = "Resume" if session.view.is_paused else "Pause"
+        yield Command(word, "Keep the screen as it is, and back", screen.action_toggle_pause)
     else:
-        word = "Stop" if recording.is_playing else "Play"
+        word = "Pause" if recording.is_playing else "Play"
         yield Command(word, "The replay", screen.action_toggle_pause)
         first, last = recording.span()
         yield Command("Go to the beginning", "Of the replay", partial(screen.seek, first))
@@ -108,3 +112,11 @@ class Commands(Provider):
 
     def _commands(self) -> list[Command]:
         return list(commands_of(cast("DashboardApp", self.app), self.screen))
+
+
+class ScreenNames(Commands):
+    """Offers the screens of the job below the palette, by their names alone."""
+
+    @override
+    def _commands(self) -> list[Command]:
+        return list(screen_commands(cast("JobScreen", self.screen)))

@@ -44,6 +44,10 @@ class Canvas(Widget):
         """What is on the screen, for whoever has to know what a click was on."""
         self._rows: list[list[_Piece]] = []
 
+    def drawn_panel(self, name: str) -> Drawn | None:
+        """Return the panel of that name, if it is on the screen."""
+        return next((drawn for drawn in self.drawn if drawn.panel.name == name), None)
+
     def show(
         self, panels: Sequence[Panel], styles: Mapping[Role, Style], *, is_ascii: bool
     ) -> None:
