@@ -6,7 +6,8 @@ import pytest
 
 from boltmesh.tui.demo import mesh_of
 from boltmesh.tui.metrics.heat import HEAT_FIGURES
-from boltmesh.tui.pages.registry import PAGES, RANK
+from boltmesh.tui.pages.ranks import RANK
+from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.sources.live import Observation
 from tests.tui.samples import demo, job, state
 from tests.tui.screens import job_screen, open_app, screen_text
