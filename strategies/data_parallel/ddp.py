@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -66,6 +67,8 @@ class DdpAxis(DataAxis):
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
         options, group, device = self.options, context.group, context.device
+        if group.size() > 1:
+            _refuse_max_norm(module)
         self.other_shares = context.norm_shares
         # DDP copies and reduces on its own stream; without a side stream here its construction
         # would order itself behind the default one.
@@ -178,6 +181,21 @@ class DdpAxis(DataAxis):
         rank = min(rows, columns, self.options.powersgd_rank)
         factors = (rows + columns) * rank
         return (factors if factors * _POWERSGD_MIN_RATE < numel else numel) * size
+
+
+def _refuse_max_norm(module: Module) -> None:
+    """Refuse embeddings that shorten rows in place: each rank does so for the rows it looks up.
+
+    Raises:
+        UnsupportedError: Naming the embedding.
+    """
+    for name, each in module.named_modules():
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.max_norm is not None:
+            raise UnsupportedError(
+                f"{name!r} has max_norm={each.max_norm}, and every rank would shorten the rows of "
+                f"its own batch, so that replicas differ. Leave max_norm out, or normalise rows "
+                f"in forward()."
+            )
 
 
 def _refuse_unfrozen(

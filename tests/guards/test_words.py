@@ -57,5 +57,6 @@ def test_the_budget_only_shrinks() -> None:
     assert lower({"a": 3}, {"a": 2, "new": 4}) == {"a": 2}
 
 
-def test_a_renamed_file_takes_its_budget_along() -> None:
+def test_a_renamed_or_merged_file_takes_its_budget_along() -> None:
     assert lower({"old": 3}, {"new": 5, "other": 1}) == {"new": 3}
+    assert lower({"kept": 1, "old": 3}, {"kept": 3, "new": 5}) == {"kept": 3, "new": 1}

@@ -8,8 +8,9 @@ in the packages and the examples, comments in the recipes, and the Markdown page
 Markdown are not checked.
 
 The budget, ``word_counts.json``, holds the hits that each file may have. It only shrinks: a file
-that is not listed may have none, and ``--update`` gives a renamed file no more than what the files
-that disappeared had in all. Without a budget file, ``--update`` writes one with all present hits.
+that is not listed may have none, and ``--update`` gives renamed and merged files no more than what
+the files that disappeared had in all. Without a budget file, ``--update`` writes one with all
+present hits.
 """
 
 import ast
@@ -179,15 +180,14 @@ def _files() -> Iterator[Path]:
 
 
 def lower(budget: Mapping[str, int], counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the budget lowered to the counts; new files share what files now gone had."""
+    """Return the budget lowered to the counts; what files now gone had may go to other files."""
     spare = sum(number for path, number in budget.items() if path not in counts)
     lowered = {}
     for path, number in sorted(counts.items()):
-        if path in budget:
-            lowered[path] = min(number, budget[path])
-        else:
-            lowered[path] = min(number, spare)
-            spare -= lowered[path]
+        own = min(number, budget.get(path, 0))
+        moved = min(number - own, spare)
+        spare -= moved
+        lowered[path] = own + moved
     return _without_zeros(lowered)
 
 

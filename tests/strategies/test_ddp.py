@@ -229,6 +229,19 @@ def test_a_parameter_that_is_unfrozen_in_the_run_is_refused_by_name() -> None:
         run_ranks(unfreeze_late, 2)
 
 
+def renormalise(rank: int, world_size: int) -> None:
+    module = Regression()
+    module.table = torch.nn.Embedding(3, 2, max_norm=0.5)
+    trainer(world_size, max_steps=1).fit(module, regression_data(24, 4))
+
+
+@pytest.mark.ranks
+def test_an_embedding_that_shortens_rows_is_refused_by_name_where_replicas_would_differ() -> None:
+    with pytest.raises(RankFailure, match=r"'table' has max_norm=0\.5.*replicas differ"):
+        run_ranks(renormalise, 2)
+    run_ranks(renormalise, 1)
+
+
 @pytest.mark.ranks
 def test_a_seed_gives_every_rank_a_stream_of_its_own_that_repeats() -> None:
     alike = run_ranks(draw, 2, None)
