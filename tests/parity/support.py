@@ -123,7 +123,7 @@ class ManualTwoOptimizers(Model):
             torch.optim.AdamW([*self.head.parameters(), *self.embedding.parameters()], lr=0.02),
         )
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         for optimizer in self.optimizers():
             self.toggle_optimizer(optimizer)
             optimizer.zero_grad()
@@ -137,7 +137,7 @@ class ManualOne(Model):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
@@ -200,7 +200,8 @@ class LoRA(Model):
         super().__init__()
         self.requires_grad_(False)
         for block in self.blocks:
-            block.up, block.down = LoRALinear(block.up), LoRALinear(block.down)
+            adapted: Any = block
+            adapted.up, adapted.down = LoRALinear(adapted.up), LoRALinear(adapted.down)
 
 
 class CompiledBlocks(Model):
@@ -228,7 +229,7 @@ class TiedByFunction(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = None
+        del self.head
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -241,7 +242,8 @@ class WeightPenalty(Model):
     """Adds a penalty that reads parameters in training_step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        penalty = sum(block.up.weight.square().sum() for block in self.blocks)
+        blocks: Any = self.blocks
+        penalty = sum(block.up.weight.square().sum() for block in blocks)
         return self.loss(batch) + 1e-3 * penalty
 
 
@@ -313,6 +315,8 @@ class Contrastive(Model):
 
 class Counts(Model):
     """Writes a buffer in place in its step."""
+
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,8 +447,10 @@ class GatheredClamp(ClampsWeights):
 class WarmsUp(Model):
     """Overrides optimizer_step to set the learning rate, as Lightning's docs show."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
-        optimizer.step(closure=closure)
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        optimizer.step(closure=optimizer_closure)
         for group in optimizer.param_groups:
             group["lr"] = 0.01 / (1 + self.global_step)
 
@@ -536,7 +542,7 @@ class GathersInLoss(Model):
 
 
 class DrawsBatches(Model):
-    def training_step(self, dataloader_iter: Any) -> Tensor:
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
         return self.loss(batch)
 
@@ -800,7 +806,9 @@ def run_case(name: str, strategy: str | None, rank: int, world_size: int) -> Any
     (found,) = trainer.validate(
         module, loader_of("tuple", share=share, shares=shares, rows=16), verbose=False
     )
-    logged = {f"train {key}": value for key, value in trainer.logged_metrics.items()}
+    logged: dict[str, Any] = {
+        f"train {key}": value for key, value in trainer.logged_metrics.items()
+    }
     return {key: float(value) for key, value in {**found, **logged}.items()}
 
 
