@@ -25,7 +25,7 @@ class PlanPage(Page):
     tab = Tab("plan", "Plan", key="9")
     help = PageHelp(
         about="plan: how layers are divided over the tensor axis, and why",
-        keys=(("j k", "choose a row, which is then told in full"),),
+        keys=(("j k", "choose a row to see all of it"),),
         terms=(
             ("style", "column and row: of a product outputs, inputs; vocabulary: tokens;"),
             ("", "whole: every rank has all of it"),

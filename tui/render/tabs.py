@@ -29,7 +29,7 @@ class Tab(msgspec.Struct, frozen=True):
 
 class _PlacedTab(NamedTuple):
     tab: Tab
-    """What a click opens."""
+    """Opened by a click."""
     text: str
     start: int
     is_arrow: bool = False

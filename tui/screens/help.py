@@ -14,7 +14,7 @@ from boltmesh.tui.screens.base import PanelScreen
 
 
 class HelpScreen(PanelScreen):
-    """What is on the screen that was left, and all keys; scrolls where the terminal is short.
+    """Explains the screen that was left, and lists all keys; scrolls where the terminal is short.
 
     Args:
         about: What it says about the screen that it was opened from.

@@ -28,7 +28,7 @@ _SEQUENCE: Final = struct.Struct("<Q")
 T = TypeVar("T")
 
 Change = tuple[T | None, T]
-"""What a record was at the last look (None: it is new), and what it is now.
+"""A record at the last look (None: it is new), and the record now.
 
 A plain tuple, because a NamedTuple cannot be generic on Python 3.10."""
 
