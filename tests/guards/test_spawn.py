@@ -56,7 +56,7 @@ def describe(value: Any, above: tuple[int, ...] = ()) -> Any:
         return value.__qualname__
     slots = getattr(type(value), "__slots__", ())
     fields = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
-    if fields or type(value).__repr__ is object.__repr__:
+    if fields or type(value).__repr__ is object.__repr__:  # type: ignore[comparison-overlap]
         return [type(value).__qualname__, inside(fields)]
     return repr(value)
 

@@ -129,7 +129,7 @@ def test_no_page_takes_a_key_that_works_on_every_screen() -> None:
     bound = {
         key
         for binding in (*JobScreen.BINDINGS, *DashboardApp.BINDINGS)
-        for key in binding.key.split(",")  # type: ignore[union-attr]
+        for key in binding.key.split(",")
     }
     assert not bound & {page.tab.key for page in PAGES.values()}
 
