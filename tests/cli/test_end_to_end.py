@@ -72,7 +72,7 @@ def test_ctrl_c_keeps_a_checkpoint_and_exits_with_130(workplace):
             "first); once more kills the run."
         ),
         (
-            f"boltmesh: stopped by Ctrl-C after step {step}; checkpoint: {kept}; go on with: "
+            f"boltmesh: stopped by Ctrl-C after step {step}; checkpoint: {kept}; resume with: "
             f"boltmesh fit {TINY} max_epochs=-1 model.init_args.step_s=0.05 resume=auto"
         ),
     ]

@@ -55,7 +55,7 @@ def at_places(rank: int, world_size: int) -> dict[str, Any]:
         return RankLocation(host, machine, ids[rank], rank)
 
     with (
-        mock.patch.object(gather, "Place", on_gpu),
+        mock.patch.object(gather, "RankLocation", on_gpu),
         mock.patch.object(gather, "read_links", links),
     ):
         told["gpus"] = looked(three(data=2, tensor=2), world_size)
