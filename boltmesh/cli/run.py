@@ -91,11 +91,12 @@ def _prepare(
 def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> int:
     loaded, placement, source = _prepare(verb, config, overrides, for_show=True)
 
+    from boltmesh.plan.command import TENSOR
     from boltmesh.plan.mesh_plan import SEVERAL_AXES, plan_mesh
     from boltmesh.plan.mesh_text import write_mesh
     from boltmesh.plan.stage_plan import PIPELINE, plan_stages, write_stages
     from boltmesh.plan.strategy_options import as_mapping
-    from boltmesh.plan.tensor_plan import TENSOR, plan_tensor, write_tensor
+    from boltmesh.plan.tensor_plan import plan_tensor, write_tensor
     from boltmesh.run import RunBuilder, describe
     from boltmesh.strategies.cost_model.step_time import Machine
 

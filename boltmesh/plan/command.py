@@ -30,7 +30,6 @@ from boltmesh.plan.strategy_options import (
     sharing_of,
     trainer_reads_gradients,
 )
-from boltmesh.plan.tensor_plan import TENSOR, plan_tensor, write_tensor
 from boltmesh.plan.text import StrategyRow, write_row, write_table
 from boltmesh.strategies.cost_model.gpt import GPTSize, describe_gpt, size_named
 from boltmesh.strategies.cost_model.memory import estimate_memory
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
 
 KNOWN_MODEL = (RECIPE_FOLDER.parent / "examples" / "gpt.py").resolve()
 KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
+TENSOR = "bolt_tensor"
 DIVIDING = (PIPELINE, TENSOR, SEVERAL_AXES)
 """What has plans of its own: ``stage_plan.py``, ``tensor_plan.py`` and ``mesh_plan.py``."""
 
@@ -217,6 +217,8 @@ def _plan_divided(
         stages = plan_stages(config, per_node * config.trainer.num_nodes, given, source=source)
         return json.dumps(stages.as_data()) if as_json else write_stages(stages)
     if name == TENSOR:
+        from boltmesh.plan.tensor_plan import plan_tensor, write_tensor
+
         division = plan_tensor(config, per_node, given, source=source)
         return json.dumps(division.as_data()) if as_json else write_tensor(division)
     mesh = plan_mesh(config, per_node, given, _read_machine(cluster), source=source)

@@ -12,7 +12,6 @@ from boltmesh.errors import ConfigError
 from boltmesh.plan.strategy_options import optimizer_copies
 from boltmesh.plan.text import align, size_text
 from boltmesh.schedule_sim import NOMINAL, Action, peaks_by_stage
-from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.schedules.bubble import simulate_ideal
 
 if TYPE_CHECKING:
@@ -86,6 +85,7 @@ def plan_stages(
         ConfigError: When model or data cannot be cut, or options do not fit.
     """
     from boltmesh.plan.stage_model import describe_stages
+    from boltmesh.strategies.pipeline.options import PipelineOptions
 
     known = {each.name for each in fields(PipelineOptions)}
     try:

@@ -131,7 +131,6 @@ def summarise(
     )
 
 
-TENSOR = "bolt_tensor"
 WHOLE = "whole"
 WIDTH = 96
 """Columns of text where there is no terminal, and of prose in a wide one."""

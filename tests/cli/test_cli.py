@@ -30,6 +30,7 @@ def test_the_commands_and_their_options_are_these():
         "check": {"--steps", "--traceback"},
         "bench": {"--strategies", "--steps", "--warmup", "--rounds", "--output"},
         "plan": {"--strategy", "--devices", "--size", "--cluster", "--json"},
+        "doctor": {"--offload-path", "--ascii", "--json"},
         "schedule": {"--stages", "--microbatches", "--stages-per-rank", "--forward", "--backward",
                      "--ascii", "--json"},
         "top": {"--once", "--json", "--demo", "--ascii", "--theme", "--run-dir", "--interval",

@@ -174,7 +174,7 @@ def test_ranks_follow_the_devices(monkeypatch, devices, cuda, placed):
     [
         ("3", ("trainer.devices=3 needs 3 CUDA devices, but there are 2. "
               "Set trainer.devices=2, or trainer.accelerator=cpu.")),
-        ("[0,2]", ("trainer.devices=[0, 2] wants CUDA devices that are not there or are named "
+        ("[0,2]", ("trainer.devices=[0, 2] names CUDA devices that do not exist, or one "
                   "twice; there are 0 to 1. Set trainer.devices=2.")),
     ],
 )  # fmt: skip

@@ -149,7 +149,8 @@ def test_a_stopped_and_resumed_run_equals_one_that_was_not(tmp_path, case, overr
     assert stopped[1][2].count("boltmesh: stopping after this step") == 1
     (kept,) = (tmp_path / "runs/cut/0/checkpoints").glob("interrupted-step=*.ckpt")
     assert (
-        f"checkpoint: runs/cut/0/checkpoints/{kept.name}; resume with: boltmesh fit" in stopped[0][2]
+        f"checkpoint: runs/cut/0/checkpoints/{kept.name}; resume with: boltmesh fit"
+        in stopped[0][2]
     )
     assert "stopped by Ctrl-C" not in stopped[1][2], "rank 0 speaks for all"
     assert f"from runs/cut/0/checkpoints/{kept.name} into runs/cut/0;" in resumed[0][1]
