@@ -1,15 +1,15 @@
-"""Puts ``fully_shard`` on a LightningModule, and keeps what is known of the result.
+"""Puts ``fully_shard`` on a LightningModule.
 
-What the forward pass goes through when parameters are sharded.
+``shard_model`` makes units of the repeated blocks, from the inside out, and one of the root, which
+gathers what no block holds. It returns a ``ShardedModel``, through whose ``root`` training runs.
 
-Which parameters of a block autocast uses in fp32, and who gathers those.
-
-Under autocast a block is gathered in what autocast computes in, since its matrix products would
-make that copy anyway. Norms and embeddings are not multiplied: autocast reads them in fp32, on the
-CPU it even refuses a layer norm of mixed types. One collective has one type, so these few are
-gathered with the root, which stays in fp32.
-
-Takes the shards of a unit out of memory before the next unit is made.
+- ``RootModule`` holds the LightningModule, so that the root's gather spans a ``training_step``.
+- Under autocast a block is gathered in the type that autocast computes in, as its matrix products
+  would make that copy anyway. Norms and embeddings are not multiplied: autocast reads them in fp32,
+  and refuses a layer norm of mixed types on the CPU. One collective has one type, so the root,
+  which stays in fp32, gathers these few (``full_precision_modules``).
+- With parameters on a disk the shards of a unit leave memory before the next unit is made
+  (``park_unit``).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,11 +59,11 @@ class RootModule(Module):
     """Holds the LightningModule as ``DistributedDataParallel`` does.
 
     The hooks that gather and free what no unit below owns sit here and not on the LightningModule:
-    they run once around a whole ``training_step``, however often that calls ``self(...)``, also
+    they run once around a ``training_step``, however often that calls ``self(...)``, also
     when it never does. And the LightningModule's parameters keep their names.
 
     Args:
-        module: The whole model.
+        module: The full model.
         adopted: Modules within units whose parameters are gathered here all the same.
     """
 
@@ -103,12 +103,12 @@ def full_precision_modules(unit: Module) -> list[Module]:
 
     A matrix of an author's own module is taken for a factor of a product, which large ones are.
     """
-    return [each for each in unit.modules() if _owns_shardable(each) and not _is_cast(each)]
+    return [owner for owner in unit.modules() if _owns_shardable(owner) and not _is_cast(owner)]
 
 
 def is_any_cast(unit: Module) -> bool:
     """Whether autocast casts parameters of a unit, so that gathering them cast pays."""
-    return any(_is_cast(each) for each in unit.modules() if _owns_shardable(each))
+    return any(_is_cast(owner) for owner in unit.modules() if _owns_shardable(owner))
 
 
 def _is_cast(module: Module) -> bool:
@@ -116,12 +116,12 @@ def _is_cast(module: Module) -> bool:
         return False
     if isinstance(module, _MULTIPLYING):
         return True
-    return any(each.dim() > 1 for each in module.parameters(recurse=False))
+    return any(param.dim() > 1 for param in module.parameters(recurse=False))
 
 
 def _owns_shardable(module: Module) -> bool:
     """Whether a module has parameters itself that no unit within has taken."""
-    return any(not isinstance(each, DTensor) for each in module.parameters(recurse=False))
+    return any(not isinstance(param, DTensor) for param in module.parameters(recurse=False))
 
 
 def open_parking(options: ZeroOptions, context: AxisContext) -> StagingFile | None:
@@ -158,8 +158,8 @@ def park_unit(
     assert isinstance(unit, FSDPModule)
     names = {parameter: name for name, parameter in module.named_parameters()}
     alone = [
-        held_alone(each.name, each.parameter, each.kept_dtype(context.compute_dtype))
-        for each in tiled
+        held_alone(weight.name, weight.parameter, weight.kept_dtype(context.compute_dtype))
+        for weight in tiled
     ]
     parking.park([*held_unit(unit, names), *alone])
 
@@ -176,7 +176,7 @@ class ShardedModel:
     cast: set[str]
     """Names of the units that are gathered in what autocast computes in."""
     mesh: ShardMesh
-    attendance: JoinedGathers
+    joined_gathers: JoinedGathers
     buffers: BufferSync
     tiled: list[TiledWeight]
     """Weights that no unit gathers: their layers do, tile by tile."""
@@ -257,8 +257,8 @@ def shard_model(
                 reshard_after_forward=is_freed,
                 mp_policy=precision_policy(context.compute_dtype, is_cast=name in cast),
                 ignored_params={
-                    *(p for each in left_out for p in each.parameters(recurse=False)),
-                    *(each.parameter for each in tiled),
+                    *(p for owner in left_out for p in owner.parameters(recurse=False)),
+                    *(weight.parameter for weight in tiled),
                     *scalars_of(unit),
                 },
             )
@@ -275,7 +275,7 @@ def shard_model(
             # None: the root stays gathered from its forward on, as it is needed again at once.
             reshard_after_forward=None if is_freed else False,
             mp_policy=precision_policy(context.compute_dtype, is_cast=False),
-            ignored_params={*(each.parameter for each in tiled), *scalars_of(module)},
+            ignored_params={*(weight.parameter for weight in tiled), *scalars_of(module)},
         )
         scalars = ScalarParams(module, mesh.mesh, context.group)
     successors.take_places(module)
@@ -284,7 +284,7 @@ def shard_model(
     register_units(sharded.values())
     keep_for_derivatives(
         list(reversed(sharded.values())),  # the root, which nearly every loss goes through, first
-        lambda: [*(each.parameter for each in tiled), *scalars.parameters],
+        lambda: [*(weight.parameter for weight in tiled), *scalars.parameters],
     )
     gathers = _gathers_of(sharded, tiled, context.compute_dtype, is_freed=is_freed)
     return ShardedModel(

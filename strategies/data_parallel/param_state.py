@@ -42,14 +42,14 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 
 def scalars_of(module: Module) -> set[Parameter]:
     """Return the parameters below a module that have no rows."""
-    return {each for each in module.parameters() if each.dim() == 0}
+    return {param for param in module.parameters() if param.dim() == 0}
 
 
 class ScalarParams:
     """The scalars of a model.
 
     Args:
-        module: Holds them as plain parameters, alike on all ranks.
+        module: Holds them as plain parameters, equal on all ranks.
         mesh: Of the shards beside them.
         group: The data axis, over which their gradients are averaged.
         absent: Parameters that these ranks have no values of, and that are left as they are.
@@ -67,7 +67,7 @@ class ScalarParams:
         self._places: list[tuple[Module, str, Parameter]] = []
         self._plain: dict[Parameter, Tensor] = {}
         """By the replicated one, what was last put in its place."""
-        replicated = {each: _replicate(each, mesh) for each in scalars_of(module) - absent}
+        replicated = {param: _replicate(param, mesh) for param in scalars_of(module) - absent}
         for owner in module.modules():
             own = list(owner.named_parameters(recurse=False, remove_duplicate=False))
             for name, parameter in own:
@@ -111,9 +111,9 @@ class ScalarParams:
 
     def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
         """Give what one optimizer step moves."""
-        trained = [each for each in self.parameters if each.requires_grad]
+        trained = [param for param in self.parameters if param.requires_grad]
         if trained and self._group.size() > 1:
-            moved = num_batches * sum(each.element_size() for each in trained)
+            moved = num_batches * sum(param.element_size() for param in trained)
             calls = num_batches * len(trained)
             why = "gradients of parameters without rows, once per batch"
             yield ExpectedTraffic("data", "allreduce", moved, calls, why)
@@ -145,10 +145,10 @@ def _replicate(parameter: Parameter, mesh: DeviceMesh) -> Parameter:
 
 
 class ParamRemap:
-    """Which parameters stand for those that an author has made."""
+    """Maps the parameters that an author made to those that sharding put in their places."""
 
     def __init__(self) -> None:
-        # Weak: what nobody else holds is whole, and in nobody's way.
+        # Weak: the author's parameters are unsharded, and are freed where nothing else holds them.
         self._of: MutableMapping[Tensor, Parameter] = WeakTensorKeyDictionary()
 
     @contextmanager
@@ -177,15 +177,15 @@ class ParamRemap:
                 is_registered = key in {"_parameters", "_buffers", "_modules"}
                 if is_registered or type(value) not in {list, tuple, dict}:
                     continue
-                if any(each in self._of for each in tensors_of(value)):
+                if any(tensor in self._of for tensor in tensors_of(value)):
                     vars(module)[key] = map_leaves(self._successor, value)
 
     def take_over(self, optimizers: Iterable[Optimizer], module: Module) -> None:
         """Put them into optimizers that were made before.
 
         Raises:
-            ConfigError: For parameters that are neither the module's nor have been, which
-                nobody would reduce the gradients of.
+            ConfigError: For parameters that are neither the module's nor have been, whose
+                gradients no collective would reduce.
         """
         known = set(module.parameters())
         for optimizer in optimizers:
@@ -211,7 +211,7 @@ def _refuse_state(optimizer: Optimizer, parameter: Tensor) -> None:
     if optimizer.state.get(parameter):
         raise ConfigError(
             f"{type(optimizer).__name__} was made before the model was sharded, and has state of "
-            f"a whole parameter of the shape {tuple(parameter.shape)}. Make it in "
+            f"an unsharded parameter of the shape {tuple(parameter.shape)}. Make it in "
             f"configure_optimizers."
         )
 
@@ -248,7 +248,7 @@ class BufferSync:
     """The buffers of a module, on all ranks of a group.
 
     Args:
-        module: The whole model.
+        module: The full model.
         group: The ranks.
         holds: Whether these ranks have the model's value of a buffer, by its name; None: of all.
     """
@@ -262,12 +262,12 @@ class BufferSync:
         """Return the buffers that ``send`` sends."""
         if self._holds is None:
             return buffers_of(self._module)
-        return [each for name, each in self._module.named_buffers() if self._holds(name)]
+        return [buffer for name, buffer in self._module.named_buffers() if self._holds(name)]
 
     def send(self) -> None:
         """Send the first rank's buffers. Collective."""
         if self._group.size() == 1:
             return
-        buffers = [each.detach() for each in self.held()]
+        buffers = [buffer.detach() for buffer in self.held()]
         if buffers:
             broadcast_coalesced(buffers, self._group)

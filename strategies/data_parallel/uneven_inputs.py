@@ -1,11 +1,11 @@
-"""Lets ranks evaluate different numbers of batches though every gather needs all of them.
+"""Lets ranks evaluate different numbers of batches though every gather needs all ranks.
 
-Prediction gives each rank its own share of the samples, and loaders without a length end when they
-end. A rank that has run out then has to take part in the gathers of those that have not. What
-these will gather only their own forward pass decides (a model that generates calls its blocks as
-often as it likes), so in batches that not all ranks have, each gather is announced: every rank says
-which unit it needs next, or none, and all gather the same one. Batches that all ranks have cost
-nothing.
+Prediction gives each rank its own samples, and loaders without a length end when they end. A rank
+whose batches have ended then takes part in the gathers of the others. Only their forward pass
+decides which units they gather (a model that generates calls its blocks as often as it likes). So
+in batches that not all ranks have, gathers are announced: every rank sends the number of the unit
+that it needs next, or that it needs none, and all gather the same one. Batches that all ranks have
+cost nothing.
 """
 
 import math
@@ -21,15 +21,15 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 _NOTHING, _NEXT_BATCH, _FIRST_UNIT = 0, 1, 2
-"""What a rank may say: it has run out; it begins a batch; from here on, which unit it needs."""
+"""What a rank announces: its batches have ended; it begins a batch; the unit that it needs."""
 
 
 @dataclass(frozen=True)
 class UnitGather:
-    """One unit as somebody who does not run it sees it."""
+    """The gather of one unit, for a rank that does not run the unit."""
 
     is_needed: Callable[[], bool]
-    """Whether the unit's next forward will gather. Alike on all ranks that are equally far."""
+    """Whether the unit's next forward will gather. Equal on all ranks that have run the same."""
     take_part: Callable[[], None]
     """Do what gathering the unit in a forward pass does, all of it. Collective."""
 
@@ -62,7 +62,7 @@ class JoinedGathers:
         """Exchange how many batches each rank has. Collective.
 
         Args:
-            num_batches: Of this rank; infinity where nobody knows.
+            num_batches: Of this rank; infinity where that is not known.
             draws_batches: Steps draw their batches themselves, and find out only then that there is
                 none left.
         """
@@ -77,7 +77,7 @@ class JoinedGathers:
 
     @contextmanager
     def batch(self, is_last: Callable[[], bool]) -> Iterator[None]:
-        """Around one batch's step. ``is_last`` is asked after it."""
+        """Around one batch's step. ``is_last`` is called after it."""
         if self._draws_batches:
             self._is_announcing = True
         elif not self._are_counts_known:
@@ -95,14 +95,14 @@ class JoinedGathers:
     def run_out(self, num_served: int) -> None:
         """Called when this rank's loaders have nothing more to give, after so many batches.
 
-        Some loops ask one batch ahead: then this is not the end, and a step is still to come.
+        Some loops fetch one batch ahead: then this is not the end, and a step is still to come.
         """
         if num_served <= self._batch:
             self._is_announcing = False
             self._attend()
 
-    def is_settling(self) -> bool:
-        """Whether the ranks settle among themselves which unit is gathered next."""
+    def is_announced(self) -> bool:
+        """Whether the ranks announce which unit is gathered next."""
         return self._is_announcing or self._is_attending
 
     @property
@@ -115,9 +115,9 @@ class JoinedGathers:
         if self._has_attended or not self._is_uneven:
             return
         self._has_attended = self._is_attending = True
-        while (said := self._exchange(_NOTHING)[0]) != _NOTHING:
-            if said != _NEXT_BATCH:
-                self._gathers[said - _FIRST_UNIT].take_part()
+        while (unit := self._exchange(_NOTHING)[0]) != _NOTHING:
+            if unit != _NEXT_BATCH:
+                self._gathers[unit - _FIRST_UNIT].take_part()
         self._is_attending = False
 
     def _before_forward(self, number: int, *_: object) -> None:
@@ -125,12 +125,12 @@ class JoinedGathers:
             return
         mine = number + _FIRST_UNIT
         # Ranks that are elsewhere are served first; then it is this one's turn.
-        while (said := self._exchange(mine)[0]) != mine:
-            self._gathers[said - _FIRST_UNIT].take_part()
+        while (unit := self._exchange(mine)[0]) != mine:
+            self._gathers[unit - _FIRST_UNIT].take_part()
 
     def _exchange(self, mine: int) -> list[int]:
-        """Return the largest of what the ranks say, and whether any has run out. Collective."""
-        said: Tensor = torch.tensor([mine, int(mine == _NOTHING)], device=self._device)
-        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
-        values: list[int] = said.tolist()
+        """Return the largest announcement, and whether any rank's batches have ended. Collective."""
+        announced: Tensor = torch.tensor([mine, int(mine == _NOTHING)], device=self._device)
+        dist.all_reduce(announced, op=dist.ReduceOp.MAX, group=self._group)
+        values: list[int] = announced.tolist()
         return values

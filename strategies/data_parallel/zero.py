@@ -162,7 +162,7 @@ class ZeroAxis(DataAxis):
         model = self._model
         guard = OrderCheck(
             context.group,
-            is_synchronized=model.attendance.is_settling,
+            is_synchronized=model.joined_gathers.is_announced,
             timeout=context.timeout,
             on_stuck=self._fail,
         )
@@ -389,15 +389,15 @@ class ZeroAxis(DataAxis):
     @override
     def begin_evaluation(self, num_batches: float, *, draws_batches: bool) -> None:
         self._model.buffers.send()
-        self._model.attendance.begin(num_batches, draws_batches=draws_batches)
+        self._model.joined_gathers.begin(num_batches, draws_batches=draws_batches)
 
     @override
     def evaluation_batch(self, is_last: Callable[[], bool]) -> AbstractContextManager[None]:
-        return self._model.attendance.batch(is_last)
+        return self._model.joined_gathers.batch(is_last)
 
     @override
     def run_out_of_batches(self, num_served: int) -> None:
-        self._model.attendance.run_out(num_served)
+        self._model.joined_gathers.run_out(num_served)
 
     @override
     def end_evaluation(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a backward pass stands, who waits for gradients, and what is kept from the compiler."""
+"""Private parts of autograd: gradient hooks, the running backward pass, the compiler."""
 
 import math
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from torch.utils.hooks import RemovableHandle
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether somebody waits for the gradient of a leaf."""
+    """Whether a leaf has hooks on its gradient."""
     return bool(tensor._backward_hooks) or has_accumulation_hooks(tensor)
 
 
 def has_accumulation_hooks(tensor: Tensor) -> bool:
-    """Whether somebody is told when ``.grad`` of a leaf has been added to."""
+    """Whether a leaf has hooks that run after its ``.grad`` was added to."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
@@ -83,7 +83,7 @@ def goes_to_the_end() -> bool:
     node: Any = torch._C._current_autograd_node()
     if node is None:
         return False
-    while (after := next((each for each, _ in node.next_functions if each), None)) is not None:
+    while (after := next((edge[0] for edge in node.next_functions if edge[0]), None)) is not None:
         node = after
     try:
         return torch._C._will_engine_execute_node(node)
@@ -95,6 +95,6 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def not_compiled(function: _Function) -> _Function:
-    """Keep ``torch.compile`` out of a function, without loading the compiler to say so."""
+    """Keep ``torch.compile`` out of a function, without an import of the compiler."""
     wrapped: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined]
     return cast("_Function", wrapped)

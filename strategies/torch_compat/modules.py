@@ -11,18 +11,20 @@ from typing_extensions import override
 
 
 def buffers_of(module: Module) -> list[Tensor]:
-    """Return ``module.buffers()`` in an order of its own, the same for models that are alike.
+    """Return ``module.buffers()`` in another order, the same for equal models.
 
-    In half the time, for it is asked in every step: 0.14 ms a step for a model of 360 modules.
+    It takes half the time of that and runs in every step: 0.14 ms for a model of 360 modules.
     """
     modules = {module: None}
     buffers: dict[Tensor, None] = {}
     pending = [module]
     while pending:
-        each = pending.pop()
-        if each._buffers:
-            buffers.update((one, None) for one in each._buffers.values() if one is not None)
-        for child in each._modules.values():
+        owner = pending.pop()
+        if owner._buffers:
+            buffers.update(
+                (buffer, None) for buffer in owner._buffers.values() if buffer is not None
+            )
+        for child in owner._modules.values():
             if child is not None and child not in modules:
                 modules[child] = None
                 pending.append(child)
@@ -30,12 +32,12 @@ def buffers_of(module: Module) -> list[Tensor]:
 
 
 class ParametersInPlace(Collection[Parameter]):
-    """What stands in the places of some parameters, whatever that is at the moment.
+    """Some parameters of a module by their places: what is registered there at the moment.
 
-    Sharding puts whole ones and shards there in turns, and both are parameters of their own.
+    Sharding registers unsharded parameters and shards in turns, which are different objects.
 
     Args:
-        module: The whole model.
+        module: The full model.
         names: Of the parameters.
     """
 
@@ -61,7 +63,7 @@ class ParametersInPlace(Collection[Parameter]):
 
     @override
     def __contains__(self, parameter: object) -> bool:
-        return any(each is parameter for each in self)
+        return any(registered is parameter for registered in self)
 
 
 def swapped_state(module: Module, tensors: dict[str, Tensor]) -> AbstractContextManager[Any]:

@@ -50,11 +50,11 @@ def make_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
-"""What a tensor without data raises when it is asked for some."""
+"""What operators raise that need the data of a tensor without data."""
 
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
-"""For a tensor subclass that wants to be asked at dispatch only, below autograd."""
+"""``__torch_function__`` of a tensor subclass that is called at dispatch only, below autograd."""
 
 
 def make_subclass(kind: type[Tensor], tensor: Tensor) -> Any:
@@ -151,7 +151,7 @@ def dtensor_like(local: Tensor, parameter: Tensor) -> Tensor:
 
 def open_one_level(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
     """Return the children of a value that pytree can open, and what closes it; None for a leaf."""
-    children, spec = tree_flatten(value, is_leaf=lambda each: each is not value)
+    children, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
     if len(children) == 1 and children[0] is value:
         return None
     return children, lambda parts: tree_unflatten(list(parts), spec)
@@ -163,7 +163,7 @@ def written_or_viewed(
     """Give the arguments that an operator writes to, with True, or returns views of, with False."""
     schema = func._schema.arguments
     given = [(schema[i], value) for i, value in enumerate(args)]
-    given += [(each, kwargs[each.name]) for each in schema if each.name in kwargs]
+    given += [(arg, kwargs[arg.name]) for arg in schema if arg.name in kwargs]
     for argument, value in given:
         if argument.alias_info is not None:
             yield value, argument.alias_info.is_write
@@ -182,7 +182,7 @@ CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
-"""Rows of several experts, each times the matrix of its own."""
+"""Rows of several experts, multiplied with the matrix of their expert."""
 
 
 COSTLY_OPERATORS: frozenset[Any] = frozenset(

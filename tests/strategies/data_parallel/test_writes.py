@@ -149,7 +149,7 @@ class Both(Written):
 @pytest.mark.parametrize(("kind", "stage"), [(Both, 1), (Sharpened, 3)])
 def test_a_write_that_would_be_lost_is_refused(kind: type[LightningModule], stage: int) -> None:
     for message in run_ranks(refused, 2, kind, stage):
-        name, found, advice = message.partition(" was changed in place while it was gathered")
+        name, found, advice = message.partition(" was changed while it was gathered")
         assert found
         assert name.strip("'") in dict(nn.Module.named_parameters(Stack()))
         assert "gathered_parameters(module, writes=True)" in advice
