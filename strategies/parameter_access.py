@@ -24,7 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.offload.shard_tensor import OffloadedShard
 from boltmesh.strategies.torch_compat.fsdp import is_gathered, unit_parameter_names, unit_parameters
-from boltmesh.strategies.torch_compat.tensors import local_tensor, times_written
+from boltmesh.strategies.torch_compat.gathered_writes import GatheredParameter
+from boltmesh.strategies.torch_compat.tensors import is_equal, local_tensor, times_written
 
 _units: "WeakSet[FSDPModule]" = WeakSet()
 """Units of every sharded model of this process, including those that hold a module's parameters
@@ -173,7 +174,7 @@ def gathered_parameters(
         for unit in gathered:
             unit.unshard()  # it was gathered for a computation
     for place, shard in shards.items():
-        if not writes and times_written(whole[shard]) != versions[shard]:
+        if not writes and _is_written(whole[shard], shard, versions[shard]):
             raise ConfigError(
                 f"{place.name!r} was changed inside of gathered_parameters(...), and the change is "
                 f"lost. Write gathered_parameters(..., writes=True)."
@@ -229,7 +230,7 @@ def _gather(shard: Parameter) -> Parameter:
         value = _stages[shard].told(value)
     if shard in _parts:
         value = _parts[shard].join(value)
-    return Parameter(value, requires_grad=shard.requires_grad)
+    return GatheredParameter(value, requires_grad=shard.requires_grad)
 
 
 def _gather_shards(shard: DTensor) -> Tensor:
@@ -264,8 +265,20 @@ def _scatter(whole: Tensor, shard: Parameter) -> None:
             shard.copy_(value)
         return
     value = distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=0)
-    local = local_tensor(shard.detach())
-    if isinstance(local, OffloadedShard):
-        local.write(local_tensor(value))
-    else:
-        local.copy_(local_tensor(value))
+    local_tensor(shard.detach()).copy_(local_tensor(value))
+
+
+@torch.no_grad()
+def _is_written(whole: Parameter, shard: Parameter, version: int) -> bool:
+    """Whether a gathered parameter was written to; by value where it may have been by ``.data``."""
+    if times_written(whole) != version:
+        return True
+    stage, part = _stages.get(shard), _parts.get(shard)
+    is_absent = stage is not None and not stage.is_held
+    if is_absent or not getattr(whole, "was_data_used", False):
+        return False
+    value = whole.detach() if part is None else part.cut(whole.detach())
+    if isinstance(shard, DTensor):
+        mesh, placements = shard.device_mesh, shard.placements
+        value = local_tensor(distribute_tensor(value, mesh, placements, src_data_rank=None))
+    return value.shape != shard_value(shard).shape or not is_equal(value, shard_value(shard))

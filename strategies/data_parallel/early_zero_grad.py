@@ -1,9 +1,9 @@
 """Frees what the last step left in ``.grad`` as the next forward pass gathers parameters.
 
-The Trainer zeroes gradients between forward and backward pass, so a whole forward pass goes by with
-the old ones beside all gathered parameters, where no formula of ZeRO has any. Those of a block are
-dropped when its forward begins: from there on the block's attributes are the gathered parameters,
-whose gradients do not exist yet, so that nobody who asks the module can tell.
+The Trainer zeroes gradients between forward and backward pass, so during the forward pass the old
+ones are in memory beside all gathered parameters, where no formula of ZeRO has any. Those of a
+block are dropped when its forward begins: from there on the block's attributes are the gathered
+parameters, which have no gradients yet, so the module shows no difference.
 """
 
 from collections.abc import Mapping, Sequence

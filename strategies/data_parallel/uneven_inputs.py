@@ -129,7 +129,7 @@ class JoinedGathers:
             self._gathers[unit - _FIRST_UNIT].take_part()
 
     def _exchange(self, mine: int) -> list[int]:
-        """Return the largest announcement, and whether any rank's batches have ended. Collective."""
+        """Return the largest announcement, and whether a rank's batches have ended. Collective."""
         announced: Tensor = torch.tensor([mine, int(mine == _NOTHING)], device=self._device)
         dist.all_reduce(announced, op=dist.ReduceOp.MAX, group=self._group)
         values: list[int] = announced.tolist()

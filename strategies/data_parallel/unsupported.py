@@ -111,9 +111,10 @@ def refuse_lost_write(name: str) -> None:
         UnsupportedError: Naming the parameter.
     """
     raise UnsupportedError(
-        f"{name.removeprefix('module.')!r} was changed in place while it was gathered, in a step "
-        f"or in a hook: its shard and the gathered copy are not the same any more. Change it "
-        f"inside of boltmesh.strategies.gathered_parameters(module, writes=True)."
+        f"{name.removeprefix('module.')!r} was changed while it was gathered, in a step or in a "
+        f"hook, and its shard cannot follow: the shard was changed too, or is of higher precision, "
+        f"or of another shape or type. Change it inside of "
+        f"boltmesh.strategies.gathered_parameters(module, writes=True)."
     )
 
 

@@ -6,7 +6,7 @@ copied to the shards before: each rank copies its own rows. A write is known by
 
 - the version counter of the unsharded parameter, for writes in place;
 - its storage, for ``parameter.data = tensor``;
-- ``GatheredParameter.was_data_read``, for writes in place to ``parameter.data``, which has a
+- ``GatheredParameter.was_data_used``, for writes in place to ``parameter.data``, which has a
   version counter of its own. Where the shard is a plain tensor of the same type the rows are copied
   then without a look at their values: a copy of a shard costs less than to wait for the device.
   Elsewhere they are compared first.
@@ -25,6 +25,7 @@ from torch.nn import Parameter
 
 from boltmesh.strategies.torch_compat.fsdp_hooks import InstrumentedParamGroup, instrument
 from boltmesh.strategies.torch_compat.tensors import (
+    is_equal,
     local_tensor,
     storage_key,
     times_data_was_used,
@@ -34,17 +35,18 @@ _DATA: Any = Parameter.data  # torch declares its descriptor as a plain attribut
 
 
 class GatheredParameter(Parameter):
-    """An unsharded parameter that notes whether its ``.data`` was read."""
+    """An unsharded parameter that notes whether its ``.data`` was read or set."""
 
-    was_data_read = False
+    was_data_used = False
 
     def _read_data(self) -> Tensor:
         """The values, without autograd."""
-        self.was_data_read = True
+        self.was_data_used = True
         values: Tensor = _DATA.__get__(self)
         return values
 
     def _write_data(self, value: Tensor) -> None:
+        self.was_data_used = True
         _DATA.__set__(self, value)
 
     data = property(_read_data, _write_data)
@@ -87,12 +89,11 @@ class GatheredWrites:
     def write_back(self) -> None:
         """Copy what was written so far to the shards, before these are stepped."""
         for _, group in self._units:
-            if group.is_unsharded:
-                shard_versions = {param: self._versions[param][0] for param in group.fsdp_params}
-                self._write_back(group)
-                self._after_gather(group)
-                for param, version in shard_versions.items():
-                    self._versions[param] = version, self._versions[param][1]
+            gathered = [param for param in group.fsdp_params if param in self._versions]
+            shard_versions = [self._versions[param][0] for param in gathered]
+            self._write_back(group)
+            for param, shard_version in zip(gathered, shard_versions, strict=True):
+                self._note(param, shard_version)
         self._raise_refused()
 
     def stale(self) -> dict[str, FSDPModule]:
@@ -115,11 +116,14 @@ class GatheredWrites:
 
     def _after_gather(self, group: InstrumentedParamGroup) -> None:
         for param in group.fsdp_params:
-            unsharded = param._unsharded_param
-            if type(unsharded) is Parameter:
-                unsharded.__class__ = GatheredParameter
-            vars(unsharded).pop("was_data_read", None)
-            self._versions[param] = param.sharded_param._version, _version(unsharded)
+            self._note(param, param.sharded_param._version)
+
+    def _note(self, param: Any, shard_version: int) -> None:
+        unsharded = param._unsharded_param
+        if type(unsharded) is Parameter:
+            unsharded.__class__ = GatheredParameter
+        vars(unsharded).pop("was_data_used", None)
+        self._versions[param] = shard_version, _version(unsharded)
 
     @torch.no_grad()
     def _write_back(self, group: InstrumentedParamGroup) -> None:
@@ -160,14 +164,11 @@ def _written_rows(param: Any, shard_version: int, version: int) -> Tensor | None
     Raises:
         ValueError: When the shard cannot take the rows.
     """
-    unsharded, shard, gathered = (
-        param._unsharded_param,
-        param.sharded_param,
-        param.all_gather_outputs[0],
-    )
+    unsharded, shard = param._unsharded_param, param.sharded_param
+    gathered = param.all_gather_outputs[0]
     is_replaced = storage_key(unsharded) != storage_key(gathered)
     is_written = is_replaced or version != _version(unsharded)
-    if not is_written and not getattr(unsharded, "was_data_read", False):
+    if not is_written and not getattr(unsharded, "was_data_used", False):
         return None
     value = unsharded.detach()
     if is_replaced:
@@ -186,7 +187,7 @@ def _written_rows(param: Any, shard_version: int, version: int) -> Tensor | None
     is_same_type = rows.dtype == local.dtype
     if is_same_type and (is_written or type(local) is Tensor):
         return rows
-    if torch.equal(rows, local.to(rows.dtype)):
+    if is_equal(rows, local):
         return None
     if not is_same_type:
         raise ValueError

@@ -92,6 +92,11 @@ def set_local_tensor(parameter: Tensor, local: Tensor) -> None:
     parameter._local_tensor = local  # type: ignore[attr-defined]
 
 
+def is_equal(tensor: Tensor, other: Tensor) -> bool:
+    """Whether a tensor has the values of another, rounded to its type; NaN equals NaN."""
+    return torch.allclose(tensor, other.to(tensor.dtype), rtol=0.0, atol=0.0, equal_nan=True)
+
+
 _data_uses = 0
 
 

@@ -154,12 +154,22 @@ def test_a_gathered_unit_is_seen_through_and_gathered_again() -> None:
 def refusals(rank: int, world_size: int) -> list[str]:
     model, _ = build(world_size, "sharded")
     said = []
+
+    def replace() -> None:
+        whole["head.bias"].data = torch.ones(7)
+
     with pytest.raises(ConfigError) as refused, gathered_parameters(model, ["blocks.0.wight"]):
         pass
     said.append(str(refused.value))
     with pytest.raises(ConfigError) as refused, gathered_parameters(model) as whole:
         whole["head.bias"].detach().zero_()
     said.append(str(refused.value))
+    with gathered_parameters(model) as whole:
+        whole["head.bias"].data.norm()
+    for write in (lambda: whole["head.bias"].data.add_(1), replace):
+        with pytest.raises(ConfigError) as refused, gathered_parameters(model) as whole:
+            write()
+        said.append(str(refused.value))
     with suppress(KeyError), gathered_parameters(model, writes=True) as whole:
         whole["head.bias"].data.zero_()
         raise KeyError
@@ -170,11 +180,13 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.ranks
 def test_what_cannot_be_meant_is_refused_and_an_error_writes_nothing() -> None:
-    unknown, changed = run_ranks(refusals, 2)[0]
+    unknown, *all_changed = run_ranks(refusals, 2)[0]
     assert "'blocks.0.wight'" in unknown
     assert "Did you mean 'blocks.0.weight'?" in unknown
-    assert "'head.bias' was changed inside" in changed
-    assert "writes=True" in changed
+    assert len(all_changed) == 3
+    for changed in all_changed:
+        assert "'head.bias' was changed inside" in changed
+        assert "writes=True" in changed
 
 
 def test_a_model_without_ranks_is_whole_already() -> None:
