@@ -26,7 +26,7 @@ def fatal(where: str, steps: int) -> list[Callback]:
         What its Trainer needs for it.
     """
     if where == "resume":
-        mock.patch.object(directory, "_load_rest", die).start()
+        mock.patch.object(directory, "read_checked", die).start()
         return []
     return [{"step": _DieInStep, "save": _DieInSave}[where](steps)]
 

@@ -9,6 +9,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 VOCABULARY, LENGTH = 13, 5
+EPS = 1e-4
+"""AdamW's default of 1e-8 makes updates of full size from gradients that are rounding alone."""
 
 
 def token_data(count: int, batch_size: int, *, shuffle: bool = False) -> DataLoader[Any]:
@@ -92,11 +94,13 @@ class Stack(LightningModule):
         if self.hparams["optimizer"] == "sgd":
             return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
         if not self.hparams["groups"]:
-            return torch.optim.AdamW(trained, lr=0.01)
+            return torch.optim.AdamW(trained, lr=0.01, eps=EPS)
         matrices = [each for each in trained if each.dim() > 1]
         vectors = [each for each in trained if each.dim() <= 1]
         optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02}], lr=0.01
+            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 0.02}],
+            lr=0.01,
+            eps=EPS,
         )
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
