@@ -82,7 +82,7 @@ def test_watching_leaves_the_job_alone_and_sees_it_die(
     for digit, words in (
         ("2", "recent steps"),
         ("3", "difference"),
-        ("4", "bubble"),
+        ("4", "waits"),  # no pipeline, so no stage waits for another
         ("5", "processes"),
         ("6", "memory"),
         ("7", "collectives by group"),
