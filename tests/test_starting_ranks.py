@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import PRELOAD, RankFailure, run_ranks
+from tests.support import ranks
+from tests.support.ranks import JOINS, PRELOAD, RankFailure, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -35,3 +36,26 @@ def fail_or_wait(rank, world_size):
 def test_a_failure_is_told_with_its_rank_first():
     with pytest.raises(RankFailure, match=r"^rank 1: (?s:.*)ValueError: planted"):
         run_ranks(fail_or_wait, 2)
+
+
+def own_rank(rank, world_size):
+    return rank
+
+
+@pytest.mark.parametrize("times", [JOINS - 1, JOINS])
+def test_ranks_that_gloo_cannot_connect_are_started_again(times, monkeypatch):
+    run_once = ranks._run_once
+    left = iter([True] * times)
+
+    def unconnected_first(*given):
+        started = run_once(*given)
+        if next(left, False):
+            started[0].error, started[0].is_unconnected = "connectFullMesh failed", True
+        return started
+
+    monkeypatch.setattr(ranks, "_run_once", unconnected_first)
+    if times < JOINS:
+        assert run_ranks(own_rank, 2) == [0, 1]
+    else:
+        with pytest.raises(RankFailure, match="connectFullMesh failed"):
+            run_ranks(own_rank, 2)

@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -62,11 +62,21 @@ for the doors of pipeline and tensor, a second for what Hugging Face's models ne
 GRACE_S = 3.0
 """How long the other ranks may take to tell their side once one has failed."""
 
+JOINS = 3
+"""How often the ranks of a job are started if gloo cannot connect them.
+
+A machine under load closes a connection between two of them now and then, before the test begins.
+"""
+
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "timed out")
 """A rank that says this lost a peer; the peer is the cause."""
 
 
 _STARTING = threading.Lock()
+
+
+class UnconnectedError(RuntimeError):
+    """gloo could not connect the ranks of a test."""
 
 
 class RankFailure(AssertionError):  # noqa: N818 - what a test reports, not an error of ours
@@ -81,7 +91,8 @@ class _Rank:
     result: Any = None
     error: str | None = None
     is_done: bool = False
-    said: list[str] = field(default_factory=list)
+    is_unconnected: bool = False
+    """gloo could not connect it with the others, so its worker did not begin."""
 
     def collect(self) -> None:
         """Take the report of a rank that has sent one or has died."""
@@ -98,6 +109,7 @@ class _Rank:
             self.result = value
         else:
             self.error = value
+            self.is_unconnected = outcome == "unconnected"
 
 
 def run_ranks(
@@ -111,6 +123,21 @@ def run_ranks(
 
     ``grace_s`` is for tests that look at what the others say when one has failed.
     """
+    for _ in range(JOINS):
+        ranks = _run_once(worker, world_size, args, timeout_s, grace_s)
+        if not any(each.is_unconnected for each in ranks):
+            break
+    _raise_first_cause(ranks)
+    return [each.result for each in ranks]
+
+
+def _run_once(
+    worker: Callable[..., Any],
+    world_size: int,
+    args: tuple[object, ...],
+    timeout_s: float,
+    grace_s: float,
+) -> list[_Rank]:
     context = fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         # The fork server keeps the environment that it was started with.
@@ -131,8 +158,7 @@ def run_ranks(
                     each.process.kill()
                 each.process.join()
                 each.connection.close()
-    _raise_first_cause(ranks)
-    return [each.result for each in ranks]
+    return ranks
 
 
 def fork_server() -> "multiprocessing.context.ForkServerContext":
@@ -198,6 +224,8 @@ def _rank_main(
         with _group(rank, world_size, folder, run_dir, timeout_s):
             result = worker(rank, world_size, *args)
         report = pickle.dumps(("ok", result))
+    except UnconnectedError:
+        report = pickle.dumps(("unconnected", traceback.format_exc()))
     except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
         report = pickle.dumps(("error", traceback.format_exc()))
     # Plain bytes: multiprocessing would share a tensor's memory with a process about to end.
@@ -236,13 +264,18 @@ def _group(
         GLOO_SOCKET_IFNAME="lo",
         BOLTMESH_RUN_DIR=run_dir,
     )
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise UnconnectedError(str(error)) from error
     try:
         yield
         dist.barrier()
