@@ -294,7 +294,9 @@ class SignatureGuard:
         found: tuple[Tensor | None, ...]
         found = torch.autograd.grad(roots, [*leaves.values()], given, allow_unused=True)
         outcome.gradients = {
-            name: each for name, each in zip(leaves, found, strict=True) if each is not None
+            name: gradient
+            for name, gradient in zip(leaves, found, strict=True)
+            if gradient is not None
         }
         return outcome
 
