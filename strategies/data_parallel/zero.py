@@ -216,8 +216,8 @@ class ZeroAxis(DataAxis):
 
     @override
     def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
-        refuse_optimizers(optimizers)
         assert self._context is not None
+        refuse_optimizers(optimizers, self._model.module)
         self._model.successors.take_over(optimizers, self._model.module)
         self._forget_steps()
         for optimizer in optimizers:

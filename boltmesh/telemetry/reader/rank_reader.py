@@ -342,6 +342,15 @@ class RankReader:
         in_tables = len(self.traffic.damaged) + len(self.series.damaged) + len(self.damaged)
         return sum(len(each.damaged) for each in rings) + in_tables
 
+    def read_events(self) -> list[Line]:
+        """Read the lines that the rank wrote for humans, and return them all."""
+        try:
+            self._open()
+            self.events.update(self.read_at)
+            return list(self.events.records.values())
+        finally:
+            self._let_go()
+
     def read_series(self) -> bool:
         """Read what is new in the series of the metrics; return whether anything is."""
         try:
