@@ -6,7 +6,7 @@ from typing import Literal
 from boltmesh.planner.machine import Cluster
 
 Recompute = Literal["none", "selective", "full"]
-Offload = Literal["none", "optimizer"]
+Offload = Literal["none", "optimizer", "all"]
 
 
 @dataclass(frozen=True)
@@ -19,16 +19,17 @@ class Layout:
         data: Replicas of the model; shards of it under ZeRO.
         context: Ranks that divide a sequence.
         microbatch: Sequences of a microbatch.
-        sequences: Of a step, over all ranks.
-        schedule: Of the pipeline; ``""`` without one.
-        stages_per_rank: Of the pipeline.
+        sequences: Sequences of a step, over all ranks.
+        schedule: Name of the pipeline schedule; ``""`` without one.
+        stages_per_rank: Pipeline stages of each rank.
         zero: ZeRO stage, 0 to 3.
         shard: Ranks that share one copy under ZeRO; the others replicate it (hybrid sharding).
         recompute: What each block computes again in the backward pass.
         has_sequence_parallel: Whether activations between divided layers are divided too.
         has_async_tensor: Whether collectives of the tensor axis run beside products.
-        offload: What lives in host memory.
-        dtype: Of the matrix products: bf16, fp8 or fp4.
+        offload: What lives in host memory: nothing, the optimizer state, or parameters, gradients
+            and optimizer state.
+        dtype: Type of the matrix products: bf16, fp8 or fp4.
         has_fp32_gradients: Whether gradients are reduced in fp32.
         state_bytes: Bytes per element of parameters, gradients and optimizer state; of boltmesh
             under mixed precision.
@@ -77,6 +78,7 @@ class Group:
 
     @property
     def num_nodes(self) -> int:
+        """Nodes that have ranks of the group."""
         return -(-self.size // self.in_node)
 
 

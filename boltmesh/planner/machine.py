@@ -32,6 +32,8 @@ class Accelerator:
     """Devices that this link connects."""
     node_network_rate: float
     """From a node to the others."""
+    host_bytes: float
+    """Host memory for each device, as is usual."""
     host_rate: float
 
     def matmul_rate(self, dtype: str) -> float:
@@ -83,6 +85,7 @@ def _accelerator(name: str, row: Mapping[str, object]) -> Accelerator:
         link_rate=_number(row, "link_gb_s") * GB,
         per_node=int(_number(row, "per_node")),
         node_network_rate=parse_network(str(row["network_gbit"])),
+        host_bytes=_number(row, "host_gb") * GB,
         host_rate=_number(row, "host_gb_s") * GB,
     )
 
@@ -103,7 +106,7 @@ def accelerator_named(name: str) -> Accelerator:
     wanted = name.lower().replace(" ", "-").removeprefix("nvidia-").removeprefix("amd-")
     found = [each for each in known if each == wanted or each.startswith(f"{wanted}-")]
     if found:
-        return known[found[-1]]
+        return known[found[0]]
     near = nearest(wanted, [*known, *(each.partition("-")[0] for each in known)])
     hint = f" Did you mean '{near}'?" if near else ""
     raise ConfigError(

@@ -11,13 +11,13 @@ DATA = Path(__file__).with_name("rates.yaml")
 
 @dataclass(frozen=True)
 class Rates:
-    """What software reaches of a machine's peaks. Fitted to published runs by tests/planner/fit.py.
+    """Shares of a machine's peaks that software reaches, fitted to published runs.
 
     Attributes:
-        matmul: Of the rate of large products, what those of a training step reach.
+        matmul: Share of the rate of large products that those of a training step reach.
         small_width: Width of a product at which half of its rate is lost.
         small_rows: Rows of a product at which half of its rate is lost.
-        attention: Of the peak, what fused attention reaches.
+        attention: Share of the peak that fused attention reaches.
         score_bytes: Traffic of unfused attention, bytes per score.
         elementwise_bytes: Traffic of norms, activations and residuals of a block, bytes per token
             and unit of width, forward.
@@ -25,8 +25,8 @@ class Rates:
         network: Share of the network of a node that collectives reach.
         gradient_overlap: Share of the gradients' reduction that the backward pass hides.
         gather_overlap: Share of ZeRO-3's gathers that can be hidden by computation.
-        block_us: Of a block's pass that is no computation (launches), microseconds.
-        step_ms: Of a step that is in no other term, milliseconds.
+        block_us: Time of a block's pass that is no computation (launches), microseconds.
+        step_ms: Time of a step that is in no other term, milliseconds.
         straggler: Slowdown for each doubling of the nodes.
         calibration: Factor on the whole step, measured on a cluster.
     """
@@ -51,4 +51,6 @@ class Rates:
 def default_rates() -> Rates:
     """Return the rates that come along."""
     table = yaml.safe_load(DATA.read_text(encoding="utf-8"))
-    return Rates(**{each.name: float(table[each.name]) for each in fields(Rates) if each.name in table})
+    return Rates(
+        **{each.name: float(table[each.name]) for each in fields(Rates) if each.name in table}
+    )

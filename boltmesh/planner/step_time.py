@@ -31,7 +31,7 @@ NOT_DIVIDED = 0.45
 HIDDEN_BY_ASYNC = 0.7
 """Share of the tensor axis's collectives that run beside products, where they are cut in parts."""
 BUBBLE_OF_SCHEDULE = {"zero_bubble": 0.42, "zbv": 0.03}
-"""Of the bubble of 1F1B."""
+"""Bubbles of schedules over that of 1F1B."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StepTime:
     tensor: float
     context: float
     gather: float
-    """Gathers of ZeRO-3 that computation does not hide."""
+    """Gathers of ZeRO-3, and transfers from and to the host, that computation does not hide."""
     bubble: float
     """A rank waits for other stages, messages between them included."""
     data: float
@@ -76,14 +76,16 @@ class _Pass:
     context: float
 
     def __add__(self, other: "_Pass") -> "_Pass":
-        return _Pass(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return _Pass(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
 
     def times(self, count: float) -> "_Pass":
         return _Pass(*(count * each for each in vars(self).values()))
 
     @property
     def seconds(self) -> float:
-        return sum(vars(self).values())
+        return float(sum(vars(self).values()))
 
 
 class StepTimeModel:
@@ -104,19 +106,13 @@ class StepTimeModel:
         """Return the time of one step."""
         rates = self.rates
         groups = groups_of(layout, self.cluster)
-        blocks, last = self._stages(layout)
-        block = self._block(layout, groups)
-        stage = block.times(blocks)
-        slowest = stage
-        if last is not None:
-            with_logits = block.times(last) + self._logits(layout, groups)
-            slowest = max(stage, with_logits, key=lambda each: each.seconds)
-        count = layout.num_microbatches
-        busy = slowest.times(count)
+        slowest = self._slowest(layout, groups)
+        busy = slowest.times(layout.num_microbatches)
         message = self._message(layout, groups["pipeline"])
         bubble = self._bubble(layout, slowest.seconds, message)
-        gather = self._gather(layout, groups["replicas"], blocks, busy) if layout.zero == 3 else 0.0
-        parameters = self._parameters(layout)
+        parameters = parameters_of_rank(self.model, layout)
+        gather = self._gather(layout, groups["replicas"], busy) if layout.zero == 3 else 0.0
+        gather += self._transfer(layout, parameters, busy)
         found = StepTime(
             compute=busy.forward + busy.backward,
             recompute=busy.recompute,
@@ -131,16 +127,23 @@ class StepTimeModel:
         waiting = 1.0 + rates.straggler * log2(max(1, self.cluster.num_nodes))
         return found.scaled(waiting * rates.calibration)
 
+    def stage_times(self, layout: Layout) -> tuple[tuple[float, float], float]:
+        """Return the seconds of a stage's forward and backward pass, and of a message."""
+        groups = groups_of(layout, self.cluster)
+        slowest = self._slowest(layout, groups)
+        forward = slowest.forward + slowest.tensor / 3 + slowest.context / 3
+        per_stage = 1 / layout.stages_per_rank
+        stage = forward * per_stage, (slowest.seconds - forward) * per_stage
+        return stage, self._message(layout, groups["pipeline"])
+
     # Parts of the model.
 
-    def _stages(self, layout: Layout) -> tuple[float, float | None]:
-        """Return the blocks of the fullest stage without, and of the one with logits."""
-        layers, pipeline = self.model.layers, layout.pipeline
-        if pipeline == 1:
-            return layers, layers
-        if (layers + 2) % pipeline == 0:  # embedding and logits stand for a block each
-            return (layers + 2) / pipeline, (layers + 2) / pipeline - 1
-        return layers / pipeline, layers / pipeline
+    def _slowest(self, layout: Layout, groups: dict[str, Group]) -> _Pass:
+        """Return a microbatch on the rank with the most work."""
+        blocks, last = blocks_of_rank(self.model.layers, layout)
+        block = self._block(layout, groups)
+        with_logits = block.times(last) + self._logits(layout, groups)
+        return max(block.times(blocks), with_logits, key=lambda each: each.seconds)
 
     def _tokens(self, layout: Layout) -> float:
         return layout.microbatch * self.model.seq / layout.context
@@ -156,8 +159,10 @@ class StepTimeModel:
             + self._product(layout, tokens, model.ffn / ranks, width)
         )
         attention = self._attention(layout, tokens)
-        share = 1 / ranks if layout.has_sequence_parallel or ranks == 1 else (
-            NOT_DIVIDED + (1 - NOT_DIVIDED) / ranks
+        share = (
+            1 / ranks
+            if layout.has_sequence_parallel or ranks == 1
+            else (NOT_DIVIDED + (1 - NOT_DIVIDED) / ranks)
         )
         elementwise = rates.elementwise_bytes * tokens * width * share / device.memory_rate
         launches = rates.block_us * 1e-6
@@ -198,9 +203,12 @@ class StepTimeModel:
         harder = 1.0 if dtype == "bf16" else 2.0
         efficiency = (
             rates.matmul
-            * columns / (columns + rates.small_width * harder)
-            * inner / (inner + rates.small_width * harder)
-            * rows / (rows + rates.small_rows * harder)
+            * columns
+            / (columns + rates.small_width * harder)
+            * inner
+            / (inner + rates.small_width * harder)
+            * rows
+            / (rows + rates.small_rows * harder)
         )
         rate = self.cluster.accelerator.matmul_rate(dtype)
         return 2.0 * rows * inner * columns / (rate * efficiency)
@@ -215,11 +223,10 @@ class StepTimeModel:
         products = 4.0 * model.seq * width * tokens / (peak * rates.matmul * 0.7)
         head_size = model.hidden / model.heads
         unaligned = 1.0 if head_size % 8 == 0 else 3.0  # tensor cores take multiples of 8
-        return unaligned * products + rates.score_bytes * heads * model.seq * tokens / device.memory_rate
-
-    def _parameters(self, layout: Layout) -> float:
-        """Return the parameters of the fullest rank, before ZeRO shards them."""
-        return parameters_of_rank(self.model, layout)
+        return (
+            unaligned * products
+            + rates.score_bytes * heads * model.seq * tokens / device.memory_rate
+        )
 
     # Communication.
 
@@ -234,8 +241,11 @@ class StepTimeModel:
         if group.size == 1:
             return 0.0
         latency = self._latency(group) * log2(group.size)
-        inside = (group.in_node - 1) / group.in_node * num_bytes / (
-            self.cluster.accelerator.link_rate * self.rates.link
+        inside = (
+            (group.in_node - 1)
+            / group.in_node
+            * num_bytes
+            / (self.cluster.accelerator.link_rate * self.rates.link)
         )
         across = 0.0
         if group.num_nodes > 1:
@@ -273,8 +283,9 @@ class StepTimeModel:
         exposed = layout.num_microbatches * (layout.stages_per_rank - 1) * message
         return waiting + exposed
 
-    def _gather(self, layout: Layout, group: Group, blocks: float, busy: _Pass) -> float:
+    def _gather(self, layout: Layout, group: Group, busy: _Pass) -> float:
         """Return what of the gathers and scatters of ZeRO-3 is not hidden."""
+        blocks, _ = blocks_of_rank(self.model.layers, layout)
         shards = layout.num_shards
         sharing = Group(shards, min(shards, group.in_node))
         num_bytes = HALF * blocks * self.model.block_numel / layout.tensor
@@ -307,10 +318,28 @@ class StepTimeModel:
         moved = 2 * HALF * updated / self.cluster.accelerator.host_rate
         return max(moved, updated / HOST_OPTIMIZER_RATE)
 
+    def _transfer(self, layout: Layout, parameters: float, busy: _Pass) -> float:
+        """Return what of the transfers of parameters and gradients from and to the host shows."""
+        if layout.offload != "all":
+            return 0.0
+        num_bytes = (2 * HALF + 4) * parameters / layout.num_shards
+        moved = layout.num_microbatches * num_bytes / self.cluster.accelerator.host_rate
+        return max(0.0, moved - (busy.forward + busy.backward + busy.recompute))
+
+
+def blocks_of_rank(layers: int, layout: Layout) -> tuple[int, int]:
+    """Return the blocks of the rank that has most, and of the rank with the logits."""
+    stages = layout.pipeline * layout.stages_per_rank
+    if layout.pipeline > 1 and (layers + 2) % stages == 0:
+        return (layers + 2) // layout.pipeline, (layers + 2) // layout.pipeline - 1  # as a block
+    most = -(-layers // stages) * layout.stages_per_rank
+    return most, most
+
 
 def parameters_of_rank(model: Transformer, layout: Layout) -> float:
     """Return the parameters of the rank that has most, before ZeRO shards them."""
-    blocks = model.layers * model.block_numel / (layout.tensor * layout.pipeline)
+    most, _ = blocks_of_rank(model.layers, layout)
+    blocks = most * model.block_numel / layout.tensor
     tables = model.vocab * model.hidden / layout.tensor
     both = layout.pipeline == 1 and not model.is_tied
     return blocks + (2 if both else 1) * tables

@@ -18,8 +18,8 @@ class Transformer:
     Attributes:
         layers: Blocks.
         hidden: Width of the residual stream.
-        heads: Of the queries.
-        kv_heads: Of keys and values; fewer than ``heads`` under grouped-query attention.
+        heads: Query heads.
+        kv_heads: Heads of keys and values; fewer than ``heads`` under grouped-query attention.
         ffn: Width of the feed-forward layer.
         vocab: Rows of the embedding.
         seq: Tokens of a sequence.
@@ -73,6 +73,8 @@ def _llama(
     return Transformer(layers, hidden, heads, kv, ffn, vocab, seq, is_gated=True)
 
 
+_FLAGS = {"is_gated": 0, "is_tied": 0, "has_flash": 1}
+
 KNOWN: Mapping[str, Transformer] = {
     "gpt2": _gpt(12, 768, 12, 50257, 1024),
     "gpt2-xl": _gpt(48, 1600, 25, 50257, 1024),
@@ -103,7 +105,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "vocab": ("vocab_size",),
     "seq": ("max_position_embeddings", "n_positions"),
 }
-"""What configurations of Hugging Face call a size."""
+"""Names of each size in configurations of Hugging Face."""
 
 
 def transformer_named(text: str, *, seq: int | None = None) -> Transformer:
@@ -164,7 +166,7 @@ def _from_sizes(sizes: dict[str, int]) -> Transformer:
         raise ConfigError(f"--model lacks {name_choices(needed)}: write layers=32 hidden=4096 …")
     sizes.setdefault("kv_heads", sizes["heads"])
     sizes.setdefault("ffn", 4 * sizes["hidden"])
-    flags = {name: bool(sizes.pop(name)) for name in list(sizes) if name.startswith(("is_", "has_"))}
+    flags = {name: bool(sizes.pop(name, default)) for name, default in _FLAGS.items()}
     if min(sizes.values()) < 1:
         raise ConfigError("--model: every size has to be 1 or more.")
     if sizes["hidden"] % sizes["heads"] or sizes["heads"] % sizes["kv_heads"]:
@@ -172,7 +174,16 @@ def _from_sizes(sizes: dict[str, int]) -> Transformer:
             f"--model: hidden={sizes['hidden']} has to be a multiple of heads={sizes['heads']}, "
             f"and that one of kv_heads={sizes['kv_heads']}."
         )
-    return Transformer(**sizes, **flags)
+    return Transformer(
+        layers=sizes["layers"],
+        hidden=sizes["hidden"],
+        heads=sizes["heads"],
+        kv_heads=sizes["kv_heads"],
+        ffn=sizes["ffn"],
+        vocab=sizes["vocab"],
+        seq=sizes["seq"],
+        **flags,
+    )
 
 
 def _from_hugging_face(path: Path) -> Transformer:

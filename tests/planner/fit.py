@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from boltmesh.planner.rates import DATA, Rates, default_rates
 from boltmesh.planner.step_time import StepTimeModel
@@ -100,7 +100,9 @@ def main() -> None:
         others = [run for run in runs if run.source != source]
         found[source] = written(fit(others, default_rates(), rounds=16))
         print(f"without {source}: {loss([r for r in runs if r.source == source], default_rates())}")
-    head = "# Written by `python -m tests.planner.fit --leave-out`: rates that never saw the source.\n"
+    head = (
+        "# Written by `python -m tests.planner.fit --leave-out`: rates that never saw the source.\n"
+    )
     LEFT_OUT.write_text(head + yaml.safe_dump(found, sort_keys=False), encoding="utf-8")
 
 

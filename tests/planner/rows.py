@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from boltmesh.planner.layout import Layout
-from boltmesh.planner.machine import Cluster, accelerators, build_cluster, parse_network
+from boltmesh.planner.machine import Cluster, accelerators, parse_network
 from boltmesh.planner.transformer import Transformer
 
 ROWS = Path(__file__).with_name("planner_rows.csv")
@@ -93,7 +93,8 @@ def _run(row: Mapping[str, str]) -> Run | None:
         memory_gb=_float(row, "mem_gb"),
         memory_kind=row.get("mem_kind", ""),
         is_out_of_memory="oom" in row.get("status", "").lower(),
-        is_known=row.get("recompute") != "unknown" and "model states" not in row.get("mem_kind", ""),
+        is_known=row.get("recompute") != "unknown"
+        and "model states" not in row.get("mem_kind", ""),
     )
 
 
@@ -111,7 +112,9 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
         same = [name for name in known if name.startswith(kind[0]) and form in name]
     if not same:
         raise ValueError(row["gpu"])
-    device = known[max(same) if same[0].startswith(("h100", "a100")) and len(same) > 1 else same[-1]]
+    device = known[
+        max(same) if same[0].startswith(("h100", "a100")) and len(same) > 1 else same[-1]
+    ]
     if text == "h100":
         device = known["h100-80gb"]
     num_devices = int(row["n_gpus"])
@@ -126,9 +129,7 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
         per_node = _integer(row, "gpus_per_node", 8)
     per_node = min(per_node, num_devices)
     usual = device.node_network_rate / device.per_node
-    return Cluster(
-        device, num_devices, per_node, usual if network is None else network / per_node
-    )
+    return Cluster(device, num_devices, per_node, usual if network is None else network / per_node)
 
 
 def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Layout | None:
@@ -146,10 +147,13 @@ def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Lay
         per_rank = model.layers // pipeline
         stages = next((each for each in (2, 3, 5, 7) if per_rank % each == 0), 1)
     precision = row.get("precision", "").lower()
-    dtype = "fp4" if "fp4" in precision else "fp8" if re.search(r"fp8|float8", precision) else "bf16"
+    dtype = (
+        "fp4" if "fp4" in precision else "fp8" if re.search(r"fp8|float8", precision) else "bf16"
+    )
     zero = row.get("zero", "0")
     recompute = row.get("recompute", "none")
     notes = row.get("notes", "").lower()
+    is_offloaded = "offload" in notes and not re.search(r"no offload|offload false", notes)
     framework = row.get("framework", "").lower()
     return Layout(
         tensor=tensor,
@@ -164,8 +168,7 @@ def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Lay
         shard=cluster.devices_per_node if zero == "hsdp" else None,
         recompute="full" if recompute == "full" else "selective" if "sel" in recompute else "none",
         has_sequence_parallel=row.get("seq_parallel") == "1",
-        offload="optimizer" if "offload" in notes and not re.search(r"no offload|offload false", notes)
-        else "none",
+        offload="optimizer" if is_offloaded else "none",
         dtype=dtype,
         has_fp32_gradients="fp32 grad" in precision,
         state_bytes=_state_bytes(framework, precision),

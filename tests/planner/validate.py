@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from boltmesh.planner.layout_memory import estimate_layout_memory
 from boltmesh.planner.rates import DATA, Rates, default_rates
@@ -147,7 +147,9 @@ def calibrate(runs: Sequence[Run], rates_of: RatesOf) -> tuple[RatesOf, set[str]
 def memory_errors(runs: Iterable[Run]) -> list[float]:
     """Return the relative error of the memory of each run that states it."""
     return [
-        abs(math.log(estimate_layout_memory(run.model, run.layout).device / (run.memory_gb * 2**30)))
+        abs(
+            math.log(estimate_layout_memory(run.model, run.layout).device / (run.memory_gb * 2**30))
+        )
         for run in runs
         if run.memory_gb is not None and not run.is_out_of_memory
     ]
@@ -240,8 +242,10 @@ def table(result: dict[str, Any]) -> list[str]:
     counts = result["memory_filter"]
     lines += [
         "",
-        f"memory filter: {counts['failed_rejected']} of {counts['failed']} that failed rejected, "
-        f"{counts['fitted_rejected']} of {counts['fitted']} that fitted",
+        (
+            f"memory filter: {counts['failed_rejected']} of {counts['failed']} that failed "
+            f"rejected, {counts['fitted_rejected']} of {counts['fitted']} that fitted"
+        ),
     ]
     return lines
 
