@@ -54,6 +54,7 @@ from boltmesh.run_folder import (
     next_run_folder,
     store_config,
 )
+from boltmesh.run_lock import RunLock
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import check_strategy_arguments
@@ -278,21 +279,30 @@ class RunBuilder:
         else:
             resumed = checkpoint if self.verb == "fit" else None
             folder = make_run_folder(self.config, resumed)
+            self.rank.run_lock = lock = RunLock.take(folder)
             try:
                 yield folder
+                store_config(self.config, folder)
             except BaseException:
+                lock.release()
                 with contextlib.suppress(OSError):  # it is not empty: an older run goes on in it
                     folder.rmdir()
                 raise
             self.rank.run_folder = folder
-            store_config(self.config, folder)
 
 
 def run(config: DictConfig, verb: Verb, placement: Placement, rank: Rank, *, source: str) -> None:
     """Carry out one command in this rank."""
     rank.serve_rendezvous()
+    try:
+        _run(RunBuilder(config, verb, placement, rank, source=source).build(), verb)
+    finally:
+        if rank.run_lock is not None:
+            rank.run_lock.release()
+
+
+def _run(built: Built, verb: Verb) -> None:
     has_group = dist.is_initialized()
-    built = RunBuilder(config, verb, placement, rank, source=source).build()
     act: Callable[..., object] = getattr(built.trainer, verb)
     if verb == "predict":
         act = partial(act, return_predictions=False)

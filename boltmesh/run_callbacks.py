@@ -90,6 +90,13 @@ class RunFolder(Callback):
         if trainer.is_global_zero:
             self._announce(trainer)
 
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._rank.run_lock is not None:
+            self._rank.run_lock.check()
+
     def _announce(self, trainer: Trainer) -> None:
         ranks = "1 rank" if trainer.world_size == 1 else f"{trainer.world_size} ranks"
         parts = [f"{self._title} on {ranks}"]

@@ -5,6 +5,7 @@
     runs/NAME/                 run.dir and run.name
         0/                     the first run of that name, then 1/, 2/, ...
             config.yaml        the config that was used, itself a valid config
+            run.lock           which process writes here now, see run_lock.py
             checkpoints/       *.ckpt, complete or absent: files, or directories of shards;
                                *.ckpt.damaged, found to be so and kept
             logs/              metrics.csv, one folder per start

@@ -28,6 +28,7 @@ from boltmesh.strategies.mesh import AXES, MeshLayout, fit_layout
 from boltmesh.strategies.topology.gather import gather_topology
 from boltmesh.strategies.topology.slow_links import find_slow_groups
 from boltmesh.strategies.torch_compat.communication import device_index
+from boltmesh.strategies.torch_compat.elastic import store_of_attempt
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 
 if TYPE_CHECKING:
@@ -209,9 +210,13 @@ class RankMeshStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         device = self.root_device
+        store = None
+        if not dist.is_initialized():
+            store = store_of_attempt(self.global_rank, self.world_size, self.timeout)
         compat.init_process_group(
             self.cluster_environment,
             self.process_group_backend,
+            store=store,
             timeout=self.timeout,
             device_id=None if device.type == "cpu" else device,
         )

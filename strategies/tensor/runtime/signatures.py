@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -290,11 +290,14 @@ class SignatureGuard:
             torch.randn(each.shape, generator=generator).to(each.device, each.dtype)
             for each in roots
         ]
-        found: Sequence[Any] = torch.autograd.grad(
-            roots, [*leaves.values()], given, allow_unused=True
+        found = cast(
+            "tuple[Tensor | None, ...]",
+            torch.autograd.grad(roots, [*leaves.values()], given, allow_unused=True),
         )
         outcome.gradients = {
-            name: each for name, each in zip(leaves, found, strict=True) if each is not None
+            name: gradient
+            for name, gradient in zip(leaves, found, strict=True)
+            if gradient is not None
         }
         return outcome
 
