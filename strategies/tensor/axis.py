@@ -351,13 +351,14 @@ class TensorAxis(Axis):
 
     @override
     def join_model_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        holds = self.strategy.holds
-        return {
-            name: self._joined(name, part)
-            if holds(name) and self.division(name) is not None
-            else part
-            for name, part in state.items()
-        }
+        whole = dict(state)
+        for name, part in state.items():
+            division = self.division(name)
+            if division is not None and self.strategy.holds(name):
+                whole[name] = self._joined(name, part)
+            elif division is not None:  # of another stage, which has it whole by now
+                whole[name] = part.new_empty(division.shape, device="meta")
+        return whole
 
     def _joined(self, name: str, part: Tensor) -> Tensor:
         """Return the whole of which each rank has a part. Collective over the axis.
