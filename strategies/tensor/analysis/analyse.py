@@ -19,6 +19,7 @@ from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim
 from boltmesh.strategies.tensor.analysis.trace import DimTrace, OperatorRecord, of_parameters
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.modules import swapped_state
+from boltmesh.strategies.torch_compat.packed_sequences import FakePackedSequences
 from boltmesh.strategies.torch_compat.tensors import (
     GROUPED_PRODUCT,
     NEEDS_DATA,
@@ -254,6 +255,7 @@ def analyse(
             with (
                 torch.random.fork_rng(devices=[]),
                 torch.enable_grad(),
+                FakePackedSequences(),
                 AnalysisMode(trace, persistent),
             ):
                 result = each(module)
