@@ -18,6 +18,7 @@ from boltmesh.cli.plan import plan, schedule
 from boltmesh.cli.run import check, command_of
 from boltmesh.cli.top import export_metrics, jobs, record, stream, top
 from boltmesh.errors import BoltMeshError
+from boltmesh.process import without_control
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,7 +48,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _complain(message: str, exit_code: int) -> int:
-    print(f"boltmesh: {message}", file=sys.stderr)
+    print(f"boltmesh: {without_control(message)}", file=sys.stderr)
     return exit_code
 
 
