@@ -33,6 +33,7 @@ from boltmesh.strategies.checkpoint.storage.addresses import (
     path_or_address,
 )
 from boltmesh.strategies.checkpoint.storage.folder import folder_at
+from boltmesh.telemetry.redaction import holds_secret
 
 
 def checkpoint_at(key: str, address: str) -> str:
@@ -260,11 +261,17 @@ def make_run_folder(config: DictConfig, resumed: Path | str | None) -> Path:
 
 
 def store_config(config: DictConfig, folder: Path) -> Path:
-    """Write the config beside the checkpoints, with paths to code that hold from anywhere."""
+    """Write the config beside the checkpoints, with paths to code that hold from anywhere.
+
+    The owner alone may read it if it holds secrets.
+    """
     stored = config.copy()
     _anchor_class_paths(stored)
     path = folder / CONFIG_FILE
     temporary = path.with_suffix(".partial")
+    is_private = holds_secret(OmegaConf.to_container(stored))
+    temporary.unlink(missing_ok=True)
+    temporary.touch(0o600 if is_private else 0o666)
     temporary.write_text(OmegaConf.to_yaml(stored), encoding="utf-8")
     temporary.replace(path)
     return path
