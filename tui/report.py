@@ -16,6 +16,7 @@ from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.ranks import rank_rows
+from boltmesh.tui.metrics.status import job_stalled_seconds
 from boltmesh.tui.metrics.step_time import step_split
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.chart import newest_metrics
@@ -24,7 +25,7 @@ from boltmesh.tui.panels.events import draw_events
 from boltmesh.tui.panels.header import draw_header
 from boltmesh.tui.panels.jobs import draw_jobs
 from boltmesh.tui.panels.phases import phase_label, phase_share, phases_title
-from boltmesh.tui.panels.throughput import flops_words, job_flops, throughput
+from boltmesh.tui.panels.throughput import flops_words, job_flops, rate_now
 from boltmesh.tui.panels.traffic import draw_communication
 from boltmesh.tui.render.line import Line, to_ascii
 from boltmesh.tui.render.ranks import ranks_table
@@ -49,6 +50,10 @@ class JobReport(JobSnapshot, frozen=True, kw_only=True):
 
     devices: tuple[DeviceReading, ...]
     findings: tuple[Finding, ...]
+    stalled_s: float | None
+    """Seconds without progress; None if the job is not stalled."""
+    stopped: bool
+    """A signal or a time limit ended it before its last step."""
 
 
 class JobList(msgspec.Struct, frozen=True):
@@ -61,8 +66,16 @@ class JobList(msgspec.Struct, frozen=True):
 def job_json(seen: Observation) -> str:
     """Return one JSON object on one line."""
     known = {name: getattr(seen.job, name) for name in JobSnapshot.__struct_fields__}
-    findings = diagnose(fold(None, seen))
-    return _encode(JobReport(**known, devices=seen.devices, findings=findings))
+    state = fold(None, seen)
+    return _encode(
+        JobReport(
+            **known,
+            devices=seen.devices,
+            findings=diagnose(state),
+            stalled_s=job_stalled_seconds(state),
+            stopped=seen.job.stop_reason is not None,
+        )
+    )
 
 
 def jobs_json(jobs: Sequence["JobSummary"]) -> str:
@@ -110,10 +123,11 @@ def _join(blocks: Sequence[Sequence[Line]], look: Style) -> str:
 
 def _rates_and_metrics(state: State, width: int) -> list[Line]:
     parts = [
-        labelled("samples/s", units.rate(throughput(state.job, "samples"))),
-        labelled("tokens/s", units.rate(throughput(state.job, "tokens"))),
+        labelled("samples/s", rate_now(state, "samples")),
+        labelled("tokens/s", rate_now(state, "tokens")),
     ]
-    if (flops := job_flops(state.job)) is not None:
+    is_stalled = job_stalled_seconds(state) is not None
+    if not is_stalled and (flops := job_flops(state.job)) is not None:
         parts.append(labelled(*flops_words(flops)))
     parts += [labelled(name, units.number(value)) for name, value in newest_metrics(state).items()]
     return wrap_facts(parts, width)

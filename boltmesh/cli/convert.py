@@ -14,7 +14,7 @@ from boltmesh.cli.signals import stopped_cleanly
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?")
 
 
-class Size(click.ParamType[int]):
+class ByteSize(click.ParamType[int]):
     """A number of bytes as Hugging Face writes it: 5GB, 500MB, 2GiB."""
 
     name = "size"
@@ -61,7 +61,7 @@ class PathOrAddress(click.ParamType["str | Path"]):
     help="What to take off the names for safetensors, such as model.; '' takes nothing off. "
     "[the attribute that holds the model, where there is one only]",
 )
-@click.option("--max-shard-size", type=Size(), help="Of each file in a folder. [5GB]")
+@click.option("--max-shard-size", type=ByteSize(), help="Of each file in a folder. [5GB]")
 @click.option("--force", is_flag=True, help="Replace what is there.")
 def export(
     checkpoint: str | Path,

@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.telemetry.job import is_switched_off
+from boltmesh.telemetry.reader.cause import STOPPED
 from boltmesh.telemetry.writer.lightning_compat import computed_metrics
 from boltmesh.telemetry.writer.throughput import count, flops_per_batch, peak_flops
 
@@ -97,6 +100,8 @@ class TelemetryCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if recorder := _recorder_of(trainer):
             self._record_metrics(recorder, trainer.global_step, computed_metrics(trainer))
+            if _is_out_of_time(trainer):
+                recorder.event("end", f"{STOPPED}max_time after step {trainer.global_step}")
             recorder.end_loop()
 
     @override
@@ -182,6 +187,15 @@ def _recorder_of(trainer: Trainer) -> "Recorder | None":
 def _loss(outputs: Any) -> Tensor | None:
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return loss.detach() if isinstance(loss, Tensor) else None
+
+
+def _is_out_of_time(trainer: Trainer) -> bool:
+    """Say whether ``Trainer(max_time=...)`` ends the run before its last step."""
+    timers = [each for each in trainer.callbacks if isinstance(each, Timer)]  # type: ignore[attr-defined]
+    left = [each.time_remaining(RunningStage.TRAINING) for each in timers]
+    return trainer.global_step != trainer.max_steps and any(
+        seconds is not None and seconds <= 0 for seconds in left
+    )
 
 
 def _is_log_step(trainer: Trainer, global_step: int) -> bool:

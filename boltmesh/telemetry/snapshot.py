@@ -340,3 +340,5 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     alerts: AlertThresholds = AlertThresholds()
     tensor_plan: TensorPlanTable | None = None
     """None where no layer is divided, or nobody has told."""
+    stop_reason: str | None = None
+    """The signal or time limit that ended the job before its last step, and after which step."""

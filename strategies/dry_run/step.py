@@ -5,7 +5,7 @@ loss, every gradient, and the outputs of the repeated blocks.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -135,12 +135,9 @@ class DryRun:
             stack.enter_context(random_state_unchanged(self.device))
             stack.enter_context(modules_unchanged(self.module.modules()))
             stack.enter_context(no_side_effects(self.module, find_metrics(self.module)))
-            for each in self.module.modules():
-                if isinstance(each, _DROPOUTS):
-                    each.p = 0.0  # also if a block is recomputed, in another thread
+            stack.enter_context(without_dropout(self.module.modules()))
             if not self.trains:  # for training Lightning leaves every module in its own mode
                 self.module.eval()
-            stack.enter_context(WithoutDropout())
             yield
 
     @contextmanager
@@ -154,6 +151,16 @@ class DryRun:
         finally:
             for each in handles:
                 each.remove()
+
+
+@contextmanager
+def without_dropout(modules: Iterable[Module]) -> Iterator[None]:
+    """Context without dropout, within one that restores attributes of the modules."""
+    for each in modules:
+        if isinstance(each, _DROPOUTS):
+            each.p = 0.0  # also if a block is recomputed, in another thread
+    with WithoutDropout():
+        yield
 
 
 def _let_draw(module: Module) -> None:

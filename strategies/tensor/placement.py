@@ -35,6 +35,7 @@ from boltmesh.strategies.tensor.planning import make_plan, with_user_plan
 from boltmesh.strategies.tensor.runtime.apply import AppliedPlan, apply_plan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.runtime.param_swap import shard_parameters
+from boltmesh.strategies.tensor.runtime.signatures import SignatureRecorder
 from boltmesh.strategies.tensor.skip_blocks import BlockShapes, kinds_of, lasts_of
 from boltmesh.strategies.tensor.verify import ProofInputs, divisions_of, prove
 
@@ -186,17 +187,19 @@ def place(
         },
     )
     known = len(plan.notes)
-    plan = prove(
-        plan,
-        ProofInputs(
-            on_device,
-            blocks,
-            passed,
-            made_elements * torch.float32.itemsize,
-            context.judges,
-            lambda: _group_for_a_proof(context),
-        ),
-    )
+    recorder = SignatureRecorder()
+    with recorder.watching(blocks):
+        plan = prove(
+            plan,
+            ProofInputs(
+                on_device,
+                blocks,
+                passed,
+                made_elements * torch.float32.itemsize,
+                context.judges,
+                lambda: _group_for_a_proof(context),
+            ),
+        )
     make_shards(
         module,
         blocks,
@@ -206,7 +209,7 @@ def place(
         size=group.size,
         rank=group.rank,
     )
-    applied = apply_plan(module, plan, group)
+    applied = apply_plan(module, plan, group, verified=recorder.seen)
     divisions = divisions_of(applied.plan, group.rank)
     placed = TensorPlacement(module, step, applied, divisions, tuple(applied.sharded))
     return placed, plan.notes[known:]

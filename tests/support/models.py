@@ -122,3 +122,29 @@ class TwoOptimizers(LightningModule):
             torch.optim.Adam(self.generator.parameters(), lr=0.01),
             torch.optim.SGD(self.critic.parameters(), lr=0.05),
         ]
+
+
+class Autoencoder(LightningModule):
+    """A variational autoencoder whose layers are called by its steps: it has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(FEATURES, 12), nn.ReLU())
+        self.mean, self.log_variance = nn.Linear(12, 4), nn.Linear(12, 4)
+        self.decoder = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, FEATURES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, _ = batch
+        hidden = self.encoder(inputs)
+        mean, log_variance = self.mean(hidden), self.log_variance(hidden)
+        latent = mean + torch.exp(0.5 * log_variance) * torch.linspace(-1, 1, 4)
+        divergence = (mean.square() + log_variance.exp() - log_variance - 1).mean()
+        loss = functional.mse_loss(self.decoder(latent), inputs) + 0.1 * divergence
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)

@@ -5,7 +5,8 @@ from typing import get_args
 
 import pytest
 
-from boltmesh.tui.metrics import status, step_time, stragglers, traffic
+from boltmesh.telemetry import stall
+from boltmesh.tui.metrics import step_time, stragglers, traffic
 from boltmesh.tui.metrics.findings import limits, waits
 from boltmesh.tui.metrics.findings.finding import Kind
 from boltmesh.tui.metrics.step_time import WARM_UP_STEPS
@@ -23,12 +24,13 @@ def test_every_kind_is_described() -> None:
     "words",
     [
         (
-            f"the newest {step_time.RECENT_STEPS} steps of each rank "
+            f"the newest {stall.RECENT_STEPS} steps of each rank "
             f"({step_time.LEAST_STEPS} with hundreds"
         ),
         f"The first {WARM_UP_STEPS} batches",
         f"before {stragglers.STEPS_TO_JUDGE} such steps",
-        f"for {status.STALL_IN_STEPS:.0f} steps and {status.STALL_AT_LEAST_S:.0f} s",
+        f"for {stall.STALL_IN_STEPS:.0f} steps and {stall.STALL_AT_LEAST_S:.0f} s",
+        f"or for {stall.LONG_LIMIT_S / 60:.0f} minutes while",
         f"{limits.DEVICE_NEARLY_FULL:.0%} of a GPU",
         f"{limits.HOST_NEARLY_FULL:.0%} of a host",
         f"by more than {traffic.TOLERANCE:.1%}",

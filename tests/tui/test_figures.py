@@ -4,10 +4,11 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import Event, PhaseTime
+from boltmesh.telemetry.stall import recent_step_seconds
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.ranks import rank_rows
-from boltmesh.tui.metrics.step_time import batches_per_step, phase_split, recent_step_seconds
+from boltmesh.tui.metrics.step_time import batches_per_step, phase_split
 from boltmesh.tui.metrics.traffic import traffic_rows, wire_factor
 from boltmesh.tui.panels.events import event_rows
 from boltmesh.tui.panels.header import progress

@@ -2,7 +2,6 @@ import math
 
 import pytest
 
-from boltmesh.telemetry.snapshot import Event
 from boltmesh.tui.metrics.status import status
 from boltmesh.tui.state import fold_loss_of_source
 from tests.tui.samples import NOW, job, losses, rank, state
@@ -84,10 +83,6 @@ def test_a_job_that_can_no_longer_be_read_says_so() -> None:
 
 
 def test_a_run_that_was_stopped_does_not_look_as_if_it_had_come_to_its_end() -> None:
-    events = (
-        Event(NOW - 1, 0, "end", "stopped by Ctrl-C after step 13"),
-        Event(NOW, 0, "end", "finished"),
-    )
-    found = status(state(job(state="finished", events=events)))
+    found = status(state(job(state="finished", stop_reason="stopped by Ctrl-C after step 13")))
     assert found is not None
     assert (found.level, found.text) == ("warn", "stopped by Ctrl-C after step 13")

@@ -20,6 +20,7 @@ import msgspec
 
 from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import JobSnapshot, JobState, RankSnapshot
+from boltmesh.telemetry.stall import stalled_seconds
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.sanitize import clean
 from boltmesh.tui.sources.live import Observation
@@ -224,8 +225,9 @@ def prometheus_text(seen: Observation) -> str:
 
 def families(seen: Observation) -> Iterator[Family]:
     """Yield every metric, those without a sample too."""
-    yield from _of_job(seen.job)
-    yield from _of_metrics(seen.job)
+    stalled_s = stalled_seconds(seen.job, seen.time)
+    yield from _of_job(seen.job, stalled_s)
+    yield from _of_metrics(seen.job, is_stalled=stalled_s is not None)
     yield from _of_ranks(seen.job)
     yield from _of_communication(seen.job)
     yield from _of_memory(seen.job)
@@ -233,7 +235,7 @@ def families(seen: Observation) -> Iterator[Family]:
     yield from device_families(seen.devices)
 
 
-def _of_job(job: JobSnapshot) -> Iterator[Family]:
+def _of_job(job: JobSnapshot, stalled_s: float | None) -> Iterator[Family]:
     about = {"name": job.name, "strategy": job.strategy, "recipe": job.recipe or ""}
     sizes = {axis: size for axis, size in job.mesh.items() if axis in AXES}
     yield gauge("job_info", "What the job is; always 1.", [({**about, **sizes}, 1)])
@@ -243,13 +245,23 @@ def _of_job(job: JobSnapshot) -> Iterator[Family]:
     yield gauge(
         "job_updated_time_seconds", "When the job last recorded anything.", [({}, job.updated)]
     )
+    yield gauge(
+        "job_stalled_seconds",
+        "How long a running job has made no progress; 0 while it is not stalled.",
+        [({}, None if job.state != "running" else stalled_s or 0.0)],
+    )
+    yield gauge(
+        "job_stopped",
+        "Whether a signal or a time limit ended the job before its last step.",
+        [({}, int(job.stop_reason is not None))],
+    )
     yield gauge("job_ranks", "Ranks of the whole job.", [({}, job.world_size)])
     yield gauge("job_epoch", "Epoch of the furthest rank.", [({}, job.epoch)])
     yield gauge("job_max_steps", "Optimizer steps that it will do.", [({}, job.max_steps)])
     yield counter("job_steps", "Optimizer steps of the furthest rank.", [({}, job.global_step)])
 
 
-def _of_metrics(job: JobSnapshot) -> Iterator[Family]:
+def _of_metrics(job: JobSnapshot, *, is_stalled: bool) -> Iterator[Family]:
     yield gauge(
         "logged_metric",
         "Newest value of what the training logs.",
@@ -257,7 +269,8 @@ def _of_metrics(job: JobSnapshot) -> Iterator[Family]:
     )
     rates = {"samples": job.samples_per_second, "tokens": job.tokens_per_second}
     for unit, rate in rates.items():
-        yield gauge(f"job_{unit}_per_second", f"{unit.title()} a second, recently.", [({}, rate)])
+        text = f"{unit.title()} a second, recently; not of a stalled job."
+        yield gauge(f"job_{unit}_per_second", text, [({}, None if is_stalled else rate)])
 
 
 def _of_ranks(job: JobSnapshot) -> Iterator[Family]:

@@ -14,12 +14,12 @@ from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.pipelines import newest_whole_steps
-from boltmesh.tui.metrics.ranks import RankRow, rank_rows
+from boltmesh.tui.metrics.ranks import RankRow, ShownState, rank_rows
 from boltmesh.tui.metrics.step_time import optimizer_step_seconds
 from boltmesh.tui.state import State
 from boltmesh.tui.view import View
 
-Mark = Literal["failed", "dead", "missing", "starting", "finished", "running", "not finite"]
+Mark = ShownState | Literal["not finite"]
 """What is no matter of more or less."""
 
 

@@ -1,13 +1,21 @@
 """One row of figures for each rank."""
 
+from typing import Literal
+
 import msgspec
 
 from boltmesh.telemetry.snapshot import RankSnapshot, RankState
+from boltmesh.telemetry.stall import recent_step_seconds
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.memo import remember_last
-from boltmesh.tui.metrics.step_time import RankProfile, rank_profiles, recent_step_seconds
+from boltmesh.tui.metrics.status import job_stalled_seconds
+from boltmesh.tui.metrics.step_time import RankProfile, rank_profiles
 from boltmesh.tui.metrics.stragglers import Lateness, lateness
 from boltmesh.tui.state import State
+
+ShownState = RankState | Literal["stalled", "stopped"]
+"""``stalled``: the rank runs, and the job makes no progress. ``stopped``: a signal or a
+time limit ended it before its last step."""
 
 
 class RankRow(msgspec.Struct, frozen=True):
@@ -17,7 +25,7 @@ class RankRow(msgspec.Struct, frozen=True):
     coordinates: dict[str, int]
     host: str
     device: str
-    state: RankState
+    state: ShownState
     phase: str | None
     global_step: int
     behind: int
@@ -66,6 +74,7 @@ def rank_rows(state: State) -> list[RankRow]:
         for rank in device.ranks
     }
     profiles, late = rank_profiles(state.job), lateness(state.job)
+    is_stalled = job_stalled_seconds(state) is not None
     furthest = max((rank.global_step for rank in state.job.ranks), default=0)
     return [
         _row(
@@ -75,9 +84,20 @@ def rank_rows(state: State) -> list[RankRow]:
             profiles.get(rank.rank),
             late.get(rank.rank),
             furthest,
+            shown_state(rank, state),
+            is_stalled=is_stalled,
         )
         for rank in state.job.ranks
     ]
+
+
+def shown_state(rank: RankSnapshot, state: State) -> ShownState:
+    """Return the rank's state as the screens show it."""
+    if rank.state in {"starting", "running"} and job_stalled_seconds(state) is not None:
+        return "stalled"
+    if rank.state in {"finished", "failed"} and state.job.stop_reason is not None:
+        return "stopped"
+    return rank.state
 
 
 def _row(
@@ -87,6 +107,9 @@ def _row(
     profile: RankProfile | None,
     late: Lateness | None,
     furthest: int,
+    shown: ShownState,
+    *,
+    is_stalled: bool,
 ) -> RankRow:
     is_on_cpu = rank.device_uuid is None and rank.device.startswith("cpu")
     reading = process if is_on_cpu else gpu
@@ -99,7 +122,7 @@ def _row(
         coordinates=rank.coordinates,
         host=rank.host,
         device=rank.device,
-        state=rank.state,
+        state=shown,
         phase=rank.phase,
         global_step=rank.global_step,
         behind=furthest - rank.global_step,
@@ -107,8 +130,8 @@ def _row(
         profile=profile,
         lateness=late,
         loss=next((step.loss for step in reversed(rank.steps) if step.loss is not None), None),
-        samples_per_second=rank.samples_per_second,
-        tokens_per_second=rank.tokens_per_second,
+        samples_per_second=None if is_stalled else rank.samples_per_second,
+        tokens_per_second=None if is_stalled else rank.tokens_per_second,
         utilization_percent=None if reading is None else reading.utilization_percent,
         memory_used_bytes=used,
         memory_total_bytes=None if is_on_cpu or reading is None else reading.memory_total_bytes,

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from boltmesh.telemetry.snapshot import GroupProgress, JobSnapshot, RankSnapshot
+from boltmesh.telemetry.stall import LONG_LIMIT_S, LONG_PHASES
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.step_time import optimizer_step_seconds
 from boltmesh.tui.metrics.traffic import is_point_to_point
@@ -25,15 +26,10 @@ STUCK_IN_STEPS = 5.0
 """A group is called stuck when somebody waits in it and nobody has advanced for this many steps
 of the job, and this long. When the job has ended nobody will, and there is nothing to wait for."""
 
-LONG_PHASES = frozenset({"validation", "checkpoint"})
-STUCK_IN_LONG_PHASE_S = 600.0
-"""Where all ranks that are missing validate or write a checkpoint, or the job has made no step yet
-and one of them loads what the others wait for, they may well wait so long."""
-
 Status = Literal["even", "apart", "waiting", "stuck", "paired", "unknown"]
-"""``apart``: the numbers differ, as they do for a moment. ``waiting``: for a rank that does what
-takes long, see STUCK_IN_LONG_PHASE_S. ``paired``: numbers that cannot be compared. ``unknown``: no
-rank tells."""
+"""``apart``: the numbers differ, as they do for a moment. ``waiting``: for a rank that validates,
+writes a checkpoint or loads what its first step needs. ``paired``: numbers that cannot be compared.
+``unknown``: no rank tells."""
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,7 +251,7 @@ def _status(
         return "stuck"
     if silent_s is None or silent_s < patience_s:
         return quiet
-    if silent_s < STUCK_IN_LONG_PHASE_S and _takes_long(missing, ranks):
+    if silent_s < LONG_LIMIT_S and _takes_long(missing, ranks):
         return "waiting"
     return "stuck"
 

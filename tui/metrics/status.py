@@ -11,16 +11,15 @@ from typing import Literal
 import msgspec
 
 from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
+from boltmesh.telemetry.stall import (
+    STALL_AT_LEAST_S,
+    live_ranks,
+    silence,
+    stalled_seconds,
+    typical_limit_s,
+)
 from boltmesh.tui import units
-from boltmesh.tui.metrics.step_time import recent_step_seconds
 from boltmesh.tui.state import State
-
-STALL_AT_LEAST_S = 15.0
-STALL_IN_STEPS = 10.0
-"""A job is called stalled when nothing was recorded for this many of its steps, and this long."""
-
-LONG_BY_NATURE = frozenset({"validation", "checkpoint"})
-"""Phases that may well take that long."""
 
 UNKNOWN_PHASE = "an unknown phase"
 
@@ -32,22 +31,23 @@ class Stall(msgspec.Struct, frozen=True):
     phases: dict[str, tuple[int, ...]]
     """The ranks by the phase that they are in, the rarest first: there the cause is most often."""
 
-    @property
-    def is_long_by_nature(self) -> bool:
-        """Say whether all ranks do what takes long, which then is the whole story."""
-        return LONG_BY_NATURE.issuperset(self.phases)
+    is_expected: bool
+    """A rank does what takes long (``stall.LONG_PHASES``, the first batch), so far not too long."""
 
 
 def find_stall(state: State) -> Stall | None:
     """Return the silence, or None while steps are made."""
-    running = [rank for rank in state.job.ranks if rank.state == "running"]
-    if state.job.state != "running" or not any(rank.steps for rank in running):
+    ranks = live_ranks(state.job)
+    silent_s = silence(state.job, state.time)
+    stalled_s = job_stalled_seconds(state)
+    if silent_s is None or silent_s < (typical_limit_s(ranks) or STALL_AT_LEAST_S):
         return None
-    silent_s = state.time - max(rank.last_seen for rank in running)
-    step_s = max((recent_step_seconds(rank) or 0.0 for rank in running), default=0.0)
-    if silent_s < max(STALL_AT_LEAST_S, STALL_IN_STEPS * step_s):
-        return None
-    return Stall(silent_s=silent_s, phases=_by_phase(running))
+    return Stall(silent_s=silent_s, phases=_by_phase(ranks), is_expected=stalled_s is None)
+
+
+def job_stalled_seconds(state: State) -> float | None:
+    """Return how long the job has made no progress; None if it is not stalled."""
+    return stalled_seconds(state.job, state.time)
 
 
 def _by_phase(ranks: Sequence[RankSnapshot]) -> dict[str, tuple[int, ...]]:
@@ -76,18 +76,13 @@ def status(state: State) -> Status | None:
         )
     job = state.job
     if job.state == "finished":
-        stopped = [
-            event.message
-            for event in job.events
-            if event.kind == "end" and event.message.startswith("stopped by ")
-        ]
-        if stopped:
-            return Status("warn", stopped[0])
+        if job.stop_reason is not None:
+            return Status("warn", job.stop_reason)
         ran = units.duration(job.updated - job.started)
         return Status("good", f"finished after {ran} at step {units.count(job.global_step)}")
     if job.state != "running":
         return Status("bad", f"{job.state}: {_cause(job)}")
-    if not any(rank.steps for rank in job.ranks):
+    if not any(rank.steps for rank in job.ranks) and job_stalled_seconds(state) is None:
         return Status("muted", "waiting for the first step")
     return _stall(state) or _broken_loss(job)
 
@@ -108,7 +103,7 @@ def _stall(state: State) -> Status | None:
     stall = find_stall(state)
     if stall is None:
         return None
-    level: Level = "muted" if stall.is_long_by_nature else "warn"
+    level: Level = "muted" if stall.is_expected else "warn"
     return Status(level, f"no step for {units.duration(stall.silent_s)}: {tell_phases(stall)}")
 
 

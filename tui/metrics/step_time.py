@@ -23,12 +23,10 @@ from statistics import median
 import msgspec
 
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, PhaseTime, RankSnapshot
+from boltmesh.telemetry.stall import RECENT_STEPS
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.pipelines import bubble
 from boltmesh.tui.state import State
-
-RECENT_STEPS = 20
-"""Steps that a mean is taken over: a few seconds of most jobs."""
 
 LEAST_STEPS = 8
 RECORDS = 4096
@@ -148,12 +146,6 @@ def phase_split(job: JobSnapshot) -> PhaseSplit | None:
             if seconds > 0
         ),
     )
-
-
-def recent_step_seconds(rank: RankSnapshot) -> float | None:
-    """Return the mean time of the rank's recent steps."""
-    recent = rank.steps[-RECENT_STEPS:]
-    return sum(step.seconds for step in recent) / len(recent) if recent else None
 
 
 BUBBLE = "bubble"

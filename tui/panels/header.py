@@ -9,6 +9,7 @@ import msgspec
 
 from boltmesh.telemetry.snapshot import JobSnapshot, JobState
 from boltmesh.tui import units
+from boltmesh.tui.metrics.status import job_stalled_seconds
 from boltmesh.tui.panels.events import clock
 from boltmesh.tui.render.bars import bar
 from boltmesh.tui.render.line import Line, fit
@@ -34,7 +35,7 @@ def progress(state: State) -> Progress:
     # Lightning writes -1 for "no limit".
     limit = job.max_steps if job.max_steps is not None and job.max_steps > 0 else None
     left_s = None
-    if is_running and limit is not None and pace is not None:
+    if is_running and limit is not None and pace is not None and not job_stalled_seconds(state):
         left_s = max(0, limit - job.global_step) / pace
     return Progress(
         elapsed_s=elapsed_s,
@@ -71,9 +72,15 @@ def draw_header(
     return lines[:height]
 
 
-def job_state(state: JobState, look: Style) -> Line:
-    """The job's state as a sign and a word."""
+def job_state(
+    state: JobState, look: Style, *, stalled_s: float | None = None, is_stopped: bool = False
+) -> Line:
+    """The job's state as a sign and a word; of a stalled one also for how long."""
     glyphs = look.glyphs
+    if stalled_s is not None:
+        return Line(f"{look.sign('!')}stalled {units.duration(stalled_s)}", "warn")
+    if is_stopped:
+        return Line(look.sign("!") + "stopped", "warn")
     if state == "running":
         return Line(look.sign(glyphs.running) + state, "good")
     if state == "finished":
@@ -83,7 +90,12 @@ def job_state(state: JobState, look: Style) -> Line:
 
 def _identity(state: State, width: int, look: Style, *, is_paused: bool) -> Line:
     job, glyphs = state.job, look.glyphs
-    right = job_state(job.state, look)
+    right = job_state(
+        job.state,
+        look,
+        stalled_s=job_stalled_seconds(state),
+        is_stopped=job.stop_reason is not None,
+    )
     if state.lost is not None:
         right = Line(look.sign(glyphs.absent) + "disconnected", "warn")
     if is_paused:

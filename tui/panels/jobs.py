@@ -62,13 +62,19 @@ def cells_of(job: "JobSummary", now: float) -> Cells:
     return {
         "id": job.id,
         "name": job.name,
-        "state": job.state,
+        "state": _state_word(job),
         "recipe": job.recipe,
         "strategy": job.strategy,
         "mesh": units.mesh(job.mesh, job.world_size, times=" x "),
         "step": job.global_step,
         "age": now - job.started,
     }
+
+
+def _state_word(job: "JobSummary") -> str:
+    if job.stalled_s is not None:
+        return "stalled"
+    return "stopped" if job.stopped else job.state
 
 
 def _columns(jobs: Sequence["JobSummary"]) -> list[Column]:
@@ -88,7 +94,7 @@ def _cells(job: "JobSummary", jobs: Sequence["JobSummary"], look: Style, now: fl
     return [
         Line(job.id, "strong"),
         Line(job.name if job.name != job.id else "", "muted"),
-        job_state(job.state, look),
+        job_state(job.state, look, stalled_s=job.stalled_s, is_stopped=job.stopped),
         *([job.recipe or units.UNKNOWN] if _has_recipes(jobs) else []),
         job.strategy,
         units.mesh(job.mesh, job.world_size, times=f" {look.glyphs.times} "),

@@ -246,7 +246,7 @@ def _draw_identity(
         parts.append(labelled("skipped records", units.count(rank.skipped_records), "warn"))
     if rank.device_uuid:
         parts.append(labelled("uuid", rank.device_uuid))
-    lines = [heading(title, width, look, right=rank_state(rank.state, look))]
+    lines = [heading(title, width, look, right=rank_state(row.state, look))]
     lines += wrap_facts(parts, width)
     if rank.is_summary:
         text = "on another host: known only by the summary that it sends through the job's store"

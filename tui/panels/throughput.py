@@ -17,6 +17,7 @@ import msgspec
 from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.metrics.memo import remember_last
+from boltmesh.tui.metrics.status import job_stalled_seconds
 from boltmesh.tui.metrics.step_time import rank_profiles
 from boltmesh.tui.render.bars import bar, sparkline
 from boltmesh.tui.render.line import Line
@@ -79,6 +80,12 @@ def throughput(job: JobSnapshot, unit: Unit) -> float | None:
     return job.samples_per_second if unit == "samples" else job.tokens_per_second
 
 
+def rate_now(state: State, unit: Unit) -> str:
+    """Return the job's recent rate as text; that of a stalled job is not known."""
+    is_stalled = job_stalled_seconds(state) is not None
+    return units.UNKNOWN if is_stalled else units.rate(throughput(state.job, unit))
+
+
 def throughput_over_time(job: JobSnapshot, unit: Unit, *, buckets: int) -> list[float]:
     """Return the job's rate in equal spans of the recent past, oldest first.
 
@@ -128,7 +135,7 @@ def draw_throughput(state: State, width: int, height: int, look: Style) -> list[
     known: list[Unit] = [unit for unit in _UNITS if throughput(state.job, unit) is not None] or [
         "samples"
     ]
-    flops = job_flops(state.job)
+    flops = job_flops(state.job) if job_stalled_seconds(state) is None else None
     if height == 1 and len(known) + (flops is not None) > 1:
         return [_draw_side_by_side(state, known, flops, width, look)]
     lines = [_draw(state, unit, width, look) for unit in known]
@@ -153,9 +160,7 @@ def _draw_side_by_side(
     parts = [_draw(state, unit, cells, look) for unit in known]
     if flops is None and all(part.width == cells for part in parts):
         return facts(parts, width)
-    parts = [
-        labelled(f"{unit}/s", units.rate(throughput(state.job, unit)), "strong") for unit in known
-    ]
+    parts = [labelled(f"{unit}/s", rate_now(state, unit), "strong") for unit in known]
     if flops is not None:
         parts.append(labelled(*flops_words(flops), "strong"))
     return facts(parts, width)
@@ -178,10 +183,17 @@ def _draw_flops(flops: Flops, width: int, look: Style) -> Line:
 
 
 def _draw(state: State, unit: Unit, width: int, look: Style) -> Line:
-    """Label and figure, and a sparkline where it fits; figures are never cut."""
+    """Label and figure, and a sparkline where it fits; figures are never cut.
+
+    While the job is stalled the last figure and its age stand in the place of the sparkline.
+    """
     line = Line(f"{unit}/s".ljust(_LABEL_WIDTH), "muted")
-    line.add(units.rate(throughput(state.job, unit)).rjust(_FIGURE_WIDTH), "strong")
+    line.add(rate_now(state, unit).rjust(_FIGURE_WIDTH), "strong")
     room = width - line.width - 2
+    stalled_s = job_stalled_seconds(state)
+    if stalled_s is not None:
+        last = f"{units.rate(throughput(state.job, unit))} {units.duration(stalled_s)} ago"
+        return line.add("  ").add(last, "muted").crop(width) if len(last) <= room else line
     if room >= _SPARKLINE_FROM_WIDTH:
         values = throughput_over_time(state.job, unit, buckets=room)
         line.add("  ").join(sparkline(values, room, look.glyphs))

@@ -1,8 +1,8 @@
 """The ranks of a summary in words and numbers, and the words that every table of ranks uses."""
 
-from boltmesh.telemetry.snapshot import PHASES, RankState
+from boltmesh.telemetry.snapshot import PHASES
 from boltmesh.tui import units
-from boltmesh.tui.metrics.ranks import RankRow
+from boltmesh.tui.metrics.ranks import RankRow, ShownState
 from boltmesh.tui.render.bars import phase_role
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.style import Style
@@ -49,16 +49,18 @@ def ranks_table(state: State, rows: list[RankRow], width: int, look: Style) -> l
     return draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
 
 
-def rank_state(state: RankState, look: Style) -> Line:
+def rank_state(state: ShownState, look: Style) -> Line:
     """A rank's state as a sign and a word."""
     glyphs = look.glyphs
-    signs: dict[RankState, tuple[str, Role]] = {
+    signs: dict[ShownState, tuple[str, Role]] = {
         "starting": (glyphs.absent, "muted"),
         "running": (glyphs.running, "good"),
         "finished": (glyphs.finished, "good"),
         "failed": (glyphs.failed, "bad"),
         "dead": (glyphs.failed, "bad"),
         "missing": (glyphs.absent, "warn"),
+        "stalled": ("!", "warn"),
+        "stopped": ("!", "warn"),
     }
     sign, role = signs[state]
     return Line(look.sign(sign) + state, role)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from boltmesh.telemetry.job import RankEnd
-from boltmesh.telemetry.snapshot import CollectiveInFlight, JobState, RankSnapshot
+from boltmesh.telemetry.snapshot import CollectiveInFlight, Event, JobState, RankSnapshot
 
 LOST_PEER: Final = (
     "connection closed by peer",
@@ -23,6 +23,7 @@ LOST_PEER: Final = (
     "sendbytes failed",
     "failed to recv, got 0 bytes",
     "remote process exited",
+    "remote process exiting prematurely",
     "communicator was aborted",
     "application timeout caused pair closure",
 )
@@ -43,6 +44,13 @@ CONSEQUENCES: Final = (
 """
 
 
+STOPPED: Final = "stopped by "
+"""First words of the event of a rank that ended before its last step."""
+
+STOP_SIGNAL: Final = "SIGTERMException"
+"""Lightning raises it in a rank that SIGTERM ends."""
+
+
 class Failure(NamedTuple):
     """When a rank failed, in its own words."""
 
@@ -55,6 +63,20 @@ def is_consequence(error: str) -> bool:
     """Tell whether an error speaks of another rank's end."""
     text = error.lower()
     return any(sign in text for sign in CONSEQUENCES)
+
+
+def stop_reason(events: Sequence[Event], failures: Sequence[Failure]) -> str | None:
+    """Return what ended a job early that ended well, or None."""
+    reasons = [
+        event.message
+        for event in events
+        if event.kind == "end" and event.message.startswith(STOPPED)
+    ]
+    if reasons:
+        return reasons[-1]
+    if failures:
+        return f"{STOPPED}SIGTERM after step {max(each.rank.global_step for each in failures)}"
+    return None
 
 
 def describe_death(end: RankEnd) -> str:
@@ -78,6 +100,9 @@ def job_state(
 ) -> tuple[JobState, str | None]:
     """Return the job's state and, when it failed or crashed, the cause in one sentence."""
     seen = [rank for rank in ranks if rank.state != "missing"]
+    is_sigterm = all(each.error.startswith(STOP_SIGNAL) for each in failures)
+    if end is None and failures and len(failures) == len(seen) and is_sigterm:
+        return "finished", None  # early, but no rank has failed
     dead = [rank for rank in seen if rank.state == "dead"]
     if not dead and not failures:
         is_over = bool(seen) and all(rank.state == "finished" for rank in seen)

@@ -6,7 +6,7 @@ import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,7 @@ from boltmesh.telemetry.job import (
     read_end,
     read_job,
 )
-from boltmesh.telemetry.reader.cause import Failure, describe_death, job_state
+from boltmesh.telemetry.reader.cause import Failure, describe_death, job_state, stop_reason
 from boltmesh.telemetry.reader.job_view import (
     PlansView,
     clean_mesh,
@@ -35,12 +35,14 @@ from boltmesh.telemetry.reader.rank_view import RankView, missing_rank
 from boltmesh.telemetry.reader.step_sums import RECENT_STEPS
 from boltmesh.telemetry.sanitize import clean
 from boltmesh.telemetry.snapshot import (
+    PHASES,
     SCHEMA_VERSION,
     Event,
     JobSnapshot,
     JobState,
     RankSnapshot,
 )
+from boltmesh.telemetry.stall import STALL_AT_LEAST_S, stalled_seconds
 from boltmesh.telemetry.writer.file_records import Status
 
 if TYPE_CHECKING:
@@ -72,6 +74,19 @@ MIN_STEPS = 64
 
 STARTING_S = 120.0
 """How long the ranks of a job may take until one of them has opened its file."""
+
+
+class Peek(NamedTuple):
+    """State of a job without its records."""
+
+    statuses: list[Status]
+    """One for each rank that has a file."""
+    phases: list[str | None]
+    """Current phase of each of these ranks."""
+    state: JobState
+    stalled_s: float | None
+    """Seconds without progress; None if the job is not stalled."""
+    stop_reason: str | None
 
 
 class JobReader:
@@ -155,6 +170,7 @@ class JobReader:
         if not present and state == "running" and time.time() - started > STARTING_S:
             state, cause = "crashed", "no rank of it has left telemetry that can be read."
         first = next((view for view in views if view.is_present), None)
+        events = self._newest_events(views)
         if self._about is None:
             self._about = describe(info)
         return JobSnapshot(
@@ -174,11 +190,12 @@ class JobReader:
             communication_note=next(
                 (note for view in views if (note := view.communication_note)), None
             ),
-            events=self._newest_events(views),
+            events=events,
             cause=clean(cause, 600) if cause else None,
             checkpoint=_newest_checkpoint(views),
             pipeline=self._plans.pipeline,
             tensor_plan=self._plans.tensor,
+            stop_reason=stop_reason(events, failures) if state == "finished" else None,
         )
 
     def _turns(self, views: Sequence[RankView]) -> set[int] | None:
@@ -205,12 +222,14 @@ class JobReader:
             self._events = tuple(sorted(events, key=lambda event: event.time)[-MAX_EVENTS:])
         return self._events
 
-    def peek(self) -> tuple[list[Status], JobState]:
-        """Return where the ranks are and the job's state, without reading what they recorded.
+    def peek(self) -> Peek:
+        """Return where the ranks are and the job's state, reading as little as that needs.
 
-        Only a job that did not end well is read whole, for its state depends on who went first.
+        A job that did not end well is read whole, for its state depends on the first rank to fail;
+        so is a silent one, for its limit depends on its steps.
         """
-        statuses = []
+        statuses: list[Status] = []
+        phases: list[str | None] = []
         is_running = False
         for rank in range(num_ranks(self.info)):
             with contextlib.suppress(TelemetryError, OSError):
@@ -218,13 +237,30 @@ class JobReader:
                 reader.peek()
                 if reader.status is not None:
                     statuses.append(reader.status)
+                    phases.append(PHASES[reader.phase] if reader.phase < len(PHASES) else None)
                     if reader.status.state in {"starting", "running"}:
                         is_running = True
                         if not reader.is_alive:
-                            return statuses, self.snapshot().state
+                            return self._peek_whole(statuses, phases)
         if any(status.state == "failed" for status in statuses) or not statuses:
-            return statuses, self.snapshot().state
-        return statuses, "running" if is_running else "finished"
+            return self._peek_whole(statuses, phases)
+        if not is_running:
+            return Peek(statuses, phases, "finished", None, self._stop_reason())
+        if time.time() - max(status.wall_s for status in statuses) >= STALL_AT_LEAST_S:
+            return self._peek_whole(statuses, phases)
+        return Peek(statuses, phases, "running", None, None)
+
+    def _peek_whole(self, statuses: list[Status], phases: list[str | None]) -> Peek:
+        job = self.snapshot()
+        stalled_s = stalled_seconds(job, time.time())
+        return Peek(statuses, phases, job.state, stalled_s, job.stop_reason)
+
+    def _stop_reason(self) -> str | None:
+        """Return why a job ended early that ended well, from the events of its first rank."""
+        for rank in range(num_ranks(self.info)):
+            with contextlib.suppress(TelemetryError, OSError):
+                return stop_reason(self._view(rank).peek_events(), ())
+        return None
 
     def _views(self) -> list[RankView]:
         """Return the ranks to look at: of very many those alone that have a file."""

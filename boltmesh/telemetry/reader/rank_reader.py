@@ -171,7 +171,7 @@ _NUM_KEPT_TRAFFIC: Final = 256
 """Records of collectives that are kept beside the sums, for those that are still in flight."""
 
 
-class Group(msgspec.Struct, frozen=True):
+class GroupRecord(msgspec.Struct, frozen=True):
     """A process group as the rank named it."""
 
     name: str
@@ -182,7 +182,7 @@ class Group(msgspec.Struct, frozen=True):
 class Facts(msgspec.Struct, frozen=True):
     """The JSON block: names behind the numbers, and what is constant."""
 
-    groups: list[Group] = []
+    groups: list[GroupRecord] = []
     operators: list[str] = []
     metrics: list[str] = []
     host: str = ""
@@ -341,6 +341,15 @@ class RankReader:
         rings = (self.steps, self.spans, self.events, self.offload, self.traffic.ring)
         in_tables = len(self.traffic.damaged) + len(self.series.damaged) + len(self.damaged)
         return sum(len(each.damaged) for each in rings) + in_tables
+
+    def read_events(self) -> list[Line]:
+        """Read the lines that the rank wrote for humans, and return them all."""
+        try:
+            self._open()
+            self.events.update(self.read_at)
+            return list(self.events.records.values())
+        finally:
+            self._let_go()
 
     def read_series(self) -> bool:
         """Read what is new in the series of the metrics; return whether anything is."""

@@ -44,7 +44,7 @@ from boltmesh.telemetry.snapshot import (
     RankState,
     StepRecord,
 )
-from boltmesh.telemetry.writer.file_records import MAX_NUMBER, OffloadRow, Status, StepRow
+from boltmesh.telemetry.writer.file_records import MAX_NUMBER, Line, OffloadRow, Status, StepRow
 
 _Key = tuple[str, str]
 
@@ -245,10 +245,7 @@ class RankView:
                 for span in reader.spans.records.values()
             )
         if is_new or "events" in changed:
-            self._events = tuple(
-                Event(time, self.rank, kind, clean(message, layout.MAX_MESSAGE))  # type: ignore[arg-type]
-                for time, kind, message in reader.events.records.values()
-            )
+            self._events = self._make_events(reader.events.records.values())
         state = self._state()
         traffic, view = reader.traffic, self._traffic
         newest_step = next(reversed(reader.steps.records.values()), None)
@@ -350,6 +347,20 @@ class RankView:
         )
         points.sort(key=lambda point: point.global_step)
         return tuple(points)
+
+    def peek_events(self) -> tuple[Event, ...]:
+        """Read the lines alone.
+
+        Raises:
+            TelemetryError: There is no file that can be trusted.
+        """
+        return self._make_events(self.reader.read_events())
+
+    def _make_events(self, lines: Iterable[Line]) -> tuple[Event, ...]:
+        return tuple(
+            Event(time, self.rank, kind, clean(message, layout.MAX_MESSAGE))  # type: ignore[arg-type]
+            for time, kind, message in lines
+        )
 
     def events(self) -> tuple[Event, ...]:
         """Return the lines that this rank wrote for humans."""

@@ -42,6 +42,10 @@ class JobSummary(msgspec.Struct, frozen=True):
     path: str
     recipe: str | None = None
     """The config that ``boltmesh fit`` was given; None for a script."""
+    stalled_s: float | None = None
+    """Seconds without progress; None if the job is not stalled."""
+    stopped: bool = False
+    """A signal or a time limit ended it before its last step."""
 
 
 def list_jobs(run_dir: Path | None = None) -> list[JobSummary]:
@@ -104,11 +108,12 @@ def open_job(which: str | Path | None = None, run_dir: Path | None = None) -> Jo
 
 def _summarise(job: Job) -> JobSummary:
     info = job.info
-    statuses, state = job.peek()
+    found = job.peek()
+    statuses = found.statuses
     return JobSummary(
         id=clean(info.id, 64),
         name=clean(info.name, 100),
-        state=state,
+        state=found.state,
         user=clean(info.user, 100),
         strategy=clean(info.strategy, 100),
         mesh=clean_mesh(info),
@@ -119,4 +124,6 @@ def _summarise(job: Job) -> JobSummary:
         updated=max((status.wall_s for status in statuses), default=started_at(info)),
         path=str(job.path),
         recipe=None if info.recipe is None else clean(info.recipe, 100),
+        stalled_s=found.stalled_s,
+        stopped=found.stop_reason is not None,
     )

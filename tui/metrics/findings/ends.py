@@ -124,7 +124,7 @@ def _norms(job: JobSnapshot) -> list[str]:
 def find_standstill(state: State) -> Finding | None:
     """Say that no rank makes steps, where all of them are, and for whom they wait."""
     stall = find_stall(state)
-    if stall is None or stall.is_long_by_nature:
+    if stall is None or stall.is_expected:
         return None
     stuck = [hang for hang in hangs(state) if hang.is_first]
     suspects = tuple(sorted({rank for hang in stuck for rank in hang.row.missing}))
