@@ -162,7 +162,9 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _missing(path: Path) -> str | None:
     """What a checkpoint lacks to be complete, in words."""
-    return find_fault(path) if path.is_dir() else None
+    if path.is_dir():
+        return find_fault(path)
+    return None if path.is_file() else "it is not a plain file"
 
 
 def _damage(path: Path) -> str | None:
@@ -307,8 +309,12 @@ def _existing(key: str, asked: str) -> Path | str:
             f"{key}={asked} is a directory, but no complete checkpoint: {fault}. "
             f"Write for example {key}=auto."
         )
-    if path.exists():
+    if path.is_file() or path.is_dir():
         return path
+    if path.exists():
+        raise ConfigError(
+            f"{key}={asked} is neither a file nor a directory. Write for example {key}=auto."
+        )
     beside = [each.name for each in path.parent.glob("*.ckpt")]
     guess = nearest(path.name, beside)
     hint = f"Did you mean {path.with_name(guess)}?" if guess else f"Write for example {key}=auto."
