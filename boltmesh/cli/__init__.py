@@ -12,7 +12,7 @@ import click
 
 from boltmesh import __version__
 from boltmesh.cli.bench import bench
-from boltmesh.cli.convert import export, import_command
+from boltmesh.cli.convert import export, import_command, verify
 from boltmesh.cli.doctor import doctor
 from boltmesh.cli.plan import plan, schedule
 from boltmesh.cli.run import check, command_of
@@ -68,6 +68,7 @@ def _complain(message: str, exit_code: int) -> int:
         record,
         export,
         import_command,
+        verify,
         export_metrics,
         jobs,
         stream,
