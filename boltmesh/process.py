@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import socket
@@ -76,9 +77,29 @@ def describe_exit(code: int) -> str:
     return f"was killed by signal {-code} ({name})"
 
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters except tab and line feed."""
+
+
+def without_control(text: str) -> str:
+    """Return text that cannot steer a terminal, and that UTF-8 can encode.
+
+    Texts of errors hold what a file, a config or a peer has sent.
+    """
+    return encodable(_CONTROL.sub("?", text))
+
+
+def encodable(text: str) -> str:
+    r"""Return text that UTF-8 can encode: a lone surrogate becomes ``\udcff`` in letters.
+
+    Names of files with other bytes have them, and so have errors about such files.
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def write_stderr(text: str) -> None:
     """Write to stderr past Python's buffers, which a signal handler may have interrupted."""
-    os.write(2, text.encode(errors="replace"))
+    os.write(2, without_control(text).encode())
 
 
 def end_process(code: int, message: str = "") -> NoReturn:

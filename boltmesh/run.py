@@ -26,7 +26,7 @@ from lightning.pytorch import (
     seed_everything,
 )
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
@@ -55,6 +55,7 @@ from boltmesh.run_folder import (
     store_config,
 )
 from boltmesh.run_lock import RunLock
+from boltmesh.run_logger import RunLogger
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import check_strategy_arguments
@@ -246,7 +247,7 @@ class RunBuilder:
         if self.verb != "fit":
             return []
         inside = folder or folder_of_name(self.config) / "0"
-        return [CSVLogger(inside, name="logs", version=str(next_log_number(inside)))]
+        return [RunLogger(inside, name="logs", version=str(next_log_number(inside)))]
 
     def _build_trainer(
         self, strategy: MeshStrategy, *, callbacks: list[Callback], loggers: list[Logger]
@@ -308,12 +309,15 @@ def _run(built: Built, verb: Verb) -> None:
         act = partial(act, return_predictions=False)
     path = None if built.checkpoint is None else str(built.checkpoint)
     act(built.model, datamodule=built.data, ckpt_path=path)
-    for each in built.callbacks:
-        for line in each.lines if isinstance(each, Summary) else ():
+    summaries = [each for each in built.callbacks if isinstance(each, Summary)]
+    for each in summaries:
+        for line in each.lines:
             print_line(line)
     if dist.is_initialized() and not has_group:
         # Lightning leaves the group to the end of the process, where its threads may abort.
         dist.destroy_process_group()
+    for each in summaries:
+        each.refuse_loss_that_is_not_finite()
 
 
 def describe(built: Built, config: DictConfig, verb: Verb, placement: Placement) -> str:

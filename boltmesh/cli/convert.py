@@ -125,6 +125,27 @@ def import_command(
     return 0
 
 
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=PathOrAddress(), metavar="PATH...")
+def verify(paths: tuple[str | Path, ...]) -> int:
+    """Read every byte of checkpoints, recordings and exports, and print which are whole.
+
+    PATH is one of them, or a folder of them, such as that of a run. Exit code 1 if one is not
+    whole, or has no checksums.
+    """
+    from boltmesh.verify import verify as read_all
+
+    num_whole = num_other = 0
+    with stopped_cleanly():
+        for found in read_all(paths):
+            click.echo(str(found))
+            num_whole += found.fault is None
+            num_other += found.fault is not None
+    if num_whole + num_other > 1:
+        click.echo(f"{num_whole} whole, {num_other} not")
+    return 1 if num_other else 0
+
+
 class _Bar:
     """How far it is, on a terminal."""
 

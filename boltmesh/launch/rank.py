@@ -144,7 +144,8 @@ class Rank:
         if report.kind == "user" and not is_first_here:
             return
         if self.wants_traceback:
-            print(report.traceback, file=sys.stderr, flush=True)  # noqa: T201 - for --traceback
+            sys.stdout.flush()
+            write_stderr(f"{report.traceback}\n")
         line = report.message
         if report.kind == "consequence" and self.launcher is not None:
             line = "connection to a peer was lost; see the first failing rank above"

@@ -190,6 +190,8 @@ def load_file(
     """
     has_checksums = True
     if isinstance(place, Path):
+        if place.exists() and not place.is_file():  # a pipe would wait, a device never end
+            raise CheckpointError(f"{place} is no checkpoint: it is not a plain file.")
         if checks_values:
             with place.open("rb") as file:
                 has_checksums = check_values(file, place)

@@ -95,7 +95,7 @@ def find_fault(place: str | Path, *, checks_files: bool = True) -> str | None:
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its {MANIFEST} cannot be read ({error})"
+        return f"its {MANIFEST} cannot be read ({getattr(error, 'strerror', None) or error})"
     except CheckpointError as error:
         return str(error)
     if form > FORMAT:
@@ -106,8 +106,10 @@ def find_fault(place: str | Path, *, checks_files: bool = True) -> str | None:
             size = inside.size(name)
         except (KeyError, TypeError, ValueError):
             return f"its {MANIFEST} does not tell the size of {name}"
-        except OSError as error:
+        except FileNotFoundError as error:
             return f"{name} is not there ({error.strerror or error})"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror or error})"
         if size != expected:
             return f"{name} has {size} bytes instead of {expected}"
     return None
@@ -164,6 +166,9 @@ def _read_manifest(folder: Folder) -> Any:
     )
     if not is_without and content.get(CRC32) != zlib.crc32(_encode(checked)):
         raise CheckpointError(f"its {MANIFEST} was damaged after it was written")
+    within = str(content.get("within", "")).removesuffix("/")
+    if any("/" in name or name == ".." for name in (within, *content["files"])):
+        raise CheckpointError(f"its {MANIFEST} names a file outside of the folder")
     return content
 
 

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
+MAX_TIMEOUT_S = 1e8
+"""Three years. torch counts in 64-bit nanoseconds."""
+
 
 class RankMeshStrategy(ParallelStrategy):
     """Starts ranks, gives each its coordinates on the axes, and makes their process groups.
@@ -70,6 +73,11 @@ class RankMeshStrategy(ParallelStrategy):
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
         )
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"timeout_s={timeout_s} is not a time for collectives: seconds, more than 0 and at "
+                f"most {MAX_TIMEOUT_S:.0f}. Use 1800, the default."
+            )
         self.axes = in_order(axes)
         """Outermost to innermost."""
         self.timeout_s = timeout_s

@@ -11,8 +11,10 @@ the files that the old one named are deleted afterwards.
 ``folder_at`` returns the folder at a path or an address.
 """
 
+import errno
 import os
 import shutil
+import stat
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -138,13 +140,25 @@ class LocalFolder:
 
     def size(self, name: str) -> int:
         """Size of a file."""
-        return (self._path / name).stat().st_size
+        with self._open(name) as file:
+            return os.fstat(file.fileno()).st_size
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         """Bytes of a file."""
-        with (self._path / name).open("rb") as file:
+        with self._open(name) as file:
             file.seek(start)
             return file.read(-1 if length is None else length)
+
+    def _open(self, name: str) -> IO[bytes]:
+        """Open a plain file of this folder: no pipe, which would wait, and no file elsewhere."""
+        path = self._path / name
+        if path.is_symlink() and not path.resolve().is_relative_to(self._path.resolve()):
+            raise OSError(errno.ELOOP, "it is a link out of the folder", str(path))
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+        return file
 
     def inside(self, within: str) -> "LocalFolder":
         """Folder of the files, in a copy of one that was replaced on a remote file system."""

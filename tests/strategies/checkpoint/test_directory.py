@@ -1,6 +1,7 @@
 """A directory of shards holds what was saved, for every other number of ranks."""
 
 import json
+import os
 import pickle
 import shutil
 import zlib
@@ -218,6 +219,35 @@ def test_a_shard_of_another_save_is_refused_though_it_has_the_same_length(
         said = find_damage(directory)
         assert said is not None
         assert "__1_0.distcp was damaged after it was written, or is of another save" in said
+
+
+@pytest.mark.ranks
+def test_pipes_links_and_names_outside_of_the_folder_are_refused_at_once(
+    tmp_path: Path, directory: Path
+) -> None:
+    shard, content = directory / "__1_0.distcp", (directory / MANIFEST).read_text()
+    kept = shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(kept)
+    assert find_fault(directory) == "__1_0.distcp cannot be read (it is a link out of the folder)"
+    shard.unlink()
+    kept.rename(directory / "kept")
+    shard.symlink_to("kept")
+    assert find_fault(directory) is None
+    assert find_damage(directory) is None
+    shard.unlink()
+    os.mkfifo(shard)
+    assert find_fault(directory) == "__1_0.distcp cannot be read (it is not a plain file)"
+    for name in (MANIFEST, REST):
+        (directory / name).unlink()
+        os.mkfifo(directory / name)
+    assert find_fault(directory) == "its manifest.json cannot be read (it is not a plain file)"
+    shutil.rmtree(directory)
+    directory.mkdir()
+    for change in ({"within": "../other/"}, {"files": {"../a": {"bytes": 1}}}):
+        changed = {**json.loads(content), **change}
+        del changed["crc32"], changed["save"]
+        (directory / MANIFEST).write_text(json.dumps({**changed, "format": 2}))
+        assert find_fault(directory) == "its manifest.json names a file outside of the folder"
 
 
 class Kills:
