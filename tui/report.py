@@ -15,6 +15,7 @@ from boltmesh.tui import units
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Finding
+from boltmesh.tui.metrics.pipelines import bubble_ratio
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.status import job_stalled_seconds
 from boltmesh.tui.metrics.step_time import step_split
@@ -129,6 +130,8 @@ def _rates_and_metrics(state: State, width: int) -> list[Line]:
     is_stalled = job_stalled_seconds(state) is not None
     if not is_stalled and (flops := job_flops(state.job)) is not None:
         parts.append(labelled(*flops_words(flops)))
+    if (ratio := bubble_ratio(state.job)) is not None:
+        parts.append(labelled("bubble", units.share(ratio)))
     parts += [labelled(name, units.number(value)) for name, value in newest_metrics(state).items()]
     return wrap_facts(parts, width)
 

@@ -128,7 +128,7 @@ def test_without_a_pipeline_there_is_no_bubble() -> None:
 def test_the_parts_of_a_step_have_signs_names_and_colours(look: Style) -> None:
     text = "\n".join(line.plain for line in draw_phases(fold(None, demo()), 60, 12, look))
     for name in ("data", "host to device", "forward", "backward", "exposed comm", "optimizer",
-                 "bubble", "other"):  # fmt: skip
+                 "pipeline idle", "other"):  # fmt: skip
         assert name in text
     assert len({look.glyphs.phases[name] for name in SPLIT_PHASES}) == len(SPLIT_PHASES)
     assert len({phase_role(name) for name in SPLIT_PHASES}) == len(SPLIT_PHASES)
@@ -141,7 +141,7 @@ def test_a_bubble_is_told_where_microbatches_are_few(microbatches: int, *, is_fo
     found = _bubble_of(_pipeline(stages=4, microbatches=microbatches))
     assert (found is not None) == is_found
     if found is not None:
-        assert found.headline == "pipeline bubble: ranks stand idle for 43% of a step"
+        assert found.headline == "pipeline bubble: ranks are idle for 43% of the pipeline's time"
         assert "more microbatches than 4" in found.advice
         assert "gpipe, 4 microbatches" in found.evidence
 

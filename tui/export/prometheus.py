@@ -22,6 +22,7 @@ from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import JobSnapshot, JobState, RankSnapshot
 from boltmesh.telemetry.stall import stalled_seconds
 from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.metrics.pipelines import bubble_ratio
 from boltmesh.tui.sanitize import clean
 from boltmesh.tui.sources.live import Observation
 
@@ -228,6 +229,7 @@ def families(seen: Observation) -> Iterator[Family]:
     stalled_s = stalled_seconds(seen.job, seen.time)
     yield from _of_job(seen.job, stalled_s)
     yield from _of_metrics(seen.job, is_stalled=stalled_s is not None)
+    yield from _of_pipeline(seen.job)
     yield from _of_ranks(seen.job)
     yield from _of_communication(seen.job)
     yield from _of_memory(seen.job)
@@ -271,6 +273,14 @@ def _of_metrics(job: JobSnapshot, *, is_stalled: bool) -> Iterator[Family]:
     for unit, rate in rates.items():
         text = f"{unit.title()} a second, recently; not of a stalled job."
         yield gauge(f"job_{unit}_per_second", text, [({}, None if is_stalled else rate)])
+
+
+def _of_pipeline(job: JobSnapshot) -> Iterator[Family]:
+    yield gauge(
+        "job_bubble_ratio",
+        "Idle share of the pipeline's ranks, mean over the whole steps in their rings.",
+        [({}, bubble_ratio(job))],
+    )
 
 
 def _of_ranks(job: JobSnapshot) -> Iterator[Family]:

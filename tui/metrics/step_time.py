@@ -18,14 +18,14 @@ a run compile, allocate and fill caches. Both are left out.
 import math
 from collections.abc import Iterable
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 import msgspec
 
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, PhaseTime, RankSnapshot
 from boltmesh.telemetry.stall import RECENT_STEPS
 from boltmesh.tui.metrics.memo import remember_last
-from boltmesh.tui.metrics.pipelines import bubble
+from boltmesh.tui.metrics.pipelines import bubble, bubble_ratio, pipelines
 from boltmesh.tui.state import State
 
 LEAST_STEPS = 8
@@ -178,11 +178,13 @@ def step_split(state: State) -> PhaseSplit | None:
 
 def bubble_seconds(state: State) -> float | None:
     """Return the mean idle time of the pipeline's ranks in a batch, where it is known."""
-    found = bubble(state)
-    if found is None:
+    found = [each for each in pipelines(state.job) if each.whole]
+    ratio = bubble_ratio(state.job)
+    if not found or ratio is None:
         return None
-    # The window is an optimizer step; what ranks record is a batch.
-    return found.mean.measured * found.window_s / batches_per_step(state.job)
+    window_s = fmean(fmean(batch.window_s for batch in each.times) for each in found)
+    # Without the schedule the batches of an optimizer step have one window.
+    return ratio * window_s / (batches_per_step(state.job) if state.job.pipeline is None else 1)
 
 
 def least_idle_seconds(state: State) -> float | None:

@@ -1,6 +1,6 @@
 """How much of a pipeline's time is idle, and for which reason, beside the schedule's ideal.
 
-How long the ranks of a pipeline stand idle, and why: the schedule, uneven stages, or the rest.
+How long the ranks of a pipeline are idle, and why: the schedule, uneven stages, or the rest.
 
 A bubble is measured over the common window of a pipeline, from the first start to the last end on
 any of its ranks: 1 - busy / window. A rank's own window would flatter the late stages. It is made
@@ -23,7 +23,7 @@ from boltmesh.tui.metrics.pipelines import (
     bubble,
 )
 from boltmesh.tui.render.line import Line, Role
-from boltmesh.tui.render.pipeline import fit_rows, nothing_to_show, row_names, step_text
+from boltmesh.tui.render.pipeline import fit_rows, nothing_to_show, row_names, where_text
 from boltmesh.tui.render.style import Style, heading, labelled, wrap_facts
 from boltmesh.tui.render.table import Cell, Column, draw_table
 from boltmesh.tui.state import State
@@ -53,8 +53,10 @@ def draw_bubble(state: State, width: int, height: int, look: Style) -> list[Line
         return nothing_to_show(state, "bubble", width, height, look)
     lines: list[Line] = []
     if look.has_headings and height >= 2:
-        step = step_text(found.step, found.batch, found.place, found.num_pipelines)
-        lines.append(heading(f"bubble: {step}", width, look, right=_share(found.mean.measured)))
+        steps = "1 step" if found.num_steps == 1 else f"{found.num_steps} steps"
+        title = f"bubble: mean of {steps}"
+        title += where_text(found.place, found.num_pipelines)
+        lines.append(heading(title, width, look, right=_share(found)))
     room = max(0, height - len(lines))
     table = _table(found, width, look)
     cells = width - table[0].width - 2
@@ -205,8 +207,9 @@ def _legend(found: Bubble, width: int, look: Style) -> list[Line]:
     return wrap_facts(parts, width)
 
 
-def _share(share: float) -> Line:
-    return Line(_percent(share), "strong").add(" of total", "muted")
+def _share(found: Bubble) -> Line:
+    about = " of total" if found.num_pipelines == 1 else " of all pipelines"
+    return Line(_percent(found.ratio), "strong").add(about, "muted")
 
 
 def _percent(share: float | None, *, digits: int = 1) -> str:

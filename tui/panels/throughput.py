@@ -17,6 +17,7 @@ import msgspec
 from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.metrics.memo import remember_last
+from boltmesh.tui.metrics.pipelines import bubble_ratio
 from boltmesh.tui.metrics.status import job_stalled_seconds
 from boltmesh.tui.metrics.step_time import rank_profiles
 from boltmesh.tui.render.bars import bar, sparkline
@@ -136,11 +137,15 @@ def draw_throughput(state: State, width: int, height: int, look: Style) -> list[
         "samples"
     ]
     flops = job_flops(state.job) if job_stalled_seconds(state) is None else None
-    if height == 1 and len(known) + (flops is not None) > 1:
+    has_bubble = bubble_ratio(state.job) is not None
+    if height == 1 and len(known) + (flops is not None) + has_bubble > 1:
         return [_draw_side_by_side(state, known, flops, width, look)]
     lines = [_draw(state, unit, width, look) for unit in known]
     if flops is not None:
         lines.append(_draw_flops(flops, width, look))
+    ratio = bubble_ratio(state.job)
+    if ratio is not None:
+        lines.append(_draw_bubble(ratio, width, look))
     if look.has_headings and height > len(lines):
         lines.insert(0, heading("throughput", width, look))
     return lines[: max(0, height)]
@@ -158,11 +163,14 @@ def _draw_side_by_side(
 ) -> Line:
     cells = (width - 2) // len(known)
     parts = [_draw(state, unit, cells, look) for unit in known]
-    if flops is None and all(part.width == cells for part in parts):
+    has_ratios = flops is not None or bubble_ratio(state.job) is not None
+    if not has_ratios and all(part.width == cells for part in parts):
         return facts(parts, width)
     parts = [labelled(f"{unit}/s", rate_now(state, unit), "strong") for unit in known]
     if flops is not None:
         parts.append(labelled(*flops_words(flops), "strong"))
+    if (ratio := bubble_ratio(state.job)) is not None:
+        parts.append(labelled("bubble", units.share(ratio), "strong"))
     return facts(parts, width)
 
 
@@ -182,6 +190,15 @@ def _draw_flops(flops: Flops, width: int, look: Style) -> Line:
     return line.crop(width)
 
 
+def _draw_bubble(ratio: float, width: int, look: Style) -> Line:
+    line = Line("bubble".ljust(_LABEL_WIDTH), "muted")
+    line.add(units.share(ratio).rjust(_FIGURE_WIDTH), "strong")
+    room = width - line.width - 2
+    if room >= _SPARKLINE_FROM_WIDTH:
+        line.add("  ").join(bar(ratio, room, look.glyphs))
+    return line.crop(width)
+
+
 def _draw(state: State, unit: Unit, width: int, look: Style) -> Line:
     """Label and figure, and a sparkline where it fits; figures are never cut.
 
@@ -193,7 +210,8 @@ def _draw(state: State, unit: Unit, width: int, look: Style) -> Line:
     stalled_s = job_stalled_seconds(state)
     if stalled_s is not None:
         last = f"{units.rate(throughput(state.job, unit))} {units.duration(stalled_s)} ago"
-        return line.add("  ").add(last, "muted").crop(width) if len(last) <= room else line
+        line = line.add("  ").add(last, "muted") if len(last) <= room else line
+        return line.crop(width)
     if room >= _SPARKLINE_FROM_WIDTH:
         values = throughput_over_time(state.job, unit, buckets=room)
         line.add("  ").join(sparkline(values, room, look.glyphs))

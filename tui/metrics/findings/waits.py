@@ -4,7 +4,7 @@ from boltmesh.telemetry.snapshot import JobSnapshot, MemoryKind, RankSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.pipelines import Bubble, BubbleRow, bubble
-from boltmesh.tui.metrics.step_time import bubble_seconds, least_idle_seconds, middle
+from boltmesh.tui.metrics.step_time import least_idle_seconds, middle
 from boltmesh.tui.metrics.stragglers import Balance, Lateness, stragglers
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.state import State
@@ -248,11 +248,9 @@ def find_bubble(state: State, typical: Balance) -> Finding | None:
     found = bubble(state)
     if found is None or typical.step_s <= 0:
         return None
-    share = min(1.0, (bubble_seconds(state) or 0.0) / typical.step_s)
-    # What is told of a window of the chunks alone, told of the whole step.
-    scale = share / found.mean.measured if found.mean.measured > 0 else 0.0
+    share = found.ratio
     parts = {
-        name: scale * part
+        name: part
         for name in ("structural", "imbalance", "excess")
         if (part := getattr(found.mean, name)) is not None
     }
@@ -272,7 +270,7 @@ def find_bubble(state: State, typical: Balance) -> Finding | None:
     return Finding(
         kind="bubble",
         severity="warn",
-        headline=f"pipeline bubble: ranks stand idle for {share:.0%} of a step",
+        headline=f"pipeline bubble: ranks are idle for {share:.0%} of the pipeline's time",
         evidence=tuple(evidence),
         advice=_mend(worst, found, slow),
         ranks=() if slow is None else (slow[0].rank,),
