@@ -18,7 +18,7 @@ from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.pipelines import bubble_ratio
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.status import job_stalled_seconds
-from boltmesh.tui.metrics.step_time import step_split
+from boltmesh.tui.metrics.step_time import phase_split
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.chart import newest_metrics
 from boltmesh.tui.panels.diagnosis import draw_diagnosis
@@ -137,7 +137,7 @@ def _rates_and_metrics(state: State, width: int) -> list[Line]:
 
 
 def _phases(state: State, width: int, look: Style) -> list[Line]:
-    split = step_split(state)
+    split = phase_split(state.job)
     if split is None:
         return [Line("no step yet")]
     columns = [

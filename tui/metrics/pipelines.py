@@ -130,6 +130,13 @@ def mean_idle_shares(pipeline: Pipeline) -> list[float]:
     ]
 
 
+def mean_seconds(pipeline: Pipeline, at: int) -> dict[str, float]:
+    """Return the mean time of each kind of chunk in a whole step, of one rank of a pipeline."""
+    rows = [batch.rows[at] for batch in pipeline.times]
+    kinds = dict.fromkeys(kind for row in rows for kind in row)
+    return {kind: sum(row.get(kind, 0.0) for row in rows) / len(rows) for kind in kinds}
+
+
 @remember_last
 def bubble_ratio(job: JobSnapshot) -> float | None:
     """Return the bubble ratio of the job, the one that every screen and export shows.
@@ -285,6 +292,8 @@ class BubbleRow(msgspec.Struct, frozen=True):
     rank: int
     stages: tuple[int, ...]
     parts: Parts
+    seconds: Mapping[str, float] = {}
+    """Mean time of each kind of chunk in a batch."""
     kept: tuple[int, ...] = ()
     """By stage, how many microbatches it has kept at once at most for their backward; empty where
     nobody has counted."""
@@ -342,8 +351,12 @@ def _bubble(job: JobSnapshot) -> Bubble | None:
         num_pipelines=newest.num_pipelines,
         window_s=statistics.fmean(batch.window_s for batch in shown.times),
         rows=tuple(
-            BubbleRow(rank, tuple(sorted({chunk.stage for chunk in row})), each)
-            for rank, row, each in zip(shown.ranks, newest.chunks, parts, strict=True)
+            BubbleRow(
+                rank, tuple(sorted({chunk.stage for chunk in row})), each, mean_seconds(shown, at)
+            )
+            for at, (rank, row, each) in enumerate(
+                zip(shown.ranks, newest.chunks, parts, strict=True)
+            )
         ),
         mean=mean,
     )

@@ -10,7 +10,7 @@ of what the schedule costs with equal stages (structural), what the stages' uneq
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from boltmesh.schedule_sim import (
     of_ideal,
@@ -44,6 +44,7 @@ _IN_FLIGHT = "in flight: microbatches that a stage keeps for their backward, at 
 MIN_BAR_WIDTH = 10
 MAX_BAR_WIDTH = 60
 BARS_FROM_WIDTH = 70
+TIMES_FROM_WIDTH = 140
 
 
 def draw_bubble(state: State, width: int, height: int, look: Style) -> list[Line]:
@@ -113,10 +114,18 @@ def _table(found: Bubble, width: int, look: Style, *, has_kept: bool = True) -> 
         Column("imbalance", is_number=True, rank=2),
         Column("excess", is_number=True, rank=2),
     ]
+    has_times = width >= TIMES_FROM_WIDTH
+    if has_times:
+        columns += [Column(title, is_number=True) for title in _times(found.rows[0].seconds)]
     has_kept = has_kept and any(row.kept for row in found.rows)
     if has_kept:
         columns.append(Column(_IN_FLIGHT_TITLE, is_number=True, rank=4))
     kept = [Line(""), *map(_kept, found.rows)]
+    means = {
+        kind: sum(row.seconds.get(kind, 0.0) for row in found.rows) / len(found.rows)
+        for kind in found.rows[0].seconds
+    }
+    times = [_times(seconds) for seconds in (means, *(row.seconds for row in found.rows))]
     cells: list[list[Cell]] = [
         [
             Line(name.rstrip(), "strong" if parts is found.mean else "muted"),
@@ -125,11 +134,22 @@ def _table(found: Bubble, width: int, look: Style, *, has_kept: bool = True) -> 
             _percent(parts.structural),
             _signed(parts.imbalance),
             _signed(parts.excess),
+            *(map(units.seconds, each.values()) if has_times else []),
             *([flight] if has_kept else []),
         ]
-        for (name, parts), flight in zip(rows, kept, strict=True)
+        for (name, parts), flight, each in zip(rows, kept, times, strict=True)
     ]
     return draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
+
+
+def _times(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the times of a batch by title, weight gradients if the schedule separates them."""
+    forward, weight = seconds.get("F", 0.0), seconds.get("W")
+    compute = sum(seconds.values())
+    times = {"forward": forward, "backward": compute - forward - (weight or 0.0)}
+    if weight is not None:
+        times["weight grad"] = weight
+    return times | {"compute": compute}
 
 
 def _kept(row: BubbleRow) -> Line:

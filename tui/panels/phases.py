@@ -2,7 +2,7 @@
 
 from boltmesh.telemetry.snapshot import PhaseTime
 from boltmesh.tui import units
-from boltmesh.tui.metrics.step_time import BUBBLE, PhaseSplit, batches_per_step, step_split
+from boltmesh.tui.metrics.step_time import BUBBLE, PhaseSplit, batches_per_step, phase_split
 from boltmesh.tui.render.bars import phase_role, stacked_bar
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import Glyphs, Style, heading, wrap_facts
@@ -17,7 +17,7 @@ def draw_phases(state: State, width: int, height: int, look: Style) -> list[Line
 
     A single line has words and no bar: a bar says nothing without its legend.
     """
-    split = step_split(state)
+    split = phase_split(state.job)
     if split is None:
         return _draw_nothing(width, height, look)
     label = phases_title(state)

@@ -4,7 +4,7 @@ from boltmesh.telemetry.snapshot import JobSnapshot, MemoryKind, RankSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.pipelines import Bubble, BubbleRow, bubble
-from boltmesh.tui.metrics.step_time import least_idle_seconds, middle
+from boltmesh.tui.metrics.step_time import middle
 from boltmesh.tui.metrics.stragglers import Balance, Lateness, stragglers
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.state import State
@@ -40,6 +40,8 @@ def find_straggler(state: State) -> Finding | None:
     # A late rank has a phase by definition.
     phase = worst.phase or "other"
     who = f"straggler {units.ranks([worst.rank])}"
+    if worst.stage is not None:
+        who += f", stage {worst.stage}"
     if len(late) > 1:
         who = f"stragglers {units.ranks(ranks).removeprefix('ranks ')}, the latest {worst.rank}"
     device = _tell_device(state, worst.rank)
@@ -50,7 +52,7 @@ def find_straggler(state: State) -> Finding | None:
         evidence=(*_tell_late(state.job, worst, phase, ranks), *device),
         advice="cool that GPU, or take it out of the job"
         if device
-        else _relieve(phase, is_one=len(late) == 1),
+        else _relieve(phase, is_one=len(late) == 1, stage=worst.stage),
         ranks=ranks,
         cost=max(0.0, min(1.0, worst.excess_s / worst.step_s)),
     )
@@ -95,7 +97,9 @@ def _tell_device(state: State, rank: int) -> list[str]:
     return facts
 
 
-def _relieve(phase: str, *, is_one: bool) -> str:
+def _relieve(phase: str, *, is_one: bool, stage: int | None) -> str:
+    if stage is not None and phase in {"forward", "backward"}:
+        return f"move a block from stage {stage} to another, or look at the clocks of its rank"
     its = "its" if is_one else "their"
     if phase == "data":
         return f"look at {its} loader workers, shard and storage"
@@ -158,11 +162,8 @@ def find_offload(state: State, typical: Balance) -> Finding | None:
 def find_communication(state: State, typical: Balance) -> Finding | None:
     """Say that transfers which nothing hides take a large part of the step."""
     exposed_s = typical.transfer_s
-    if state.job.mesh.get("pipeline", 1) > 1:
-        idle_s = least_idle_seconds(state)
-        if idle_s is None:
-            return None  # what is transfer, and what is bubble, cannot be told apart
-        exposed_s = max(0.0, exposed_s - idle_s)
+    if state.job.mesh.get("pipeline", 1) > 1 and bubble(state) is None:
+        return None  # waits for other stages cannot be separated from transfers
     share = exposed_s / typical.step_s
     if state.job.communication_note is not None or share < COMMUNICATION_SHARE:
         return None
