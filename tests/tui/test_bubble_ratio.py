@@ -32,7 +32,7 @@ def _rows(num_steps: int, *, spread: float, slow_last: float = 1.0) -> list[list
     start = NOW
     for number in range(1, num_steps + 1):
         slow = slow_last if number == num_steps else 1.0
-        table = simulate(order, lambda _, slow=slow: slow * draw.uniform(0.01, 0.01 + spread))
+        table = simulate(order, lambda _, by=slow: by * draw.uniform(0.01, 0.01 + spread))  # type: ignore[misc]
         # The host stops for a moment between the chunks of a slow step: nobody computes.
         pause = 0.2 * (slow - 1)
         for at, row in enumerate(table):

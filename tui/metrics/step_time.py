@@ -150,12 +150,12 @@ def _columns(
     rows: list[dict[str, float]] = []
     recent = rank.steps[-num_steps:]
     # The first of these records may be in the middle of an optimizer step.
-    names = _batch_names(rank.steps[-2 * num_steps :])[-len(recent) :] if chunks else []
+    batches = _batch_names(rank.steps[-2 * num_steps :])[-len(recent) :] if chunks else []
     mean = _mean_times(chunks.values()) if chunks else None
     for place, step in enumerate(recent):
         row = {phase.name: phase.seconds for phase in step.phases}
         if chunks and mean is not None:
-            row = _divide(row, chunks.get(names[place], mean))
+            row = _divide(row, chunks.get(batches[place], mean))
         # A recording can hold any number.
         if 0 < step.seconds < math.inf and 0 <= sum(row.values()) < math.inf:
             indexes.append(step.index)
@@ -227,11 +227,16 @@ class PhaseSplit(msgspec.Struct, frozen=True):
 
 @remember_last
 def phase_split(job: JobSnapshot) -> PhaseSplit | None:
-    """Return the mean recent step of the job, or None before the first."""
+    """Return the mean recent step of the job, or None before the first.
+
+    Steps that validate, write a checkpoint or warm up count only while there are no others.
+    """
     total_s = 0.0
     num_steps = 0
     seconds_by_phase = dict.fromkeys(SPLIT_PHASES, 0.0)
-    for times in recent_times(job).values():
+    known = list(recent_times(job).values())
+    ordinary = [_ordinary(times) for times in known]
+    for times in ordinary if any(times.seconds for times in ordinary) else known:
         total_s += sum(times.seconds)
         num_steps += len(times.seconds)
         for phase, column in times.phases.items():
@@ -297,9 +302,8 @@ def middle(values: Iterable[float]) -> float:
 
 
 def _profile(rank: int, times: RecentTimes) -> RankProfile | None:
+    times = _ordinary(times)
     seconds, indexes, phases = times.seconds, times.indexes, times.phases
-    if indexes[0] < WARM_UP_STEPS or any(name in phases for name in _INTERRUPTIONS):
-        seconds, indexes, phases = _only_ordinary(times)
     count = len(seconds)
     if count == 0:
         return None
@@ -321,10 +325,11 @@ def _own(step_s: float, wait_s: float, idle_s: float) -> float:
     return step_s - wait_s - idle_s
 
 
-def _only_ordinary(
-    times: RecentTimes,
-) -> tuple[tuple[float, ...], tuple[int, ...], dict[str, tuple[float, ...]]]:
-    """Return seconds, indexes and phases without the steps that are not judged."""
+def _ordinary(times: RecentTimes) -> RecentTimes:
+    """Return the columns without steps that warm up, validate or write a checkpoint."""
+    is_interrupted = any(name in times.phases for name in _INTERRUPTIONS)
+    if times.indexes[0] >= WARM_UP_STEPS and not is_interrupted:
+        return times
     interruptions = [times.phases[name] for name in _INTERRUPTIONS if name in times.phases]
     kept = [
         place
@@ -334,8 +339,8 @@ def _only_ordinary(
     columns = {
         name: tuple(column[place] for place in kept) for name, column in times.phases.items()
     }
-    return (
-        tuple(times.seconds[place] for place in kept),
-        tuple(times.indexes[place] for place in kept),
-        {name: column for name, column in columns.items() if any(column)},
+    return RecentTimes(
+        seconds=tuple(times.seconds[place] for place in kept),
+        indexes=tuple(times.indexes[place] for place in kept),
+        phases={name: column for name, column in columns.items() if any(column)},
     )
