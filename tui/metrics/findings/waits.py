@@ -2,6 +2,7 @@
 
 from boltmesh.telemetry.snapshot import JobSnapshot, MemoryKind, RankSnapshot
 from boltmesh.tui import units
+from boltmesh.tui.devices.reading import NO_LIMIT, POWER_LIMIT
 from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.pipelines import Bubble, BubbleRow, bubble
 from boltmesh.tui.metrics.step_time import middle
@@ -20,6 +21,9 @@ twentieth; offload is chosen for memory, and up to a third is its known price.""
 COMMUNICATION_SHARE = 0.2
 """Of a step, exposed. What hides behind the backward pass is free; up to a fifth is common where
 the last bucket is large, and the cures cost accuracy or memory."""
+
+COMPRESSION = {"DDPStrategy": ', or send less: gradient_compression="bf16"'}
+"""Strategies with an argument for it."""
 
 HOTTER_CELSIUS = 10.0
 """Above the other GPUs. Their places in a case differ by less."""
@@ -44,15 +48,13 @@ def find_straggler(state: State) -> Finding | None:
         who += f", stage {worst.stage}"
     if len(late) > 1:
         who = f"stragglers {units.ranks(ranks).removeprefix('ranks ')}, the latest {worst.rank}"
-    device = _tell_device(state, worst.rank)
+    device, cure = _judge_device(state, worst.rank)
     return Finding(
         kind="straggler",
         severity="warn",
         headline=f"{who}: {units.seconds(worst.excess_s)} a step late in {phase}",
         evidence=(*_tell_late(state.job, worst, phase, ranks), *device),
-        advice="cool that GPU, or take it out of the job"
-        if device
-        else _relieve(phase, is_one=len(late) == 1, stage=worst.stage),
+        advice=cure or _relieve(phase, is_one=len(late) == 1, stage=worst.stage),
         ranks=ranks,
         cost=max(0.0, min(1.0, worst.excess_s / worst.step_s)),
     )
@@ -76,25 +78,42 @@ def _tell_late(
     return tuple(evidence)
 
 
-def _tell_device(state: State, rank: int) -> list[str]:
-    """Say what is different about the GPU of a late rank."""
+def _judge_device(state: State, rank: int) -> tuple[list[str], str | None]:
+    """Return what only the GPU of a late rank has, and what to do about it.
+
+    A reason for low clocks that most other GPUs have as well does not make one of them late; the
+    power limit is the normal state of a busy GPU.
+    """
     gpus = [reading for reading in state.devices if reading.kind == "gpu"]
     own = next((reading for reading in gpus if rank in reading.ranks), None)
     if own is None:
-        return []
+        return [], None
+    others = [reading for reading in gpus if reading is not own]
     facts = []
-    others = [
-        reading.temperature_celsius
-        for reading in gpus
-        if reading is not own and reading.temperature_celsius is not None
+    cure = None
+    reasons = [
+        reason
+        for reason in own.throttle_reasons or ()
+        if 2 * sum(reason in (other.throttle_reasons or ()) for other in others) <= len(others)
+        and (others or reason != POWER_LIMIT)
+        and reason not in NO_LIMIT
     ]
-    if own.temperature_celsius is not None and others:
-        usual = middle(others)
-        if own.temperature_celsius >= usual + HOTTER_CELSIUS:
-            facts.append(f"its GPU has {own.temperature_celsius:.0f} C, the others {usual:.0f} C")
-    if own.throttle_reasons:
-        facts.append(f"its clocks are held back: {', '.join(own.throttle_reasons)}")
-    return facts
+    if reasons:
+        facts.append(f"its GPU is throttled, unlike most others: {', '.join(reasons)}")
+        cure = "look why that GPU is throttled: `nvidia-smi -q -d PERFORMANCE,CLOCK` on its host"
+    if POWER_LIMIT in reasons:
+        cure = "compare the power limit of that GPU with the others: `nvidia-smi -q -d POWER`"
+    known = [each.temperature_celsius for each in others if each.temperature_celsius is not None]
+    is_hotter = False
+    if own.temperature_celsius is not None and known:
+        usual = middle(known)
+        is_hotter = own.temperature_celsius >= usual + HOTTER_CELSIUS
+        if is_hotter:
+            hotter = f"its GPU has {own.temperature_celsius:.0f} C, the others {usual:.0f} C"
+            facts.insert(0, hotter)
+    if is_hotter or any("hot" in reason for reason in reasons):
+        cure = "cool that GPU, or take it out of the job"
+    return facts, cure
 
 
 def _relieve(phase: str, *, is_one: bool, stage: int | None) -> str:
@@ -183,8 +202,8 @@ def find_communication(state: State, typical: Balance) -> Finding | None:
         evidence=tuple(evidence),
         advice="keep the tensor axis within one host, or make it smaller"
         if axis == "tensor"
-        else "give each rank more work a step (larger or more accumulated batches), or send less "
-        "(gradient compression)",
+        else "give each rank more work a step: larger, or more accumulated batches"
+        + COMPRESSION.get(state.job.strategy, ""),
         cost=share,
     )
 
