@@ -13,11 +13,12 @@ import msgspec
 from boltmesh.telemetry.snapshot import SCHEMA_VERSION, JobSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.metrics.figures import Figures, figures, job_flops
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.status import job_stalled_seconds
-from boltmesh.tui.metrics.step_time import step_split
+from boltmesh.tui.metrics.step_time import phase_split
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.chart import newest_metrics
 from boltmesh.tui.panels.diagnosis import draw_diagnosis
@@ -25,7 +26,7 @@ from boltmesh.tui.panels.events import draw_events
 from boltmesh.tui.panels.header import draw_header
 from boltmesh.tui.panels.jobs import draw_jobs
 from boltmesh.tui.panels.phases import phase_label, phase_share, phases_title
-from boltmesh.tui.panels.throughput import flops_words, job_flops, rate_now
+from boltmesh.tui.panels.throughput import flops_words, rate_now
 from boltmesh.tui.panels.traffic import draw_communication
 from boltmesh.tui.render.line import Line, to_ascii
 from boltmesh.tui.render.ranks import ranks_table
@@ -50,6 +51,7 @@ class JobReport(JobSnapshot, frozen=True, kw_only=True):
 
     devices: tuple[DeviceReading, ...]
     findings: tuple[Finding, ...]
+    figures: Figures
     stalled_s: float | None
     """Seconds without progress; None if the job is not stalled."""
     stopped: bool
@@ -71,6 +73,7 @@ def job_json(seen: Observation) -> str:
         JobReport(
             **known,
             devices=seen.devices,
+            figures=figures(state),
             findings=diagnose(state),
             stalled_s=job_stalled_seconds(state),
             stopped=seen.job.stop_reason is not None,
@@ -129,12 +132,14 @@ def _rates_and_metrics(state: State, width: int) -> list[Line]:
     is_stalled = job_stalled_seconds(state) is not None
     if not is_stalled and (flops := job_flops(state.job)) is not None:
         parts.append(labelled(*flops_words(flops)))
+    if (ratio := figures(state).bubble_ratio.value) is not None:
+        parts.append(labelled("bubble", units.share(ratio)))
     parts += [labelled(name, units.number(value)) for name, value in newest_metrics(state).items()]
     return wrap_facts(parts, width)
 
 
 def _phases(state: State, width: int, look: Style) -> list[Line]:
-    split = step_split(state)
+    split = phase_split(state.job)
     if split is None:
         return [Line("no step yet")]
     columns = [

@@ -65,6 +65,11 @@ def percent(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.0f}%"
 
 
+def share(value: float | None) -> str:
+    """Write a share of 1 in percent, to a tenth: ``11.1%``."""
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{100 * value:.1f}%"
+
+
 def seconds(value: float | None) -> str:
     """A short time, such as a step or a phase: ``0.41 ms``, ``212 ms``, ``1.24 s``."""
     if value is None:

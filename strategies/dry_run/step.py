@@ -6,7 +6,7 @@ loss, every gradient, and the outputs of the repeated blocks.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -64,6 +64,7 @@ class DryRun:
         args: Its arguments: a batch, and further ones.
         device: Where it runs.
         probes: Modules whose outputs are compared, by name.
+        around: Context of the step, such as autocast. By default none.
     """
 
     module: LightningModule
@@ -71,6 +72,7 @@ class DryRun:
     args: tuple[Any, ...]
     device: torch.device
     probes: Mapping[str, Module] = field(default_factory=dict)
+    around: Around = nullcontext
 
     @property
     def trains(self) -> bool:
@@ -125,9 +127,10 @@ class DryRun:
         step = getattr(self.module, self.step)
         args = copy.deepcopy(self.args)  # which steps may change in place
         if self.trains and not self.module.automatic_optimization:
-            with manual_optimization_stub(self.module) as collected:
+            with self.around(), manual_optimization_stub(self.module) as collected:
                 return step(*args), collected
-        return step(*args), {}
+        with self.around():
+            return step(*args), {}
 
     @contextmanager
     def _untraced(self) -> Iterator[None]:

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from boltmesh.strategies.data_parallel.axis import PipelineDataAxis
 
 BUBBLE = "boltmesh/bubble_ratio"
-"""Idle over total time of the pipeline in the batch before, see ``runtime/timing.py``."""
+"""Idle over total time of the pipeline, mean over the batches before: ``runtime/timing.py``."""
 
 
 class PipelineAxis(Axis):

@@ -18,6 +18,9 @@ from boltmesh.strategies.dry_run.step import DryRunOutcome
 TOLERANCE = 1e-4
 """For fp32 sums in another order: prototypes differed by up to 2.2e-5 over 27 models."""
 
+ROUGH = 0.05
+"""For sums in bf16: about six roundings."""
+
 NUDGE = 1e-5
 """Relative change of parameters in the third run: a hundred times a rounding, so that decisions
 that a rounding may change do change."""

@@ -13,6 +13,7 @@ kind.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import torch
@@ -23,13 +24,15 @@ from torch.nn import Module, Parameter
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint.chunks import DimDivision, ElementStretch
-from boltmesh.strategies.dry_run.step import DryRun, DryRunOutcome
+from boltmesh.strategies.dry_run.step import Around, DryRun, DryRunOutcome
+from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.tensor.backends import OUTSIDE, block_of, without_sequence
-from boltmesh.strategies.tensor.comparison import NUDGE, difference
+from boltmesh.strategies.tensor.comparison import NUDGE, ROUGH, TOLERANCE, difference
 from boltmesh.strategies.tensor.plan import Backend, ShardedParameter, TensorPlan, runs
 from boltmesh.strategies.tensor.runtime.apply import apply_plan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.skip_blocks import blocks_passed, lasts_of, parameters_lent
+from boltmesh.strategies.torch_compat.float32 import full_float32
 
 
 def division_of(entry: ShardedParameter, size: int, rank: int) -> DimDivision:
@@ -57,6 +60,17 @@ NewGroup = Callable[[], TensorGroup]
 
 
 @dataclass(frozen=True)
+class StepPrecision:
+    """Precision of a step in the run."""
+
+    around: Around
+    dtype: torch.dtype
+    """Dtype of matrix products."""
+    is_mixed: bool
+    """Whether parameters stay in fp32, and autocast casts them."""
+
+
+@dataclass(frozen=True)
 class ProofInputs:
     """Inputs of a verification.
 
@@ -65,6 +79,7 @@ class ProofInputs:
         blocks: The repeated blocks by name.
         passed: First of its kind, by block that is skipped.
         activation_bytes: Limit for what a backward pass through all blocks may keep.
+        precision: Precision of the step in the run.
         judges: All ranks of the job, on the CPU: they agree on the result.
         new_group: Makes the group that a planned step runs on. A collective in which not all ranks
             took part leaves a group unusable, so the next trial gets another one.
@@ -74,6 +89,7 @@ class ProofInputs:
     blocks: Mapping[str, Module]
     passed: Mapping[str, str]
     activation_bytes: int
+    precision: StepPrecision
     judges: ProcessGroup
     new_group: NewGroup
 
@@ -111,25 +127,48 @@ class _Proof:
         """Outcomes of the whole model, the cheapest run first."""
         self.nudged: dict[_Run, DryRunOutcome] = {}
         """Outcomes with nudged parameters, if they were needed."""
+        self.rehearsal = stage.rehearsal
+        self.tolerance = TOLERANCE
 
     def settled(self) -> TensorPlan:
         if not self.kinds:
             return self.plan
-        with (
-            parameters_lent(self.stage.blocks, self.stage.passed),
-            _in_single_precision(self.root, self.stage.rehearsal.device),
-        ):
-            self._run_whole(_Run("one block of each kind", self.stage.passed))
-            plan = self._search()
-            unproven: list[str] = []
-            for run in self._runs_of_several():
-                try:
-                    self._run_whole(run)
-                except ConfigError as error:
-                    unproven.append(f"not proven by {run.name}: {error}")
-                    continue
-                if self._fault(plan, plan.backends) is not None:
-                    plan = self._search()
+        first = _Run("one block of each kind", self.stage.passed)
+        device, precision = self.rehearsal.device, self.stage.precision
+        with parameters_lent(self.stage.blocks, self.stage.passed), full_float32():
+            try:
+                with _converted(self.root, device, _at_least_fp32):
+                    args = _single(self.rehearsal.args)
+                    self.rehearsal = replace(self.rehearsal, args=args)
+                    self._run_whole(first)
+                    return self._searched()
+            except _NotRunError as error:
+                if precision.dtype.itemsize >= torch.float32.itemsize:
+                    raise
+                reason = str(error)
+            # Some kernels are for 16 bits only, such as those of FlashAttention.
+            self.rehearsal = replace(self.stage.rehearsal, around=precision.around)
+            self.tolerance = ROUGH
+            with _converted(
+                self.root, device, lambda before: before if precision.is_mixed else precision.dtype
+            ):
+                self._run_whole(first)
+                plan = self._searched()
+        note = f"verified in the precision of the run and within {ROUGH:.0%}, as in fp32 {reason}"
+        return replace(plan, notes=(*plan.notes, note))
+
+    def _searched(self) -> TensorPlan:
+        """Return the plan with the first backends that agree in all runs."""
+        plan = self._search()
+        unproven: list[str] = []
+        for run in self._runs_of_several():
+            try:
+                self._run_whole(run)
+            except _NotRunError as error:
+                unproven.append(f"not proven by {run.name}: {error}")
+                continue
+            if self._fault(plan, plan.backends) is not None:
+                plan = self._search()
         return replace(plan, notes=(*plan.notes, *unproven))
 
     def _runs_of_several(self) -> list[_Run]:
@@ -203,7 +242,7 @@ class _Proof:
         """Run the whole model; raise its error on all ranks with the first rank's reason."""
         try:
             with self._passed(run):
-                outcome = self.stage.rehearsal.run(has_backward=run.has_backward)
+                outcome = self.rehearsal.run(has_backward=run.has_backward)
                 text = None
         except Exception as error:  # noqa: BLE001 - the user's step may raise anything
             outcome, text = DryRunOutcome(), f"{type(error).__name__}: {error}"
@@ -211,11 +250,14 @@ class _Proof:
         else:
             cause = None
         text = self._first(text)
-        if text is not None:
-            raise ConfigError(
-                f"{type(self.root).__name__}.{self.stage.rehearsal.step} could not be run before "
-                f"the first step, to prove the tensor plan by it: {text}"
-            ) from cause
+        try:
+            if text is not None:
+                raise _NotRunError(
+                    f"{type(self.root).__name__}.{self.stage.rehearsal.step} could not be run "
+                    f"before the first step, to prove the tensor plan by it: {text}"
+                ) from cause
+        finally:
+            del cause  # in a cycle with this frame it would keep a graph, and shapes in it
         self.wholes[run] = outcome
 
     def _fault(self, plan: TensorPlan, backends: Mapping[str, Backend]) -> str | None:
@@ -238,21 +280,22 @@ class _Proof:
         with self._passed(run), _parameters_kept(self.root):
             applied = apply_plan(self.root, plan, group)
             try:
-                outcome = self.stage.rehearsal.run(has_backward=run.has_backward)
+                outcome = self.rehearsal.run(has_backward=run.has_backward)
             finally:
                 applied.remove()
         divided = divisions_of(applied.plan, group.rank)
-        fault = difference(self.wholes[run], outcome, divided)
+        fault = difference(self.wholes[run], outcome, divided, tolerance=self.tolerance)
         if fault is None:
             return None
-        return difference(self.wholes[run], outcome, divided, self._nudged(run))
+        nudged = self._nudged(run)
+        return difference(self.wholes[run], outcome, divided, nudged, tolerance=self.tolerance)
 
     def _nudged(self, run: _Run) -> DryRunOutcome:
         """Return the outcome of the whole model with nudged parameters."""
         if run not in self.nudged:
             with self._passed(run), _parameters_kept(self.root):
                 _nudge(self.root.parameters())
-                self.nudged[run] = self.stage.rehearsal.run(has_backward=run.has_backward)
+                self.nudged[run] = self.rehearsal.run(has_backward=run.has_backward)
         return self.nudged[run]
 
     def _passed(self, run: _Run) -> AbstractContextManager[None]:
@@ -289,23 +332,37 @@ def _nudge(parameters: Iterable[Parameter]) -> None:
             each.data = each.data * (1 + noise.to(each.device))
 
 
+class _NotRunError(ConfigError):
+    """The step has raised an error before the first step of training."""
+
+
 @contextmanager
-def _in_single_precision(root: Module, device: torch.device) -> Iterator[None]:
-    """Context in which a model is in fp32 and on a device."""
+def _converted(
+    root: Module, device: torch.device, to: Callable[[torch.dtype], torch.dtype]
+) -> Iterator[None]:
+    """Context in which a model is on a device, with its floats in other dtypes."""
     tensors: list[Tensor] = [*root.parameters(), *root.buffers()]
     before = {each: each.data for each in tensors}
     try:
         for each in tensors:
-            each.data = _single(each.data, device)
+            is_float = each.is_floating_point()
+            each.data = each.data.to(device, to(each.dtype) if is_float else each.dtype)
         yield
     finally:
         for each, value in before.items():
             each.data = value
 
 
-def _single(value: Tensor, device: torch.device) -> Tensor:
-    is_rough = value.is_floating_point() and value.dtype.itemsize < 4
-    return value.to(device, torch.float32 if is_rough else value.dtype)
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
+
+
+def _single(args: Any) -> Any:
+    """Return arguments of a step with their floats in fp32."""
+    return replace_tensors(
+        args,
+        lambda each: each.to(_at_least_fp32(each.dtype)) if each.is_floating_point() else each,
+    )
 
 
 def _free_bytes(stage: ProofInputs) -> int:

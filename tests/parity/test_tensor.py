@@ -11,7 +11,7 @@ from boltmesh.strategies import TensorParallelStrategy
 from tests.support.cases import BF16, CLIP, ROUGH, SGD, differences, reference
 from tests.support.cases import Case as AnyCase
 from tests.support.gpts import TinyGPT
-from tests.support.models import Autoencoder, Regression, TwoOptimizers
+from tests.support.models import Autoencoder, Regression, Tagger, TwoOptimizers
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -63,6 +63,7 @@ CASES = [
     Case("adapters beside frozen layers", model={"lora": 2}, trainer=CLIP, least=0.5),
     Case("a sequence of layers", module=Regression, model={"width": 12}, accumulate=2, least=0.5),
     Case("several optimizers", module=TwoOptimizers, least=0.0),
+    Case("packed sequences", module=Tagger, least=0.3),
     Case("layers that the step calls itself", module=Autoencoder, least=0.5),
 ]  # fmt: skip
 

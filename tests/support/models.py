@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 FEATURES = 6
@@ -148,3 +149,32 @@ class Autoencoder(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Tagger(LightningModule):
+    """An LSTM over texts of different lengths, packed behind an embedding."""
+
+    def __init__(self, vocabulary: int = 24) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 8)
+        self.lstm = nn.LSTM(8, 16, batch_first=True, bidirectional=True)
+        self.head = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, vocabulary))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        lengths = 1 + tokens[:, 0] % tokens.shape[1]
+        packed = pack_padded_sequence(
+            self.embedding(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        padded, _ = pad_packed_sequence(
+            self.lstm(packed)[0], batch_first=True, total_length=tokens.shape[1]
+        )
+        loss = functional.cross_entropy(self.head(padded).flatten(0, 1), targets.flatten())
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)

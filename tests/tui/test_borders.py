@@ -118,11 +118,11 @@ def accumulated(*complete: int) -> JobSnapshot:
 def test_each_batch_of_an_accumulated_step_is_measured_by_itself() -> None:
     found = bubble(state(accumulated(12, 12)))
     assert found is not None
-    assert (found.step, found.batch) == (7, 2)
+    assert (found.step, found.num_steps) == (7, 3)
     assert found.window_s == pytest.approx(4.0)
     found = bubble(state(accumulated(10, 9)))  # the third is under way
     assert found is not None
-    assert found.batch == 1
+    assert found.num_steps == 2
     drawn = gantt(state(accumulated(10, 9)))
     assert drawn is not None
     assert (drawn.batch, drawn.is_whole) == (1, True)

@@ -137,8 +137,8 @@ def test_the_demo_has_the_ideal_of_its_schedule() -> None:
 
 def test_a_step_is_measured_once_however_often_it_is_looked_at() -> None:
     first, again = (bubble(state(demo(later_s=later).job)) for later in (0.05, 0.1))
-    assert first is again
-    assert bubble(state(demo(later_s=0.6).job)) is not first
+    assert first == again
+    assert bubble(state(demo(later_s=0.6).job)) != first
 
 
 def test_without_a_schedule_the_order_as_it_ran_is_simulated() -> None:

@@ -146,7 +146,7 @@ def test_a_hot_gpu_with_low_clocks_is_evidence_against_its_rank() -> None:
     snapshot = team(*waiting_for(0.1, size=3))
     hot = _findings(snapshot, gpu(0, 60), gpu(1, 62), gpu(2, 89, "too hot"))["straggler"]
     assert "its GPU has 89 C, the others 61 C" in hot.evidence
-    assert "its clocks are held back: too hot" in hot.evidence
+    assert "its GPU is throttled, unlike most others: too hot" in hot.evidence
     assert "cool" in hot.advice
     cool = _findings(snapshot, gpu(0, 60), gpu(1, 62), gpu(2, 65))["straggler"].evidence
     assert not any("GPU" in fact or "clocks" in fact for fact in cool)

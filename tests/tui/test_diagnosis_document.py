@@ -36,7 +36,7 @@ def test_every_kind_is_described() -> None:
         f"by more than {traffic.TOLERANCE:.1%}",
         f"| {waits.INPUT_SHARE:.0%} of a step goes into waiting for the batch",
         f"| {waits.OFFLOAD_SHARE:.0%} goes into the optimizer",
-        f"idle for {waits.BUBBLE_SHARE:.0%} of a step, or for {waits.PART_SHARE:.0%} by",
+        f"the bubble ratio is {waits.BUBBLE_SHARE:.0%}, or {waits.PART_SHARE:.0%} by",
         f"| {waits.COMMUNICATION_SHARE:.0%} of a step is communication",
         f"wait for {waits.UNEVEN_SHARE:.0%} of a step",
         f"by {stragglers.LATE_SHARE:.0%} of a step, by {1e3 * stragglers.LATE_AT_LEAST_S:.0f} ms,",

@@ -114,14 +114,25 @@ def test_a_bar_grows_by_half_cells(glyphs: Glyphs) -> None:
 
 
 @BOTH
-def test_a_sparkline_begins_at_zero(glyphs: Glyphs) -> None:
+def test_a_sparkline_reaches_from_the_least_to_the_most(glyphs: Glyphs) -> None:
     levels = glyphs.levels
-    assert (
-        sparkline([0, 5, 10], 5, glyphs).plain.strip()
-        == levels[0] + sparkline([5, 10], 2, glyphs).plain
-    )
-    assert sparkline([3, 3], 2, glyphs).plain == levels[-1] * 2
+    drawn = sparkline([100, 105, 110], 5, glyphs).plain
+    assert drawn.strip()[0] == levels[0]
+    assert drawn[-1] == levels[-1]
+    assert len(drawn) == 5
+    assert levels.index(drawn[-2]) == pytest.approx((len(levels) - 1) / 2, abs=0.5)
+
+
+@BOTH
+def test_a_sparkline_of_what_hardly_differs_is_flat(glyphs: Glyphs) -> None:
+    levels = glyphs.levels
+    flat = sparkline([3, 3], 2, glyphs).plain
+    assert flat[0] == flat[1]
+    assert 0 < levels.index(flat[0]) < len(levels) - 1
+    drawn = sparkline([420.0, 420.4, 419.8], 3, glyphs).plain
+    assert max(map(levels.index, drawn)) - min(map(levels.index, drawn)) <= 1
     assert sparkline([0, 0], 2, glyphs).plain == levels[0] * 2
+    assert sparkline([1, math.nan, math.inf], 3, glyphs).plain[1:] == levels[0] + levels[-1]
     assert sparkline([], 3, glyphs).plain == "   "
     assert sparkline(range(100), 0, glyphs).plain == ""
 

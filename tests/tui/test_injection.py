@@ -126,6 +126,7 @@ def test_json_is_harmless_and_still_says_what_the_job_said() -> None:
     assert document["name"] == HOSTILE
     # What the dashboard itself says of the job is words of its own around those of the job.
     assert document.pop("findings")
+    assert document.pop("figures")
     assert set(_strings(document)) == {*_strings(msgspec.to_builtins(seen.job)), *ADDED}
     assert jobs_json([summary(1, name=HOSTILE)]).isprintable()
 

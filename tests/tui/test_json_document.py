@@ -32,6 +32,7 @@ from boltmesh.telemetry.snapshot import (
 from boltmesh.telemetry.tensor_plan import PlannedBlocks, PlannedParameters, TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.devices import DeviceReading, GpuProcess
+from boltmesh.tui.metrics.figures import Figure, Figures
 from boltmesh.tui.metrics.findings.finding import Finding, Kind
 from boltmesh.tui.report import JobReport, job_json, jobs_json
 from tests.tui.samples import demo, summary
@@ -42,9 +43,10 @@ WORDS = set(re.findall(r"`([a-z_]+)`", TEXT))
 
 @pytest.mark.parametrize(
     "struct",
-    [JobReport, JobSnapshot, RankSnapshot, StepRecord, MetricPoint, CollectiveTotal,
-     CollectiveInFlight, Memory, Event, ExpectedTraffic, JobSummary, GroupProgress, PeerTotal,
-     MemoryKind, Chunk, LiveMicrobatches, PipelinePlan, AlertThresholds, DeviceReading,
+    [JobReport, Figure, Figures, JobSnapshot, RankSnapshot, StepRecord, MetricPoint,
+     CollectiveTotal, CollectiveInFlight, Memory, Event, ExpectedTraffic, JobSummary,
+     GroupProgress, PeerTotal, MemoryKind, Chunk, LiveMicrobatches, PipelinePlan,
+     AlertThresholds, DeviceReading,
      GpuProcess, Finding, TensorPlanTable, PlannedParameters, PlannedBlocks],
 )  # fmt: skip
 def test_every_field_is_described(struct: type[msgspec.Struct]) -> None:

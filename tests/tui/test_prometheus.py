@@ -9,7 +9,9 @@ from boltmesh.telemetry.snapshot import MemoryKind, PeerTotal, PhaseTime
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.export.prometheus import families, prometheus_text
+from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.state import fold
 from tests.tui.exposition import Read, parse
 from tests.tui.samples import NOW, demo, job, rank, step, total
 
@@ -183,3 +185,13 @@ def test_names_that_become_alike_when_cleaned_are_one_sample() -> None:
     assert read(metrics={"a\n": 1.0, "a\r": 2.0})["boltmesh_logged_metric"].samples == {
         (("job", "abc123"), ("metric", "a ")): 2.0
     }
+
+
+def test_the_headline_figures_and_findings_are_there() -> None:
+    seen = demo(scenario="straggler", later_s=30)
+    found, shown = parse(prometheus_text(seen)), figures(fold(None, seen))
+    assert found["boltmesh_job_mfu_ratio"].value() == pytest.approx(shown.mfu.value)
+    assert found["boltmesh_job_step_seconds"].value() == pytest.approx(shown.step_s.value)
+    assert found["boltmesh_job_model_flops_per_second"].value() > 1e12
+    assert found["boltmesh_job_finding"].value(kind="straggler") == 1
+    assert found["boltmesh_job_finding"].value(kind="crashed") == 0

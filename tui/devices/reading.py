@@ -4,6 +4,12 @@ from typing import Literal
 
 import msgspec
 
+NO_LIMIT = ("idle",)
+"""Reasons for low clocks that slow nothing down."""
+
+POWER_LIMIT = "power limit"
+"""The normal state of a busy GPU."""
+
 
 class GpuProcess(msgspec.Struct, frozen=True):
     """A process that computes on a GPU, of this job or of anybody's."""

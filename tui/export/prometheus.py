@@ -22,8 +22,12 @@ from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import JobSnapshot, JobState, RankSnapshot
 from boltmesh.telemetry.stall import stalled_seconds
 from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.metrics.figures import figures
+from boltmesh.tui.metrics.findings.diagnose import diagnose
+from boltmesh.tui.metrics.findings.finding import Kind
 from boltmesh.tui.sanitize import clean
 from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.state import fold
 
 Labels = Mapping[str, str | int]
 Sample = tuple[Labels, float | None]
@@ -228,6 +232,7 @@ def families(seen: Observation) -> Iterator[Family]:
     stalled_s = stalled_seconds(seen.job, seen.time)
     yield from _of_job(seen.job, stalled_s)
     yield from _of_metrics(seen.job, is_stalled=stalled_s is not None)
+    yield from _of_figures(seen)
     yield from _of_ranks(seen.job)
     yield from _of_communication(seen.job)
     yield from _of_memory(seen.job)
@@ -271,6 +276,34 @@ def _of_metrics(job: JobSnapshot, *, is_stalled: bool) -> Iterator[Family]:
     for unit, rate in rates.items():
         text = f"{unit.title()} a second, recently; not of a stalled job."
         yield gauge(f"job_{unit}_per_second", text, [({}, None if is_stalled else rate)])
+
+
+def _of_figures(seen: Observation) -> Iterator[Family]:
+    state = fold(None, seen)
+    found = figures(state)
+    for name, text, figure in (
+        ("bubble_ratio", "Idle share of the pipeline's ranks.", found.bubble_ratio),
+        ("mfu_ratio", "Model FLOPs over the peak of the devices.", found.mfu),
+        ("step_seconds", "Time of an optimizer step.", found.step_s),
+        (
+            "exposed_communication_ratio",
+            "Share of a step that waits for communication.",
+            found.exposed_communication,
+        ),
+    ):
+        yield gauge(f"job_{name}", f"{text} See figures in docs/json.md.", [({}, figure.value)])
+    tflops = found.model_tflops.value
+    yield gauge(
+        "job_model_flops_per_second",
+        "Model FLOPs of all ranks a second.",
+        [({}, None if tflops is None else tflops * 1e12)],
+    )
+    kinds = {finding.kind for finding in diagnose(state)}
+    yield gauge(
+        "job_finding",
+        "1 for each kind of finding that holds, 0 for the others; see docs/diagnosis.md.",
+        [({"kind": kind}, int(kind in kinds)) for kind in get_args(Kind)],
+    )
 
 
 def _of_ranks(job: JobSnapshot) -> Iterator[Family]:

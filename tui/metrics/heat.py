@@ -13,7 +13,7 @@ import msgspec
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.metrics.memo import remember_last
-from boltmesh.tui.metrics.pipelines import newest_whole_steps
+from boltmesh.tui.metrics.pipelines import mean_idle_shares, pipelines
 from boltmesh.tui.metrics.ranks import RankRow, ShownState, rank_rows
 from boltmesh.tui.metrics.step_time import optimizer_step_seconds
 from boltmesh.tui.state import State
@@ -68,11 +68,12 @@ class _Figure(msgspec.Struct, frozen=True):
 
 
 def _idle(job: JobSnapshot) -> dict[int, float]:
-    """Return how much of the newest step of its pipeline each rank was idle."""
+    """Return the mean idle share of each rank in the whole steps of its pipeline."""
     return {
-        rank: 1 - sum(chunk.end - chunk.start for chunk in row) / step.window_s
-        for step in newest_whole_steps(job)
-        for rank, row in zip(step.ranks, step.chunks, strict=True)
+        rank: share
+        for pipeline in pipelines(job)
+        if pipeline.whole
+        for rank, share in zip(pipeline.ranks, mean_idle_shares(pipeline), strict=True)
     }
 
 

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 from typing_extensions import override
@@ -31,8 +32,12 @@ Rows = tuple[tuple[Chunk, ...], ...]
 """Of each rank, in the order in which they ran."""
 
 RECENT_STEPS = 6
-"""Steps of a ring that are looked at: the running one, and those that may be whole. Ranks are read
-one after the other, and a viewer without a core for itself reads the last one steps later."""
+"""Steps of a ring that are looked at, at least: the running one, and those that may be whole. Ranks
+are read one after the other, and a viewer without a core for itself reads the last one steps
+later."""
+
+MAX_CHUNKS = 65_536
+"""Chunks of all ranks together that are looked at: all that the rings of 16 ranks hold."""
 
 
 class PipelineStep(msgspec.Struct, frozen=True):
@@ -67,14 +72,86 @@ class PipelineStep(msgspec.Struct, frozen=True):
         return self.end - self.start
 
 
+class BatchTimes(NamedTuple):
+    """One whole step of a pipeline in seconds."""
+
+    window_s: float
+    rows: tuple[dict[str, float], ...]
+    """Time of each rank's chunks by kind, in the order of the pipeline."""
+
+
+class Pipeline(msgspec.Struct, frozen=True):
+    """The steps of one pipeline that the rings of its ranks hold."""
+
+    place: dict[str, int]
+    """Coordinates on the other axes."""
+    ranks: tuple[int, ...]
+    """Global ranks in the order of the pipeline."""
+    steps: tuple[PipelineStep, ...]
+    """Oldest first; the newest may be incomplete."""
+    whole: tuple[PipelineStep, ...]
+    """Those of them that all ranks have recorded whole."""
+    times: tuple[BatchTimes, ...]
+    """One for each whole step."""
+
+
+@remember_last
+def pipelines(job: JobSnapshot) -> tuple[Pipeline, ...]:
+    """Return the pipelines of which all ranks record chunks."""
+    found = []
+    for place, ranks in _pipelines(job):
+        steps = tuple(_steps(place, ranks, job))
+        whole = tuple(step for step in steps if step.is_whole and 0 < step.window_s < math.inf)
+        numbers = tuple(rank.rank for rank in ranks)
+        found.append(Pipeline(place, numbers, steps, whole, tuple(map(_times, whole))))
+    return tuple(found)
+
+
+def _times(step: PipelineStep) -> BatchTimes:
+    rows = []
+    for row in step.chunks:
+        seconds: dict[str, float] = {}
+        for chunk in row:
+            seconds[chunk.kind] = seconds.get(chunk.kind, 0.0) + max(0.0, chunk.end - chunk.start)
+        rows.append(seconds)
+    return BatchTimes(step.window_s, tuple(rows))
+
+
+def idle_share(seconds: Mapping[str, float], window_s: float) -> float:
+    """Return the share of a window in which a rank computes no chunk."""
+    return min(1.0, max(0.0, 1 - sum(seconds.values()) / window_s))
+
+
+def mean_idle_shares(pipeline: Pipeline) -> list[float]:
+    """Return the idle share of each rank: the mean over the whole steps."""
+    return [
+        statistics.fmean(idle_share(batch.rows[at], batch.window_s) for batch in pipeline.times)
+        for at in range(len(pipeline.ranks))
+    ]
+
+
+def mean_seconds(pipeline: Pipeline, at: int) -> dict[str, float]:
+    """Return the mean time of each kind of chunk in a whole step, of one rank of a pipeline."""
+    rows = [batch.rows[at] for batch in pipeline.times]
+    kinds = dict.fromkeys(kind for row in rows for kind in row)
+    return {kind: sum(row.get(kind, 0.0) for row in rows) / len(rows) for kind in kinds}
+
+
+@remember_last
+def bubble_ratio(job: JobSnapshot) -> float | None:
+    """Return the bubble ratio of the job, the one that every screen and export shows.
+
+    The idle share of a rank is 1 - busy / window: busy is the time of its chunks, the window
+    reaches from the first start to the last end of a chunk on any rank of the pipeline. The ratio
+    is the mean over the ranks, over the whole steps that the rings hold, and over the pipelines.
+    """
+    shares = [mean_idle_shares(each) for each in pipelines(job) if each.whole]
+    return statistics.fmean(map(statistics.fmean, shares)) if shares else None
+
+
 def slowest_whole_step(job: JobSnapshot) -> PipelineStep | None:
     """Return the newest step that is whole, of the pipeline that took longest for it."""
-    whole = [
-        step
-        for place, ranks in _pipelines(job)
-        for step in _steps(place, ranks, job)
-        if step.is_whole and step.window_s > 0
-    ]
+    whole = newest_whole_steps(job)
     newest = max(map(_number, whole), default=None)
     candidates = [step for step in whole if _number(step) == newest]
     return max(candidates, key=lambda step: step.window_s, default=None)
@@ -82,17 +159,12 @@ def slowest_whole_step(job: JobSnapshot) -> PipelineStep | None:
 
 def newest_whole_steps(job: JobSnapshot) -> list[PipelineStep]:
     """Return of each pipeline the newest step that is whole, where there is one."""
-    found = []
-    for place, ranks in _pipelines(job):
-        whole = [step for step in _steps(place, ranks, job) if step.is_whole and step.window_s > 0]
-        if whole:
-            found.append(max(whole, key=_number))
-    return found
+    return [each.whole[-1] for each in pipelines(job) if each.whole]
 
 
 def newest_step(job: JobSnapshot) -> PipelineStep | None:
     """Return the step that was begun last, whole or not, of the pipeline that is least far."""
-    begun = [step for place, ranks in _pipelines(job) for step in _steps(place, ranks, job)]
+    begun = [each.steps[-1] for each in pipelines(job) if each.steps]
     newest = max(map(_number, begun), default=None)
     candidates = [step for step in begun if _number(step) == newest]
     return min(candidates, key=lambda step: sum(map(len, step.chunks)), default=None)
@@ -119,11 +191,15 @@ def _pipelines(job: JobSnapshot) -> Iterable[tuple[dict[str, int], list[RankSnap
 def _steps(
     place: dict[str, int], ranks: list[RankSnapshot], job: JobSnapshot
 ) -> Iterable[PipelineStep]:
-    by_rank = [_by_step(rank.chunks) for rank in ranks]
+    least = MAX_CHUNKS // max(1, len(job.ranks))
+    by_rank = [_by_step(rank.chunks, least) for rank in ranks]
+    # The ring may hold only the last chunks of a rank's oldest step.
+    oldest = max((min(steps) for steps in by_rank if steps), default=0)
     others = math.prod(size for axis, size in job.mesh.items() if axis != "pipeline")
     planned = _num_planned(job.pipeline, len(ranks))
     for number in sorted(set().union(*by_rank)):
         rows = tuple(tuple(steps.get(number, ())) for steps in by_rank)
+        is_cut = number <= oldest and _is_cut(number, by_rank)
         for batch, part in enumerate(_batches(rows, planned)):
             yield PipelineStep(
                 step=number,
@@ -131,7 +207,7 @@ def _steps(
                 place=place,
                 ranks=tuple(rank.rank for rank in ranks),
                 chunks=part,
-                is_whole=_is_whole(number, part, by_rank, planned),
+                is_whole=not is_cut and _is_whole(number, part, by_rank, planned),
                 num_pipelines=others,
             )
 
@@ -154,13 +230,26 @@ def _batches(rows: Rows, planned: tuple[int, ...] | None) -> list[Rows]:
     ]
 
 
-def _by_step(chunks: tuple[Chunk, ...]) -> dict[int, list[Chunk]]:
-    """Return the chunks of the newest steps; a ring may hold many more."""
+def _is_cut(number: int, by_rank: list[dict[int, list[Chunk]]]) -> bool:
+    """Say whether the first chunks of a step are missing: a step begins as the newest one does."""
+    return any(
+        _name(steps[number][0]) != _name(steps[max(steps)][0])
+        for steps in by_rank
+        if number in steps
+    )
+
+
+def _name(chunk: Chunk) -> tuple[int, str, int]:
+    return chunk.stage, chunk.kind, chunk.microbatch
+
+
+def _by_step(chunks: tuple[Chunk, ...], least: int) -> dict[int, list[Chunk]]:
+    """Return the newest chunks by step: RECENT_STEPS steps, or more until there are ``least``."""
     found: dict[int, list[Chunk]] = {}
-    for chunk in reversed(chunks):
+    for number, chunk in enumerate(reversed(chunks)):
         row = found.get(chunk.step)
         if row is None:
-            if len(found) == RECENT_STEPS:
+            if len(found) >= RECENT_STEPS and number >= least:
                 break
             row = found[chunk.step] = []
         row.append(chunk)
@@ -203,6 +292,8 @@ class BubbleRow(msgspec.Struct, frozen=True):
     rank: int
     stages: tuple[int, ...]
     parts: Parts
+    seconds: Mapping[str, float] = {}
+    """Mean time of each kind of chunk in a batch."""
     kept: tuple[int, ...] = ()
     """By stage, how many microbatches it has kept at once at most for their backward; empty where
     nobody has counted."""
@@ -211,11 +302,13 @@ class BubbleRow(msgspec.Struct, frozen=True):
 
 
 class Bubble(msgspec.Struct, frozen=True):
-    """The newest whole step of the pipeline that took longest for it."""
+    """The pipeline that takes longest for a step: means over the whole steps in the rings."""
 
+    num_steps: int
     step: int
-    batch: int
-    """Of the optimizer step, from 0."""
+    """The newest."""
+    ratio: float
+    """Bubble ratio of the job, see ``bubble_ratio``."""
     plan: PipelinePlan | None
     place: dict[str, int]
     """Where this pipeline stands on the other axes."""
@@ -228,15 +321,19 @@ class Bubble(msgspec.Struct, frozen=True):
 
 
 def bubble(state: State) -> Bubble | None:
-    """Return the bubble of a step that all ranks of a pipeline have recorded, or None."""
+    """Return the bubble over the steps that all ranks of a pipeline have recorded, or None."""
     return _bubble(state.job)
 
 
-def measure(step: PipelineStep, plan: PipelinePlan | None) -> Bubble:
-    """Return the bubble of one step."""
-    window_s = step.window_s
-    measured = [1 - _busy_s(row) / window_s for row in step.chunks]
-    simulated = _simulate(step, plan)
+@remember_last
+def _bubble(job: JobSnapshot) -> Bubble | None:
+    ratio = bubble_ratio(job)
+    known = [each for each in pipelines(job) if each.whole]
+    if ratio is None:
+        return None
+    shown = max(known, key=lambda each: statistics.fmean(batch.window_s for batch in each.times))
+    measured = mean_idle_shares(shown)
+    simulated = _simulate_once(_NamedSteps(job, shown.whole))
     parts = [
         Parts(share) if simulated is None else _split(share, *(each[at] for each in simulated))
         for at, share in enumerate(measured)
@@ -244,25 +341,26 @@ def measure(step: PipelineStep, plan: PipelinePlan | None) -> Bubble:
     mean = Parts(statistics.fmean(measured))
     if simulated is not None:
         mean = _split(mean.measured, *map(statistics.fmean, simulated))
-    return Bubble(
-        step=step.step,
-        batch=step.batch,
-        plan=plan,
-        place=step.place,
-        num_pipelines=step.num_pipelines,
-        window_s=window_s,
+    newest = shown.whole[-1]
+    found = Bubble(
+        num_steps=len(shown.whole),
+        step=newest.step,
+        ratio=ratio,
+        plan=job.pipeline,
+        place=shown.place,
+        num_pipelines=newest.num_pipelines,
+        window_s=statistics.fmean(batch.window_s for batch in shown.times),
         rows=tuple(
-            BubbleRow(rank, tuple(sorted({chunk.stage for chunk in row})), each)
-            for rank, row, each in zip(step.ranks, step.chunks, parts, strict=True)
+            BubbleRow(
+                rank, tuple(sorted({chunk.stage for chunk in row})), each, mean_seconds(shown, at)
+            )
+            for at, (rank, row, each) in enumerate(
+                zip(shown.ranks, newest.chunks, parts, strict=True)
+            )
         ),
         mean=mean,
     )
-
-
-@remember_last
-def _bubble(job: JobSnapshot) -> Bubble | None:
-    step = slowest_whole_step(job)
-    return None if step is None else _with_kept(_measure_once(_NamedStep(job, step)), job)
+    return _with_kept(found, job)
 
 
 def _with_kept(found: Bubble, job: JobSnapshot) -> Bubble:
@@ -286,27 +384,29 @@ def _with_kept(found: Bubble, job: JobSnapshot) -> Bubble:
     return msgspec.structs.replace(found, rows=rows)
 
 
-class _NamedStep:
-    """A step as a key: the same one of the same job is equal, without a look at all its chunks."""
+class _NamedSteps:
+    """Steps as a key: the same ones of the same job are equal, without a look at their chunks."""
 
-    def __init__(self, job: JobSnapshot, step: PipelineStep) -> None:
-        self.step = step
+    def __init__(self, job: JobSnapshot, steps: Sequence[PipelineStep]) -> None:
+        self.steps = steps
         self.plan = job.pipeline
         shape = None if self.plan is None else (self.plan.schedule, self.plan.num_microbatches)
+        newest = steps[-1]
         self._name = (
             job.id,
             job.started,
             shape,
-            step.step,
-            step.batch,
-            step.ranks,
-            step.start,
-            step.end,
+            len(steps),
+            newest.step,
+            newest.batch,
+            newest.ranks,
+            newest.start,
+            newest.end,
         )
 
     @override
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _NamedStep) and other._name == self._name
+        return isinstance(other, _NamedSteps) and other._name == self._name
 
     @override
     def __hash__(self) -> int:
@@ -314,13 +414,9 @@ class _NamedStep:
 
 
 @functools.lru_cache(maxsize=4)
-def _measure_once(named: _NamedStep) -> Bubble:
+def _simulate_once(named: _NamedSteps) -> list[list[float]] | None:
     """Simulating a large pipeline takes tenths of a second, and a step outlasts many looks."""
-    return measure(named.step, named.plan)
-
-
-def _busy_s(row: Sequence[Chunk]) -> float:
-    return sum(max(0.0, chunk.end - chunk.start) for chunk in row)
+    return _simulate(named.steps, named.plan)
 
 
 def _split(measured: float, ideal: float, structural: float, simulated: float) -> Parts:
@@ -333,13 +429,15 @@ def _split(measured: float, ideal: float, structural: float, simulated: float) -
     )
 
 
-def _simulate(step: PipelineStep, plan: PipelinePlan | None) -> list[list[float]] | None:
+def _simulate(steps: Sequence[PipelineStep], plan: PipelinePlan | None) -> list[list[float]] | None:
     """Return each rank's ideal, structural and simulated share, or None where none can be had.
+
+    The times are medians over all of these steps, the order is that of the newest.
 
     Files of a job may hold anything, so also an order that no one can work off.
     """
-    order = order_of(step, plan)
-    medians = _medians(step.chunks)
+    order = order_of(steps[-1], plan)
+    medians = _medians([row for step in steps for row in step.chunks])
     uniform = _means(medians)
     try:
         return [

@@ -31,7 +31,7 @@ class RankRow(msgspec.Struct, frozen=True):
     behind: int
     """Optimizer steps after the rank that is furthest."""
     step_s: float | None
-    """Mean of the recent steps, whatever they did."""
+    """Mean of the recent ordinary steps; of all recent steps before there are any."""
     profile: RankProfile | None
     """Of the recent ordinary steps."""
     lateness: Lateness | None
@@ -126,7 +126,7 @@ def _row(
         phase=rank.phase,
         global_step=rank.global_step,
         behind=furthest - rank.global_step,
-        step_s=recent_step_seconds(rank),
+        step_s=recent_step_seconds(rank) if profile is None else profile.step_s,
         profile=profile,
         lateness=late,
         loss=next((step.loss for step in reversed(rank.steps) if step.loss is not None), None),

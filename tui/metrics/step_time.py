@@ -4,10 +4,8 @@ The times of each rank's recent steps, read out of the records once for all who 
 
 Where the time of a step goes.
 
-Where the time of a step goes, with the idle time of a pipeline as a part of its own.
-
-Ranks record what they wait for their neighbours as communication, or as a part of the chunk that
-they wait in. The chunks of a step tell how much of that the pipeline stood idle.
+The chunks of a pipeline's step divide the time of its schedule, recorded as one phase, into forward
+and backward passes and the bubble.
 
 What an ordinary step of each rank is like: the base of every judgement about ranks.
 
@@ -16,17 +14,16 @@ a run compile, allocate and fill caches. Both are left out.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 import msgspec
 
-from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, PhaseTime, RankSnapshot
+from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, PhaseTime, RankSnapshot, StepRecord
 from boltmesh.telemetry.stall import RECENT_STEPS
 from boltmesh.tui.metrics.memo import remember_last
-from boltmesh.tui.metrics.pipelines import bubble
-from boltmesh.tui.state import State
+from boltmesh.tui.metrics.pipelines import pipelines
 
 LEAST_STEPS = 8
 RECORDS = 4096
@@ -44,19 +41,121 @@ class RecentTimes(msgspec.Struct, frozen=True):
 
 @remember_last
 def recent_times(job: JobSnapshot) -> dict[int, RecentTimes]:
-    """Return the columns of each rank that has steps."""
+    """Return the columns of each rank that has steps.
+
+    Where a rank of a pipeline has recorded its chunks, ``forward`` and ``backward`` are their time,
+    and what the rank waits for its neighbours is ``bubble``.
+    """
     num_steps = min(RECENT_STEPS, max(LEAST_STEPS, RECORDS // max(1, len(job.ranks))))
+    chunks = _chunk_times(job)
     return {
-        rank.rank: times for rank in job.ranks if (times := _columns(rank, num_steps)) is not None
+        rank.rank: times
+        for rank in job.ranks
+        if (times := _columns(rank, num_steps, chunks.get(rank.rank))) is not None
     }
 
 
-def _columns(rank: RankSnapshot, num_steps: int) -> RecentTimes | None:
+BUBBLE = "bubble"
+"""A part of a step beside PHASES: the time in which a pipeline's rank waits for its neighbours."""
+
+
+class ChunkTimes(msgspec.Struct, frozen=True):
+    """Seconds of one rank of a pipeline in one batch."""
+
+    forward: float
+    backward: float
+    """Weight gradients included."""
+    idle: float
+    """The rest of the window that the ranks of the pipeline share."""
+
+
+_NamedBatch = tuple[int, int]
+"""Optimizer step, and the batch of it from 0."""
+
+
+def _chunk_times(job: JobSnapshot) -> dict[int, dict[_NamedBatch, ChunkTimes]]:
+    """Return the times of each rank of a pipeline in its newest whole batches."""
+    # Without the schedule the batches of an optimizer step cannot be told apart.
+    count = batches_per_step(job) if job.pipeline is None else 1
+    found: dict[int, dict[_NamedBatch, ChunkTimes]] = {}
+    for pipeline in pipelines(job):
+        newest = list(zip(pipeline.whole, pipeline.times, strict=True))[-RECENT_STEPS:]
+        for at, rank in enumerate(pipeline.ranks):
+            batches = found[rank] = {}
+            for step, times in newest:
+                kinds = times.rows[at]
+                busy_s, forward_s = sum(kinds.values()), kinds.get("F", 0.0)
+                known = ChunkTimes(
+                    forward=forward_s / count,
+                    backward=(busy_s - forward_s) / count,
+                    idle=max(0.0, times.window_s - busy_s) / count,
+                )
+                for batch in range(count):
+                    batches[step.step, step.batch + batch] = known
+    return {rank: batches for rank, batches in found.items() if batches}
+
+
+def _mean_times(times: Collection[ChunkTimes]) -> ChunkTimes:
+    return ChunkTimes(
+        forward=fmean(each.forward for each in times),
+        backward=fmean(each.backward for each in times),
+        idle=fmean(each.idle for each in times),
+    )
+
+
+def _divide(row: dict[str, float], chunks: ChunkTimes) -> dict[str, float]:
+    """Divide the recorded phases of a step by what its chunks show; the sum stays.
+
+    A rank waits for its neighbours inside ``forward``, in which the whole schedule runs. Where
+    forward and backward together are no longer than the chunks, it has recorded the waits as
+    communication.
+    """
+    known = dict(row)
+    passes_s = known.get("forward", 0.0) + known.get("backward", 0.0)
+    computed_s = chunks.forward + chunks.backward
+    idle_s = moved_s = 0.0
+    if passes_s < computed_s + chunks.idle / 2:
+        for name in ("communication", "other"):
+            part = min(known.get(name, 0.0), chunks.idle - idle_s)
+            if part > 0:
+                known[name] -= part
+                idle_s += part
+    moved_s = min(passes_s, chunks.idle - idle_s)
+    share = chunks.forward / computed_s if computed_s > 0 else 1.0
+    known["forward"] = share * (passes_s - moved_s)
+    known["backward"] = (1 - share) * (passes_s - moved_s)
+    known[BUBBLE] = idle_s + moved_s
+    return known
+
+
+def _batch_names(steps: Sequence[StepRecord]) -> list[_NamedBatch]:
+    """Return of each record the optimizer step that it belongs to, and which batch of that it is.
+
+    The batch in which ``global_step`` rises is the last of its step.
+    """
+    names: list[_NamedBatch] = []
+    for place, step in enumerate(steps):
+        is_last = place == 0 or step.global_step > steps[place - 1].global_step
+        number = step.global_step if is_last else step.global_step + 1
+        batch = names[-1][1] + 1 if names and names[-1][0] == number else 0
+        names.append((number, batch))
+    return names
+
+
+def _columns(
+    rank: RankSnapshot, num_steps: int, chunks: dict[_NamedBatch, ChunkTimes] | None
+) -> RecentTimes | None:
     indexes: list[int] = []
     seconds: list[float] = []
     rows: list[dict[str, float]] = []
-    for step in rank.steps[-num_steps:]:
+    recent = rank.steps[-num_steps:]
+    # The first of these records may be in the middle of an optimizer step.
+    batches = _batch_names(rank.steps[-2 * num_steps :])[-len(recent) :] if chunks else []
+    mean = _mean_times(chunks.values()) if chunks else None
+    for place, step in enumerate(recent):
         row = {phase.name: phase.seconds for phase in step.phases}
+        if chunks and mean is not None:
+            row = _divide(row, chunks.get(batches[place], mean))
         # A recording can hold any number.
         if 0 < step.seconds < math.inf and 0 <= sum(row.values()) < math.inf:
             indexes.append(step.index)
@@ -114,20 +213,30 @@ def _step_ends(rank: RankSnapshot) -> list[int]:
     ]
 
 
+SPLIT_PHASES = (*PHASES[:-1], BUBBLE, PHASES[-1])
+"""The parts of a step in the order in which they are drawn; ``other`` stays the last."""
+
+
 class PhaseSplit(msgspec.Struct, frozen=True):
     """The mean recent step over the ranks that have one."""
 
     seconds: float
     phases: tuple[PhaseTime, ...]
-    """In the order of ``PHASES``, without those that took no time; they add up to ``seconds``."""
+    """In the order of ``SPLIT_PHASES``, those that took time; they add up to ``seconds``."""
 
 
+@remember_last
 def phase_split(job: JobSnapshot) -> PhaseSplit | None:
-    """Return the mean recent step of the job, or None before the first."""
+    """Return the mean recent step of the job, or None before the first.
+
+    Steps that validate, write a checkpoint or warm up count only while there are no others.
+    """
     total_s = 0.0
     num_steps = 0
-    seconds_by_phase = dict.fromkeys(PHASES, 0.0)
-    for times in recent_times(job).values():
+    seconds_by_phase = dict.fromkeys(SPLIT_PHASES, 0.0)
+    known = list(recent_times(job).values())
+    ordinary = [_ordinary(times) for times in known]
+    for times in ordinary if any(times.seconds for times in ordinary) else known:
         total_s += sum(times.seconds)
         num_steps += len(times.seconds)
         for phase, column in times.phases.items():
@@ -148,51 +257,6 @@ def phase_split(job: JobSnapshot) -> PhaseSplit | None:
     )
 
 
-BUBBLE = "bubble"
-
-SPLIT_PHASES = (*PHASES[:-1], BUBBLE, PHASES[-1])
-"""The parts of a step in the order in which they are drawn; ``other`` stays the last."""
-
-_IDLE_HIDES_IN = ("communication", "other", "backward", "forward")
-"""The phases that idle time was recorded as, the likeliest first."""
-
-
-@remember_last
-def step_split(state: State) -> PhaseSplit | None:
-    """Return the mean recent step of the job, or None before the first."""
-    split = phase_split(state.job)
-    idle_s = bubble_seconds(state)
-    if split is None or not idle_s:
-        return split
-    seconds = {phase.name: phase.seconds for phase in split.phases}
-    moved_s = 0.0
-    for name in _IDLE_HIDES_IN:
-        part = min(seconds.get(name, 0.0), idle_s - moved_s)
-        if part > 0:
-            seconds[name] -= part
-            moved_s += part
-    seconds[BUBBLE] = moved_s
-    phases = [PhaseTime(name, seconds[name]) for name in SPLIT_PHASES if seconds.get(name, 0.0) > 0]
-    return msgspec.structs.replace(split, phases=tuple(phases))
-
-
-def bubble_seconds(state: State) -> float | None:
-    """Return the mean idle time of the pipeline's ranks in a batch, where it is known."""
-    found = bubble(state)
-    if found is None:
-        return None
-    # The window is an optimizer step; what ranks record is a batch.
-    return found.mean.measured * found.window_s / batches_per_step(state.job)
-
-
-def least_idle_seconds(state: State) -> float | None:
-    """Return the idle time of the busiest rank in a batch."""
-    found, mean_s = bubble(state), bubble_seconds(state)
-    if found is None or not mean_s:
-        return None
-    return mean_s * min(row.parts.measured for row in found.rows) / found.mean.measured
-
-
 WARM_UP_STEPS = 3
 """Batches at the start of a run that are not judged: kernels are chosen, buckets arranged."""
 
@@ -209,7 +273,7 @@ class RankProfile(msgspec.Struct, frozen=True):
     phases: dict[str, float]
     """Mean seconds of each phase in a step."""
     own_s: float
-    """Median time of a step in which the rank did not wait for communication.
+    """Compute time: median time of a step without exposed communication and the bubble.
 
     Ranks that work together all take as long as the slowest: only this tells them apart, for the
     late rank waits the shortest.
@@ -238,28 +302,34 @@ def middle(values: Iterable[float]) -> float:
 
 
 def _profile(rank: int, times: RecentTimes) -> RankProfile | None:
+    times = _ordinary(times)
     seconds, indexes, phases = times.seconds, times.indexes, times.phases
-    if indexes[0] < WARM_UP_STEPS or any(name in phases for name in _INTERRUPTIONS):
-        seconds, indexes, phases = _only_ordinary(times)
     count = len(seconds)
     if count == 0:
         return None
-    waits = phases.get("communication", (0.0,) * count)
+    none = (0.0,) * count
+    waits = phases.get("communication", none)
+    idle = phases.get(BUBBLE, none)
     return RankProfile(
         rank=rank,
         num_steps=count,
         step_s=sum(seconds) / count,
         phases={name: sum(column) / count for name, column in phases.items()},
-        own_s=middle([step - wait for step, wait in zip(seconds, waits, strict=True)]),
+        own_s=middle(map(_own, seconds, waits, idle)),
         typical={name: middle(column) for name, column in phases.items()},
         waits=dict(zip(indexes, waits, strict=True)),
     )
 
 
-def _only_ordinary(
-    times: RecentTimes,
-) -> tuple[tuple[float, ...], tuple[int, ...], dict[str, tuple[float, ...]]]:
-    """Return seconds, indexes and phases without the steps that are not judged."""
+def _own(step_s: float, wait_s: float, idle_s: float) -> float:
+    return step_s - wait_s - idle_s
+
+
+def _ordinary(times: RecentTimes) -> RecentTimes:
+    """Return the columns without steps that warm up, validate or write a checkpoint."""
+    is_interrupted = any(name in times.phases for name in _INTERRUPTIONS)
+    if times.indexes[0] >= WARM_UP_STEPS and not is_interrupted:
+        return times
     interruptions = [times.phases[name] for name in _INTERRUPTIONS if name in times.phases]
     kept = [
         place
@@ -269,8 +339,8 @@ def _only_ordinary(
     columns = {
         name: tuple(column[place] for place in kept) for name, column in times.phases.items()
     }
-    return (
-        tuple(times.seconds[place] for place in kept),
-        tuple(times.indexes[place] for place in kept),
-        {name: column for name, column in columns.items() if any(column)},
+    return RecentTimes(
+        seconds=tuple(times.seconds[place] for place in kept),
+        indexes=tuple(times.indexes[place] for place in kept),
+        phases={name: column for name, column in columns.items() if any(column)},
     )

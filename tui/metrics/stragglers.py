@@ -2,9 +2,9 @@
 
 In synchronous training every rank takes as long as the slowest, so the length of a step does not
 differ between ranks. What differs is a rank's compute time, the step without waiting for others: it
-is longest on the straggler, which waits the shortest in a collective. It is compared with the ranks
-that do the same work, those of its pipeline stage, by their median and the median absolute
-deviation, so that a few stragglers do not shift the reference.
+is longest on the straggler, which waits the shortest. It is compared with the ranks that do the
+same work, those of its pipeline stage, by their median and the median absolute deviation, so that a
+few stragglers do not shift the reference. Stages of one rank each are compared with one another.
 
 ``balance`` divides the waiting in collectives into transfer and waiting for the last rank.
 """
@@ -14,9 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from boltmesh.telemetry.snapshot import PHASES, JobSnapshot
+from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui.metrics.memo import remember_last
-from boltmesh.tui.metrics.step_time import RankProfile, middle, rank_profiles
+from boltmesh.tui.metrics.step_time import (
+    BUBBLE,
+    SPLIT_PHASES,
+    RankProfile,
+    middle,
+    rank_profiles,
+)
 
 LATE_SHARE = 0.1
 """Of a step. Below a tenth, moving the work would gain less than the search for the reason costs;
@@ -38,7 +44,7 @@ STEPS_TO_JUDGE = 5
 _NORMAL = 1.4826
 """Makes the median deviation of a normal distribution its standard deviation."""
 
-_WAITING = "communication"
+_WAITING = ("communication", BUBBLE)
 
 
 class Lateness(msgspec.Struct, frozen=True):
@@ -59,6 +65,8 @@ class Lateness(msgspec.Struct, frozen=True):
     """What it waits for the others in a step."""
     peers_wait_s: float
     is_late: bool
+    stage: int | None = None
+    """Pipeline stage, where each stage has one rank and is compared with the other stages."""
 
     @property
     def excess_s(self) -> float:
@@ -80,11 +88,24 @@ def lateness(job: JobSnapshot) -> dict[int, Lateness]:
         profile = profiles.get(rank.rank)
         if profile is not None and profile.num_steps >= STEPS_TO_JUDGE:
             stages[rank.coordinates.get("pipeline", 0)].append(profile)
+    if len(stages) > 1 and all(len(peers) == 1 for peers in stages.values()):
+        return _compare_stages({stage: peers[0] for stage, peers in stages.items()})
     found: dict[int, Lateness] = {}
     for peers in stages.values():
         if len(peers) > 1:
             found.update((late.rank, late) for late in _compare(peers))
     return found
+
+
+def _compare_stages(profiles: Mapping[int, RankProfile]) -> dict[int, Lateness]:
+    """Compare stages of one rank each, whose waiting is known only from their chunks."""
+    if not all(BUBBLE in profile.phases for profile in profiles.values()):
+        return {}
+    stages = {profile.rank: stage for stage, profile in profiles.items()}
+    return {
+        late.rank: msgspec.structs.replace(late, stage=stages[late.rank])
+        for late in _compare(list(profiles.values()))
+    }
 
 
 def stragglers(job: JobSnapshot) -> list[Lateness]:
@@ -113,7 +134,7 @@ class _Others:
 def _compare(peers: Sequence[RankProfile]) -> Iterable[Lateness]:
     times = [peer.own_s for peer in peers]
     own = _Others(times)
-    names = [name for name in PHASES if any(name in peer.typical for peer in peers)]
+    names = [name for name in SPLIT_PHASES if any(name in peer.typical for peer in peers)]
     phases = {name: _Others(peer.typical.get(name, 0.0) for peer in peers) for name in names}
     spread = _spread(times)
     for place, peer in enumerate(peers):
@@ -133,8 +154,9 @@ def _judge(
 ) -> Lateness:
     excess_s = peer.own_s - peers_s
     typical = {name: peer.typical.get(name, 0.0) for name in phases}
+    waits = {name for name in _WAITING if name in phases}
     others = {name: phases[name].middle_without(typical[name]) for name in phases}
-    losses = {name: typical[name] - others[name] for name in phases if name != _WAITING}
+    losses = {name: typical[name] - others[name] for name in phases if name not in _WAITING}
     worst = max(losses, key=lambda name: losses[name], default=None)
     if worst is not None and losses[worst] <= 0:
         worst = None
@@ -147,8 +169,8 @@ def _judge(
         phase=worst,
         phase_s=typical[worst] if worst is not None else 0.0,
         phase_peers_s=others[worst] if worst is not None else 0.0,
-        wait_s=typical.get(_WAITING, 0.0),
-        peers_wait_s=others.get(_WAITING, 0.0),
+        wait_s=sum(typical[name] for name in waits),
+        peers_wait_s=sum(others[name] for name in waits),
         is_late=excess_s >= needed_s and worst is not None,
     )
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from boltmesh.tui.layout.page import Draw, Page, Panel, RankMap, Scene, place, table_draw
 from boltmesh.tui.layout.region import VERY_WIDE, WIDE, Item, Plan, Region, stack
 from boltmesh.tui.metrics.heat import chosen_heat
-from boltmesh.tui.metrics.step_time import step_split
+from boltmesh.tui.metrics.step_time import phase_split
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.pages.ranks import RANKS
 from boltmesh.tui.panels.chart import chosen_metric, draw_chart, draw_metrics, newest_metrics
@@ -179,7 +179,7 @@ class OverviewPage(Page):
 
 def _contents(scene: Scene, body: Region) -> Contents:
     state, look = scene.state, scene.look
-    split = step_split(state)
+    split = phase_split(state.job)
     return Contents(
         says=diagnosis_lines(state, body.width, look),
         units=len(draw_throughput(state, body.width, body.height, look)) - scene.title,

@@ -1,6 +1,6 @@
 """How much of a pipeline's time is idle, and for which reason, beside the schedule's ideal.
 
-How long the ranks of a pipeline stand idle, and why: the schedule, uneven stages, or the rest.
+How long the ranks of a pipeline are idle, and why: the schedule, uneven stages, or the rest.
 
 A bubble is measured over the common window of a pipeline, from the first start to the last end on
 any of its ranks: 1 - busy / window. A rank's own window would flatter the late stages. It is made
@@ -10,7 +10,7 @@ of what the schedule costs with equal stages (structural), what the stages' uneq
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from boltmesh.schedule_sim import (
     of_ideal,
@@ -23,7 +23,7 @@ from boltmesh.tui.metrics.pipelines import (
     bubble,
 )
 from boltmesh.tui.render.line import Line, Role
-from boltmesh.tui.render.pipeline import fit_rows, nothing_to_show, row_names, step_text
+from boltmesh.tui.render.pipeline import fit_rows, nothing_to_show, row_names, where_text
 from boltmesh.tui.render.style import Style, heading, labelled, wrap_facts
 from boltmesh.tui.render.table import Cell, Column, draw_table
 from boltmesh.tui.state import State
@@ -44,6 +44,7 @@ _IN_FLIGHT = "in flight: microbatches that a stage keeps for their backward, at 
 MIN_BAR_WIDTH = 10
 MAX_BAR_WIDTH = 60
 BARS_FROM_WIDTH = 70
+TIMES_FROM_WIDTH = 140
 
 
 def draw_bubble(state: State, width: int, height: int, look: Style) -> list[Line]:
@@ -53,8 +54,10 @@ def draw_bubble(state: State, width: int, height: int, look: Style) -> list[Line
         return nothing_to_show(state, "bubble", width, height, look)
     lines: list[Line] = []
     if look.has_headings and height >= 2:
-        step = step_text(found.step, found.batch, found.place, found.num_pipelines)
-        lines.append(heading(f"bubble: {step}", width, look, right=_share(found.mean.measured)))
+        steps = "1 step" if found.num_steps == 1 else f"{found.num_steps} steps"
+        title = f"bubble: mean of {steps}"
+        title += where_text(found.place, found.num_pipelines)
+        lines.append(heading(title, width, look, right=_share(found)))
     room = max(0, height - len(lines))
     table = _table(found, width, look)
     cells = width - table[0].width - 2
@@ -111,10 +114,18 @@ def _table(found: Bubble, width: int, look: Style, *, has_kept: bool = True) -> 
         Column("imbalance", is_number=True, rank=2),
         Column("excess", is_number=True, rank=2),
     ]
+    has_times = width >= TIMES_FROM_WIDTH
+    if has_times:
+        columns += [Column(title, is_number=True) for title in _times(found.rows[0].seconds)]
     has_kept = has_kept and any(row.kept for row in found.rows)
     if has_kept:
         columns.append(Column(_IN_FLIGHT_TITLE, is_number=True, rank=4))
     kept = [Line(""), *map(_kept, found.rows)]
+    means = {
+        kind: sum(row.seconds.get(kind, 0.0) for row in found.rows) / len(found.rows)
+        for kind in found.rows[0].seconds
+    }
+    times = [_times(seconds) for seconds in (means, *(row.seconds for row in found.rows))]
     cells: list[list[Cell]] = [
         [
             Line(name.rstrip(), "strong" if parts is found.mean else "muted"),
@@ -123,11 +134,22 @@ def _table(found: Bubble, width: int, look: Style, *, has_kept: bool = True) -> 
             _percent(parts.structural),
             _signed(parts.imbalance),
             _signed(parts.excess),
+            *(map(units.seconds, each.values()) if has_times else []),
             *([flight] if has_kept else []),
         ]
-        for (name, parts), flight in zip(rows, kept, strict=True)
+        for (name, parts), flight, each in zip(rows, kept, times, strict=True)
     ]
     return draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
+
+
+def _times(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the times of a batch by title, weight gradients if the schedule separates them."""
+    forward, weight = seconds.get("F", 0.0), seconds.get("W")
+    compute = sum(seconds.values())
+    times = {"forward": forward, "backward": compute - forward - (weight or 0.0)}
+    if weight is not None:
+        times["weight grad"] = weight
+    return times | {"compute": compute}
 
 
 def _kept(row: BubbleRow) -> Line:
@@ -205,8 +227,9 @@ def _legend(found: Bubble, width: int, look: Style) -> list[Line]:
     return wrap_facts(parts, width)
 
 
-def _share(share: float) -> Line:
-    return Line(_percent(share), "strong").add(" of total", "muted")
+def _share(found: Bubble) -> Line:
+    about = " of total" if found.num_pipelines == 1 else " of all pipelines"
+    return Line(_percent(found.ratio), "strong").add(about, "muted")
 
 
 def _percent(share: float | None, *, digits: int = 1) -> str:

@@ -9,6 +9,7 @@ import msgspec
 
 from boltmesh.tui import units
 from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.devices.reading import NO_LIMIT, POWER_LIMIT
 from boltmesh.tui.render.bars import bar
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.ranks import NEARLY_FULL
@@ -104,8 +105,6 @@ BARS_FROM_WIDTH = 130
 BAR_WIDTH = 8
 NEARLY_TOO_HOT_CELSIUS = 3.0
 """So close to where it slows down, a GPU's temperature warns."""
-NO_LIMIT = ("idle",)
-"""Reasons for low clocks that hold nothing back."""
 
 
 def draw_devices(
@@ -299,7 +298,7 @@ def _held_back(reading: DeviceReading, look: Style) -> Line:
     if reading.throttle_reasons is None:
         return Line(units.UNKNOWN, "muted")
     limits = _limits(reading)
-    if limits:
+    if limits and limits != (POWER_LIMIT,):
         return Line(look.sign("!") + ", ".join(limits), "warn")
     return Line(_reasons(reading), "muted")
 

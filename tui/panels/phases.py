@@ -2,13 +2,14 @@
 
 from boltmesh.telemetry.snapshot import PhaseTime
 from boltmesh.tui import units
-from boltmesh.tui.metrics.step_time import PhaseSplit, batches_per_step, step_split
+from boltmesh.tui.metrics.step_time import BUBBLE, PhaseSplit, batches_per_step, phase_split
 from boltmesh.tui.render.bars import phase_role, stacked_bar
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import Glyphs, Style, heading, wrap_facts
 from boltmesh.tui.state import State
 
-_LABELS = {"transfer": "host to device", "communication": "exposed comm"}
+_LABELS = {"transfer": "host to device", "communication": "exposed comm", BUBBLE: "pipeline idle"}
+"""The share of the bubble in a step is not the bubble ratio, which is of the pipeline's window."""
 
 
 def draw_phases(state: State, width: int, height: int, look: Style) -> list[Line]:
@@ -16,7 +17,7 @@ def draw_phases(state: State, width: int, height: int, look: Style) -> list[Line
 
     A single line has words and no bar: a bar says nothing without its legend.
     """
-    split = step_split(state)
+    split = phase_split(state.job)
     if split is None:
         return _draw_nothing(width, height, look)
     label = phases_title(state)

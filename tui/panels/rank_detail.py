@@ -9,15 +9,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, RankSnapshot
+from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
 from boltmesh.tui import units
+from boltmesh.tui.metrics.figures import rank_flops
 from boltmesh.tui.metrics.ranks import RankRow, rank_rows
-from boltmesh.tui.metrics.step_time import middle, rank_profiles
+from boltmesh.tui.metrics.step_time import SPLIT_PHASES, middle, rank_profiles
 from boltmesh.tui.panels.events import event_line, event_rows
 from boltmesh.tui.panels.offload import draw_offload, rows_of_rank
 from boltmesh.tui.panels.phases import phase_label
 from boltmesh.tui.panels.rank_table import cause_words, late_share
-from boltmesh.tui.panels.throughput import flops_words, rank_flops
+from boltmesh.tui.panels.throughput import flops_words
 from boltmesh.tui.render.bars import phase_role, sparkline
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.ranks import rank_phase, rank_state
@@ -36,7 +37,7 @@ class PhaseBeside(msgspec.Struct, frozen=True):
 
 
 def phases_beside_peers(job: JobSnapshot, number: int) -> list[PhaseBeside]:
-    """Return the phases of a rank in the order of PHASES, those that nobody has left out."""
+    """Return the phases of a rank in the order of SPLIT_PHASES, those that nobody has left out."""
     profiles = rank_profiles(job)
     own = profiles.get(number)
     rank = next((rank for rank in job.ranks if rank.rank == number), None)
@@ -51,7 +52,7 @@ def phases_beside_peers(job: JobSnapshot, number: int) -> list[PhaseBeside]:
         and other.coordinates.get("pipeline", 0) == stage
     ]
     found = []
-    for name in PHASES:
+    for name in SPLIT_PHASES:
         others = [peer.typical.get(name, 0.0) for peer in peers]
         seconds = own.typical.get(name, 0.0)
         if seconds or any(others):

@@ -4,7 +4,7 @@ from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import PHASES, PhaseTime, RankSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.metrics.ranks import RankRow, rank_rows
-from boltmesh.tui.metrics.step_time import RankProfile
+from boltmesh.tui.metrics.step_time import SPLIT_PHASES, RankProfile
 from boltmesh.tui.metrics.stragglers import Lateness
 from boltmesh.tui.render.bars import sparkline, stacked_bar
 from boltmesh.tui.render.line import Line, Role
@@ -197,7 +197,9 @@ def late_share(late: Lateness | None, look: Style) -> Line:
 def _split(profile: RankProfile | None, look: Style) -> Line:
     if profile is None:
         return Line(units.UNKNOWN, "muted")
-    phases = [PhaseTime(name, profile.phases[name]) for name in PHASES if name in profile.phases]
+    phases = [
+        PhaseTime(name, profile.phases[name]) for name in SPLIT_PHASES if name in profile.phases
+    ]
     return stacked_bar(phases, SPLIT_WIDTH, look.glyphs)
 
 

@@ -1,10 +1,5 @@
 """Samples and tokens a second, now and in the recent past, and how much of the devices is used.
 
-How much the job computes, and what share that is of what its devices can do.
-
-The model FLOPs utilisation counts what the model needs, not what was run: recomputed activations
-and padding do not raise it (Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311).
-
 Samples and tokens a second over the recent past.
 """
 
@@ -12,65 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
-
 from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
 from boltmesh.tui import units
-from boltmesh.tui.metrics.memo import remember_last
+from boltmesh.tui.metrics.figures import Flops, figures, job_flops
 from boltmesh.tui.metrics.status import job_stalled_seconds
-from boltmesh.tui.metrics.step_time import rank_profiles
 from boltmesh.tui.render.bars import bar, sparkline
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import Style, facts, heading, labelled
 from boltmesh.tui.state import State
-
-
-class Flops(msgspec.Struct, frozen=True):
-    """Of the whole job, over its recent ordinary steps."""
-
-    per_second: float
-    """Model FLOPs of all ranks whose FLOPs are known, a second."""
-    utilization: float | None
-    """Share of the peak of the same ranks; None where the peak of one is not known."""
-    num_ranks: int
-    """Those that are in it."""
-
-
-@remember_last
-def job_flops(job: JobSnapshot) -> Flops | None:
-    """Return what the job computes, or None where no rank says what a batch costs."""
-    if job.state != "running":
-        return None
-    profiles = rank_profiles(job)
-    done = 0.0
-    peak: float | None = 0.0
-    num_ranks = 0
-    for rank in job.ranks:
-        profile = profiles.get(rank.rank)
-        if profile is None or not _has_flops(rank):
-            continue
-        num_ranks += 1
-        done += (rank.flops_per_batch or 0.0) / profile.step_s
-        known = rank.peak_flops_per_second
-        peak = None if peak is None or not known or known <= 0 else peak + known
-    if not num_ranks:
-        return None
-    return Flops(done, done / peak if peak else None, num_ranks)
-
-
-def rank_flops(job: JobSnapshot, rank: RankSnapshot) -> Flops | None:
-    """Return the same of one rank."""
-    profile = rank_profiles(job).get(rank.rank)
-    if profile is None or not _has_flops(rank):
-        return None
-    done = (rank.flops_per_batch or 0.0) / profile.step_s
-    peak = rank.peak_flops_per_second
-    return Flops(done, done / peak if peak and peak > 0 else None, 1)
-
-
-def _has_flops(rank: RankSnapshot) -> bool:
-    return rank.flops_per_batch is not None and rank.flops_per_batch > 0
-
 
 Unit = Literal["samples", "tokens"]
 
@@ -82,6 +26,8 @@ def throughput(job: JobSnapshot, unit: Unit) -> float | None:
 
 def rate_now(state: State, unit: Unit) -> str:
     """Return the job's recent rate as text; that of a stalled job is not known."""
+    if unit == "tokens":
+        return units.rate(figures(state).tokens_per_s.value)
     is_stalled = job_stalled_seconds(state) is not None
     return units.UNKNOWN if is_stalled else units.rate(throughput(state.job, unit))
 
@@ -136,11 +82,14 @@ def draw_throughput(state: State, width: int, height: int, look: Style) -> list[
         "samples"
     ]
     flops = job_flops(state.job) if job_stalled_seconds(state) is None else None
-    if height == 1 and len(known) + (flops is not None) > 1:
+    ratio = figures(state).bubble_ratio.value
+    if height == 1 and len(known) + (flops is not None) + (ratio is not None) > 1:
         return [_draw_side_by_side(state, known, flops, width, look)]
     lines = [_draw(state, unit, width, look) for unit in known]
     if flops is not None:
         lines.append(_draw_flops(flops, width, look))
+    if ratio is not None:
+        lines.append(_draw_bubble(ratio, width, look))
     if look.has_headings and height > len(lines):
         lines.insert(0, heading("throughput", width, look))
     return lines[: max(0, height)]
@@ -158,11 +107,15 @@ def _draw_side_by_side(
 ) -> Line:
     cells = (width - 2) // len(known)
     parts = [_draw(state, unit, cells, look) for unit in known]
-    if flops is None and all(part.width == cells for part in parts):
+    ratio = figures(state).bubble_ratio.value
+    has_ratios = flops is not None or ratio is not None
+    if not has_ratios and all(part.width == cells for part in parts):
         return facts(parts, width)
     parts = [labelled(f"{unit}/s", rate_now(state, unit), "strong") for unit in known]
     if flops is not None:
         parts.append(labelled(*flops_words(flops), "strong"))
+    if ratio is not None:
+        parts.append(labelled("bubble", units.share(ratio), "strong"))
     return facts(parts, width)
 
 
@@ -182,6 +135,15 @@ def _draw_flops(flops: Flops, width: int, look: Style) -> Line:
     return line.crop(width)
 
 
+def _draw_bubble(ratio: float, width: int, look: Style) -> Line:
+    line = Line("bubble".ljust(_LABEL_WIDTH), "muted")
+    line.add(units.share(ratio).rjust(_FIGURE_WIDTH), "strong")
+    room = width - line.width - 2
+    if room >= _SPARKLINE_FROM_WIDTH:
+        line.add("  ").join(bar(ratio, room, look.glyphs))
+    return line.crop(width)
+
+
 def _draw(state: State, unit: Unit, width: int, look: Style) -> Line:
     """Label and figure, and a sparkline where it fits; figures are never cut.
 
@@ -193,7 +155,8 @@ def _draw(state: State, unit: Unit, width: int, look: Style) -> Line:
     stalled_s = job_stalled_seconds(state)
     if stalled_s is not None:
         last = f"{units.rate(throughput(state.job, unit))} {units.duration(stalled_s)} ago"
-        return line.add("  ").add(last, "muted").crop(width) if len(last) <= room else line
+        line = line.add("  ").add(last, "muted") if len(last) <= room else line
+        return line.crop(width)
     if room >= _SPARKLINE_FROM_WIDTH:
         values = throughput_over_time(state.job, unit, buckets=room)
         line.add("  ").join(sparkline(values, room, look.glyphs))

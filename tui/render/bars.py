@@ -17,18 +17,31 @@ def bar(fraction: float, width: int, glyphs: Glyphs, *, role: Role = "accent") -
     return line.pad_to(width, glyphs.bar_rest, "faint")
 
 
-def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> Line:
-    """The newest ``width`` values as columns from zero to their maximum, at the right edge.
+LEAST_RANGE = 0.02
+"""Share of the largest value: smaller differences are a flat line, not noise at full height."""
 
-    What is no number is as low as nothing, and as high as the highest where it is infinite.
+
+def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> Line:
+    """The newest ``width`` values as columns from minimum to maximum, at the right edge.
+
+    A NaN is as low as the lowest value, an infinite one as high as the highest.
     """
     values = values[-width:] if width > 0 else ()
-    top = max((value for value in values if math.isfinite(value)), default=0.0)
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    low, high = min(finite), max(finite)
+    # Half of each, for a difference of huge values is no number.
+    spare = max(0.0, LEAST_RANGE * max(abs(low), abs(high)) / 2 - (high / 2 - low / 2)) or 0.0
+    base, span = low / 2 - spare / 2, high / 2 - low / 2 + spare
     last = len(glyphs.levels) - 1
-    columns = "".join(
-        glyphs.levels[round(min(1.0, max(0.0, value / top)) * last) if top > 0 else 0]
-        for value in (0.0 if math.isnan(value) else value for value in values)
-    )
+
+    def level(value: float) -> int:
+        if math.isnan(value) or value == -math.inf:
+            return 0
+        if value == math.inf:
+            return last
+        return round(min(1.0, max(0.0, (value / 2 - base) / span)) * last) if span > 0 else 0
+
+    columns = "".join(glyphs.levels[level(value)] for value in values)
     return Line(" " * (width - len(columns))).add(columns, "faint")
 
 

@@ -52,10 +52,15 @@ def step_text(step: int, batch: int, place: Mapping[str, int], num_pipelines: in
     text = f"step {units.count(step)}"
     if batch:
         text += f", batch {batch + 1} of it"
+    return text + where_text(place, num_pipelines)
+
+
+def where_text(place: Mapping[str, int], num_pipelines: int) -> str:
+    """Name the pipeline that is shown of several."""
     if num_pipelines == 1:
-        return text
+        return ""
     where = ", ".join(f"{axis} {at}" for axis, at in place.items())
-    return f"{text}, {where}: the slowest of {num_pipelines} pipelines"
+    return f", {where}: the slowest of {num_pipelines} pipelines"
 
 
 def fit_rows(rows: Sequence[Line], room: int, width: int) -> list[Line]:

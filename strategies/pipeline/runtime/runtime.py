@@ -101,10 +101,11 @@ class PipelineRuntime:
 
     @property
     def bubble(self) -> float | None:
-        """Return the bubble of the newest run that all ranks have told of, alike on all ranks.
+        """Return the mean bubble of the newest runs, the same on all ranks.
 
-        Of runs with backward passes: idle time over the common window, in the mean over the ranks,
-        0 to 1. Known when the next run has begun; on a GPU two runs later.
+        Of runs with backward passes: idle time over the common window, the mean over the ranks and
+        at most ``timing.MEAN_RUNS`` runs, 0 to 1. A run counts when the next one has begun; on a
+        GPU two runs later.
         """
         return self._meter.bubble
 

@@ -208,6 +208,9 @@ def _elapsed_ns(start: Any, end: Any) -> int:
     return max(0, int(start.elapsed_time(end) * 1e6))
 
 
+MEAN_RUNS: Final = 256
+"""Runs whose mean is the bubble: as many as the dashboard's ring holds of 16 chunks each."""
+
 FIGURES: Final = 3
 """That each rank tells: first start, last end and busy time, in ns."""
 
@@ -221,8 +224,7 @@ class BubbleMeter:
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
-        self.bubble: float | None = None
-        """Of the newest run with backward passes of which all ranks have told; 0 to 1."""
+        self._shares: deque[float] = deque(maxlen=MEAN_RUNS)
         self.number = 0
         """Of the run, from 1."""
         self._rank, self._size = (0, 1) if group is None else (group.rank(), group.size())
@@ -234,6 +236,11 @@ class BubbleMeter:
         """Of runs that are still to be told."""
         self._own: dict[int, tuple[int, int, int]] = {}
         self._is_asked = False
+
+    @property
+    def bubble(self) -> float | None:
+        """Mean over the newest runs with backward passes that all ranks have reported; 0 to 1."""
+        return sum(self._shares) / len(self._shares) if self._shares else None
 
     def begin(self, *, is_training: bool) -> list[int]:
         """Begin a run; return this rank's part of what is asked at its beginning.
@@ -259,7 +266,7 @@ class BubbleMeter:
         # A device may be too far behind to be asked; then the run is left out.
         if self._is_asked and all(ends) and max(ends) > min(starts):
             window = max(ends) - min(starts)
-            self.bubble = max(0.0, 1 - sum(busy) / (len(busy) * window))
+            self._shares.append(max(0.0, 1 - sum(busy) / (len(busy) * window)))
 
     def measured(self, number: int, start_ns: int, end_ns: int, busy_ns: int) -> None:
         """Take this rank's times of a run, on its own clock."""

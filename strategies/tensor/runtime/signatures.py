@@ -28,7 +28,7 @@ from typing_extensions import override
 from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, random_state_unchanged
 from boltmesh.strategies.dry_run.step import DryRunOutcome, without_dropout
-from boltmesh.strategies.tensor.comparison import TOLERANCE, difference
+from boltmesh.strategies.tensor.comparison import ROUGH, TOLERANCE, difference
 from boltmesh.strategies.tensor.plan import ShardedParameter
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup, all_reduce
 from boltmesh.strategies.tensor.runtime.param_swap import (
@@ -41,13 +41,11 @@ from boltmesh.strategies.tensor.runtime.param_swap import (
 )
 from boltmesh.strategies.tensor.runtime.stacks import RunningStack
 from boltmesh.strategies.torch_compat.autograd import unrecorded
+from boltmesh.strategies.torch_compat.float32 import full_float32
 from boltmesh.strategies.torch_compat.tensors import is_fake, tree_leaves
 
 Signature = tuple[tuple[str, Any], ...]
 """Path and kind of each argument of a call."""
-
-ROUGH = 0.05
-"""Tolerance of a comparison that is not in fp32: about six roundings of bf16."""
 
 
 def signature_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
@@ -257,6 +255,7 @@ class SignatureGuard:
             modules_unchanged(modules),
             without_dropout(modules),
             unrecorded(),
+            full_float32(),
         ):
             whole = self._outcome(self._whole, args, kwargs)
             try:

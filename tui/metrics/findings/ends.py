@@ -12,6 +12,9 @@ from boltmesh.tui.state import State
 HANG = "hang: "
 """Begins what a rank of the job has recorded about a standstill."""
 
+STOPPED_PROCESS = "is stopped by a signal"
+"""Says so there of a rank whose process is stopped (``hang_detection/inspect.py``)."""
+
 MAX_GROUPS = 2
 """Stuck groups that are told of; the events screen has all of them."""
 
@@ -132,12 +135,13 @@ def find_standstill(state: State) -> Finding | None:
         fewest, others, *_ = sorted(stall.phases.values(), key=len)
         if len(fewest) < len(others):  # of as many here as there nobody can tell who is at fault
             suspects = fewest
+    explained = _explained(state, stall)
     return Finding(
         kind="stalled",
         severity="warn",
         headline=f"stalled: no step for {units.duration(stall.silent_s)}, {tell_phases(stall)}",
-        evidence=_explained(state, stall) or tuple(hang.text for hang in stuck[:MAX_GROUPS]),
-        advice=_unblock(state.job, stall, suspects),
+        evidence=explained or tuple(hang.text for hang in stuck[:MAX_GROUPS]),
+        advice=_unblock(state.job, stall, suspects, explained),
         ranks=suspects,
     )
 
@@ -153,8 +157,12 @@ def _explained(state: State, stall: Stall) -> tuple[str, ...]:
     return tuple(told[-1:])
 
 
-def _unblock(job: JobSnapshot, stall: Stall, suspects: tuple[int, ...]) -> str:
+def _unblock(
+    job: JobSnapshot, stall: Stall, suspects: tuple[int, ...], explained: tuple[str, ...]
+) -> str:
     pids = [rank.pid for rank in job.ranks if rank.rank in suspects and rank.pid is not None]
+    if pids and any(STOPPED_PROCESS in text for text in explained):
+        return f"continue {units.ranks(suspects)}: `kill -CONT {' '.join(map(str, pids))}`"
     if pids:
         return f"see what {units.ranks(suspects)} does: `py-spy dump --pid {pids[0]}` on its host"
     if "data" in stall.phases:

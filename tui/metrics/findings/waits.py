@@ -2,9 +2,10 @@
 
 from boltmesh.telemetry.snapshot import JobSnapshot, MemoryKind, RankSnapshot
 from boltmesh.tui import units
+from boltmesh.tui.devices.reading import NO_LIMIT, POWER_LIMIT
 from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.pipelines import Bubble, BubbleRow, bubble
-from boltmesh.tui.metrics.step_time import bubble_seconds, least_idle_seconds, middle
+from boltmesh.tui.metrics.step_time import middle
 from boltmesh.tui.metrics.stragglers import Balance, Lateness, stragglers
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.state import State
@@ -20,6 +21,9 @@ twentieth; offload is chosen for memory, and up to a third is its known price.""
 COMMUNICATION_SHARE = 0.2
 """Of a step, exposed. What hides behind the backward pass is free; up to a fifth is common where
 the last bucket is large, and the cures cost accuracy or memory."""
+
+COMPRESSION = {"DDPStrategy": ', or send less: gradient_compression="bf16"'}
+"""Strategies with an argument for it."""
 
 HOTTER_CELSIUS = 10.0
 """Above the other GPUs. Their places in a case differ by less."""
@@ -40,17 +44,17 @@ def find_straggler(state: State) -> Finding | None:
     # A late rank has a phase by definition.
     phase = worst.phase or "other"
     who = f"straggler {units.ranks([worst.rank])}"
+    if worst.stage is not None:
+        who += f", stage {worst.stage}"
     if len(late) > 1:
         who = f"stragglers {units.ranks(ranks).removeprefix('ranks ')}, the latest {worst.rank}"
-    device = _tell_device(state, worst.rank)
+    device, cure = _judge_device(state, worst.rank)
     return Finding(
         kind="straggler",
         severity="warn",
         headline=f"{who}: {units.seconds(worst.excess_s)} a step late in {phase}",
         evidence=(*_tell_late(state.job, worst, phase, ranks), *device),
-        advice="cool that GPU, or take it out of the job"
-        if device
-        else _relieve(phase, is_one=len(late) == 1),
+        advice=cure or _relieve(phase, is_one=len(late) == 1, stage=worst.stage),
         ranks=ranks,
         cost=max(0.0, min(1.0, worst.excess_s / worst.step_s)),
     )
@@ -74,28 +78,47 @@ def _tell_late(
     return tuple(evidence)
 
 
-def _tell_device(state: State, rank: int) -> list[str]:
-    """Say what is different about the GPU of a late rank."""
+def _judge_device(state: State, rank: int) -> tuple[list[str], str | None]:
+    """Return what only the GPU of a late rank has, and what to do about it.
+
+    A reason for low clocks that most other GPUs have as well does not make one of them late; the
+    power limit is the normal state of a busy GPU.
+    """
     gpus = [reading for reading in state.devices if reading.kind == "gpu"]
     own = next((reading for reading in gpus if rank in reading.ranks), None)
     if own is None:
-        return []
+        return [], None
+    others = [reading for reading in gpus if reading is not own]
     facts = []
-    others = [
-        reading.temperature_celsius
-        for reading in gpus
-        if reading is not own and reading.temperature_celsius is not None
+    cure = None
+    reasons = [
+        reason
+        for reason in own.throttle_reasons or ()
+        if 2 * sum(reason in (other.throttle_reasons or ()) for other in others) <= len(others)
+        and (others or reason != POWER_LIMIT)
+        and reason not in NO_LIMIT
     ]
-    if own.temperature_celsius is not None and others:
-        usual = middle(others)
-        if own.temperature_celsius >= usual + HOTTER_CELSIUS:
-            facts.append(f"its GPU has {own.temperature_celsius:.0f} C, the others {usual:.0f} C")
-    if own.throttle_reasons:
-        facts.append(f"its clocks are held back: {', '.join(own.throttle_reasons)}")
-    return facts
+    if reasons:
+        facts.append(f"its GPU is throttled, unlike most others: {', '.join(reasons)}")
+        cure = "look why that GPU is throttled: `nvidia-smi -q -d PERFORMANCE,CLOCK` on its host"
+    if POWER_LIMIT in reasons:
+        cure = "compare the power limit of that GPU with the others: `nvidia-smi -q -d POWER`"
+    known = [each.temperature_celsius for each in others if each.temperature_celsius is not None]
+    is_hotter = False
+    if own.temperature_celsius is not None and known:
+        usual = middle(known)
+        is_hotter = own.temperature_celsius >= usual + HOTTER_CELSIUS
+        if is_hotter:
+            hotter = f"its GPU has {own.temperature_celsius:.0f} C, the others {usual:.0f} C"
+            facts.insert(0, hotter)
+    if is_hotter or any("hot" in reason for reason in reasons):
+        cure = "cool that GPU, or take it out of the job"
+    return facts, cure
 
 
-def _relieve(phase: str, *, is_one: bool) -> str:
+def _relieve(phase: str, *, is_one: bool, stage: int | None) -> str:
+    if stage is not None and phase in {"forward", "backward"}:
+        return f"move a block from stage {stage} to another, or look at the clocks of its rank"
     its = "its" if is_one else "their"
     if phase == "data":
         return f"look at {its} loader workers, shard and storage"
@@ -158,11 +181,8 @@ def find_offload(state: State, typical: Balance) -> Finding | None:
 def find_communication(state: State, typical: Balance) -> Finding | None:
     """Say that transfers which nothing hides take a large part of the step."""
     exposed_s = typical.transfer_s
-    if state.job.mesh.get("pipeline", 1) > 1:
-        idle_s = least_idle_seconds(state)
-        if idle_s is None:
-            return None  # what is transfer, and what is bubble, cannot be told apart
-        exposed_s = max(0.0, exposed_s - idle_s)
+    if state.job.mesh.get("pipeline", 1) > 1 and bubble(state) is None:
+        return None  # waits for other stages cannot be separated from transfers
     share = exposed_s / typical.step_s
     if state.job.communication_note is not None or share < COMMUNICATION_SHARE:
         return None
@@ -182,8 +202,8 @@ def find_communication(state: State, typical: Balance) -> Finding | None:
         evidence=tuple(evidence),
         advice="keep the tensor axis within one host, or make it smaller"
         if axis == "tensor"
-        else "give each rank more work a step (larger or more accumulated batches), or send less "
-        "(gradient compression)",
+        else "give each rank more work a step: larger, or more accumulated batches"
+        + COMPRESSION.get(state.job.strategy, ""),
         cost=share,
     )
 
@@ -248,11 +268,9 @@ def find_bubble(state: State, typical: Balance) -> Finding | None:
     found = bubble(state)
     if found is None or typical.step_s <= 0:
         return None
-    share = min(1.0, (bubble_seconds(state) or 0.0) / typical.step_s)
-    # What is told of a window of the chunks alone, told of the whole step.
-    scale = share / found.mean.measured if found.mean.measured > 0 else 0.0
+    share = found.ratio
     parts = {
-        name: scale * part
+        name: part
         for name in ("structural", "imbalance", "excess")
         if (part := getattr(found.mean, name)) is not None
     }
@@ -272,7 +290,7 @@ def find_bubble(state: State, typical: Balance) -> Finding | None:
     return Finding(
         kind="bubble",
         severity="warn",
-        headline=f"pipeline bubble: ranks stand idle for {share:.0%} of a step",
+        headline=f"pipeline bubble: ranks are idle for {share:.0%} of the pipeline's time",
         evidence=tuple(evidence),
         advice=_mend(worst, found, slow),
         ranks=() if slow is None else (slow[0].rank,),

@@ -1,0 +1,126 @@
+"""The headline figures of the JSON document, and that the screens show the same."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from boltmesh.telemetry.snapshot import JobSnapshot
+from boltmesh.tui import units
+from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.metrics.figures import Figures, figures
+from boltmesh.tui.metrics.pipelines import bubble_ratio
+from boltmesh.tui.metrics.step_time import phase_split
+from boltmesh.tui.panels.phases import draw_phases
+from boltmesh.tui.panels.rank_table import draw_rank_table
+from boltmesh.tui.panels.throughput import draw_throughput
+from boltmesh.tui.render.style import UNICODE, Style
+from boltmesh.tui.report import job_json, job_text
+from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.state import fold
+from tests.tui.loads import HEALTHY, records, steady, team, worker
+from tests.tui.samples import NOW, demo, job, state
+
+LOOK = Style(UNICODE)
+STEP_S = sum(HEALTHY.values())
+
+
+def _document(snapshot: JobSnapshot, *devices: DeviceReading) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(job_json(Observation(NOW, snapshot, devices)))["figures"]
+    return found
+
+
+def _known(**changes: Any) -> JobSnapshot:
+    ranks = tuple(
+        worker(number, flops_per_batch=40e12, peak_flops_per_second=400e12) for number in range(2)
+    )
+    return job(**{"ranks": ranks, "global_step": 24} | changes)
+
+
+def test_each_has_a_value_and_its_definition() -> None:
+    found = _document(_known())
+    assert set(found) == set(Figures.__struct_fields__)
+    assert all(set(each) == {"value", "definition"} for each in found.values())
+    assert all(each["definition"] for each in found.values())
+    assert found["step_s"]["value"] == pytest.approx(STEP_S)
+    assert found["model_tflops"]["value"] == pytest.approx(2 * 40 / STEP_S)
+    assert found["mfu"]["value"] == pytest.approx(40 / STEP_S / 400)
+    assert found["tokens_per_s"]["value"] == 2048
+    share = HEALTHY["communication"] / STEP_S
+    assert found["exposed_communication"]["value"] == pytest.approx(share)
+    assert found["bubble_ratio"]["value"] is None
+    assert found["memory_bytes"]["value"] == 2**30
+    assert found["utilisation"]["value"] is None
+
+
+def test_use_and_memory_are_those_of_the_devices() -> None:
+    readings = [
+        DeviceReading(
+            kind="process",
+            ranks=(number,),
+            name="here",
+            utilization_percent=100.0 * (number + 1),
+            memory_used_bytes=(number + 1) * 2**20,
+        )
+        for number in range(2)
+    ]
+    found = _document(_known(), *readings)
+    assert found["utilisation"]["value"] == pytest.approx(1.5)
+    assert found["memory_bytes"]["value"] == 2 * 2**20
+
+
+def test_accumulated_batches_are_one_step() -> None:
+    made = worker(0)
+    steps = tuple(
+        msgspec.structs.replace(each, global_step=(each.index + 1) // 4) for each in made.steps
+    )
+    snapshot = job(ranks=(msgspec.structs.replace(made, steps=steps),))
+    assert _document(snapshot)["step_s"]["value"] == pytest.approx(4 * STEP_S)
+
+
+def test_rates_of_a_stalled_job_are_not_known() -> None:
+    ranks = tuple(msgspec.structs.replace(each, last_seen=NOW - 90) for each in _known().ranks)
+    found = _document(_known(ranks=ranks))
+    assert [found[name]["value"] for name in ("mfu", "model_tflops", "tokens_per_s")] == [None] * 3
+    assert found["step_s"]["value"] == pytest.approx(STEP_S)
+
+
+def test_the_screens_show_these_values() -> None:
+    seen = demo()
+    shown = fold(None, seen)
+    found = figures(shown)
+    assert found.bubble_ratio.value == bubble_ratio(seen.job)
+    text = "\n".join(line.plain for line in draw_throughput(shown, 100, 9, LOOK))
+    once = job_text(shown, 120, LOOK)
+    for value in (
+        units.share(found.bubble_ratio.value),
+        units.share(found.mfu.value),
+        units.rate(found.tokens_per_s.value),
+    ):
+        assert value in text
+        assert value in once
+    assert units.seconds(found.step_s.value) in once
+    phases = "\n".join(line.plain for line in draw_phases(shown, 60, 12, LOOK))
+    assert units.seconds(found.step_s.value) in phases
+
+
+@pytest.mark.parametrize("phase", ["validation", "checkpoint"])
+def test_validation_and_checkpoints_are_not_in_the_step_time(phase: str) -> None:
+    def load(index: int) -> dict[str, float]:
+        return HEALTHY | ({phase: 4.0} if index == 20 else {})
+
+    snapshot = team(load, load)
+    split = phase_split(snapshot)
+    assert split is not None
+    assert split.seconds == pytest.approx(STEP_S)
+    assert phase not in {each.name for each in split.phases}
+    rows = draw_rank_table(state(snapshot), 160, 6, LOOK)
+    assert all(units.seconds(STEP_S) in line.plain for line in rows[2:4])
+
+
+def test_steps_that_warm_up_count_while_there_are_no_others() -> None:
+    slow = worker(0, steps=records(steady(forward=3.0), num_steps=2))
+    split = phase_split(job(ranks=(slow,)))
+    assert split is not None
+    assert split.seconds == pytest.approx(STEP_S - HEALTHY["forward"] + 3.0)

@@ -1,0 +1,142 @@
+"""The headline figures of a job: one function for the screens, ``--once`` and JSON.
+
+The model FLOPs utilisation counts what the model needs, not what was run: recomputed activations
+and padding do not raise it (Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311).
+"""
+
+from statistics import fmean
+
+import msgspec
+
+from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
+from boltmesh.tui.metrics.memo import remember_last
+from boltmesh.tui.metrics.pipelines import bubble_ratio
+from boltmesh.tui.metrics.ranks import rank_rows
+from boltmesh.tui.metrics.status import job_stalled_seconds
+from boltmesh.tui.metrics.step_time import batches_per_step, phase_split, rank_profiles
+from boltmesh.tui.state import State
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One number of a job."""
+
+    value: float | None
+    """None if it is not known, and for a rate of a stalled job."""
+    definition: str
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """The headline figures. Shares are from 0 to 1."""
+
+    bubble_ratio: Figure
+    mfu: Figure
+    model_tflops: Figure
+    tokens_per_s: Figure
+    step_s: Figure
+    exposed_communication: Figure
+    utilisation: Figure
+    memory_bytes: Figure
+
+
+@remember_last
+def figures(state: State) -> Figures:
+    """Return the headline figures of the job."""
+    job = state.job
+    is_stalled = job_stalled_seconds(state) is not None
+    flops = None if is_stalled else job_flops(job)
+    split = phase_split(job)
+    exposed_s = 0.0
+    for phase in () if split is None else split.phases:
+        exposed_s += phase.seconds if phase.name == "communication" else 0.0
+    rows = rank_rows(state)
+    used = [row.utilization_percent for row in rows if row.utilization_percent is not None]
+    memory = [row.memory_used_bytes for row in rows if row.memory_used_bytes is not None]
+    is_cpu = all(row.device.startswith("cpu") for row in rows)
+    return Figures(
+        bubble_ratio=Figure(
+            bubble_ratio(job),
+            "1 - busy / window of a pipeline's ranks, mean over ranks and recorded whole steps",
+        ),
+        mfu=Figure(
+            None if flops is None else flops.utilization,
+            "model_tflops over the summed peak of the devices at the run's precision",
+        ),
+        model_tflops=Figure(
+            None if flops is None else flops.per_second / 1e12,
+            "10^12 model FLOPs a second of all ranks, recomputation not counted",
+        ),
+        tokens_per_s=Figure(
+            None if is_stalled else job.tokens_per_second,
+            "tokens of all data-parallel ranks over the time of the recent steps, validation and "
+            "checkpoints left out",
+        ),
+        step_s=Figure(
+            None if split is None else split.seconds * batches_per_step(job),
+            "seconds of an optimizer step, mean over the ranks' newest 20 steps without the first "
+            "3 and without those that validate or write a checkpoint",
+        ),
+        exposed_communication=Figure(
+            None if split is None else exposed_s / split.seconds,
+            "share of a step in which a rank only waits for communication, its pipeline's bubble "
+            "not counted",
+        ),
+        utilisation=Figure(
+            fmean(used) / 100 if used else None,
+            "CPU time of a rank's process over time, 1 is one core, mean over the ranks"
+            if is_cpu
+            else "share of time in which a kernel ran on the GPU, mean over the ranks",
+        ),
+        memory_bytes=Figure(
+            max(memory, default=None),
+            "resident host memory of the rank with most"
+            if is_cpu
+            else "memory in use on the fullest GPU",
+        ),
+    )
+
+
+class Flops(msgspec.Struct, frozen=True):
+    """FLOPs of the job, over its recent ordinary steps."""
+
+    per_second: float
+    """Model FLOPs of all ranks whose FLOPs are known, a second."""
+    utilization: float | None
+    """Share of the peak of the same ranks; None where the peak of one is not known."""
+    num_ranks: int
+    """Those that are in it."""
+
+
+@remember_last
+def job_flops(job: JobSnapshot) -> Flops | None:
+    """Return what the job computes, or None where no rank says what a batch costs."""
+    if job.state != "running":
+        return None
+    profiles = rank_profiles(job)
+    done = 0.0
+    peak: float | None = 0.0
+    num_ranks = 0
+    for rank in job.ranks:
+        profile = profiles.get(rank.rank)
+        if profile is None or not _has_flops(rank):
+            continue
+        num_ranks += 1
+        done += (rank.flops_per_batch or 0.0) / profile.step_s
+        known = rank.peak_flops_per_second
+        peak = None if peak is None or not known or known <= 0 else peak + known
+    if not num_ranks:
+        return None
+    return Flops(done, done / peak if peak else None, num_ranks)
+
+
+def rank_flops(job: JobSnapshot, rank: RankSnapshot) -> Flops | None:
+    """Return the same of one rank."""
+    profile = rank_profiles(job).get(rank.rank)
+    if profile is None or not _has_flops(rank):
+        return None
+    done = (rank.flops_per_batch or 0.0) / profile.step_s
+    peak = rank.peak_flops_per_second
+    return Flops(done, done / peak if peak and peak > 0 else None, 1)
+
+
+def _has_flops(rank: RankSnapshot) -> bool:
+    return rank.flops_per_batch is not None and rank.flops_per_batch > 0
