@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from boltmesh.strategies.pytree import tensors_in
 
@@ -139,3 +140,19 @@ def resolve_masks(args: tuple[Any, ...], has_data: Callable[[Tensor], bool]) -> 
     index = args[1]
     flat = index if isinstance(index, tuple) else (index,)
     return (args[0], tuple(part for each in flat for part in positions(each)), *args[2:])
+
+
+def sees_one_value(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether a call takes moments of one value for each channel, which torch refuses."""
+    if function is not functional.batch_norm:
+        return False
+    given: Tensor = args[0]
+    trains = kwargs.get("training", args[5] if len(args) > 5 else False)
+    return bool(trains) and given.ndim > 1 and given.numel() == given.shape[1]
+
+
+def norm_of_one_value(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    """Return what such a call would give if it was not refused; without data."""
+    rows = torch.cat([args[0], args[0]])
+    made: Tensor = function(rows, *args[1:], **kwargs)
+    return made[:1]
