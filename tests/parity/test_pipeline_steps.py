@@ -62,6 +62,34 @@ class Pooled(Trains):
         return loss
 
 
+class Experts(nn.Module):
+    """Gives each row to one of four experts, by a product of groups as Mixtral takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.weight = nn.Parameter(torch.randn(4, 8, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        score, expert = self.router(x).softmax(-1).max(-1)
+        order = expert.argsort()
+        ends = (expert[:, None] == torch.arange(4)).sum(0).cumsum(0).to(torch.int32)
+        product: Any = getattr(functional, "grouped_mm", None) or torch._grouped_mm
+        made: Tensor = product(x[order], self.weight, offs=ends)
+        return x + score[:, None] * torch.zeros_like(x).index_copy(0, order, made)
+
+
+class Mixture(Trains):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for each in self.layers:
+            batch = each(batch)
+        return batch.square().mean()
+
+
 def fixed() -> LightningModule:
     return Pooled(affine=False)
 
@@ -70,6 +98,7 @@ CASES: list[tuple[Callable[[], LightningModule], int, int]] = [
     (Latent, 4, MICROBATCHES),
     (Pooled, 4, MICROBATCHES // 2),  # microbatches of two rows
     (fixed, 4, MICROBATCHES // 2),
+    (Mixture, 16, MICROBATCHES),
 ]
 """Models with their rows and how many microbatches these are cut into."""
 

@@ -142,6 +142,23 @@ def resolve_masks(args: tuple[Any, ...], has_data: Callable[[Tensor], bool]) -> 
     return (args[0], tuple(part for each in flat for part in positions(each)), *args[2:])
 
 
+def is_expert_product(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call multiplies groups of rows with a matrix for each group, as experts do.
+
+    Without data torch takes bf16 on CUDA alone; kernels of the CPU take other types.
+    """
+    shapes = tensors_in(args[:2])
+    return name in {"grouped_mm", "_grouped_mm"} and [each.ndim for each in shapes] == [2, 3]
+
+
+def expert_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return what such a call would give, whatever rows each group has; without data."""
+    rows, matrices = args[:2]
+    made: Tensor = rows @ matrices[0]
+    kind = kwargs.get("out_dtype")
+    return made if kind is None else made.to(kind)
+
+
 def sees_one_value(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:
     """Whether a call takes moments of one value for each channel, which torch refuses."""
     if function is not functional.batch_norm:

@@ -15,7 +15,9 @@ from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     READS,
     SELECTIONS,
     answer_of,
+    expert_product,
     guess,
+    is_expert_product,
     name_of,
     norm_of_one_value,
     sees_one_value,
@@ -124,6 +126,8 @@ class _Watch(TorchFunctionMode):
         if sees_one_value(func, args, kwargs):
             self.sees_one_value = True
             return norm_of_one_value(func, args, kwargs)
+        if is_expert_product(name, args) and any(map(is_fake, args[:2])):
+            return expert_product(args, kwargs)
         if name not in SELECTIONS:
             return func(*args, **kwargs)
         try:
