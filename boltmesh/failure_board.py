@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import Work
 
 from boltmesh.errors import BoltMeshError
-from boltmesh.process import end_process
+from boltmesh.process import encodable, end_process
 from boltmesh.torch_compat import job_store
 
 GRACE_S: Final = 30.0
@@ -116,6 +116,7 @@ class FailureBoard:
 
     def post(self, cause: str) -> None:
         """Post why this rank fails. The first cause of the group stays and becomes ``cause``."""
+        cause = encodable(cause)
         with self.store() as store:
             if store is not None:
                 if store.add("posts", 1) == 1:

@@ -1,14 +1,69 @@
-"""Processes: how one ended, how one ends at once, and how one ends with its parent."""
+"""Processes: which one it is, how one ended, how one ends at once, or with its parent."""
 
+import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
+import socket
 import sys
 import time
-from typing import NoReturn
+import zlib
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class ProcessId(NamedTuple):
+    """A process among those of all machines that share a file system."""
+
+    machine: str
+    """Checksum of the host's name, its boot and the process namespace: of a container, its own."""
+    pid: int
+    started: int
+    """When it started, so that another process with its pid is not taken for it; 0 if unknown."""
+
+    @classmethod
+    def own(cls) -> "ProcessId":
+        """Return the id of this process."""
+        return cls(_machine(), os.getpid(), _started(os.getpid()) or 0)
+
+    def has_ended(self) -> bool | None:
+        """Whether it has ended; None if it ran on another machine, or before a reboot."""
+        if self.machine != _machine():
+            return None
+        started = _started(self.pid)
+        return started is None or (started != self.started and 0 not in {started, self.started})
+
+
+def _machine() -> str:
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return f"{zlib.crc32(' '.join(parts).encode()):08x}"
+
+
+def _started(pid: int) -> int | None:
+    """When a process started, in ticks since boot; 0 if unknown, None if there is none."""
+    if not Path("/proc/self/stat").exists():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            pass
+        return 0
+    try:
+        # The name, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    except OSError:  # of another user, where /proc hides these
+        return 0
+    return None if fields[0] in {b"Z", b"X"} else int(fields[19])
 
 
 def describe_exit(code: int) -> str:
@@ -22,9 +77,29 @@ def describe_exit(code: int) -> str:
     return f"was killed by signal {-code} ({name})"
 
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters except tab and line feed."""
+
+
+def without_control(text: str) -> str:
+    """Return text that cannot steer a terminal, and that UTF-8 can encode.
+
+    Texts of errors hold what a file, a config or a peer has sent.
+    """
+    return encodable(_CONTROL.sub("?", text))
+
+
+def encodable(text: str) -> str:
+    r"""Return text that UTF-8 can encode: a lone surrogate becomes ``\udcff`` in letters.
+
+    Names of files with other bytes have them, and so have errors about such files.
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def write_stderr(text: str) -> None:
     """Write to stderr past Python's buffers, which a signal handler may have interrupted."""
-    os.write(2, text.encode(errors="replace"))
+    os.write(2, without_control(text).encode())
 
 
 def end_process(code: int, message: str = "") -> NoReturn:

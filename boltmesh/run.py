@@ -26,7 +26,7 @@ from lightning.pytorch import (
     seed_everything,
 )
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
@@ -54,6 +54,8 @@ from boltmesh.run_folder import (
     next_run_folder,
     store_config,
 )
+from boltmesh.run_lock import RunLock
+from boltmesh.run_logger import RunLogger
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import check_strategy_arguments
@@ -245,7 +247,7 @@ class RunBuilder:
         if self.verb != "fit":
             return []
         inside = folder or folder_of_name(self.config) / "0"
-        return [CSVLogger(inside, name="logs", version=str(next_log_number(inside)))]
+        return [RunLogger(inside, name="logs", version=str(next_log_number(inside)))]
 
     def _build_trainer(
         self, strategy: MeshStrategy, *, callbacks: list[Callback], loggers: list[Logger]
@@ -278,32 +280,44 @@ class RunBuilder:
         else:
             resumed = checkpoint if self.verb == "fit" else None
             folder = make_run_folder(self.config, resumed)
+            self.rank.run_lock = lock = RunLock.take(folder)
             try:
                 yield folder
+                store_config(self.config, folder)
             except BaseException:
+                lock.release()
                 with contextlib.suppress(OSError):  # it is not empty: an older run goes on in it
                     folder.rmdir()
                 raise
             self.rank.run_folder = folder
-            store_config(self.config, folder)
 
 
 def run(config: DictConfig, verb: Verb, placement: Placement, rank: Rank, *, source: str) -> None:
     """Carry out one command in this rank."""
     rank.serve_rendezvous()
+    try:
+        _run(RunBuilder(config, verb, placement, rank, source=source).build(), verb)
+    finally:
+        if rank.run_lock is not None:
+            rank.run_lock.release()
+
+
+def _run(built: Built, verb: Verb) -> None:
     has_group = dist.is_initialized()
-    built = RunBuilder(config, verb, placement, rank, source=source).build()
     act: Callable[..., object] = getattr(built.trainer, verb)
     if verb == "predict":
         act = partial(act, return_predictions=False)
     path = None if built.checkpoint is None else str(built.checkpoint)
     act(built.model, datamodule=built.data, ckpt_path=path)
-    for each in built.callbacks:
-        for line in each.lines if isinstance(each, Summary) else ():
+    summaries = [each for each in built.callbacks if isinstance(each, Summary)]
+    for each in summaries:
+        for line in each.lines:
             print_line(line)
     if dist.is_initialized() and not has_group:
         # Lightning leaves the group to the end of the process, where its threads may abort.
         dist.destroy_process_group()
+    for each in summaries:
+        each.refuse_loss_that_is_not_finite()
 
 
 def describe(built: Built, config: DictConfig, verb: Verb, placement: Placement) -> str:

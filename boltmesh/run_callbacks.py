@@ -1,6 +1,7 @@
 """What a run started from a config does beside training: its folder, its errors, its summary."""
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.errors import CheckpointError
+from boltmesh.errors import BoltMeshError, CheckpointError
 from boltmesh.launch.rank import Rank
 from boltmesh.launch.stopping import StoppedBySignal
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
@@ -90,6 +91,13 @@ class RunFolder(Callback):
         if trainer.is_global_zero:
             self._announce(trainer)
 
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._rank.run_lock is not None:
+            self._rank.run_lock.check()
+
     def _announce(self, trainer: Trainer) -> None:
         ranks = "1 rank" if trainer.world_size == 1 else f"{trainer.world_size} ranks"
         parts = [f"{self._title} on {ranks}"]
@@ -110,6 +118,8 @@ class Summary(Callback):
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self._end: tuple[int, float, float] | None = None
+        """The last step, the first loss, and the mean of the last ones."""
         self._first: Tensor | None = None
         self._last: deque[Tensor] = deque(maxlen=LAST_LOSSES)
         self._validation: dict[str, Tensor] = {}
@@ -176,13 +186,27 @@ class Summary(Callback):
         seconds = time.monotonic() - self._began
         losses = torch.stack((self._first, torch.stack(tuple(self._last)).mean()))
         losses = trainer.strategy.reduce(losses.to(trainer.strategy.root_device), reduce_op="mean")
+        self._end = (trainer.global_step, *losses.tolist())
         if trainer.is_global_zero:
-            self.lines = self._describe(trainer, seconds, losses.tolist())
+            self.lines = self._describe(trainer, seconds, self._end[1:])
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and not self._has_trained:
             self.lines = [f"boltmesh: nothing is left to train after step {trainer.global_step}"]
+
+    def refuse_loss_that_is_not_finite(self) -> None:
+        """End a run as failed whose weights are of no use, equally on all ranks.
+
+        Raises:
+            BoltMeshError: The last losses of a training run are infinite or not numbers.
+        """
+        if self._end is not None and not math.isfinite(self._end[2]):
+            raise BoltMeshError(
+                f"the training loss is {self._end[2]} after step {self._end[0]}, so its last "
+                f"checkpoints are of no use. Resume from an earlier one with a lower learning "
+                f"rate or gradient_clip_val; the overview of boltmesh top shows where it began."
+            )
 
     def _describe(self, trainer: Trainer, seconds: float, losses: Sequence[float]) -> list[str]:
         steps = trainer.global_step - self._first_step

@@ -5,6 +5,7 @@
     runs/NAME/                 run.dir and run.name
         0/                     the first run of that name, then 1/, 2/, ...
             config.yaml        the config that was used, itself a valid config
+            run.lock           which process writes here now, see run_lock.py
             checkpoints/       *.ckpt, complete or absent: files, or directories of shards;
                                *.ckpt.damaged, found to be so and kept
             logs/              metrics.csv, one folder per start
@@ -32,6 +33,7 @@ from boltmesh.strategies.checkpoint.storage.addresses import (
     path_or_address,
 )
 from boltmesh.strategies.checkpoint.storage.folder import folder_at
+from boltmesh.telemetry.redaction import holds_secret
 
 
 def checkpoint_at(key: str, address: str) -> str:
@@ -160,7 +162,9 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _missing(path: Path) -> str | None:
     """What a checkpoint lacks to be complete, in words."""
-    return find_fault(path) if path.is_dir() else None
+    if path.is_dir():
+        return find_fault(path)
+    return None if path.is_file() else "it is not a plain file"
 
 
 def _damage(path: Path) -> str | None:
@@ -259,11 +263,17 @@ def make_run_folder(config: DictConfig, resumed: Path | str | None) -> Path:
 
 
 def store_config(config: DictConfig, folder: Path) -> Path:
-    """Write the config beside the checkpoints, with paths to code that hold from anywhere."""
+    """Write the config beside the checkpoints, with paths to code that hold from anywhere.
+
+    The owner alone may read it if it holds secrets.
+    """
     stored = config.copy()
     _anchor_class_paths(stored)
     path = folder / CONFIG_FILE
     temporary = path.with_suffix(".partial")
+    is_private = holds_secret(OmegaConf.to_container(stored))
+    temporary.unlink(missing_ok=True)
+    temporary.touch(0o600 if is_private else 0o666)
     temporary.write_text(OmegaConf.to_yaml(stored), encoding="utf-8")
     temporary.replace(path)
     return path
@@ -299,8 +309,12 @@ def _existing(key: str, asked: str) -> Path | str:
             f"{key}={asked} is a directory, but no complete checkpoint: {fault}. "
             f"Write for example {key}=auto."
         )
-    if path.exists():
+    if path.is_file() or path.is_dir():
         return path
+    if path.exists():
+        raise ConfigError(
+            f"{key}={asked} is neither a file nor a directory. Write for example {key}=auto."
+        )
     beside = [each.name for each in path.parent.glob("*.ckpt")]
     guess = nearest(path.name, beside)
     hint = f"Did you mean {path.with_name(guess)}?" if guess else f"Write for example {key}=auto."

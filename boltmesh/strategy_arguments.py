@@ -71,7 +71,9 @@ def _accepted(door: type[Any]) -> dict[str, Any]:
         if base is door:
             accepted.update(named)
         else:
-            accepted.update({name: named[name] for name in SHARED if name in named})
+            # A class further down hands them on, and has no defaults.
+            shared = {name: named[name] for name in SHARED if name in named}
+            accepted = {**shared, **accepted}
     return accepted
 
 

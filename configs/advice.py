@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 from dataclasses import Field
+from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 WORDS = {
@@ -52,7 +53,7 @@ def name_choices(names: Iterable[str], *, last: str = "and", at_most: int = 12) 
 def describe_type(hint: Any) -> str:
     """What a value of this type looks like, in words that follow "is not"."""
     words: list[str] = []
-    for each in get_args(hint) if get_origin(hint) is Union else (hint,):
+    for each in get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,):
         if get_origin(each) is Literal:
             choices = [str(choice) for choice in get_args(each)]
             words.append(f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0])

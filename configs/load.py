@@ -35,6 +35,16 @@ def load(name_or_path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
         ConfigError: One line, for anything that is wrong with the file or an override.
     """
     path = find(name_or_path)
+    try:
+        return _load(path, overrides)
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path}, or the command line, has a value that is nested too deeply to be read. "
+            f"Write lists and mappings of at most a hundred levels."
+        ) from error
+
+
+def _load(path: Path, overrides: Sequence[str]) -> DictConfig:
     config: DictConfig = OmegaConf.structured(Config)
     Merge(config, source=str(path), folder=path.parent).section("", Config, _read(path))
     from_command_line = Merge(config, source=COMMAND_LINE, folder=None)
@@ -46,7 +56,7 @@ def load(name_or_path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     )
     for key, value in pairs:
         from_command_line.assign(key, value)
-    if config.run.name is None:
+    if not OmegaConf.is_interpolation(config.run, "name") and config.run.name is None:
         config.run.name = re.sub(r"[^\w.-]+", "-", path.stem)
     _check_resolves(config, source=str(path))
     return config
@@ -97,7 +107,7 @@ def _read(path: Path) -> dict[str, Any]:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         raise ConfigError(f"{where}: not valid YAML: {error.problem}.") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} cannot be read: {first_line(error)}.") from error
     content = OmegaConf.to_container(loaded, resolve=False)
     if not isinstance(content, dict):
@@ -118,10 +128,11 @@ def _split(override: str) -> tuple[str, Any]:
         )
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         problem = getattr(error, "problem", None) or first_line(error)
+        given = override if len(override) < 200 else f"{override[:200]}..."
         raise ConfigError(
-            f"{COMMAND_LINE}: {override} is not valid YAML: {problem}. "
+            f"{COMMAND_LINE}: {given} is not valid YAML: {problem}. "
             f"Quote a text with special characters, twice: {key}='\"...\"'."
         ) from error
     assert isinstance(value, dict)

@@ -178,6 +178,11 @@ class Merge:
     def _strategy(self, value: Any) -> Any:
         """Another strategy does not take the old one's arguments."""
         given = {"name": value} if isinstance(value, str) else value
+        if isinstance(given, Mapping) and isinstance(given.get("name"), (Mapping, list)):
+            raise self._error(
+                f"strategy.name={show(given['name'])} is not the name of a strategy. Write for "
+                f"example strategy.name=bolt_ddp."
+            )
         if isinstance(given, Mapping) and given.get("name", "") not in {
             "",
             self.config.strategy.name,
@@ -230,7 +235,7 @@ class Merge:
         count = len(items) if isinstance(items, ListConfig) else 0
         index, *rest = inside
         whole = ".".join((key, *inside))
-        if not index.isdigit() or int(index) >= count:
+        if not index.isdecimal() or int(index) >= count:
             have = f"has the items 0 to {count - 1}" if count else "is empty"
             raise self._error(
                 f"unknown key '{whole}': {key} {have}. Set the whole list with "

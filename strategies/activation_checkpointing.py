@@ -102,9 +102,13 @@ def _run(
         return forward(*args, **kwargs)
     args = tuple(_without_cache(block, each) for each in args)
     kwargs = {name: _without_cache(block, each) for name, each in kwargs.items()}
-    # Names of the checkpoint's arguments may be names of the block's.
-    call = partial(forward, **kwargs)
-    return checkpoint(call, *args, use_reentrant=False, context_fn=partial(contexts, block))
+
+    def call(*given: Any) -> Any:
+        return forward(*given[:-1], **given[-1])
+
+    # torch restores the generators of the devices that it finds in positional arguments alone, and
+    # names of the checkpoint's own arguments may be names of the block's.
+    return checkpoint(call, *args, kwargs, use_reentrant=False, context_fn=partial(contexts, block))
 
 
 def _without_cache(block: Module, value: Any) -> Any:

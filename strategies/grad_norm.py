@@ -77,7 +77,8 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float | None:
     norms = [tensor_norm(each.grad) for each in parameters if each.grad is not None]
     if not norms:
         return None
-    return float(torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms])))
+    device = norms[0].device  # one transfer from it, not one for each norm
+    return float(torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])))
 
 
 def gradients_of(parameters: Iterable[Parameter]) -> list[Tensor]:

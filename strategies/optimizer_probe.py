@@ -1,97 +1,443 @@
-"""Tries a user's optimizer on small parameters, to see how its step depends on gradients.
+"""Tries a user's optimizer on small parameters, to see what the step of one element depends on.
 
 The optimizer itself, its state and the random states of the run do not change.
 
-``multiplies_matrices`` (ZeRO) finds optimizers that need full matrices: Shampoo, SOAP and
-orthogonalizing optimizers multiply a gradient with itself or factor it. On shards torch would
-gather, in another order and precision for each number of ranks, so results would differ from one
-process.
+Each question compares runs of some steps over the same values and gradients. An optimizer is
 
-``joins_gradients`` (pipeline) finds optimizers whose step of one parameter depends on the gradients
-of others: Prodigy, D-Adaptation, an Adam that clips by its own norm. A rank of a pipeline has only
-the gradients of its stages, and stages would step by different amounts.
+``mixes_elements``: the steps of two halves of a parameter are not the halves of its step. Muon and
+Shampoo need full matrices, LARS and LAMB norms of full parameters, Adafactor rows and columns, and
+whatever mixes parameters mixes their halves too. Refused by the tensor axis and by offload.
 
-``steps_parts_alike`` (tensor axis) finds optimizers that step a part of a parameter differently
-from the whole: Muon and Shampoo need full matrices, LARS and LAMB norms of full parameters,
-Adafactor rows and columns. On parts each of them computes something else without an error.
+``mixes_parameters``: the step of one parameter depends on another one. Prodigy, D-Adaptation, SAM,
+an Adam that clips by its own norm. Refused by the pipeline, where a rank has its stages alone.
+
+``matrix_use``: it takes products or factors of matrices. On shards torch would gather, in
+another order and precision for each number of ranks. Refused by ZeRO.
+
+``misjudges_shards``: steps of shards as DTensors fail, or are not the shards of the step. Norms and
+sums of DTensors are those of the whole; flat views, items and rows often are not. Refused by ZeRO.
+
+[Note: Gradients of a trial]
+Gradients have a lasting part and a changing part, whose signs and sizes differ by element. With
+gradients that all point one way, the estimates of Prodigy are the same for every part, and with
+gradients without a lasting part they do not change at all. Later steps have gradients a thousand
+times larger and smaller, for limits that apply above or below a norm.
 """
 
 import copy
+import math
+import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Parameter
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import UnsupportedError
+from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat.optimizers import step_without_hooks
 from boltmesh.strategies.torch_compat.tensors import DispatchMode
 
+_SHAPES = ((4, 6), (6, 4), (8,))
+_STEPS = 64
+"""Estimates that begin low, and what is done in every tenth step, show by then."""
 
-def can_be_tried(optimizer: Optimizer) -> bool:
-    """Whether the optimizer can be tried: torch's own are known and need no trial.
+_SIZES = (1.0,) * 56 + (1e3, 1e-3) * 4
+"""Factor of the gradients of each step."""
 
-    An optimizer that steps another one inside cannot be tried without stepping that one.
+_RATE = 1e-2
+_ROUNDING = 1e-7
+"""Tolerance of steps in double precision, relative to the largest element."""
+
+_OTHER = 1000.0
+"""How much larger the gradients of another parameter are made."""
+
+
+_MIX_PARAMETERS = {"LBFGS": "takes products of whole gradients"}
+"""Optimizers of torch, which need no trial, with what they do."""
+
+_MIX_ELEMENTS = _MIX_PARAMETERS | {
+    "Adafactor": "squares norms of rows in place",
+    "Muon": "makes whole matrices orthogonal",
+}
+
+
+def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that step parts of parameters differently from the whole.
+
+    Raises:
+        UnsupportedError: Naming the optimizer.
     """
-    if type(optimizer).__module__.startswith("torch."):
-        return False
-    return not any(isinstance(each, Optimizer) for each in vars(optimizer).values())
+    for optimizer in optimizers:
+        if mixes_elements(optimizer):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} steps a parameter by more than the elements that a "
+                f"rank of a tensor group has of it: norms, rows or products of the whole, all "
+                f"gradients at once, or random numbers. Use bolt_ddp, or an optimizer that works "
+                f"on each element by itself, such as AdamW."
+            )
 
 
-def trial_step(
-    optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[Parameter]
-) -> Callable[[], object]:
-    """Return an object that steps other parameters as an optimizer would in its first steps.
+def mixes_elements(optimizer: Optimizer) -> bool:
+    """Whether steps of two halves of a parameter differ from the halves of its step.
 
-    Call it with random states forked; it raises the errors of the optimizer's step.
+    False if it cannot be tried because it does not work on plain small matrices; a real step will
+    show that. An optimizer that steps another one and cannot be tried is judged by that one.
+    """
+
+    def differs(group: _Group) -> bool:
+        whole = _run(group, group.leaves)
+        halves = [_run(group, [leaf.half(at) for leaf in group.leaves]) for at in range(2)]
+        return not all(
+            _is_near(torch.cat(parts, leaf.dim + 1), change)
+            for leaf, change, *parts in zip(group.leaves, whole, *halves, strict=True)
+        )
+
+    return _is_any(optimizer, differs, mixes_elements, _MIX_ELEMENTS)
+
+
+def mixes_parameters(optimizer: Optimizer) -> bool:
+    """Whether a parameter's step depends on the gradient or the value of another one.
+
+    False if it cannot be tried, as with ``mixes_elements``.
+    """
+
+    def differs(group: _Group) -> bool:
+        first, *others = group.leaves
+        changed = [each.otherwise() for each in others]
+        return not _is_near(_run(group, [first, *changed])[0], _run(group, group.leaves)[0])
+
+    return _is_any(optimizer, differs, mixes_parameters, _MIX_PARAMETERS)
+
+
+def matrix_use(optimizer: Optimizer) -> str | None:
+    """Return what a step needs whole matrices for: products or factors. None: nothing is known."""
+
+    def multiplies(group: _Group) -> bool:
+        seen = _Products()
+        try:
+            with seen:
+                _run(group, [each for each in group.leaves if each.value.dim() > 1])
+        except Exception:
+            if not seen.is_any:
+                raise
+        return seen.is_any
+
+    def inner(optimizer: Optimizer) -> bool:
+        return matrix_use(optimizer) is not None
+
+    if not _is_any(optimizer, multiplies, inner, _MIX_ELEMENTS):
+        return None
+    return _known(optimizer, _MIX_ELEMENTS) or "multiplies or factors whole matrices"
+
+
+def misjudges_shards(
+    optimizer: Optimizer, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> str | None:
+    """Return why steps of shards are not the shards of the step, or None.
+
+    Collective over ``mesh``; every rank returns the same. An optimizer that cannot be tried on
+    plain small matrices has no reason.
 
     Args:
-        optimizer: One for which ``can_be_tried`` is true.
-        group: One of the optimizer's groups, for its settings.
-        parameters: Stepped by their ``grad``.
+        optimizer: This rank's.
+        mesh: Ranks that share the model's shards.
+        placements: One for each of its dims, as the model's shards have them.
     """
+    why: list[str] = []
+
+    def fails(group: _Group) -> bool:
+        rows = 3 * mesh.size() - 1  # the last rank has fewer, and none has no row
+        leaves = _leaves([(rows, 6), (rows, 4), (rows,)], group.is_matrices, mesh.device_type)
+        whole = _run(group, leaves)
+        try:
+            parts = _run(group, [each.shard(mesh, placements) for each in leaves])
+            if not all(_is_near(one, other) for one, other in zip(parts, whole, strict=True)):
+                why.append("steps shards differently from whole parameters")
+        except Exception:  # noqa: BLE001 - whatever its step raises
+            why.append("computes with whole parameters, and fails on shards")
+        return bool(why)
+
+    def inner(optimizer: Optimizer) -> bool:
+        found = misjudges_shards(optimizer, mesh, placements)
+        why.extend([found] if found else [])
+        return found is not None
+
+    _is_any(optimizer, fails, inner, {})
+    return why[0] if why else None
+
+
+def initial_state(like: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
+    """Return the state that some optimizers, such as Adagrad, make with themselves.
+
+    Args:
+        like: State of a parameter of any shape; an empty one has no state.
+        parameter: What the state is for.
+    """
+    if not like:
+        return None
+    made = {}
+    for name, value in like.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            first = value.to_local() if hasattr(value, "to_local") else value
+            fill = first.flatten()[0].item() if first.numel() else 0.0
+            made[name] = torch.full_like(parameter, fill)
+        else:
+            made[name] = copy.deepcopy(value)
+    return made
+
+
+def _is_any(
+    optimizer: Optimizer,
+    question: Callable[["_Group"], bool],
+    of_inner: Callable[[Optimizer], bool],
+    known: Mapping[str, str],
+) -> bool:
+    """Answer a question about torch's own optimizers, and try each group of any other one.
+
+    An optimizer that cannot be tried is judged by what it steps inside.
+    """
+    if _known(optimizer, known) is not None:
+        return True
+    if type(optimizer).__module__.startswith("torch.") or not hasattr(optimizer, "param_groups"):
+        return False
+    try:
+        with _random_states_kept():
+            return any(map(question, _groups(optimizer)))
+    except Exception:  # noqa: BLE001 - it needs other parameters, as a real step will show
+        inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+        return any(map(of_inner, inner))
+
+
+def _known(optimizer: Optimizer, known: Mapping[str, str]) -> str | None:
+    kinds = [each for each in type(optimizer).__mro__ if each.__module__.startswith("torch.")]
+    return next((known[each.__name__] for each in kinds if each.__name__ in known), None)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A small parameter: its value, and a lasting and a changing part of its gradients."""
+
+    value: Tensor
+    lasting: Tensor
+    changing: Tensor
+    """One for each step, stacked."""
+
+    @property
+    def dim(self) -> int:
+        """Dimension that is halved: the first of one matrix, the second of another."""
+        shape = self.value.shape
+        return 0 if len(shape) == 1 or shape[0] < shape[1] else 1
+
+    def gradient(self, step: int, at: Tensor) -> Tensor:
+        """The gradient of a step at a value, by which it goes back a little."""
+        return _SIZES[step] * (self.lasting + self.changing[step] + 0.1 * (at - self.value))
+
+    def half(self, which: int) -> "_Leaf":
+        def cut(value: Tensor, dim: int) -> Tensor:
+            return value.chunk(2, dim)[which].contiguous()
+
+        dim = self.dim
+        return _Leaf(cut(self.value, dim), cut(self.lasting, dim), cut(self.changing, dim + 1))
+
+    def shard(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> "_Leaf":
+        def cut(value: Tensor) -> Tensor:
+            return distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+        rows = [cut(each) for each in self.changing]
+        return _Leaf(cut(self.value), cut(self.lasting), rows)  # type: ignore[arg-type]
+
+    def otherwise(self) -> "_Leaf":
+        """A parameter of the same shape with other values, and gradients of other directions."""
+        changing = _OTHER * self.changing.roll(1, 0)
+        return _Leaf(2 * self.value.flip(0), -_OTHER * self.lasting.flip(0), changing)
+
+
+def _leaves(
+    shapes: Iterable[Sequence[int]], is_matrices: bool, device: torch.device | str = "cpu"
+) -> list[_Leaf]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return drawn.to(device)
+
+    return [
+        _Leaf(
+            draw(*shape),
+            draw(*shape) * (2 * draw(*shape)).exp(),
+            draw(_STEPS, *shape) * draw(*shape).exp(),
+        )
+        for shape in shapes
+        if len(shape) > 1 or not is_matrices
+    ]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One of an optimizer's groups, to be tried on small parameters."""
+
+    optimizer: Optimizer
+    settings: Mapping[str, Any]
+    is_matrices: bool
+    """Some optimizers accept only matrices."""
+    starts: Mapping[str, Any] | None = None
+    """State of one of its parameters, to begin with."""
+
+    @property
+    def leaves(self) -> list[_Leaf]:
+        return _leaves(_SHAPES, self.is_matrices)
+
+
+def _groups(optimizer: Optimizer) -> Iterator[_Group]:
+    """Return each group whose settings differ by more than the values of numbers."""
+    seen = set()
+    for group in optimizer.param_groups:
+        is_matrices = min((each.dim() for each in group["params"]), default=1) > 1
+        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        kind = {k: bool(v) if isinstance(v, float) else v for k, v in settings.items()}
+        key = repr((is_matrices, kind))
+        if key not in seen:
+            seen.add(key)
+            found = _Group(optimizer, settings, is_matrices)
+            yield found if _runs(found) else _with_state(found, group["params"])
+
+
+def _runs(group: _Group) -> bool:
+    try:
+        _run(group, group.leaves)
+    except Exception:  # noqa: BLE001 - it may need the state that it has made with itself
+        return False
+    return True
+
+
+def _with_state(group: _Group, parameters: Iterable[Parameter]) -> _Group:
+    state = group.optimizer.state
+    starts = next((state[each] for each in parameters if state.get(each)), None)
+    return _Group(group.optimizer, group.settings, group.is_matrices, starts)
+
+
+def _run(group: _Group, leaves: Sequence[_Leaf]) -> list[Tensor]:
+    """Return the changes of each parameter after each step, stacked.
+
+    Raises:
+        Exception: Whatever the optimizer's step raises.
+    """
+    torch.default_generator.manual_seed(0)  # some optimizers draw random numbers
+    np.random.seed(0)
+    random.seed(0)
+    parameters = [Parameter(each.value.clone()) for each in leaves]
+    runner = _small(group.optimizer, group.settings, parameters)
+    if group.starts:
+        runner.state.update({p: initial_state(group.starts, p.detach()) for p in parameters})
+    step: Any = step_without_hooks(group.optimizer)
+    changes: list[list[Tensor]] = [[] for _ in leaves]
+    for number in range(_STEPS):
+        at = [torch.full_like(each, torch.nan) for each in parameters]
+
+        def evaluate(number: int = number, at: list[Tensor] = at) -> Tensor:
+            """As Lightning's closure: gradients where the parameters are, if they have moved."""
+            for leaf, parameter, last in zip(leaves, parameters, at, strict=True):
+                now = parameter.detach()
+                if not _is_same(now, last):
+                    parameter.grad = leaf.gradient(number, now)
+                    last.copy_(now)
+            return torch.ones((), dtype=torch.float64)
+
+        evaluate()
+        step(runner, closure=evaluate)
+        for change, leaf, parameter in zip(changes, leaves, parameters, strict=True):
+            change.append(_full(parameter.detach() - leaf.value))
+    return [torch.stack(change) for change in changes]
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if isinstance(one, DTensor) and isinstance(other, DTensor):
+        return torch.equal(one.to_local(), other.to_local())
+    return torch.equal(one, other)
+
+
+def _small(
+    optimizer: Optimizer, settings: Mapping[str, Any], parameters: Sequence[Parameter]
+) -> Optimizer:
+    """Return an optimizer of the same kind for other parameters, and what it steps inside."""
     runner = object.__new__(type(optimizer))
-    vars(runner).update(vars(optimizer))  # a copy by torch's rules loses attributes of the class
-    settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-    runner.param_groups = [{**settings, "params": list(parameters)}]
+    for name, value in vars(optimizer).items():  # a copy by torch's rules loses some of them
+        is_plain = isinstance(value, (dict, list, set))
+        held = value.values() if isinstance(value, dict) else value if is_plain else ()
+        if any(isinstance(each, Parameter) for each in held):
+            raise ValueError(f"{name} holds parameters, which a trial must not change")
+        vars(runner)[name] = copy.copy(value) if is_plain else value
+    own = copy.deepcopy(dict(settings))
+    if not own.get("lr", 1):
+        own["lr"] = _RATE  # a schedule may begin with 0
+    runner.param_groups = [{**own, "params": list(parameters)}]
     runner.state = defaultdict(dict)
-    return lambda: step_without_hooks(optimizer)(runner)
+    for name, value in list(vars(runner).items()):
+        if isinstance(value, Optimizer):
+            vars(runner)[name] = _small_inner(optimizer, value, runner)
+        elif name.startswith("_optimizer_") and name.endswith("_hooks"):
+            value.clear()
+    return runner
 
 
-_MATRIX_SHAPE = (4, 6)
+def _small_inner(outer: Optimizer, inner: Optimizer, runner: Optimizer) -> Optimizer:
+    """Return what an optimizer steps inside, over the groups and the state of ``runner``."""
+    (group,) = runner.param_groups
+    own = {k: v for k, v in inner.param_groups[0].items() if k not in ("params", "param_names")}
+    made = _small(inner, own, group["params"])
+    if inner.param_groups is outer.param_groups:
+        made.param_groups = runner.param_groups
+    if inner.state is outer.state:
+        made.state = runner.state
+    return made
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    """Whether changes after each step agree, relative to their size; up to one without limits."""
+    sizes = other.abs().flatten(1).amax(1)
+    for here, there, size in zip(one, other, sizes.tolist(), strict=True):
+        if not math.isfinite(size):
+            break
+        if not torch.allclose(here, there, rtol=0, atol=_ROUNDING * size):
+            return False
+    return True
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Within, random numbers may be drawn, and generators seeded, without a trace.
+
+    Not ``torch.manual_seed`` under ``fork_rng``, which seeds the generators of all devices.
+    """
+    state = capture_random_state()
+    is_initialized: Any = torch.cuda.is_initialized
+    devices = torch.cuda.get_rng_state_all() if is_initialized() else []
+    try:
+        yield
+    finally:
+        restore_random_state(state)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "cholesky", "inverse", "matrix_exp"}
 _FACTORS = ("linalg_", "_linalg_")
 _NORMS = {"linalg_vector_norm"}
-
-
-def multiplies_matrices(optimizer: Optimizer) -> bool:
-    """Whether a step takes matrix products or factors.
-
-    False if it cannot be tried: torch's own optimizers, which are known, one that steps another one
-    inside, and one that does not work on a small matrix.
-    """
-    if not can_be_tried(optimizer):
-        return False
-    return any(_is_product_in(optimizer, group) for group in optimizer.param_groups)
-
-
-def _is_product_in(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    if not any(each.dim() > 1 for each in group["params"]):
-        return False
-    leaf = Parameter(torch.ones(_MATRIX_SHAPE))
-    leaf.grad = torch.eye(*_MATRIX_SHAPE)
-    step = trial_step(optimizer, group, [leaf])
-    seen = _Products()
-    try:
-        with torch.random.fork_rng(devices=[]), seen:
-            step()
-    except Exception:  # noqa: BLE001 - it needs other parameters, as a real step will show
-        return seen.is_any
-    return seen.is_any
 
 
 class _Products(DispatchMode):  # type: ignore[no-untyped-call]
@@ -114,141 +460,3 @@ class _Products(DispatchMode):  # type: ignore[no-untyped-call]
             self.is_any = True
         result: Tensor = func(*args, **(kwargs or {}))
         return result
-
-
-_PAIR_SHAPE = (4, 6)
-_PAIR_STEPS = 4
-"""Effects of estimates from earlier gradients show in the second step or later."""
-
-
-def joins_gradients(optimizer: Optimizer) -> bool:
-    """Whether a parameter's step depends on another one's gradient, tried on two small ones.
-
-    False if it cannot be tried: an optimizer that steps another one inside, and one that does not
-    work on a small matrix. Among torch's own only LBFGS does.
-    """
-    if isinstance(optimizer, LBFGS):
-        return True
-    if not can_be_tried(optimizer):
-        return False
-    return any(_is_joint_in(optimizer, group) for group in optimizer.param_groups)
-
-
-def _is_joint_in(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    try:
-        one, other = (_step_pair(optimizer, group, size) for size in (1.0, 1000.0))
-    except Exception:  # noqa: BLE001 - it needs other parameters, as a real step will show
-        return False
-    return not torch.equal(one, other)
-
-
-def _step_pair(optimizer: Optimizer, group: Mapping[str, Any], size: float) -> Tensor:
-    """Return a parameter after some steps together with another one, with gradients of a size."""
-    first, second = (Parameter(torch.ones(_PAIR_SHAPE)) for _ in range(2))
-    step = trial_step(optimizer, group, [first, second])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # some optimizers draw random numbers
-        for _ in range(_PAIR_STEPS):
-            first.grad, second.grad = torch.ones(_PAIR_SHAPE), torch.full(_PAIR_SHAPE, size)
-            step()
-    return first.detach()
-
-
-_SHAPES = ((4, 6), (6, 4), (8,))
-_STEPS = 4
-"""Effects of estimates from earlier gradients show in the second step or later."""
-
-_RATE = 1e-2
-_ROUNDING = 1e-9
-"""Tolerance of steps in double precision, relative to the largest element."""
-
-
-def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that step parts of parameters differently from the whole.
-
-    Raises:
-        UnsupportedError: Naming the optimizer.
-    """
-    for optimizer in optimizers:
-        if not steps_parts_alike(optimizer):
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} steps a parameter by more than the elements that a "
-                f"rank of a tensor group has of it: norms, rows or products of the whole, all "
-                f"gradients at once, or random numbers. Use bolt_ddp, or an optimizer that works "
-                f"on each element by itself, such as AdamW."
-            )
-
-
-def steps_parts_alike(optimizer: Optimizer) -> bool:
-    """Whether steps of two halves are the halves of the step, tried on small parameters.
-
-    Also true if it cannot be tried because the optimizer does not work on plain small matrices; a
-    real step will show that. An optimizer that steps another one inside is judged by that one.
-    """
-    if isinstance(optimizer, LBFGS):
-        return False
-    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
-    if inner:
-        return all(map(steps_parts_alike, inner))
-    return all(_alike_in(optimizer, group) for group in optimizer.param_groups)
-
-
-def _alike_in(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    dims = {each.dim() for each in group["params"]}
-    # Some optimizers accept only matrices.
-    shapes = [each for each in _SHAPES if len(each) > 1 or min(dims, default=1) < 2]
-    try:
-        whole = _stepped(optimizer, group, shapes, None)
-        halves = [_stepped(optimizer, group, shapes, at) for at in range(2)]
-    except Exception:  # noqa: BLE001 - it needs other parameters, as a real step will show
-        return True
-    return all(
-        _is_near(torch.cat(parts, _dim(value.shape)), value)
-        for value, *parts in zip(whole, *halves, strict=True)
-    )
-
-
-def _is_near(one: Tensor, other: Tensor) -> bool:
-    """Whether steps agree, relative to their size."""
-    size = float(other.abs().nan_to_num().max())
-    return torch.allclose(one, other, rtol=0, atol=_ROUNDING * size, equal_nan=True)
-
-
-def _dim(shape: Sequence[int]) -> int:
-    """Dimension that is halved: the first of one matrix, the second of another."""
-    return 0 if len(shape) == 1 or shape[0] < shape[1] else 1
-
-
-def _stepped(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    shapes: Sequence[tuple[int, ...]],
-    half: int | None,
-) -> list[Tensor]:
-    """Return the change of parameters after some steps: whole ones, or one half of each."""
-    runner = object.__new__(type(optimizer))
-    vars(runner).update(copy.copy(vars(optimizer)))
-    settings = {key: copy.deepcopy(each) for key, each in group.items() if key != "params"}
-    if not settings.get("lr", 1):
-        settings["lr"] = _RATE  # a schedule may begin with 0
-    generator = torch.Generator().manual_seed(0)
-
-    def part(value: Tensor, dim: int) -> Tensor:
-        return value if half is None else value.chunk(2, dim)[half].contiguous()
-
-    values = [torch.randn(each, generator=generator, dtype=torch.float64) for each in shapes]
-    dims = [_dim(each) for each in shapes]
-    leaves = [Parameter(part(each, dim).clone()) for each, dim in zip(values, dims, strict=True)]
-    runner.param_groups = [{**settings, "params": leaves}]
-    runner.state = defaultdict(dict)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # some optimizers draw random numbers
-        for _ in range(_STEPS):
-            for leaf, value, dim in zip(leaves, values, dims, strict=True):
-                gradient = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-                leaf.grad = part(gradient, dim)
-            step_without_hooks(optimizer)(runner)
-    return [
-        leaf.detach() - part(value, dim)
-        for leaf, value, dim in zip(leaves, values, dims, strict=True)
-    ]

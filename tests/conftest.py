@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     share the cores the others run short tests, which mostly wait. The longest begin, so that what
     the workers share at the end is short, and none of them computes while the others are done.
     """
-    mark_the_rest(items)
+    mark_the_rest(items, is_whole=not any("::" in each for each in config.args))
     if hasattr(config, "workerinput"):
         items.sort(key=_slow_seconds, reverse=True)
     else:

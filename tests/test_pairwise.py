@@ -2,6 +2,7 @@
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -48,10 +49,18 @@ def test_what_is_left_out_is_marked():
     assert 9 <= len(items) - len(full) <= 12
 
 
-class _Item:
-    nodeid = "tests/test_it.py::test_it[0]"
+def test_a_sample_is_what_stays():
+    items: Any = [_Item((0, 0, 0), case, "one", "two") for case in ("one", "two", "three")]
+    mark_the_rest(items)
+    assert [each.get_closest_marker("full") is not None for each in items] == [False, False, True]
+    with pytest.raises(pytest.UsageError, match="'two'"):
+        mark_the_rest(items[:1])
+    mark_the_rest(items[:1], is_whole=False)
 
-    def __init__(self, place):
+
+class _Item:
+    def __init__(self, place, case="0", *sample):
+        self.nodeid = f"tests/test_it.py::test_it[{case}]"
         first, second, third = place
         self.callspec = SimpleNamespace(
             params={"first": ROWS[first], "mine": ROWS[first], "second": second, "fixture": third}
@@ -59,7 +68,7 @@ class _Item:
         self.marks = [
             pytest.mark.parametrize(("first", "mine"), []).mark,
             pytest.mark.parametrize("second", []).mark,
-            pytest.mark.pairwise.mark,
+            pytest.mark.sample(*sample).mark if sample else pytest.mark.pairwise.mark,
         ]
 
     def iter_markers(self, name):

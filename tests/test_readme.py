@@ -125,9 +125,11 @@ def test_every_command_that_goes_on_from_others_runs_as_a_fork(tmp_path: Path) -
     run_as_forks(chosen, copy_checkout(tmp_path / "boltmesh"))
 
 
+LIKE_OTHERS = re.compile(r"threed|02_zero_nvme|03_pipeline")
+
 INDEPENDENT = [
-    # Eight ranks, of which tests/parity/test_three_axes.py has others.
-    pytest.param(each, marks=[pytest.mark.full] if "threed" in each else [])
+    # Other tests run what these do: eight ranks, or a strategy of another line.
+    pytest.param(each, marks=[pytest.mark.full] if LIKE_OTHERS.search(each) else [])
     for each in commands()
     if NEEDS_NOTHING.match(each)
 ]

@@ -180,7 +180,7 @@ def _trace(
         if isinstance(each, DROPOUTS):
             each.p = 0.0  # its masks depend on the layout
     is_merged = not module.automatic_optimization
-    recorder = _Recorder()
+    recorder = _TraceRecorder()
     callbacks: list[Callback] = [*problem.trainer.get("callbacks", ()), recorder]
     arguments = {key: value for key, value in problem.trainer.items() if key != "callbacks"}
     factor = data_size if is_reference and not is_merged else 1
@@ -248,7 +248,7 @@ def module_steps(module: LightningModule) -> int:
     return len(optimizers) if isinstance(optimizers, list) else 1
 
 
-class _Recorder(Callback):
+class _TraceRecorder(Callback):
     """Collects what this rank computes."""
 
     reads_gradients = False  # asks the strategy, which may hold them elsewhere than in ``.grad``

@@ -12,12 +12,13 @@ import click
 
 from boltmesh import __version__
 from boltmesh.cli.bench import bench
-from boltmesh.cli.convert import export, import_command
+from boltmesh.cli.convert import export, import_command, verify
 from boltmesh.cli.doctor import doctor
 from boltmesh.cli.plan import plan, schedule
 from boltmesh.cli.run import check, command_of
 from boltmesh.cli.top import export_metrics, jobs, record, stream, top
 from boltmesh.errors import BoltMeshError
+from boltmesh.process import without_control
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,7 +48,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _complain(message: str, exit_code: int) -> int:
-    print(f"boltmesh: {message}", file=sys.stderr)
+    print(f"boltmesh: {without_control(message)}", file=sys.stderr)
     return exit_code
 
 
@@ -67,6 +68,7 @@ def _complain(message: str, exit_code: int) -> int:
         record,
         export,
         import_command,
+        verify,
         export_metrics,
         jobs,
         stream,

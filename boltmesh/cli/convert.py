@@ -14,7 +14,7 @@ from boltmesh.cli.signals import stopped_cleanly
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?")
 
 
-class Size(click.ParamType[int]):
+class ByteSize(click.ParamType[int]):
     """A number of bytes as Hugging Face writes it: 5GB, 500MB, 2GiB."""
 
     name = "size"
@@ -61,7 +61,7 @@ class PathOrAddress(click.ParamType["str | Path"]):
     help="What to take off the names for safetensors, such as model.; '' takes nothing off. "
     "[the attribute that holds the model, where there is one only]",
 )
-@click.option("--max-shard-size", type=Size(), help="Of each file in a folder. [5GB]")
+@click.option("--max-shard-size", type=ByteSize(), help="Of each file in a folder. [5GB]")
 @click.option("--force", is_flag=True, help="Replace what is there.")
 def export(
     checkpoint: str | Path,
@@ -123,6 +123,27 @@ def import_command(
         lines = import_checkpoint(source, target, prefix=prefix, ties=pairs, force=force)
     click.echo("\n".join(lines))
     return 0
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=PathOrAddress(), metavar="PATH...")
+def verify(paths: tuple[str | Path, ...]) -> int:
+    """Read every byte of checkpoints, recordings and exports, and print which are whole.
+
+    PATH is one of them, or a folder of them, such as that of a run. Exit code 1 if one is not
+    whole, or has no checksums.
+    """
+    from boltmesh.verify import verify as read_all
+
+    num_whole = num_other = 0
+    with stopped_cleanly():
+        for found in read_all(paths):
+            click.echo(str(found))
+            num_whole += found.fault is None
+            num_other += found.fault is not None
+    if num_whole + num_other > 1:
+        click.echo(f"{num_whole} whole, {num_other} not")
+    return 1 if num_other else 0
 
 
 class _Bar:

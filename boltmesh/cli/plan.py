@@ -1,13 +1,57 @@
 """Commands that work out what a config or a schedule would do; nothing is trained."""
 
 from pathlib import Path
+from typing import Any
 
 import click
+from typing_extensions import override
 
 from boltmesh.cli.config import see_working_directory, takes_config
 
 
-@click.command()
+@click.command("plan auto")
+@click.option(
+    "--model",
+    required=True,
+    help="llama3-70b, the path of a config.json, or sizes: 'layers=70 hidden=14336 heads=112 …'.",
+)
+@click.option("--gpu", required=True, help="For example h100-80gb.")
+@click.option("--devices", type=click.IntRange(min=1), required=True, help="In all nodes together.")
+@click.option("--nodes", type=click.IntRange(min=1), help="[as many as usual for the GPU]")
+@click.option("--network", metavar="8x400", help="Links of a node x Gbit/s. [usual for the GPU]")
+@click.option("--batch", type=click.IntRange(min=1), help="Sequences of a step. [4 M tokens]")
+@click.option("--seq", type=click.IntRange(min=1), help="Tokens of a sequence. [of the model]")
+@click.option("--dtype", type=click.Choice(["bf16", "fp8", "fp4"]), default="bf16", help="[bf16]")
+@click.option("--top", "count", type=click.IntRange(1, 20), default=3, help="Layouts to show. [3]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan_auto(**given: Any) -> int:
+    """Choose a layout: the fastest that fit, with their time and memory by part, and why.
+
+    Nothing is built or run: sizes of the model and data sheets of the machine, with rates of
+    published runs. See docs/planner.md for the model and for its errors.
+    """
+    from boltmesh.planner.command import plan_auto as choose
+
+    return choose(**given)
+
+
+class _PlanCommand(click.Command):
+    """``boltmesh plan auto`` is a command of its own; everything else is a config."""
+
+    @override
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        if args[:1] == ["auto"]:
+            return plan_auto.make_context("plan auto", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(cls=_PlanCommand)
 @takes_config
 @click.option("--strategy", metavar="NAME", help="Show one in detail, for example zero3_nvme.")
 @click.option(
@@ -36,6 +80,8 @@ def plan(
     with --strategy tensor what each rank keeps of which matrix; with --strategy 3d all axes
     together: the mesh, memory by kind, stages, and bytes of a step by axis. Arguments of that
     strategy are given as strategy.KEY=VALUE.
+
+    boltmesh plan auto --model M --gpu G --devices N chooses the layout itself.
     """
     from boltmesh.plan.command import plan as predict
 

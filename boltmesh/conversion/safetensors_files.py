@@ -11,6 +11,7 @@ Reads a safetensors file, or a folder of them, without loading their tensors.
 import json
 import os
 import struct
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,12 @@ METADATA: dict[str, str] = {"format": "pt"}
 """What Hugging Face's loaders ask for."""
 
 _HEADER_ALIGNMENT_BYTES = 8
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000
+
+CRC32 = "boltmesh_crc32"
+"""Key of the metadata: checksum of the header, with zeros in its place, and of all elements."""
+_NO_CRC32 = "0" * 8
 
 
 def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
@@ -73,7 +80,7 @@ def write_safetensors(
     # The widest first, so that each lies at a multiple of its elements' size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     kinds = _names_by_dtype()
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {"__metadata__": {**metadata, CRC32: _NO_CRC32}}
     end = 0
     for name in names:
         start, end = end, end + num_bytes(tensors[name])
@@ -84,16 +91,57 @@ def write_safetensors(
         }
     written = json.dumps(header, separators=(",", ":")).encode()
     written += b" " * (-len(written) % _HEADER_ALIGNMENT_BYTES)
+    crc32 = zlib.crc32(written)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(written)))
+        file.write(_LENGTH.pack(len(written)))
         file.write(written)
         for name in names:
             value = load(tensors[name], name)
-            file.write(as_bytes(value))
+            elements = as_bytes(value)
+            file.write(elements)
+            crc32 = zlib.crc32(elements, crc32)
             progress(value.nbytes)
-            del value  # before the next one is loaded
+            del value, elements  # before the next one is loaded
+        file.seek(_LENGTH.size)
+        file.write(_with_crc32(written, f"{crc32:08x}"))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _with_crc32(header: bytes, value: str) -> bytes:
+    """Replace the checksum in a header by another text of eight characters."""
+    before, key, after = header.partition(f'"{CRC32}":"'.encode())
+    return before + key + value.encode() + after[len(value) :]
+
+
+def find_damage(path: Path) -> str | None:
+    """Why a file is not as ``write_safetensors`` wrote it, in words; None if it is. Reads all.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(_LENGTH.size)
+        length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
+        if length > min(size - _LENGTH.size, _MAX_HEADER_BYTES):
+            return "its header is not there or damaged"
+        written = file.read(length)
+        try:
+            header = json.loads(written)
+            expected = (header.pop("__metadata__", None) or {}).get(CRC32)
+            end = max((each["data_offsets"][1] for each in header.values()), default=0)
+            is_long_enough = end == size - _LENGTH.size - length
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+            return "its header is damaged"
+        if not is_long_enough:
+            return f"it has {size:,} bytes instead of {end + _LENGTH.size + length:,}"
+        if not isinstance(expected, str):
+            return "it has no checksum, so that nothing can be said about its values"
+        crc32 = zlib.crc32(_with_crc32(written, _NO_CRC32))
+        while piece := file.read(1 << 20):
+            crc32 = zlib.crc32(piece, crc32)
+    return None if expected == f"{crc32:08x}" else "its checksum is wrong"
 
 
 def num_bytes(tensor: Tensor) -> int:

@@ -9,6 +9,7 @@ from boltmesh.strategies.checkpoint.atomic_replace import (
     flush_folder,
     partial_path,
     remove,
+    remove_killed_saves,
     replace,
 )
 from boltmesh.strategies.checkpoint.file import cannot_write
@@ -43,7 +44,7 @@ def written_whole(target: Path) -> Iterator[Path]:
     """
     partial = partial_path(target)
     try:
-        remove(partial)  # left behind by a process that was killed
+        remove_killed_saves(target)
         yield partial
         if partial.is_dir():
             flush_folder(partial)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from boltmesh.doctor.findings import Finding, conclude
-from boltmesh.doctor.host import Facts, read_facts
+from boltmesh.doctor.host import HostFacts, read_facts
 from boltmesh.tui import units
 from boltmesh.tui.commands.console import print_line, terminal_look, width
 from boltmesh.tui.render.style import Style, sentence
@@ -32,7 +32,7 @@ def doctor(*, offload_path: Path | None, as_json: bool, ascii_only: bool) -> int
     return 0
 
 
-def report_lines(facts: Facts, findings: list[Finding], width: int, look: Style) -> list[str]:
+def report_lines(facts: HostFacts, findings: list[Finding], width: int, look: Style) -> list[str]:
     """Return the report, no line longer than ``width``."""
     rows = [*_rows(facts), ("", "")]
     for finding in findings:
@@ -45,7 +45,7 @@ def report_lines(facts: Facts, findings: list[Finding], width: int, look: Style)
     ]
 
 
-def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
+def _rows(facts: HostFacts) -> Iterator[tuple[str, str]]:
     versions = (f"{name} {found}" for name, found in facts.versions.items() if found)
     yield "versions", ", ".join(versions)
     yield "host", f"{facts.host}, {facts.cores} cores"
@@ -67,7 +67,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "environment", " ".join(f"{key}={value}" for key, value in facts.environment.items())
 
 
-def _gpus(facts: Facts) -> str:
+def _gpus(facts: HostFacts) -> str:
     found = facts.gpus
     if not found.gpus:
         return f"none ({found.error})" if found.error else "none"
@@ -79,7 +79,7 @@ def _gpus(facts: Facts) -> str:
     return f"{gpus}{lost}; driver {found.driver}, CUDA up to {found.cuda}"
 
 
-def _backends(facts: Facts) -> str:
+def _backends(facts: HostFacts) -> str:
     found = facts.probe.get("backends", {})
     names = [name for name in ("gloo", "nccl", "mpi") if name in found]
     parts = [f"{name} {'yes' if found[name] else 'no'}" for name in names]
@@ -91,14 +91,14 @@ def _backends(facts: Facts) -> str:
     return ", ".join(parts) or f"not known: {facts.probe_problem or 'torch does not load'}"
 
 
-def _memory(facts: Facts) -> str:
+def _memory(facts: HostFacts) -> str:
     memory = facts.memory
     limit = memory.cgroup_bytes
     text = f"{units.memory(memory.available_bytes)} available of {units.memory(memory.total_bytes)}"
     return f"{text}, cgroup limit {'none' if limit is None else units.memory(limit)}"
 
 
-def _limits(facts: Facts) -> str:
+def _limits(facts: HostFacts) -> str:
     locked = facts.memory.locked_bytes
     return (
         f"locked memory {'unlimited' if locked is None else units.memory(locked)}, open files "

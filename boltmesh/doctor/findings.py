@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from boltmesh.doctor.host import SHARED_MEMORY, Facts
+from boltmesh.doctor.host import SHARED_MEMORY, HostFacts
 from boltmesh.file_system import IN_MEMORY
 from boltmesh.tui import units
 
@@ -23,7 +23,7 @@ class Finding:
     text: str
 
 
-def conclude(facts: Facts) -> list[Finding]:
+def conclude(facts: HostFacts) -> list[Finding]:
     """Return all conclusions, the basis of the others first."""
     return [
         *_torch(facts),
@@ -34,7 +34,7 @@ def conclude(facts: Facts) -> list[Finding]:
     ]
 
 
-def _error(facts: Facts, part: str) -> str | None:
+def _error(facts: HostFacts, part: str) -> str | None:
     """Return why a part is not known to work; None if it is."""
     if part in facts.probe:
         error = facts.probe[part].get("error")
@@ -45,7 +45,7 @@ def _error(facts: Facts, part: str) -> str | None:
     return facts.probe_problem or "not tested"
 
 
-def _torch(facts: Facts) -> Iterator[Finding]:
+def _torch(facts: HostFacts) -> Iterator[Finding]:
     for name in ("torch", "lightning"):
         version = facts.versions[name]
         error = _error(facts, name)
@@ -75,7 +75,7 @@ def _torch(facts: Facts) -> Iterator[Finding]:
         yield Finding("telemetry", True, "works, the self-test of the collective hook passes")
 
 
-def _devices(facts: Facts) -> Iterator[Finding]:
+def _devices(facts: HostFacts) -> Iterator[Finding]:
     subject = "several GPUs"
     cuda = facts.probe.get("cuda", {})
     seen, shown = int(cuda.get("devices", 0)), len(facts.gpus.gpus)
@@ -105,7 +105,7 @@ def _devices(facts: Facts) -> Iterator[Finding]:
         yield Finding(subject, False, "no CUDA device found")
 
 
-def _offload(facts: Facts) -> Iterator[Finding]:
+def _offload(facts: HostFacts) -> Iterator[Finding]:
     memory = facts.memory
     available = units.memory(memory.available_bytes)
     yield Finding("offload to host memory", True, f"works, {available} available")
@@ -134,7 +134,7 @@ def _offload(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _host(facts: Facts) -> Iterator[Finding]:
+def _host(facts: HostFacts) -> Iterator[Finding]:
     runs = next(disk for disk in facts.disks if disk.purpose == "runs")
     if not runs.is_writable:
         yield Finding("checkpoints", False, f"{runs.folder} cannot be written. Set run.dir")
@@ -155,7 +155,7 @@ def _host(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _optional(facts: Facts) -> Iterator[Finding]:
+def _optional(facts: HostFacts) -> Iterator[Finding]:
     extras = {
         "transformers": "examples/causal_lm.py",
         "datasets": "Hugging Face datasets in examples/text.py",

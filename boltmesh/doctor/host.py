@@ -60,7 +60,7 @@ class Gpus:
 
 
 @dataclass(frozen=True)
-class Memory:
+class HostMemory:
     """Host memory and the limits of this process."""
 
     total_bytes: int
@@ -87,14 +87,14 @@ class Disk:
 
 
 @dataclass(frozen=True)
-class Facts:
+class HostFacts:
     """Everything that the report states."""
 
     versions: Mapping[str, str | None]
     cores: int
     host: str
     gpus: Gpus
-    memory: Memory
+    memory: HostMemory
     open_files: int
     disks: tuple[Disk, ...]
     optional: Mapping[str, str | None]
@@ -106,7 +106,7 @@ class Facts:
     """Why parts of the probe are missing."""
 
 
-def read_facts(offload_path: Path | None, *, run_dir: Path, timeout_s: float) -> Facts:
+def read_facts(offload_path: Path | None, *, run_dir: Path, timeout_s: float) -> HostFacts:
     """Read everything; what torch knows within ``timeout_s`` from now."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         folders = [] if offload_path is None else [str(offload_path)]
@@ -133,7 +133,7 @@ def read_facts(offload_path: Path | None, *, run_dir: Path, timeout_s: float) ->
         ended = f"the process that loads torch {describe_exit(code)}"
         problem = ": ".join([ended, *last_lines]) if code else None
     versions: dict[str, str | None] = {"boltmesh": __version__, "python": platform.python_version()}
-    return Facts(
+    return HostFacts(
         versions=versions | {name: installed_version(name) for name in PACKAGES},
         cores=_num_cores(),
         host=platform.platform(),
@@ -226,12 +226,12 @@ def read_gpus(nvml: ModuleType | None = None) -> Gpus:
     )
 
 
-def read_memory() -> Memory:
+def read_memory() -> HostMemory:
     """Return host memory and its limits."""
     memory = psutil.virtual_memory()
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else None
-    return Memory(
+    return HostMemory(
         total_bytes=memory.total,
         available_bytes=memory.available,
         cgroup_bytes=cgroup_limit(CGROUPS, _own_cgroups()),

@@ -84,7 +84,8 @@ def first_cause(
             which.append((report.time_ns, Cause(rank, report.pid, code, report)))
         elif report is not None and report.kind in {"done", "stopped"}:
             continue
-        elif end is not None and code:
+        elif end is not None:
+            # Without a report it has not done its work, whatever its exit code.
             if is_stopping and -code not in _FROM_OUTSIDE:
                 continue
             early = _SEEN_LATE_NS if -code in _FROM_OUTSIDE else 0
@@ -324,14 +325,20 @@ class Supervisor:
         if self._signals or self._has_recorded_death:
             return
         cause = self._first_cause()
+        has_running = any(rank.code is None for rank in self._ranks)
+        if cause is not None and cause.exit_code == 0 and has_running:
+            return
         if cause is not None and cause.report is None:
             self._has_recorded_death = True
             with contextlib.suppress(TelemetryError):
                 record_end(job_path(self.job_id), rank=cause.rank, exit_code=cause.exit_code)
 
     def _is_ending(self) -> bool:
-        return self._has_failed() or any(
-            report.kind == "stopped" for report in self._reports.values()
+        return (
+            self._has_failed()
+            or any(report.kind == "stopped" for report in self._reports.values())
+            # The others wait for it, unless the user's code ends all of them like this.
+            or any(rank.code == 0 and not self._has_left(rank.rank) for rank in self._ranks)
         )
 
     def _has_failed(self) -> bool:
@@ -381,6 +388,8 @@ class Supervisor:
 
     def _first_cause(self) -> Cause | None:
         """Return the first rank that failed by itself, of those that have ended so far."""
+        if not self._has_failed() and all(rank.code == 0 for rank in self._ranks):
+            return None
         ends = [
             RankExit(rank.rank, rank.process.pid, rank.code, rank.ended_ns or 0)
             for rank in self._ranks

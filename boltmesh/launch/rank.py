@@ -18,6 +18,7 @@ from boltmesh.launch.placement import Launcher, find_launcher
 from boltmesh.launch.reports import Kind, Report, report_of_error, store_traceback, write_report
 from boltmesh.launch.stopping import SAME_SIGNAL_S, StoppedBySignal, StopSwitch
 from boltmesh.process import end_with_parent, write_stderr
+from boltmesh.run_lock import RunLock
 
 SUPERVISOR_VARIABLE = "BOLTMESH_SUPERVISOR"
 """``PID:FOLDER`` of the supervisor, for its ranks."""
@@ -33,6 +34,8 @@ class Rank:
     supervisor_folder: Path | None
     stop: StopSwitch
     run_folder: Path | None = None
+    run_lock: RunLock | None = None
+    """The lock of the run's folder, on rank 0."""
     checkpoint: str | None = None
     resume_command: str = ""
     wants_traceback: bool = False
@@ -141,7 +144,8 @@ class Rank:
         if report.kind == "user" and not is_first_here:
             return
         if self.wants_traceback:
-            print(report.traceback, file=sys.stderr, flush=True)  # noqa: T201 - for --traceback
+            sys.stdout.flush()
+            write_stderr(f"{report.traceback}\n")
         line = report.message
         if report.kind == "consequence" and self.launcher is not None:
             line = "connection to a peer was lost; see the first failing rank above"

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from boltmesh.errors import BoltMeshError
+from boltmesh.process import encodable, without_control
 from boltmesh.telemetry.reader.cause import LOST_PEER
 
 Kind = Literal["running", "done", "stopped", "user", "failure", "consequence"]
@@ -39,11 +40,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe_error(error: BaseException) -> str:
     """Return one line: class and message; of boltmesh's own errors the message only."""
-    text = " ".join(str(error).split())
+    text = " ".join(without_control(_text(error)).split())
     if isinstance(error, BoltMeshError):
         return text
     name = type(error).__name__
     return f"{name}: {_shorten(text)}" if text else name
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a user's class; its name says something
+        return ""
 
 
 def _shorten(text: str, at_most: int = 400) -> str:
@@ -57,7 +65,7 @@ def kind_of_error(error: BaseException) -> Kind:
     seen: BaseException | None = error
     while seen is not None:
         # gloo, NCCL and the store raise RuntimeErrors; an OSError comes from this rank's own files.
-        text = "" if isinstance(seen, OSError) else str(seen).lower()
+        text = "" if isinstance(seen, OSError) else _text(seen).lower()
         if any(sign in text for sign in LOST_PEER):
             return "consequence"
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
@@ -72,13 +80,19 @@ def report_of_error(error: BaseException, *, rank: int, run_folder: Path | None)
         kind=kind_of_error(error),
         time_ns=time.monotonic_ns(),
         message=describe_error(error),
-        traceback="".join(traceback.format_exception(error)),
+        traceback=encodable("".join(traceback.format_exception(error))),
         run_folder=None if run_folder is None else str(run_folder),
     )
 
 
 def write_report(folder: Path, report: Report) -> None:
     """Replace the rank's report."""
+    texts = {
+        name: encodable(value)
+        for name, value in msgspec.structs.asdict(report).items()
+        if isinstance(value, str)
+    }
+    report = msgspec.structs.replace(report, **texts)
     path = folder / f"rank-{report.rank}.json"
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_bytes(msgspec.json.encode(report))

@@ -37,6 +37,11 @@ def check_values(file: IO[bytes], name: object) -> bool:
     """
     if damage := find_damage(file):
         raise CheckpointError(f"{name} cannot be loaded: {damage}. Resume from another checkpoint.")
+    return has_checksums(file)
+
+
+def has_checksums(file: IO[bytes]) -> bool:
+    """Whether a file in which ``find_damage`` has found none has checksums."""
     return zipfile.is_zipfile(file) and _have_checksums(zipfile.ZipFile(file).infolist())
 
 

@@ -3,14 +3,21 @@
 ``rename`` does not replace a directory that is not empty. If the system can exchange two names in
 one step (Linux on a local disk), it does; otherwise the old directory is renamed first, and is
 found under that name until the new one has the final name.
+
+Each save writes under a temporary name of its own, so that two never write to one file.
 """
 
 import contextlib
 import ctypes
 import errno
 import os
+import re
 import shutil
+import time
 from pathlib import Path
+from uuid import uuid4
+
+from boltmesh.process import ProcessId
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written; never resumed from."""
@@ -27,18 +34,59 @@ _REQUEUED = "hpc_ckpt_"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
+_WRITER = re.compile(r"(?:\.([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{8})?" + re.escape(PARTIAL))
+"""Suffix of a checkpoint that is being written: its process and a random number of the save."""
+_ABANDONED_S = 24 * 3600
+"""Seconds after which a save of another machine that writes nothing more was killed."""
+
 
 def partial_path(target: Path) -> Path:
-    """Return the path under which ``target`` is written before it is renamed.
+    """Return a new path under which one save writes ``target`` before it is renamed."""
+    own = ProcessId.own()
+    return target.with_name(
+        f"{_stem(target)}.{own.machine}-{own.pid}-{own.started}-{uuid4().hex[:8]}{PARTIAL}"
+    )
+
+
+def remove_killed_saves(target: Path) -> None:
+    """Delete what saves of ``target`` have left whose process was killed.
+
+    Another save that is under way keeps its file or folder. Whether a process of another machine
+    lives cannot be seen: what it has left is deleted a day after it was written.
+    """
+    stem = _stem(target)
+    for each in target.parent.iterdir():
+        found = _WRITER.fullmatch(each.name.removeprefix(stem))
+        if found is None or not each.name.startswith(stem):
+            continue
+        machine, pid, started = found.groups()
+        if machine is None:  # as earlier versions named it
+            has_ended: bool | None = True
+        else:
+            has_ended = ProcessId(machine, int(pid), int(started)).has_ended()
+        if has_ended or (has_ended is None and _unchanged_s(each) > _ABANDONED_S):
+            with contextlib.suppress(OSError):  # another save deletes it as well
+                remove(each)
+
+
+def _stem(target: Path) -> str:
+    """Return the beginning of the temporary names of ``target``.
 
     Lightning resumes from the highest number after ``hpc_ckpt_`` anywhere in a name. A file that a
     kill left incomplete must not be counted, so it has no such name; and the next save, which then
-    has the same number, replaces it.
+    has the same number, removes it.
     """
     name = target.name
-    if name.startswith(_REQUEUED):
-        name = name.replace("_", "-")
-    return target.with_name(name + PARTIAL)
+    return name.replace("_", "-") if name.startswith(_REQUEUED) else name
+
+
+def _unchanged_s(path: Path) -> float:
+    """Return the seconds since a file, or a file in a folder, was written."""
+    times = [0.0]
+    for each in (path, *path.glob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            times.append(each.lstat().st_mtime)
+    return time.time() - max(times)
 
 
 def replace(partial: Path, target: Path) -> None:

@@ -148,7 +148,7 @@ def load_directory(place: str | Path, *, checks_files: bool = True) -> dict[str,
     folder = folder_at(place)
     rest = BytesIO(read_checked(folder, REST))
     checkpoint: dict[str, Any] = safe_load(rest, f"{folder}/{REST}")
-    reader = ShardReader(files_of(folder), read_checked(folder, METADATA))
+    reader = ShardReader(*files_of(folder), read_checked(folder, METADATA))
     has_names = [is_named(each) for each in checkpoint.get(OPTIMIZERS, ())]
     model: dict[str, Any] = {}
     for name, keys in reader.paths().items():
@@ -176,7 +176,7 @@ def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
     folder = folder_at(place)
     try:
         read_checked(folder, REST)
-        reader = ShardReader(files_of(folder), read_checked(folder, METADATA))
+        reader = ShardReader(*files_of(folder), read_checked(folder, METADATA))
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(reader.check, reader.pieces()):
                 pass

@@ -26,7 +26,12 @@ from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.archive_check import check_values
-from boltmesh.strategies.checkpoint.atomic_replace import partial_path, remove, replace
+from boltmesh.strategies.checkpoint.atomic_replace import (
+    partial_path,
+    remove,
+    remove_killed_saves,
+    replace,
+)
 from boltmesh.strategies.checkpoint.manifest import Written
 from boltmesh.strategies.checkpoint.safe_load import check_weights_only, safe_load
 from boltmesh.strategies.checkpoint.storage.addresses import (
@@ -135,7 +140,7 @@ def write_file(target: Path, fill: Callable[[IO[bytes]], object]) -> None:
     beside = partial_path(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        remove(beside)  # left behind by a run that was killed
+        remove_killed_saves(target)
         with beside.open("wb") as file:
             fill(file)
             file.flush()
@@ -185,6 +190,8 @@ def load_file(
     """
     has_checksums = True
     if isinstance(place, Path):
+        if place.exists() and not place.is_file():  # a pipe would wait, a device never end
+            raise CheckpointError(f"{place} is no checkpoint: it is not a plain file.")
         if checks_values:
             with place.open("rb") as file:
                 has_checksums = check_values(file, place)

@@ -23,11 +23,14 @@ REST = "meta.pt"
 CRC32 = "crc32"
 """Key of a checksum: of a file in its entry, of the manifest without this key at the top."""
 
-FORMAT = 1
+FORMAT = 3
+"""Formats 1 and 2 have no ``SAVE``, and checksums of pieces that are those of other saves as well.
+In format 2 and, on a remote file system, in format 3 the files may be in a subfolder, because the
+directory replaced another one."""
 NEWER = "it has format"
 """Begins the fault of a directory that is whole as far as can be told."""
-FORMAT_WITHIN = 2
-"""Format of a directory whose files are in a subfolder, because it replaced another one."""
+SAVE = "save"
+"""Key of the random id of a save. The checksum of each piece of a tensor begins with it."""
 
 
 class Written(NamedTuple):
@@ -63,9 +66,14 @@ def write_manifest(draft: Draft, *, world_size: int, files: Mapping[str, Written
                 "crc32": crc32,
             }
         )
-    content: dict[str, Any] = {"format": FORMAT, "world_size": world_size, "files": entries}
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        SAVE: draft.save,
+        "world_size": world_size,
+        "files": entries,
+    }
     if draft.within:
-        content |= {"format": FORMAT_WITHIN, "within": draft.within}
+        content["within"] = draft.within
     content[CRC32] = zlib.crc32(_encode(content))
     draft.finish(_encode(content), list(entries))
 
@@ -87,27 +95,47 @@ def find_fault(place: str | Path, *, checks_files: bool = True) -> str | None:
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its {MANIFEST} cannot be read ({error})"
+        return f"its {MANIFEST} cannot be read ({getattr(error, 'strerror', None) or error})"
     except CheckpointError as error:
         return str(error)
-    if form > FORMAT_WITHIN:
-        return f"{NEWER} {form}, and this version of boltmesh reads up to {FORMAT_WITHIN}"
+    if form > FORMAT:
+        return f"{NEWER} {form}, and this version of boltmesh reads up to {FORMAT}"
     for name in sorted({*files, METADATA, REST}) if checks_files else ():
         try:
             expected = int(files[name]["bytes"])
             size = inside.size(name)
         except (KeyError, TypeError, ValueError):
             return f"its {MANIFEST} does not tell the size of {name}"
-        except OSError as error:
+        except FileNotFoundError as error:
             return f"{name} is not there ({error.strerror or error})"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror or error})"
         if size != expected:
             return f"{name} has {size} bytes instead of {expected}"
     return None
 
 
-def files_of(folder: Folder) -> Folder:
-    """Return the folder of the files of a directory that has passed ``find_fault``."""
-    return folder.inside(str(_read_manifest(folder).get("within", "")))
+def files_of(folder: Folder) -> tuple[Folder, str]:
+    """Return the folder of a checked directory's files, and the id of its save.
+
+    The id is ``""`` if an earlier version wrote it. Checked by ``find_fault``.
+    """
+    content = _read_manifest(folder)
+    return folder.inside(str(content.get("within", ""))), str(content.get(SAVE, ""))
+
+
+def checksum_start(save: str, name: str, offset: int) -> int:
+    """Return the value at which the CRC-32 of a piece starts.
+
+    So the checksum is right for the bytes of this save in this file at this place alone: a shard of
+    another save, or of another rank, is not taken for one of these because it has the same length.
+
+    Args:
+        save: Id of the save; ``""`` if an earlier version wrote it.
+        name: Name of the file.
+        offset: Offset of the piece in the file.
+    """
+    return zlib.crc32(f"{save}/{name}/{offset}".encode()) if save else 0
 
 
 def read_checked(folder: Folder, name: str) -> bytes:
@@ -129,7 +157,7 @@ def read_checked(folder: Folder, name: str) -> bytes:
 
 def _read_manifest(folder: Folder) -> Any:
     content = json.loads(folder.read(MANIFEST).decode("utf-8"))
-    if int(content["format"]) > FORMAT_WITHIN:
+    if int(content["format"]) > FORMAT:
         return content
     checked = {key: each for key, each in content.items() if key != CRC32}
     # Earlier versions wrote none; if the name of the key is damaged, it is not one of these.
@@ -138,6 +166,9 @@ def _read_manifest(folder: Folder) -> Any:
     )
     if not is_without and content.get(CRC32) != zlib.crc32(_encode(checked)):
         raise CheckpointError(f"its {MANIFEST} was damaged after it was written")
+    within = str(content.get("within", "")).removesuffix("/")
+    if any("/" in name or name == ".." for name in (within, *content["files"])):
+        raise CheckpointError(f"its {MANIFEST} names a file outside of the folder")
     return content
 
 

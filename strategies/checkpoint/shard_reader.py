@@ -35,6 +35,7 @@ from boltmesh.strategies.checkpoint.chunks import (
     own_chunks,
     own_part,
 )
+from boltmesh.strategies.checkpoint.manifest import checksum_start
 from boltmesh.strategies.checkpoint.safe_load import safe_load
 from boltmesh.strategies.checkpoint.shard_writer import CHECKSUM
 from boltmesh.strategies.checkpoint.storage.folder import Folder
@@ -59,14 +60,16 @@ class ShardReader:
 
     Args:
         folder: The folder of the files of a complete directory.
+        save: Id of the save, see ``manifest.checksum_start``.
         metadata: The content of its ``.metadata``.
 
     Raises:
         CheckpointError: If the metadata were not written by boltmesh.
     """
 
-    def __init__(self, folder: Folder, metadata: bytes) -> None:
+    def __init__(self, folder: Folder, save: str, metadata: bytes) -> None:
         self._folder = folder
+        self._save = save
         self._metadata = _parse(folder, metadata)
 
     def paths(self) -> dict[str, tuple[str, ...]]:
@@ -128,15 +131,17 @@ class ShardReader:
         stream = io.BytesIO(self._folder.read(name, where.offset, where.length + CHECKSUM.size))
         with stream.getbuffer() as stored:
             end = bytes(stored[where.length :])
+            start = checksum_start(self._save, name, where.offset)
             is_whole = len(end) == CHECKSUM.size and (
-                CHECKSUM.unpack(end)[0] == zlib.crc32(stored[: where.length])
-            )
-        if not is_whole:
-            raise CheckpointError(
-                f"{self._folder}/{name} was damaged after it was written: the checksum of "
-                f"{index.fqn!r} is wrong. Resume from another checkpoint."
+                CHECKSUM.unpack(end)[0] == zlib.crc32(stored[: where.length], start)
             )
         stream.truncate(where.length)
+        if not is_whole:
+            other = ", or is of another save" if self._save else ""
+            raise CheckpointError(
+                f"{self._folder}/{name} was damaged after it was written{other}: the checksum of "
+                f"{index.fqn!r} is wrong. Resume from another checkpoint."
+            )
         return stream
 
 

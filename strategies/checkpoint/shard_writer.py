@@ -44,12 +44,12 @@ from boltmesh.strategies.checkpoint.chunks import (
     within,
 )
 from boltmesh.strategies.checkpoint.file import SummedFile, save_into
-from boltmesh.strategies.checkpoint.manifest import METADATA, Written
+from boltmesh.strategies.checkpoint.manifest import METADATA, Written, checksum_start
 from boltmesh.strategies.checkpoint.storage.folder import Draft
 from boltmesh.strategies.torch_compat.files import storage_info
 
 CHECKSUM = struct.Struct("<I")
-"""The CRC-32 of a piece, directly after it."""
+"""The CRC-32 of a piece, directly after it; it starts at ``manifest.checksum_start``."""
 
 SUFFIX = ".distcp"
 """Suffix of files of shards; torch's."""
@@ -181,7 +181,8 @@ class ShardWriter(StorageWriter):
             with self._draft.create(name) as opened:
                 file = SummedFile(opened)
                 for item in plan.items:
-                    offset, length = _write_piece(planner, item, file)
+                    start = checksum_start(self._draft.save, name, file.num_bytes)
+                    offset, length = _write_piece(planner, item, file, start)
                     where = storage_info(name, offset, length)
                     results.append(WriteResult(item.index, length, where))
         future: Future[list[WriteResult]] = Future()
@@ -210,11 +211,13 @@ class ShardWriter(StorageWriter):
         return True
 
 
-def _write_piece(planner: SavePlanner, item: WriteItem, file: SummedFile) -> tuple[int, int]:
+def _write_piece(
+    planner: SavePlanner, item: WriteItem, file: SummedFile, start: int
+) -> tuple[int, int]:
     """Write one piece; no reference to it remains when this returns."""
     data = planner.resolve_data(item)
     assert isinstance(data, Tensor)
-    return _write(_compact(data), file)
+    return _write(_compact(data), file, start)
 
 
 def _compact(part: Tensor) -> Tensor:
@@ -223,10 +226,10 @@ def _compact(part: Tensor) -> Tensor:
     return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 
-def _write(tensor: Tensor, file: SummedFile) -> tuple[int, int]:
+def _write(tensor: Tensor, file: SummedFile, start: int) -> tuple[int, int]:
     """Append a tensor and its checksum; return its offset and length."""
     offset = file.num_bytes
-    file.crc32 = 0
+    file.crc32 = start
     save_into(tensor, cast("BinaryIO", file))
     length = file.num_bytes - offset
     file.write(CHECKSUM.pack(file.crc32))

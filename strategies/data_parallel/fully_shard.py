@@ -49,7 +49,7 @@ from boltmesh.strategies.offload.staging import StagingFile
 from boltmesh.strategies.parameter_access import register_units
 from boltmesh.strategies.tiling.apply import apply_tiling
 from boltmesh.strategies.tiling.weight import TiledWeight
-from boltmesh.strategies.torch_compat.fsdp import StepUnits, is_gathered
+from boltmesh.strategies.torch_compat.fsdp import StepUnits, is_gathered, prepare_class
 from boltmesh.strategies.torch_compat.fsdp_hooks import instrument, keep_for_derivatives
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
 from boltmesh.strategies.torch_compat.tensors import write_through_data
@@ -251,6 +251,7 @@ def shard_model(
                 cast.add(name)
                 left_out = full_precision_modules(unit)
                 adopted += left_out
+            prepare_class(type(unit))
             fully_shard(
                 unit,
                 mesh=mesh.mesh,

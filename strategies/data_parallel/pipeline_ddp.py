@@ -84,7 +84,7 @@ _IN_FLIGHT = 2
 
 
 @dataclass
-class _Reduction:
+class _PendingAllReduce:
     work: Work | None
     flat: Tensor
     members: Sequence[Tensor]
@@ -119,7 +119,7 @@ def average(gradients: Sequence[Tensor], group: ProcessGroup, bucket_bytes: int)
         group: The ranks.
         bucket_bytes: How much goes in one message.
     """
-    under_way: deque[_Reduction] = deque()
+    under_way: deque[_PendingAllReduce] = deque()
     for bucket in divide_into_buckets(gradients, bucket_bytes):
         if len(under_way) == _IN_FLIGHT:
             _finish(under_way.popleft())
@@ -128,22 +128,22 @@ def average(gradients: Sequence[Tensor], group: ProcessGroup, bucket_bytes: int)
         _finish(under_way.popleft())
 
 
-def _begin(bucket: Sequence[Tensor], group: ProcessGroup) -> _Reduction:
+def _begin(bucket: Sequence[Tensor], group: ProcessGroup) -> _PendingAllReduce:
     is_flat = len(bucket) == 1 and bucket[0].is_contiguous()
     flat = bucket[0] if is_flat else torch.cat([each.reshape(-1) for each in bucket])
     members = () if is_flat else tuple(bucket)
     flat.div_(group.size())
-    return _Reduction(dist.all_reduce(flat, group=group, async_op=True), flat, members)
+    return _PendingAllReduce(dist.all_reduce(flat, group=group, async_op=True), flat, members)
 
 
-def _finish(reduction: _Reduction) -> None:
+def _finish(reduction: _PendingAllReduce) -> None:
     if reduction.work is not None:
         reduction.work.wait()
     for member, part in zip(reduction.members, _parts(reduction), strict=True):
         member.copy_(part)
 
 
-def _parts(reduction: _Reduction) -> Iterator[Tensor]:
+def _parts(reduction: _PendingAllReduce) -> Iterator[Tensor]:
     at = 0
     for member in reduction.members:
         yield reduction.flat[at : at + member.numel()].view(member.shape)

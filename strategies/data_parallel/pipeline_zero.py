@@ -69,6 +69,7 @@ from boltmesh.strategies.torch_compat.fsdp import (
     gather_units,
     reduce_gradients,
 )
+from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
 from boltmesh.strategies.torch_compat.modules import set_parameter
 from boltmesh.strategies.torch_compat.tensors import dtensor_like, local_tensor
@@ -197,6 +198,7 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
             forget_step(self.sharded.root_unit)
             self._scalars.forget()
         self.sharded.mesh.name_groups(context.recorder)
+        observe_waits(self.sharded.units.values(), context.recorder.device_wait)
         self._follow_scaler(context)
         return module
 

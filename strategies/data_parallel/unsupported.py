@@ -14,29 +14,25 @@ from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.unsupported import refuse_undividable
-from boltmesh.strategies.optimizer_probe import multiplies_matrices
+from boltmesh.strategies.optimizer_probe import matrix_use, misjudges_shards
 from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
 
-_OPTIMIZERS: dict[type[Optimizer], str] = {
-    torch.optim.Adafactor: "squares norms of rows in place",
-    torch.optim.LBFGS: "takes products of whole gradients",
-}
-if hasattr(torch.optim, "Muon"):  # new in torch 2.9
-    _OPTIMIZERS[torch.optim.Muon] = "makes whole matrices orthogonal"
 
-
-def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
+def refuse_optimizers(optimizers: Iterable[Optimizer], model: Module) -> None:
     """Refuse optimizers that need more of a gradient than a shard of it.
+
+    Collective over the ranks of the model's shards.
 
     Raises:
         UnsupportedError: Naming the optimizer.
     """
+    shard = next((each for each in model.parameters() if isinstance(each, DTensor)), None)
     for optimizer in optimizers:
-        for kind, why in _OPTIMIZERS.items():
-            if isinstance(optimizer, kind):
-                raise _refused(optimizer, why)
-        if multiplies_matrices(optimizer):
-            raise _refused(optimizer, "multiplies or factors whole matrices")
+        why = matrix_use(optimizer)
+        if why is None and shard is not None:
+            why = misjudges_shards(optimizer, shard.device_mesh, shard.placements)
+        if why is not None:
+            raise _refused(optimizer, why)
 
 
 def _refused(optimizer: Optimizer, why: str) -> UnsupportedError:

@@ -39,6 +39,7 @@ from boltmesh.strategies.offload.disk.preflight import announce_disks
 from boltmesh.strategies.offload.engine import OffloadEngine
 from boltmesh.strategies.offload.stores import OffloadPlan
 from boltmesh.strategies.torch_compat.fsdp import forget_step
+from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -140,6 +141,7 @@ class ZeroAxis(DataAxis):
             forget_step(self.sharded.root_unit)  # the run before may have ended by an error
         sharded = self.sharded  # kept in a second fit, and in an evaluation after one
         sharded.mesh.name_groups(context.recorder)
+        observe_waits(sharded.units.values(), context.recorder.device_wait)
         is_automatic = module.automatic_optimization
         # Under manual optimisation backward passes and steps happen within the root's forward,
         # which gathers but once.
@@ -214,8 +216,8 @@ class ZeroAxis(DataAxis):
 
     @override
     def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
-        refuse_optimizers(optimizers)
         assert self._context is not None
+        refuse_optimizers(optimizers, self._model.module)
         self._model.successors.take_over(optimizers, self._model.module)
         self._forget_steps()
         for optimizer in optimizers:

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from boltmesh.strategies.dry_run.metrics import MetricCall, MetricKind, answer, metrics_replaced
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
-from boltmesh.strategies.torch_compat.tensors import times_written
+from boltmesh.strategies.torch_compat.tensors import is_equal, times_written
 
 CONTAINERS = (dict, list, set, OrderedDict, defaultdict, Counter, deque)
 
@@ -32,7 +32,8 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
 
     Attributes are restored to the same objects, and lists, sets and dictionaries to the same
     members, nested ones too, such as a list for each of several loaders, and attributes of classes.
-    Buffers get their values back if they were written.
+    Buffers get their values back if they were written, also through ``.data``, which no version
+    counts, and by kernels of batch norms.
     """
     modules = list(modules)
     attributes = [(vars(each), dict(vars(each))) for each in modules]
@@ -40,7 +41,7 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
     for each in (*(now for now, _ in attributes), *map(vars, _classes_of(modules))):
         _add_containers(each.values(), containers, depth=2)
     buffers = [
-        (buffer, times_written(buffer), buffer.detach().clone(), _has_running_statistics(each))
+        (buffer, times_written(buffer), buffer.data, buffer.detach().clone())
         for each in modules
         for buffer in each.buffers(recurse=False)
         if not buffer.is_inference() and not buffer.is_meta
@@ -56,11 +57,13 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
             if not _holds(container, members):  # another thread may be reading it
                 _refill(container, members)
         with torch.no_grad():
-            for buffer, written, value, is_running in buffers:
+            for buffer, written, memory, value in buffers:
+                if buffer.data_ptr() != memory.data_ptr():
+                    buffer.data = memory
                 if times_written(buffer) != written:
                     buffer.copy_(value)
-                elif is_running:
-                    buffer.data.copy_(value)  # in their way, so that no saved tensor is invalid
+                elif not is_equal(buffer, value):
+                    buffer.data.copy_(value)  # in the same way, so that no saved tensor is invalid
 
 
 @contextmanager
@@ -71,11 +74,6 @@ def random_state_unchanged(device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore_random_state(before, device)
-
-
-def _has_running_statistics(module: Module) -> bool:
-    """Whether a batch norm's kernel may write its buffers, which no version counter shows."""
-    return bool(getattr(module, "track_running_stats", False))
 
 
 def _classes_of(modules: Iterable[Module]) -> set[type]:

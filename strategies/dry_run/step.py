@@ -5,8 +5,8 @@ loss, every gradient, and the outputs of the repeated blocks.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -64,6 +64,7 @@ class DryRun:
         args: Its arguments: a batch, and further ones.
         device: Where it runs.
         probes: Modules whose outputs are compared, by name.
+        around: Context of the step, such as autocast. By default none.
     """
 
     module: LightningModule
@@ -71,6 +72,7 @@ class DryRun:
     args: tuple[Any, ...]
     device: torch.device
     probes: Mapping[str, Module] = field(default_factory=dict)
+    around: Around = nullcontext
 
     @property
     def trains(self) -> bool:
@@ -125,9 +127,10 @@ class DryRun:
         step = getattr(self.module, self.step)
         args = copy.deepcopy(self.args)  # which steps may change in place
         if self.trains and not self.module.automatic_optimization:
-            with manual_optimization_stub(self.module) as collected:
+            with self.around(), manual_optimization_stub(self.module) as collected:
                 return step(*args), collected
-        return step(*args), {}
+        with self.around():
+            return step(*args), {}
 
     @contextmanager
     def _untraced(self) -> Iterator[None]:
@@ -135,12 +138,9 @@ class DryRun:
             stack.enter_context(random_state_unchanged(self.device))
             stack.enter_context(modules_unchanged(self.module.modules()))
             stack.enter_context(no_side_effects(self.module, find_metrics(self.module)))
-            for each in self.module.modules():
-                if isinstance(each, _DROPOUTS):
-                    each.p = 0.0  # also if a block is recomputed, in another thread
+            stack.enter_context(without_dropout(self.module.modules()))
             if not self.trains:  # for training Lightning leaves every module in its own mode
                 self.module.eval()
-            stack.enter_context(WithoutDropout())
             yield
 
     @contextmanager
@@ -154,6 +154,16 @@ class DryRun:
         finally:
             for each in handles:
                 each.remove()
+
+
+@contextmanager
+def without_dropout(modules: Iterable[Module]) -> Iterator[None]:
+    """Context without dropout, within one that restores attributes of the modules."""
+    for each in modules:
+        if isinstance(each, _DROPOUTS):
+            each.p = 0.0  # also if a block is recomputed, in another thread
+    with WithoutDropout():
+        yield
 
 
 def _let_draw(module: Module) -> None:

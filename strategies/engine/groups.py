@@ -28,6 +28,7 @@ from boltmesh.strategies.mesh import AXES, MeshLayout, fit_layout
 from boltmesh.strategies.topology.gather import gather_topology
 from boltmesh.strategies.topology.slow_links import find_slow_groups
 from boltmesh.strategies.torch_compat.communication import device_index
+from boltmesh.strategies.torch_compat.elastic import store_of_attempt
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+MAX_TIMEOUT_S = 1e8
+"""Three years. torch counts in 64-bit nanoseconds."""
 
 
 class RankMeshStrategy(ParallelStrategy):
@@ -69,6 +73,11 @@ class RankMeshStrategy(ParallelStrategy):
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
         )
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"timeout_s={timeout_s} is not a time for collectives: seconds, more than 0 and at "
+                f"most {MAX_TIMEOUT_S:.0f}. Use 1800, the default."
+            )
         self.axes = in_order(axes)
         """Outermost to innermost."""
         self.timeout_s = timeout_s
@@ -209,9 +218,13 @@ class RankMeshStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         device = self.root_device
+        store = None
+        if not dist.is_initialized():
+            store = store_of_attempt(self.global_rank, self.world_size, self.timeout)
         compat.init_process_group(
             self.cluster_environment,
             self.process_group_backend,
+            store=store,
             timeout=self.timeout,
             device_id=None if device.type == "cpu" else device,
         )

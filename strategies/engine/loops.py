@@ -35,6 +35,7 @@ from boltmesh.strategies.lightning_compat.loops import (
     watch_batches,
 )
 from boltmesh.strategies.lightning_compat.trainer import (
+    autocast_dtype,
     callbacks_of,
     trainer_of,
     uses_lightning_norm,
@@ -95,6 +96,16 @@ class LoopStrategy(RankMeshStrategy):
             "predict_step": plugin.predict_step_context,
         }
         return contexts[step]
+
+    def host_step_context(self, step: str) -> Around:
+        """Return ``step_context`` for a dry run on tensors of the CPU.
+
+        Lightning enters autocast for the device of the run, and that casts nothing on the CPU.
+        """
+        around, dtype = self.step_context(step), autocast_dtype(self.precision_plugin)
+        if dtype is None or self.root_device.type == "cpu":
+            return around
+        return partial(_nested, around, partial(torch.autocast, "cpu", dtype=dtype))
 
     # Data.
 
@@ -363,6 +374,14 @@ class LoopStrategy(RankMeshStrategy):
         optimizer = _user_optimizer(optimizer)
         parameters = self.precision_plugin.main_params(optimizer)
         self.data_axis.clip_by_norm(optimizer, parameters, clip_val)
+
+
+@contextmanager
+def _nested(*contexts: Around) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each())
+        yield
 
 
 def _user_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:

@@ -92,8 +92,8 @@ class AdamRun:
             # as the multiplication does.
             inverse = 1.0 / coefficient if coefficient else math.inf
             scale = {
-                "grad_scale": torch.tensor(inverse, device=device),
-                "found_inf": torch.tensor(0.0, device=device),
+                "grad_scale": _scalar(inverse, device),
+                "found_inf": _scalar(0.0, device),
             }
         fused_adam(is_decoupled=settings.is_decoupled)(
             parameters,
@@ -101,7 +101,7 @@ class AdamRun:
             first,
             second,
             columns[3] if settings.has_amsgrad else [],
-            [torch.tensor(float(step), device=device) for step in self.steps],
+            [_scalar(float(step), device) for step in self.steps],
             lr=settings.lr,
             beta1=settings.beta1,
             beta2=settings.beta2,
@@ -250,3 +250,8 @@ class _Stretch:
         self.gradient = before.as_strided((numel,), (1,), before.storage_offset())
         self.piece = other.piece
         return True
+
+
+def _scalar(value: float, device: torch.device) -> Tensor:
+    """Return a float32 scalar. A kernel fills it; ``torch.tensor`` would synchronise a GPU."""
+    return torch.full((), value, dtype=torch.float32, device=device)

@@ -49,7 +49,7 @@ class Slot:
 
 
 @dataclass(eq=False)
-class Chunk:
+class BucketChunk:
     """A stretch of a bucket that is read, stepped and written as one."""
 
     number: int
@@ -88,7 +88,7 @@ class Bucket:
 
     name: str
     slots: list[Slot]
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[BucketChunk] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         offset = 0
@@ -110,12 +110,12 @@ class Bucket:
                 starts.append(starts[-1] + chunk_numel)
         bounds = [*starts, self.numel]
         self.chunks = [
-            Chunk(first_number + i, self, start, stop)
+            BucketChunk(first_number + i, self, start, stop)
             for i, (start, stop) in enumerate(itertools.pairwise(bounds))
             if stop > start
         ]
 
-    def chunks_of(self, slot: Slot) -> list[Chunk]:
+    def chunks_of(self, slot: Slot) -> list[BucketChunk]:
         """The chunks that hold something of a parameter."""
         end = slot.offset + slot.numel
         return [each for each in self.chunks if each.start < end and each.stop > slot.offset]

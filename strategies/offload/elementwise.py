@@ -1,6 +1,6 @@
 """Any other optimizer that treats each element by itself, run as it is on stretches of host state.
 
-What an optimizer does is found by trying it on a small matrix, whole and in two flat parts. Equal
+What an optimizer does is found by trying it (``optimizer_probe``), also in two flat parts. Equal
 results mean that it may be run on any stretch of a parameter: SGD, RMSprop, Adagrad and their
 kind. Adafactor, Muon or LBFGS, which look at rows or at the whole, are refused.
 """
@@ -19,6 +19,7 @@ from typing_extensions import override
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.offload.buckets import Slot
 from boltmesh.strategies.offload.update_rule import ChunkStep, UpdateRule
+from boltmesh.strategies.optimizer_probe import initial_state, mixes_elements
 from boltmesh.strategies.torch_compat.optimizers import step_without_hooks
 
 PROBE_SHAPE = (4, 6)
@@ -45,6 +46,8 @@ class ElementwiseRule(UpdateRule):
         self._step = step_without_hooks(optimizer)
         self._runner = copy.copy(optimizer)
         self._scalars: dict[tuple[Slot, int], dict[str, Any]] = {}
+        if mixes_elements(optimizer):
+            raise _refused(optimizer, "it looks at more than one element at a time")
         found = [self._probe(optimizer, group) for group in optimizer.param_groups]
         self.state_names = tuple(dict.fromkeys(name for names in found for name in names))
 
@@ -114,8 +117,8 @@ class ElementwiseRule(UpdateRule):
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(PROBE_SHAPE, generator=generator)
         parts = [each.clone() for each in whole.flatten().tensor_split([PROBE_SPLIT])]
-        whole_state = _initial_state(initial, whole)
-        part_states = [_initial_state(initial, each) for each in parts]
+        whole_state = initial_state(initial, whole)
+        part_states = [initial_state(initial, each) for each in parts]
         try:
             for _ in range(PROBE_STEPS):
                 gradient = torch.randn(PROBE_SHAPE, generator=generator)
@@ -137,21 +140,6 @@ class ElementwiseRule(UpdateRule):
             if name not in names and isinstance(value, Tensor) and value.numel() > 1:
                 raise _refused(optimizer, f"its state {name!r} has another shape than a parameter")
         return names
-
-
-def _initial_state(like: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
-    """What some optimizers, such as Adagrad, put into the state when they are made."""
-    if not like:
-        return None
-    made = {}
-    for name, value in like.items():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            first = value.to_local() if hasattr(value, "to_local") else value
-            fill = first.flatten()[0].item() if first.numel() else 0.0
-            made[name] = torch.full_like(parameter, fill)
-        else:
-            made[name] = copy.deepcopy(value)
-    return made
 
 
 def _is_flat(value: Any, parameter: Tensor) -> bool:

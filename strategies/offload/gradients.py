@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from boltmesh.strategies.grad_norm import tensor_norm
-from boltmesh.strategies.offload.buckets import Bucket, Chunk, Slot
+from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
 from boltmesh.strategies.offload.streams import CopyStream, event_on_stream
 from boltmesh.strategies.offload.update_rule import PieceGradient
 
@@ -119,7 +119,7 @@ class BucketGradients:
         """The tensors that hold them."""
         return list(self._held.values())
 
-    def pieces(self, chunk: Chunk) -> list[PieceGradient]:
+    def pieces(self, chunk: BucketChunk) -> list[PieceGradient]:
         """The gradients of a chunk, on the device of its state."""
         found = []
         for piece in chunk.pieces():

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.strategies.offload.access_trace import AccessTrace
-from boltmesh.strategies.offload.buckets import Bucket, Chunk, Slot
+from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
 from boltmesh.strategies.offload.host_memory import HostArena
 from boltmesh.strategies.offload.store_api import ParameterStore, StateStore
 from boltmesh.strategies.offload.streams import CopyStream, event_on_stream, wait_on_stream
@@ -305,7 +305,7 @@ class ParameterCopies:
         """
         return any(self._is_staged(bucket, slot) for slot in bucket.slots)
 
-    def update(self, chunk: Chunk, values: Tensor, pieces: Sequence[PieceGradient]) -> None:
+    def update(self, chunk: BucketChunk, values: Tensor, pieces: Sequence[PieceGradient]) -> None:
         """Copy the parameters that were stepped out of a chunk, which may be reused afterwards.
 
         Args:
@@ -335,7 +335,7 @@ class ParameterCopies:
         is_whole = all(slot.offset + slot.padded_numel <= chunk.stop for chunk in first)
         return not is_whole and not isinstance(self.stores[slot], MemoryParameterStore)
 
-    def _stage(self, chunk: Chunk, slot: Slot, start: int, part: Tensor) -> None:
+    def _stage(self, chunk: BucketChunk, slot: Slot, start: int, part: Tensor) -> None:
         if slot not in self._staged:
             self._staged[slot] = torch.zeros(slot.padded_numel, dtype=slot.dtype), set()
         whole, done = self._staged[slot]

@@ -12,7 +12,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.grad_norm import NormShare
 from boltmesh.strategies.offload.adam import AdamRule
 from boltmesh.strategies.offload.bucket_layout import ShardedParam, build_buckets
-from boltmesh.strategies.offload.buckets import Bucket, Chunk, Slot
+from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
 from boltmesh.strategies.offload.elementwise import ElementwiseRule
 from boltmesh.strategies.offload.memory_stores import ParameterCopies
 from boltmesh.strategies.offload.shard_tensor import (
@@ -296,7 +296,7 @@ class _LastValue:
         return self._last[1]
 
 
-def _stretches(chunk: Chunk) -> Iterator[tuple[Slot, int, int, slice]]:
+def _stretches(chunk: BucketChunk) -> Iterator[tuple[Slot, int, int, slice]]:
     for piece in chunk.pieces():
         slot = piece.slot
         into = slice(piece.start - chunk.start, piece.stop - chunk.start)

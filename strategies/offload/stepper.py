@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from boltmesh.strategies.offload.buckets import Bucket, Chunk, Slot
+from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
 from boltmesh.strategies.offload.gradients import BucketGradients
 from boltmesh.strategies.offload.memory_stores import ParameterCopies
 from boltmesh.strategies.offload.store_api import CHUNK_NUMEL
@@ -200,7 +200,7 @@ class BucketStep:
 @dataclass
 class _Guess:
     step: BucketStep
-    jobs: list[tuple[Chunk, WorkerTask]] = field(default_factory=list)
+    jobs: list[tuple[BucketChunk, WorkerTask]] = field(default_factory=list)
 
 
 class Stepper:
@@ -281,13 +281,13 @@ class Stepper:
         self.worker.drain()
         self._pending.clear()
 
-    def _submit(self, chunk: Chunk, step: BucketStep, action: _Action) -> WorkerTask:
+    def _submit(self, chunk: BucketChunk, step: BucketStep, action: _Action) -> WorkerTask:
         job = WorkerTask(partial(self._run, chunk, step, action), chunk)
         pending = self._pending.get(chunk.bucket, [])
         self._pending[chunk.bucket] = [each for each in pending if not each.is_done] + [job]
         return self.worker.submit(job)
 
-    def _run(self, chunk: Chunk, step: BucketStep, action: _Action) -> None:
+    def _run(self, chunk: BucketChunk, step: BucketStep, action: _Action) -> None:
         step.gradients.wait()
         pieces = step.gradients.pieces(chunk)
         if not pieces:
@@ -305,7 +305,7 @@ def _prefetch(jobs: Sequence[WorkerTask]) -> None:
     ahead = 0
     for job in jobs:
         chunk = job.chunk
-        if isinstance(chunk, Chunk) and chunk.store is not None:
+        if isinstance(chunk, BucketChunk) and chunk.store is not None:
             chunk.store.prefetch(chunk.number)
             ahead += chunk.numel
         if ahead > NUMEL_AHEAD:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from boltmesh.strategies.offload.buckets import Bucket, Chunk, Slot
+from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
 from boltmesh.strategies.offload.chunk_placement import plan_places
 from boltmesh.strategies.offload.disk.param_store import WINDOW_BYTES, DiskParameterStore
 from boltmesh.strategies.offload.disk.preflight import DiskLoad, DiskReport, measure_disk
@@ -69,7 +69,7 @@ def place_chunks(
     first_number: int = 0,
 ) -> None:
     """Cut buckets, given in the order of the forward pass, and say where each chunk lives."""
-    chunks: list[Chunk] = []
+    chunks: list[BucketChunk] = []
     for bucket in buckets:
         bucket.cut(first_number, CHUNK_NUMEL)
         first_number += len(bucket.chunks)

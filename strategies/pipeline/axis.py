@@ -157,7 +157,7 @@ class PipelineAxis(Axis):
         sample = sample_batch(trainer)
         staged.cutter.batch_sizes |= sample.batch_sizes
         step = strategy.step_name
-        rest, around = step_arguments(module, step), strategy.step_context(step)
+        rest, around = step_arguments(module, step), strategy.host_step_context(step)
         if self._is_new:
             units = find_stage_units(module)
             for axis in strategy.axes:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
@@ -42,6 +41,8 @@ class NonStageState:
         """The stage of this rank that comes furthest in the step."""
         self._rank_of_stage = rank_of_stage
         self._group = group
+        self._replaced: dict[str, Tensor] = {}
+        """The model's own buffers, by the names under which copies of them stand now."""
 
     def during(self, inner: During, plans: Sequence[StagePlan]) -> During:
         """Return what microbatches of a stage are run in.
@@ -50,6 +51,7 @@ class NonStageState:
             inner: What they are run in besides.
             plans: Of the stage, by microbatch.
         """
+        self._keep_buffers()  # of a batch that an error ended
         if not any(plan.changed_buffers or plan.changed_attributes for plan in plans):
             return inner  # nearly all models; it is entered for each microbatch
 
@@ -62,27 +64,36 @@ class NonStageState:
 
     @contextmanager
     def _around(self, plan: StagePlan) -> Iterator[None]:
-        """Within, a stage runs; afterwards stands what it has to leave behind, and no more."""
-        foreign = [
-            name
-            for name, owner in plan.changed_buffers.items()
-            if plan.stage != (self._keeper if owner == ANY_STAGE else owner)
-        ]
+        """Within, a stage runs; afterwards stands what it has to leave behind, and no more.
+
+        Each microbatch writes into copies: backward passes of others still need what these read.
+        """
         attributes = plan.changed_attributes if plan.stage != self._keeper else frozenset()
-        if not foreign and not attributes:
-            yield
-            return
-        buffers = [(name, each, each.detach().clone()) for name, each in self._buffers(foreign)]
+        buffers = self._buffers(plan.changed_buffers)
+        copies = {id(each): each.detach().clone() for _, each in buffers}
         kept = [self._kept(*each) for each in attributes]
+        for name, each in buffers:
+            self._set_buffer(name, copies[id(each)])
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, each, value in buffers:
+            for name, each in buffers:
+                owner = plan.changed_buffers[name]
+                if plan.stage == (self._keeper if owner == ANY_STAGE else owner):
+                    self._replaced.setdefault(name, each)
+                else:
                     self._set_buffer(name, each)
-                    each.copy_(value)
             for container, key, present, value, members in kept:
                 _put_back(container, key, present, value, members)
+
+    def _keep_buffers(self) -> None:
+        """Let the model have its own buffers again, with the last microbatch's values."""
+        for name, each in self._replaced.items():
+            now = self._root.get_buffer(name)
+            if now.shape == each.shape and now.dtype == each.dtype:
+                each.data.copy_(now.detach())
+                self._set_buffer(name, each)
+        self._replaced = {}
 
     def share(self, plans: Iterable[StagePlan]) -> None:
         """Give all ranks the buffers that one stage has. Collective over the pipeline.
@@ -90,6 +101,7 @@ class NonStageState:
         Args:
             plans: Of all microbatches that were run, each of any stage.
         """
+        self._keep_buffers()
         owners = {
             name: owner
             for plan in plans

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.unsupported import Reasons
 from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.optimizer_probe import joins_gradients
+from boltmesh.strategies.optimizer_probe import mixes_parameters
 from boltmesh.strategies.pipeline.partition.split import UnitCost
 from boltmesh.strategies.pipeline.schedules.registry import check_schedule, schedule_kind
 from boltmesh.strategies.pipeline.stage.absent_params import is_absent
@@ -211,7 +211,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
         UnsupportedError: Naming the optimizer.
     """
     for optimizer in optimizers:
-        if joins_gradients(optimizer):
+        if mixes_parameters(optimizer):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} steps each parameter by what it finds in all "
                 f"gradients, and a rank of a pipeline has those of its own stages alone. Use "

@@ -46,7 +46,7 @@ class MetricName:
 
 
 @dataclass
-class _Entry:
+class _LoggedKey:
     """One key that a step logged, over its microbatches."""
 
     options: dict[str, Any]
@@ -67,7 +67,7 @@ class StepLogs:
         """
         self._module = module
         self.metrics = MetricCalls(find_metrics(module)) if metrics is None else metrics
-        self._entries: dict[tuple[str, str | None], _Entry] = {}
+        self._entries: dict[tuple[str, str | None], _LoggedKey] = {}
         self._microbatch = 0
 
     @contextmanager
@@ -92,7 +92,7 @@ class StepLogs:
             self._keep(name, None, value, options)
 
     def _keep(self, name: str, key: str | None, value: Any, options: dict[str, Any]) -> None:
-        entry = self._entries.setdefault((name, key), _Entry(options))
+        entry = self._entries.setdefault((name, key), _LoggedKey(options))
         batch_size = options.get("batch_size")
         if batch_size is not None:
             is_new = self._microbatch not in {each.microbatch for each in entry.noted}
@@ -192,7 +192,7 @@ _OPTIONS = (
 """Of ``LightningModule.log``, after name and value."""
 
 
-def _options(entry: _Entry) -> dict[str, Any]:
+def _options(entry: _LoggedKey) -> dict[str, Any]:
     if entry.batch_size is None:
         return entry.options
     return {**entry.options, "batch_size": entry.batch_size}

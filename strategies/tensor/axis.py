@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
@@ -50,6 +50,7 @@ from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.plan_report import plan_table
 from boltmesh.strategies.tensor.runtime.apply import AppliedPlan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
+from boltmesh.strategies.tensor.verify import StepPrecision
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -152,8 +153,18 @@ class TensorAxis(Axis):
             new_group=partial(strategy.new_group, self.name),
             device=strategy.root_device,
             timeout=strategy.timeout,
+            precision=self._precision(),
             scaler=strategy.scaler,
         )
+
+    def _precision(self) -> StepPrecision:
+        plugin, device = self.strategy.precision_plugin, self.strategy.root_device.type
+        around = self.strategy.step_context(self.strategy.step_name)
+        with around():
+            if torch.is_autocast_enabled(device):
+                return StepPrecision(around, torch.get_autocast_dtype(device), is_mixed=True)
+        converted = next(plugin.convert_module(nn.Linear(1, 1)).parameters())
+        return StepPrecision(around, converted.dtype, is_mixed=False)
 
     def begin(self, context: TensorContext) -> None:
         """Take the context of a run: called for every run, before ``divide``."""
@@ -340,13 +351,14 @@ class TensorAxis(Axis):
 
     @override
     def join_model_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        holds = self.strategy.holds
-        return {
-            name: self._joined(name, part)
-            if holds(name) and self.division(name) is not None
-            else part
-            for name, part in state.items()
-        }
+        whole = dict(state)
+        for name, part in state.items():
+            division = self.division(name)
+            if division is not None and self.strategy.holds(name):
+                whole[name] = self._joined(name, part)
+            elif division is not None:  # of another stage, which has it whole by now
+                whole[name] = part.new_empty(division.shape, device="meta")
+        return whole
 
     def _joined(self, name: str, part: Tensor) -> Tensor:
         """Return the whole of which each rank has a part. Collective over the axis.

@@ -20,6 +20,7 @@ from boltmesh.strategies.dry_run.step import Around
 from boltmesh.strategies.engine.axis import FakeRun
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.torch_compat.modules import swapped_state
+from boltmesh.strategies.torch_compat.packed_sequences import FakePackedSequences
 from boltmesh.strategies.torch_compat.tensors import fake_tensors, make_fake
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -54,7 +55,12 @@ def count_step(
     for name, buffer in module.named_buffers():
         swapped[name] = buffer.detach().to(device).clone()
     try:
-        with swapped_state(module, swapped), group.counted_by(counter), around():
+        with (
+            swapped_state(module, swapped),
+            group.counted_by(counter),
+            FakePackedSequences(),
+            around(),
+        ):
             run(mode)
     except Exception:  # noqa: BLE001 - the step needs values; the expectation is only displayed
         return None

@@ -11,6 +11,7 @@ one at a time, when their shards are cut.
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +36,9 @@ from boltmesh.strategies.tensor.planning import make_plan, with_user_plan
 from boltmesh.strategies.tensor.runtime.apply import AppliedPlan, apply_plan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.runtime.param_swap import shard_parameters
+from boltmesh.strategies.tensor.runtime.signatures import SignatureRecorder
 from boltmesh.strategies.tensor.skip_blocks import BlockShapes, kinds_of, lasts_of
-from boltmesh.strategies.tensor.verify import ProofInputs, divisions_of, prove
+from boltmesh.strategies.tensor.verify import ProofInputs, StepPrecision, divisions_of, prove
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class TensorContext:
     """Makes further groups of its ranks, see ``RankMeshStrategy.new_group``."""
     device: torch.device
     timeout: timedelta
+    precision: StepPrecision
+    """Precision of the step that the run begins with."""
     scaler: GradScaler | None = None
 
 
@@ -186,17 +190,20 @@ def place(
         },
     )
     known = len(plan.notes)
-    plan = prove(
-        plan,
-        ProofInputs(
-            on_device,
-            blocks,
-            passed,
-            made_elements * torch.float32.itemsize,
-            context.judges,
-            lambda: _group_for_a_proof(context),
-        ),
-    )
+    recorder = SignatureRecorder()
+    with recorder.watching(blocks):
+        plan = prove(
+            plan,
+            ProofInputs(
+                on_device,
+                blocks,
+                passed,
+                made_elements * torch.float32.itemsize,
+                context.precision,
+                context.judges,
+                lambda: _group_for_a_proof(context),
+            ),
+        )
     make_shards(
         module,
         blocks,
@@ -206,7 +213,7 @@ def place(
         size=group.size,
         rank=group.rank,
     )
-    applied = apply_plan(module, plan, group)
+    applied = apply_plan(module, plan, group, verified=recorder.seen)
     divisions = divisions_of(applied.plan, group.rank)
     placed = TensorPlacement(module, step, applied, divisions, tuple(applied.sharded))
     return placed, plan.notes[known:]
@@ -227,7 +234,7 @@ def _planned(
     failure: Exception | None = None
     # Every rank traces, for the shapes of its blocks; the plan of the first one is used.
     try:
-        analysis = analyse(rehearsal.module, rehearsal.forward, blocks=blocks)
+        analysis = _analysed(rehearsal, blocks, context)
         text = to_json(_made(analysis, rehearsal.module, options, size))
         told = [("plan", text, analysis.trace.made_elements)]
     except Exception as error:  # noqa: BLE001 - the user's step may raise anything
@@ -247,6 +254,19 @@ def _planned(
         ) from failure
     plan = from_json(text)
     return replace(plan, kinds=kinds_of(blocks, plan)), made_elements
+
+
+def _analysed(rehearsal: DryRun, blocks: Mapping[str, Module], context: TensorContext) -> Analysis:
+    """Analyse a step in fp32, or in the precision of the run if it does not run in fp32."""
+    try:
+        return analyse(rehearsal.module, rehearsal.forward, blocks=blocks)
+    except Exception:
+        dtype = context.precision.dtype
+        if dtype.itemsize >= torch.float32.itemsize:
+            raise
+        # Both parameters and autocast: a parameter that autocast casts is not recognized.
+        rough = replace(rehearsal, around=partial(torch.autocast, "cpu", dtype))
+        return analyse(rough.module, rough.forward, blocks=blocks, dtype=dtype)
 
 
 def _made(

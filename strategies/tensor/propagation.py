@@ -290,7 +290,7 @@ def refused_owners(
             continue
         names = [n for step in steps if step.module == module for n in _matrices(step, axes)]
         atoms = dict.fromkeys(axes[each] for each in names if axes[each] in followed)
-        if atoms and (why := _Owner(analysis, module, steps, styles, followed).why_not()):
+        if atoms and (why := _ModuleOperators(analysis, module, steps, styles, followed).why_not()):
             refused.update(dict.fromkeys(atoms, f"{module or 'the model'} {why}"))
     return refused
 
@@ -299,7 +299,7 @@ def _matrices(step: OperatorRecord, axes: Mapping[str, SymbolicDim]) -> list[str
     return [each.parameter for each in step.inputs if each.parameter in axes and each.parameter]
 
 
-class _Owner:
+class _ModuleOperators:
     """A module with divided matrices of its own, and the operators that run within it."""
 
     def __init__(

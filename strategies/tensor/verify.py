@@ -8,17 +8,12 @@ next backend is tried, and the block stays whole if none is right.
 One block of each kind runs first, to find the backends; then all blocks, to check interactions
 between them, such as a shared cache. Blocks without values use the parameters of the first of their
 kind.
-
-``difference`` compares runs in a way that does not depend on how sums are distributed: gradients
-relative to their own size, but at least to a thousandth of the largest one, because gradients of
-key biases are zero up to rounding. A rounding may decide which expert a token goes to. How far
-apart two right runs can be is measured by a third one, of the whole model with parameters that
-differ by little more than roundings.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import torch
@@ -29,12 +24,15 @@ from torch.nn import Module, Parameter
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint.chunks import DimDivision, ElementStretch
-from boltmesh.strategies.dry_run.step import DryRun, DryRunOutcome
+from boltmesh.strategies.dry_run.step import Around, DryRun, DryRunOutcome
+from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.tensor.backends import OUTSIDE, block_of, without_sequence
+from boltmesh.strategies.tensor.comparison import NUDGE, ROUGH, TOLERANCE, difference
 from boltmesh.strategies.tensor.plan import Backend, ShardedParameter, TensorPlan, runs
 from boltmesh.strategies.tensor.runtime.apply import apply_plan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.skip_blocks import blocks_passed, lasts_of, parameters_lent
+from boltmesh.strategies.torch_compat.float32 import full_float32
 
 
 def division_of(entry: ShardedParameter, size: int, rank: int) -> DimDivision:
@@ -55,109 +53,21 @@ def divisions_of(plan: TensorPlan, rank: int) -> dict[str, DimDivision]:
     return found
 
 
-TOLERANCE = 1e-4
-"""For fp32 sums in another order: prototypes differed by up to 2.2e-5 over 27 models."""
-
-NUDGE = 1e-5
-"""Relative change of parameters in the third run: a hundred times a rounding, so that decisions
-that a rounding may change do change."""
-
-_TIMES = 10
-"""A right run may be this many times as far as the third run: without discrete decisions that is
-about ``TOLERANCE``; if a token was routed elsewhere, it may be farther."""
-
-_MOST = 0.1
-"""Larger differences are faults, whatever roundings decide."""
-
-_SMALL = 1e-3
-"""Relative to the largest gradient: smaller gradients may be rounding alone."""
-
-
-def difference(
-    whole: DryRunOutcome,
-    planned: DryRunOutcome,
-    divided: Mapping[str, DimDivision],
-    nudged: DryRunOutcome | None = None,
-) -> str | None:
-    """Return a message about the first difference of a planned run; None without one.
-
-    Args:
-        whole: Outcome of the whole model.
-        planned: Outcome by the plan.
-        divided: This rank's division of each divided parameter.
-        nudged: Outcome of the whole model with parameters ``NUDGE`` from its own, which shows how
-            far apart right runs can be.
-    """
-    nudged = nudged or whole
-    if len(whole.values) != len(planned.values):
-        return f"gives {len(planned.values)} values for {len(whole.values)}"
-    triples = zip(whole.values, planned.values, nudged.values, strict=True)
-    for place, (one, other, third) in enumerate(triples):
-        if one.shape != other.shape:
-            return f"gives a value of shape {tuple(other.shape)} for {tuple(one.shape)}"
-        apart = _apart(one, other, 0.0)
-        if not apart <= _allowed(one, third, 0.0):
-            return f"gives a value (the {_ordinal(place)}) that is {apart:.2g} off"
-    comparable = _comparable(whole, planned, nudged)
-    if not (comparable or whole.values or whole.gradients):
-        return "gives nothing that could be compared: it returns and logs nothing"
-    for name, one, other, third in comparable:
-        apart = _apart(one, other, 0.0)
-        if not apart <= _allowed(one, third, 0.0):
-            return f"gives an output of {name} that is {apart:.2g} off"
-    if whole.gradients.keys() != planned.gradients.keys():
-        name = min(whole.gradients.keys() ^ planned.gradients.keys())
-        return f"gives {'no' if name in whole.gradients else 'a'} gradient of {name}"
-    largest = max((float(each.abs().max()) for each in whole.gradients.values()), default=0.0)
-    for name, one in whole.gradients.items():
-        expected = divided[name].cut(one) if name in divided else one
-        apart = _apart(expected, planned.gradients[name], _SMALL * largest)
-        if not apart <= _allowed(one, nudged.gradients.get(name, one), _SMALL * largest):
-            return f"gives a gradient of {name} that is {apart:.2g} off"
-    return None
-
-
-def _comparable(
-    whole: DryRunOutcome, planned: DryRunOutcome, nudged: DryRunOutcome
-) -> list[tuple[str, Tensor, Tensor, Tensor]]:
-    """Return the outputs of blocks that are whole in both; a layer may return its part."""
-    return [
-        (name, one, other, third)
-        for name, several in whole.probed.items()
-        for one, other, third in zip(
-            several, planned.probed.get(name, []), nudged.probed[name], strict=False
-        )
-        if one.shape == other.shape
-    ]
-
-
-def _allowed(one: Tensor, third: Tensor, least: float) -> float:
-    """Return how far a planned run may be from the whole model's, given the effect of a nudge."""
-    return min(max(TOLERANCE, _TIMES * _apart(one, third, least)), _MOST)
-
-
-def _apart(one: Tensor, other: Tensor, least: float) -> float:
-    """Return the distance relative to the size of the first, or to a least size."""
-    if one.shape != other.shape:
-        return float("inf")
-    if not one.numel():
-        return 0.0
-    if not one.is_floating_point():
-        return 0.0 if torch.equal(one, other) else float("inf")
-    size = max(float(one.abs().max()), least, torch.finfo(torch.float32).tiny)
-    is_same = (one == other) | (one.isnan() & other.isnan())
-    apart = (one.double() - other.double()).abs().masked_fill(is_same, 0.0)
-    return float(apart.max()) / size
-
-
-def _ordinal(place: int) -> str:
-    return "first" if place == 0 else f"{place + 1}th"
-
-
 _BACKENDS: tuple[Backend, ...] = ("local", "region")
 
 NewGroup = Callable[[], TensorGroup]
 """Makes a further group of the ranks of the tensor axis. Collective over all ranks of the job."""
+
+
+@dataclass(frozen=True)
+class StepPrecision:
+    """Precision of a step in the run."""
+
+    around: Around
+    dtype: torch.dtype
+    """Dtype of matrix products."""
+    is_mixed: bool
+    """Whether parameters stay in fp32, and autocast casts them."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +79,7 @@ class ProofInputs:
         blocks: The repeated blocks by name.
         passed: First of its kind, by block that is skipped.
         activation_bytes: Limit for what a backward pass through all blocks may keep.
+        precision: Precision of the step in the run.
         judges: All ranks of the job, on the CPU: they agree on the result.
         new_group: Makes the group that a planned step runs on. A collective in which not all ranks
             took part leaves a group unusable, so the next trial gets another one.
@@ -178,6 +89,7 @@ class ProofInputs:
     blocks: Mapping[str, Module]
     passed: Mapping[str, str]
     activation_bytes: int
+    precision: StepPrecision
     judges: ProcessGroup
     new_group: NewGroup
 
@@ -215,25 +127,48 @@ class _Proof:
         """Outcomes of the whole model, the cheapest run first."""
         self.nudged: dict[_Run, DryRunOutcome] = {}
         """Outcomes with nudged parameters, if they were needed."""
+        self.rehearsal = stage.rehearsal
+        self.tolerance = TOLERANCE
 
     def settled(self) -> TensorPlan:
         if not self.kinds:
             return self.plan
-        with (
-            parameters_lent(self.stage.blocks, self.stage.passed),
-            _in_single_precision(self.root, self.stage.rehearsal.device),
-        ):
-            self._run_whole(_Run("one block of each kind", self.stage.passed))
-            plan = self._search()
-            unproven: list[str] = []
-            for run in self._runs_of_several():
-                try:
-                    self._run_whole(run)
-                except ConfigError as error:
-                    unproven.append(f"not proven by {run.name}: {error}")
-                    continue
-                if self._fault(plan, plan.backends) is not None:
-                    plan = self._search()
+        first = _Run("one block of each kind", self.stage.passed)
+        device, precision = self.rehearsal.device, self.stage.precision
+        with parameters_lent(self.stage.blocks, self.stage.passed), full_float32():
+            try:
+                with _converted(self.root, device, _at_least_fp32):
+                    args = _single(self.rehearsal.args)
+                    self.rehearsal = replace(self.rehearsal, args=args)
+                    self._run_whole(first)
+                    return self._searched()
+            except _NotRunError as error:
+                if precision.dtype.itemsize >= torch.float32.itemsize:
+                    raise
+                reason = str(error)
+            # Some kernels are for 16 bits only, such as those of FlashAttention.
+            self.rehearsal = replace(self.stage.rehearsal, around=precision.around)
+            self.tolerance = ROUGH
+            with _converted(
+                self.root, device, lambda before: before if precision.is_mixed else precision.dtype
+            ):
+                self._run_whole(first)
+                plan = self._searched()
+        note = f"verified in the precision of the run and within {ROUGH:.0%}, as in fp32 {reason}"
+        return replace(plan, notes=(*plan.notes, note))
+
+    def _searched(self) -> TensorPlan:
+        """Return the plan with the first backends that agree in all runs."""
+        plan = self._search()
+        unproven: list[str] = []
+        for run in self._runs_of_several():
+            try:
+                self._run_whole(run)
+            except _NotRunError as error:
+                unproven.append(f"not proven by {run.name}: {error}")
+                continue
+            if self._fault(plan, plan.backends) is not None:
+                plan = self._search()
         return replace(plan, notes=(*plan.notes, *unproven))
 
     def _runs_of_several(self) -> list[_Run]:
@@ -307,7 +242,7 @@ class _Proof:
         """Run the whole model; raise its error on all ranks with the first rank's reason."""
         try:
             with self._passed(run):
-                outcome = self.stage.rehearsal.run(has_backward=run.has_backward)
+                outcome = self.rehearsal.run(has_backward=run.has_backward)
                 text = None
         except Exception as error:  # noqa: BLE001 - the user's step may raise anything
             outcome, text = DryRunOutcome(), f"{type(error).__name__}: {error}"
@@ -315,11 +250,14 @@ class _Proof:
         else:
             cause = None
         text = self._first(text)
-        if text is not None:
-            raise ConfigError(
-                f"{type(self.root).__name__}.{self.stage.rehearsal.step} could not be run before "
-                f"the first step, to prove the tensor plan by it: {text}"
-            ) from cause
+        try:
+            if text is not None:
+                raise _NotRunError(
+                    f"{type(self.root).__name__}.{self.stage.rehearsal.step} could not be run "
+                    f"before the first step, to prove the tensor plan by it: {text}"
+                ) from cause
+        finally:
+            del cause  # in a cycle with this frame it would keep a graph, and shapes in it
         self.wholes[run] = outcome
 
     def _fault(self, plan: TensorPlan, backends: Mapping[str, Backend]) -> str | None:
@@ -342,21 +280,22 @@ class _Proof:
         with self._passed(run), _parameters_kept(self.root):
             applied = apply_plan(self.root, plan, group)
             try:
-                outcome = self.stage.rehearsal.run(has_backward=run.has_backward)
+                outcome = self.rehearsal.run(has_backward=run.has_backward)
             finally:
                 applied.remove()
         divided = divisions_of(applied.plan, group.rank)
-        fault = difference(self.wholes[run], outcome, divided)
+        fault = difference(self.wholes[run], outcome, divided, tolerance=self.tolerance)
         if fault is None:
             return None
-        return difference(self.wholes[run], outcome, divided, self._nudged(run))
+        nudged = self._nudged(run)
+        return difference(self.wholes[run], outcome, divided, nudged, tolerance=self.tolerance)
 
     def _nudged(self, run: _Run) -> DryRunOutcome:
         """Return the outcome of the whole model with nudged parameters."""
         if run not in self.nudged:
             with self._passed(run), _parameters_kept(self.root):
                 _nudge(self.root.parameters())
-                self.nudged[run] = self.stage.rehearsal.run(has_backward=run.has_backward)
+                self.nudged[run] = self.rehearsal.run(has_backward=run.has_backward)
         return self.nudged[run]
 
     def _passed(self, run: _Run) -> AbstractContextManager[None]:
@@ -393,23 +332,37 @@ def _nudge(parameters: Iterable[Parameter]) -> None:
             each.data = each.data * (1 + noise.to(each.device))
 
 
+class _NotRunError(ConfigError):
+    """The step has raised an error before the first step of training."""
+
+
 @contextmanager
-def _in_single_precision(root: Module, device: torch.device) -> Iterator[None]:
-    """Context in which a model is in fp32 and on a device."""
+def _converted(
+    root: Module, device: torch.device, to: Callable[[torch.dtype], torch.dtype]
+) -> Iterator[None]:
+    """Context in which a model is on a device, with its floats in other dtypes."""
     tensors: list[Tensor] = [*root.parameters(), *root.buffers()]
     before = {each: each.data for each in tensors}
     try:
         for each in tensors:
-            each.data = _single(each.data, device)
+            is_float = each.is_floating_point()
+            each.data = each.data.to(device, to(each.dtype) if is_float else each.dtype)
         yield
     finally:
         for each, value in before.items():
             each.data = value
 
 
-def _single(value: Tensor, device: torch.device) -> Tensor:
-    is_rough = value.is_floating_point() and value.dtype.itemsize < 4
-    return value.to(device, torch.float32 if is_rough else value.dtype)
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
+
+
+def _single(args: Any) -> Any:
+    """Return arguments of a step with their floats in fp32."""
+    return replace_tensors(
+        args,
+        lambda each: each.to(_at_least_fp32(each.dtype)) if each.is_floating_point() else each,
+    )
 
 
 def _free_bytes(stage: ProofInputs) -> int:

@@ -94,7 +94,7 @@ class EmbeddingFunction(Function):
     ) -> Tensor:
         """Look each index up in the tile that contains it."""
         flat = indices.reshape(-1)
-        lookup = _Lookup(flat, weight.plan)
+        lookup = _TileIndex(flat, weight.plan)
         outputs = torch.empty(
             flat.numel(), *shard.shape[1:], dtype=shard.dtype, device=indices.device
         )
@@ -118,7 +118,7 @@ class EmbeddingFunction(Function):
         if ctx.padding_idx is not None:
             is_kept = flat != ctx.padding_idx
             flat, grads = flat[is_kept], grads[is_kept]
-        lookup = _Lookup(flat, weight.plan)
+        lookup = _TileIndex(flat, weight.plan)
         gradient = weight.gradient()
         wide = torch.promote_types(grads.dtype, torch.float32)
         for tile in range(weight.plan.count):
@@ -129,7 +129,7 @@ class EmbeddingFunction(Function):
         return None, gradient.finish(), None, None
 
 
-class _Lookup:
+class _TileIndex:
     """The positions of a flat list of indices that each tile contains."""
 
     def __init__(self, indices: Tensor, plan: TilePlan) -> None:

@@ -1,13 +1,15 @@
 """Private parts of autograd: gradient hooks, the running backward pass, the compiler."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 
@@ -89,6 +91,17 @@ def goes_to_the_end() -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # it is named
         return False
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Context whose operators are not seen by activation checkpointing or other dispatch modes."""
+    with _disable_current_modes(), saved_tensors_hooks(_same, _same):
+        yield
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

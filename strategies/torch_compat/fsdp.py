@@ -7,8 +7,34 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+
+
+def prepare_class(kind: type[Module]) -> None:
+    """Let ``fully_shard`` take modules of a class whose first base is no ``Module``, such as ABC.
+
+    [Note: Layout of a class]
+    ``fully_shard`` gives a module a class with the bases ``FSDPModule`` and the module's own class.
+    Python lets an object change its class only between equal layouts, which a class takes from its
+    first base; that of ``ABC`` or ``Generic`` has no ``__dict__``. Here the module's class comes
+    first among the bases and second in the method resolution order.
+    """
+    base = kind
+    while base.__base__ is not None and base.__base__.__dictoffset__:
+        base = base.__base__
+    classes = _fully_shard.cls_to_fsdp_cls
+    if base.__base__ is object or kind in classes:
+        return
+
+    def mro(cls: type) -> list[type]:
+        own = [each for each in kind.__mro__ if each is not object]
+        return [cls, FSDPModule, *own, object]
+
+    meta = type(f"{type(kind).__name__}Layout", (type(kind),), {"mro": mro})
+    members = {"__deepcopy__": _fully_shard._unimplemented_deepcopy, "__module__": kind.__module__}
+    classes[kind] = meta(f"FSDP{kind.__name__}", (kind, FSDPModule), members)
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:

@@ -15,6 +15,7 @@ Where a callback of a phase in brackets returns true, the rest of the line is le
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -59,6 +60,9 @@ class Phases:
     gather_dropped: list[Callable[[Tensor], None]] = field(default_factory=list)
     """Called with the local tensor of each parameter of the gather, which the shards'
     ``fsdp_post_all_gather`` is not called for."""
+    wait: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A context around what the stream of the computation waits in: for a gather, and at the end of
+    the backward pass for the reduction."""
 
 
 class InstrumentedParamGroup(FSDPParamGroup):
@@ -86,7 +90,8 @@ class InstrumentedParamGroup(FSDPParamGroup):
         # FSDP2 makes unsharded parameters once, maybe in an evaluation. Those made within
         # ``torch.inference_mode`` could not be used by a backward pass.
         with torch.inference_mode(mode=False):
-            super().wait_for_unshard()
+            with self.phases.wait() if is_pending else nullcontext():
+                super().wait_for_unshard()
             if is_pending:
                 _run(self.phases.after_gather)
 
@@ -122,7 +127,8 @@ class InstrumentedParamGroup(FSDPParamGroup):
 
     @override
     def finalize_backward(self) -> None:
-        self._drop(super().finalize_backward)
+        with self.phases.wait():
+            self._drop(super().finalize_backward)
 
     @override
     def _reset_iter_state(self) -> None:  # new in torch 2.13
@@ -193,6 +199,15 @@ def intercept_collectives(
     for group in instrument(unit):
         group.phases.before_gather.append(before_gather)
         group.phases.before_reduction.append(before_reduction)
+
+
+def observe_waits(
+    units: Iterable[FSDPModule], wait: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Replace the context around waits of the computation for gathers and reductions."""
+    for unit in units:
+        for group in instrument(unit):
+            group.phases.wait = wait
 
 
 class EndedReduceScatter(ReduceScatter):

@@ -82,6 +82,11 @@ def times_written(tensor: Tensor) -> int:
     return tensor._version
 
 
+def count_write(tensor: Tensor) -> None:
+    """Make a tensor's count of writes one higher."""
+    torch.autograd.graph.increment_version(tensor)
+
+
 def storage_key(tensor: Tensor) -> int:
     """Return what tell storages apart that have no address, as those of fake tensors."""
     return int(tensor.untyped_storage()._cdata)

@@ -42,6 +42,7 @@ def test_the_commands_and_their_options_are_these():
         "stream": {"--list", "--run-dir", "--interval"},
         "export": {"--to", "--prefix", "--max-shard-size", "--force"},
         "import": {"--to", "--prefix", "--tie", "--force"},
+        "verify": set(),
     }  # fmt: skip
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from boltmesh.cli import run_command
+from boltmesh.errors import CheckpointError
 from boltmesh.run_folder import newest_verified_checkpoint
+from boltmesh.strategies.checkpoint.file import load_file
 from tests.cli.conftest import TINY
 from tests.cli.test_run_ranks import boltmesh, fit
 
@@ -121,3 +123,16 @@ def test_all_ranks_load_what_the_first_has_verified(tmp_path: Path) -> None:
     assert f"from {KEPT / OLD} into runs/tiny/0" in resumed[0][1]
     assert f"passed over {KEPT / NEW}: it was damaged after it was written, " in resumed[0][2]
     assert "passed over" not in resumed[1][2]
+
+
+def test_a_pipe_is_no_checkpoint(workplace: Path, capfd) -> None:
+    line = ["fit", str(TINY), "devices=1", "max_epochs=1", "checkpoint.every_n_steps=8"]
+    assert run_command(line) == 0
+    os.mkfifo(KEPT / "later.ckpt")
+    assert run_command([*line, "resume=auto"]) == 0
+    said = f"passed over {KEPT}/later.ckpt: it is not a plain file\n"
+    assert said in capfd.readouterr().err
+    assert run_command([*line, f"resume={KEPT}/later.ckpt"]) == 2
+    assert "later.ckpt is neither a file nor a directory" in capfd.readouterr().err
+    with pytest.raises(CheckpointError, match="it is not a plain file"):
+        load_file(KEPT / "later.ckpt")

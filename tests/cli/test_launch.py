@@ -213,6 +213,48 @@ def test_a_rank_that_leaves_without_a_word_is_named_with_its_code(workplace, cap
     )
 
 
+def test_a_rank_that_leaves_with_code_0_is_the_cause_of_what_it_does_to_others(
+    workplace, monkeypatch, capfd
+):
+    monkeypatch.setattr(launch, "STOPPED_GRACE_S", 0.5)
+    for others in ("time.sleep(60)", "wait_for('pid-1'); time.sleep(0.5); lose_a_peer()"):
+        assert supervisor(f"if rank.rank == 1: os._exit(0)\n{others}").run() == 1
+        pid = Path("pid-1").read_text()
+        said = capfd.readouterr().err
+        assert said.startswith(f"boltmesh: rank 1 (pid {pid}) exited with code 0; nothing else "), (
+            said
+        )
+        assert said.count("\n") == 1
+    assert supervisor("time.sleep(rank.rank / 5)\nsys.exit(0)").run() == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_texts_that_no_encoding_has_or_that_steer_terminals_hide_no_cause(workplace, capfd):
+    body = r"""
+class Silent(Exception):
+    def __str__(self):
+        raise ValueError
+
+if rank.rank == 1:
+    rank.run_folder = Path.cwd() / "run-\udcff"
+    raise {}
+wait_for('pid-1')
+time.sleep(0.3)
+lose_a_peer()
+"""
+    for error, said in (
+        (r"OSError('no file a\udcff')", r"OSError: no file a\udcff"),
+        (r"ValueError('\x1b]0;gone\x07\x1b[2Jred')", "ValueError: ?]0;gone??[2Jred"),
+        (r"ConfigError('\x1b[31mred\x9b')", "?[31mred?"),
+        ("Silent()", "Silent"),
+    ):
+        supervisor(body.replace("{}", error), wants_traceback=True).run()
+        last = capfd.readouterr().err
+        assert "\x1b" not in last
+        assert "\x9b" not in last
+        assert said in last.splitlines()[-1], last
+
+
 def test_the_traceback_is_kept_in_the_folder_of_the_run(workplace, capfd):
     body = "Path('run').mkdir(exist_ok=True)\nrank.run_folder = Path('run')\n1 / (1 - rank.rank)"
     assert supervisor(body).run() == 1

@@ -172,6 +172,7 @@ def test_a_measured_machine_says_what_fits_and_the_least_time(workplace, capsys)
     assert "s, disk" in table["zero3_nvme"]
 
 
+@pytest.mark.sample("zero3_cpu", "pipeline_zbv", "tensor_hf", "threed")
 @pytest.mark.parametrize("name", recipes())
 def test_every_recipe_can_be_planned(workplace, capsys, name):
     out = plan(capsys, name)

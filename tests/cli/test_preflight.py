@@ -2,6 +2,7 @@
 
 import pytest
 
+from boltmesh.cli import run_command
 from boltmesh.configs.load import load
 from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.launch import placement
@@ -238,3 +239,19 @@ def test_on_a_cpu_auto_takes_what_the_launcher_has_started(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert place_ranks(load(TINY, ["devices=auto", "num_nodes=2"])).devices == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("timeout_s=abc", "strategy.timeout_s=abc is not a number. Write for example strategy."),
+        ("timeout_s=.nan", "strategy.timeout_s=nan is not a time for collectives"),
+        ("timeout_s=-1", "strategy.timeout_s=-1 is not a time for collectives"),
+        ("timeout_s=1e30", "strategy.timeout_s=1e+30 is not a time for collectives"),
+        ("process_group_backend=3", "strategy.process_group_backend=3 is not a text or null."),
+    ],
+)
+def test_arguments_of_the_engine_are_refused_with_a_value_that_works(override, said, capfd):
+    line = ["fit", str(TINY), "devices=1", f"strategy.{override}", "--dry-run"]
+    assert run_command(line) == 2
+    assert said in capfd.readouterr().err

@@ -126,6 +126,7 @@ def test_fit_then_evaluate(tmp_path):
     assert sum(len(batch) for part in parts for batch in part["predictions"]) == 96
 
 
+@pytest.mark.sample("in the middle of an epoch-overrides0-17")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("case", "overrides", "batch"),

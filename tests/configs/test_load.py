@@ -1,5 +1,6 @@
 """Files, recipes and overrides become one config; a mistake is one line that helps."""
 
+import contextlib
 from dataclasses import fields
 from pathlib import Path
 
@@ -436,3 +437,44 @@ def test_every_argument_of_lightnings_trainer_is_a_key_or_left_out_for_a_reason(
 
 def test_values_are_shown_as_they_are_written():
     assert [show(each) for each in (None, True, 1.5, "a")] == ["null", "true", "1.5", "a"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{a: " * 400 + "1" + "}" * 400,
+        "[" * 600 + "]" * 600,
+        "9" * 5000,
+        '"${oc.nope:1}"',
+        "'${oc.decode:\"[1\"}'",
+        "${run}",
+    ],
+    ids=["deep mapping", "deep list", "long number", "resolver", "decoded", "section"],
+)
+@pytest.mark.parametrize("key", ["run.name", "model.init_args.x", "strategy.name"])
+def test_values_that_cannot_be_read_raise_nothing_else(tmp_path, config_file, key, text):
+    inside = text
+    for name in reversed(key.split(".")):
+        inside = f"{{{name}: {inside}}}"
+    for path, overrides in (
+        (write(tmp_path / "other.yaml", inside), []),
+        (config_file, [f"{key}={text}"]),
+    ):
+        with contextlib.suppress(ConfigError):  # some are texts
+            load(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("strategy.name={a: 1}", "strategy.name={'a': 1} is not the name of a strategy. Write"),
+        ("strategy={name: [bolt_ddp]}", "strategy.name=['bolt_ddp'] is not the name of a"),
+        ("run.name='${oc.nope:1}'", "run.name cannot be resolved: Unsupported interpolation"),
+        ("model.init_args.x=" + "[" * 600 + "]" * 600, "nested too deeply to be read"),
+        ("max_steps=" + "9" * 5000, "Exceeds the limit (4300 digits)"),
+        ("trainer.callbacks.²=1", "trainer.callbacks is empty"),
+        ("run.name=\ud800", "surrogates not allowed"),
+    ],
+)
+def test_odd_overrides_are_refused_with_the_reason(config_file, override, said):
+    assert said in line_of(config_file, [override])

@@ -16,7 +16,7 @@ from boltmesh import cli
 from boltmesh.doctor import command, host
 from boltmesh.doctor.command import report_lines
 from boltmesh.doctor.findings import conclude
-from boltmesh.doctor.host import Disk, Facts, Gpu, Gpus, Memory
+from boltmesh.doctor.host import Disk, Gpu, Gpus, HostFacts, HostMemory
 from boltmesh.tui.render.style import ASCII, Style
 from tests.tui.fake_nvml import FakeNvml
 
@@ -30,7 +30,7 @@ PROBE: dict[str, Any] = {
     "lightning": {},
     "offload to /nvme": {"is_direct": True},
 }
-FACTS = Facts(
+FACTS = HostFacts(
     versions={
         "boltmesh": "0.1.0",
         "python": "3.12.1",
@@ -47,7 +47,7 @@ FACTS = Facts(
         driver="580.10",
         cuda="13.0",
     ),
-    memory=Memory(1024 * GIB, 900 * GIB, 512 * GIB, 64 * GIB, 8 << 20),
+    memory=HostMemory(1024 * GIB, 900 * GIB, 512 * GIB, 64 * GIB, 8 << 20),
     open_files=65536,
     disks=(
         Disk("/work/runs", "runs", True, True, "ext4", 300 * GIB, 400 * GIB),
@@ -66,7 +66,7 @@ FACTS = Facts(
 )
 
 
-def lines(facts: Facts, width: int = 100) -> list[str]:
+def lines(facts: HostFacts, width: int = 100) -> list[str]:
     return report_lines(facts, conclude(facts), width, Style(ASCII, has_headings=False))
 
 
@@ -107,7 +107,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert max(map(len, lines(FACTS, width))) <= width
 
 
-def probed(**parts: Any) -> Facts:
+def probed(**parts: Any) -> HostFacts:
     """The facts with other parts of the probe; None leaves one out."""
     changed = PROBE | {name.replace("_", " "): part for name, part in parts.items()}
     changed = {name: part for name, part in changed.items() if part is not None}
@@ -185,7 +185,7 @@ NO_GPUS = Gpus(error="NVML Shared Library Not Found")
         ),
     ],
 )
-def test_what_follows_from_a_fact(facts: Facts, said: str) -> None:
+def test_what_follows_from_a_fact(facts: HostFacts, said: str) -> None:
     shown = [" ".join(line.split()) for line in lines(facts, 1000)]
     assert any(line.startswith(said) for line in shown), shown
 

@@ -33,10 +33,12 @@ def check(cases: list[Settings], layout: str, timeout_s: float) -> None:
             assert other == pytest.approx(one, rel=1e-5), settings
 
 
+@pytest.mark.sample("tensor", "pipeline and tensor")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layers_whose_number_equals_a_size_train_as_in_one_process(layout: str) -> None:
     check([ALL_NUMBERS], layout, 110)
 
 
-def test_models_of_drawn_sizes_train_as_in_one_process() -> None:
-    check([drawn(seed) for seed in range(12)], "tensor", 170)
+@pytest.mark.parametrize("num_models", [3, pytest.param(12, marks=pytest.mark.full)])
+def test_models_of_drawn_sizes_train_as_in_one_process(num_models: int) -> None:
+    check([drawn(seed) for seed in range(num_models)], "tensor", 170)

@@ -47,6 +47,7 @@ def test_runs_go_on_in_every_layout(tmp_path: Path) -> None:
             assert different(end, found["plain.ckpt"]) == [], target
 
 
+@pytest.mark.sample("stack-data 2 x pipeline 2, ZeRO-1")
 @pytest.mark.parametrize(
     ("model", "layout"),
     [("stack", "data 2 x pipeline 2, ZeRO-1"), ("gpt", "data 2 x tensor 2, ZeRO-3")],

@@ -93,6 +93,14 @@ def layouts(rank: int, world_size: int, case: Case) -> list[Trace]:
     ]
 
 
+@pytest.mark.sample(
+    "every schedule",
+    "4 ranks, tied weights",
+    "bf16-mixed",
+    "16-true",
+    "shuffled batches that do not divide",
+    "a split by name",
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_pipeline_equals_one_process(case: Case) -> None:
     reference = run_ranks(one_process, 1, case)[0]

@@ -90,6 +90,7 @@ def pipeline(
     }
 
 
+@pytest.mark.sample("meta-1f1b", "deferred_init-zbv")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("kind", BUILT)
 def test_stages_that_ranks_build_equal_one_process(kind: str, schedule: str) -> None:

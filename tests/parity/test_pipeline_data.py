@@ -126,6 +126,7 @@ def see(rank: int, world_size: int, names: list[str], is_seeded: bool) -> list[A
     return seen
 
 
+@pytest.mark.sample("seeded")
 @pytest.mark.parametrize("is_seeded", [True, False], ids=["seeded", "unseeded"])
 def test_all_ranks_see_the_same_random_data(is_seeded: bool) -> None:
     names = ["workers", "a random collator", "a stream", "a stream of workers"]

@@ -131,6 +131,7 @@ trainer.fit(Slow(depth=4), token_data(80, 8))
 """
 
 
+@pytest.mark.sample("1")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_within_a_step_takes_the_others_with_it(
     victim: int, tmp_path: Path

@@ -55,6 +55,7 @@ def pipeline(
         return str(error)
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("microbatches", [3, 4])
 def test_masked_tokens_and_their_logs_are_those_of_one_process(microbatches: int) -> None:
     reference = run_ranks(one_process, 1, masked)[0]

@@ -13,6 +13,7 @@ OTHER_ORDER = 2e-5
 """Other numbers of ranks add gradients in another order; Adam amplifies what that changes."""
 
 
+@pytest.mark.sample("3")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_directory_of_each_stage_goes_on_in_every_other_layout(
@@ -33,6 +34,7 @@ def test_a_directory_of_each_stage_goes_on_in_every_other_layout(
         assert differences(whole, ended, tolerance=OTHER_ORDER) == [], layout
 
 
+@pytest.mark.sample("3")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_file_of_ddp_goes_on_in_shards(tmp_path: Path, stage: int) -> None:
@@ -90,6 +92,7 @@ def offloaded(name: str, folder: Path) -> dict[str, Any]:
     }[name]
 
 
+@pytest.mark.sample("zero3_nvme")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1_cpu", "zero2_cpu", "zero3_cpu", "zero3_nvme"])
 def test_offloaded_state_goes_on_in_another_layout(tmp_path: Path, name: str) -> None:

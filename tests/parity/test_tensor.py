@@ -11,7 +11,7 @@ from boltmesh.strategies import TensorParallelStrategy
 from tests.support.cases import BF16, CLIP, ROUGH, SGD, differences, reference
 from tests.support.cases import Case as AnyCase
 from tests.support.gpts import TinyGPT
-from tests.support.models import Regression, TwoOptimizers
+from tests.support.models import Autoencoder, Regression, Tagger, TwoOptimizers
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -63,6 +63,8 @@ CASES = [
     Case("adapters beside frozen layers", model={"lora": 2}, trainer=CLIP, least=0.5),
     Case("a sequence of layers", module=Regression, model={"width": 12}, accumulate=2, least=0.5),
     Case("several optimizers", module=TwoOptimizers, least=0.0),
+    Case("packed sequences", module=Tagger, least=0.3),
+    Case("layers that the step calls itself", module=Autoencoder, least=0.5),
 ]  # fmt: skip
 
 
@@ -78,6 +80,14 @@ def layout(rank: int, world_size: int, case: Case) -> tuple[Trace, float, tuple[
     return trace, divided / sum(each.numel() for each in trace.parameters.values()), plan.notes
 
 
+@pytest.mark.sample(
+    "separate q, k, v, 4 ranks",
+    "a sequence that is divided and computed again, 2 groups, bf16",
+    "replicas, odd batches",
+    "an odd vocabulary, tied, 4 ranks",
+    "adapters beside frozen layers",
+    "clipping by value",
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_equals_one_process(case: Case) -> None:
     wanted = reference(case)

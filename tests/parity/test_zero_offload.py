@@ -79,6 +79,11 @@ def test_every_layout_equals_one_process(case: Case, names: list[str], tmp_path:
     check(case, names, tmp_path)
 
 
+@pytest.mark.sample(
+    "steps enough to guess, clipped late, 4 ranks",
+    "a block that odd steps leave out",
+    "copies of shards",
+)
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.name)
 def test_some_layouts_equal_one_process(case: Case, tmp_path: Path) -> None:
     check(case, list(SHORT), tmp_path)

@@ -69,6 +69,7 @@ def layout(rank: int, world_size: int, case: Case, folder: str) -> tuple[Trace, 
     return trace_layout(case.problem(), strategy, devices=world_size), runs
 
 
+@pytest.mark.sample("tied weights, clipping, 4 ranks", "offloaded to a disk")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_tiles_equal_one_process(case: Case, tmp_path: Path) -> None:
     reference = run_ranks(one_process, 1, case)[0]

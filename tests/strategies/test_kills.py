@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from boltmesh.run_folder import newest_checkpoint
 from boltmesh.strategies import ZeROStrategy
 from boltmesh.strategies.checkpoint import directory, shard_writer
-from boltmesh.strategies.checkpoint.atomic_replace import partial_path
+from boltmesh.strategies.checkpoint.atomic_replace import PARTIAL
 from boltmesh.strategies.checkpoint.manifest import find_fault
 from tests.support.killing import fatal
 from tests.support.models import Regression, regression_data
@@ -100,7 +100,7 @@ def requeue(rank: int, world_size: int, folder: Path) -> Any:
         scontrol.write_text(f"#!/bin/sh\necho $@ > {folder}/requeued\n")
         scontrol.chmod(0o755)
         for number in (1, 2):  # what kills have left of saves
-            partial_path(folder / f"hpc_ckpt_{number}.ckpt").mkdir()
+            (folder / f"hpc-ckpt-{number}.ckpt{PARTIAL}").mkdir()
     os.environ.update(
         SLURM_JOB_ID="17", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_NODEID="0",
         SLURM_NTASKS=str(world_size), SLURM_NTASKS_PER_NODE=str(world_size),

@@ -35,6 +35,7 @@ ENDS_S = 40.0
 """Where nobody ended the others they would wait for half an hour."""
 
 
+@pytest.mark.sample("1")
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
@@ -59,6 +60,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, victim: int) ->
         assert code == -signal.SIGKILL
 
 
+@pytest.mark.sample("rank 0")
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["whole job", "rank 0"])

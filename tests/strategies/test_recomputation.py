@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies import activation_checkpointing
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
 from boltmesh.strategies.ddp import DDPStrategy
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
@@ -104,6 +107,32 @@ def test_blocks_keep_their_inputs_and_run_again() -> None:
     products = 3 * 2 * 2 * ROWS * 3 * WIDTH * WIDTH * 2
     assert once < again <= once + products
     assert selective == once
+
+
+def test_torch_is_given_the_tensors_that_a_block_gets_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It restores the generators of their devices alone, or dropout draws another mask again."""
+    given: list[Any] = []
+
+    def record(call: Any, *args: Any, **kwargs: Any) -> Any:
+        given.extend(tree_leaves(args))
+        return checkpoint(call, *args, **kwargs)
+
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+        def forward(self, *, inputs: dict[str, Tensor]) -> Tensor:
+            return self.drop(self.layer(inputs["hidden"]))
+
+    monkeypatch.setattr(activation_checkpointing, "checkpoint", record)
+    net = nn.ModuleList(ByName() for _ in range(2))
+    ActivationCheckpointing("full").put_on(net)
+    x = torch.randn(ROWS, WIDTH)
+    net[0](inputs={"hidden": x}).sum().backward()
+    assert any(each is x for each in given)
 
 
 def test_what_runs_without_gradients_runs_once() -> None:

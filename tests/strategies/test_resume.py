@@ -96,6 +96,7 @@ def stop_and_resume(rank: int, world_size: int, folder: Path, kind: str, accumul
     return len(saved), apart
 
 
+@pytest.mark.sample("2-workers-2", "1-stream-1")
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(

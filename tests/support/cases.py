@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from boltmesh.check.differences import Tolerance, Trace, find_differences
 from boltmesh.check.parity import Problem, trace_one_process
 from tests.support.gpts import text_data
-from tests.support.models import Regression, TwoOptimizers, regression_data
+from tests.support.models import Autoencoder, Regression, TwoOptimizers, regression_data
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
 
@@ -59,7 +59,7 @@ def _data_of(module: Any) -> tuple[Callable[..., Any], bool]:
     """What a model trains on, and whether it predicts."""
     assert isinstance(module, type), module
     predicts = getattr(module, "predict_step") is not LightningModule.predict_step  # noqa: B009
-    if issubclass(module, (Regression, TwoOptimizers)):
+    if issubclass(module, (Autoencoder, Regression, TwoOptimizers)):
         return regression_data, predicts
     return (token_data if issubclass(module, Stack) else text_data), predicts
 

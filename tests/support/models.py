@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 FEATURES = 6
@@ -122,3 +123,58 @@ class TwoOptimizers(LightningModule):
             torch.optim.Adam(self.generator.parameters(), lr=0.01),
             torch.optim.SGD(self.critic.parameters(), lr=0.05),
         ]
+
+
+class Autoencoder(LightningModule):
+    """A variational autoencoder whose layers are called by its steps: it has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(FEATURES, 12), nn.ReLU())
+        self.mean, self.log_variance = nn.Linear(12, 4), nn.Linear(12, 4)
+        self.decoder = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, FEATURES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, _ = batch
+        hidden = self.encoder(inputs)
+        mean, log_variance = self.mean(hidden), self.log_variance(hidden)
+        latent = mean + torch.exp(0.5 * log_variance) * torch.linspace(-1, 1, 4)
+        divergence = (mean.square() + log_variance.exp() - log_variance - 1).mean()
+        loss = functional.mse_loss(self.decoder(latent), inputs) + 0.1 * divergence
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Tagger(LightningModule):
+    """An LSTM over texts of different lengths, packed behind an embedding."""
+
+    def __init__(self, vocabulary: int = 24) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 8)
+        self.lstm = nn.LSTM(8, 16, batch_first=True, bidirectional=True)
+        self.head = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, vocabulary))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        lengths = 1 + tokens[:, 0] % tokens.shape[1]
+        packed = pack_padded_sequence(
+            self.embedding(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        padded, _ = pad_packed_sequence(
+            self.lstm(packed)[0], batch_first=True, total_length=tokens.shape[1]
+        )
+        loss = functional.cross_entropy(self.head(padded).flatten(0, 1), targets.flatten())
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)

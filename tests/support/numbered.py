@@ -46,11 +46,12 @@ class Numbered(LightningModule):
 
         known = dict(settings)
         kind = known.pop("kind")
+        known.pop("padded", None)
         config = getattr(transformers, f"{kind}Config")(**known)
         self.net = getattr(transformers, f"{kind}ForCausalLM")(config).train()
 
-    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(input_ids=tokens, labels=tokens).loss
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(**batch, labels=batch["input_ids"]).loss
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -67,11 +68,18 @@ class Losses(Callback):
         self.kept.append(float(outputs["loss"]))
 
 
-def batches(settings: Settings) -> list[Tensor]:
-    """Texts of the same length, for every rank alike."""
+def batches(settings: Settings) -> list[dict[str, Tensor]]:
+    """Texts of the same length, for every rank alike; those that are ``padded`` have a mask."""
     generator = torch.Generator().manual_seed(1)
     shape = (STEPS, 4, 9)
-    return list(torch.randint(0, settings["vocab_size"], shape, generator=generator))
+    texts = torch.randint(0, settings["vocab_size"], shape, generator=generator)
+    mask = torch.ones(4, 9, dtype=torch.long)
+    mask[0, 6:] = mask[2, 3:] = 0
+    padded = settings.get("padded", [False] * STEPS)
+    return [
+        {"input_ids": text, **({"attention_mask": mask} if has_mask else {})}
+        for text, has_mask in zip(texts, padded, strict=True)
+    ]
 
 
 def by_a_plain_loop(settings: Settings) -> list[float]:
@@ -80,8 +88,8 @@ def by_a_plain_loop(settings: Settings) -> list[float]:
     module: Any = Numbered(settings)
     optimizer = module.configure_optimizers()
     losses = []
-    for tokens in batches(settings):
-        loss = module.training_step(tokens, 0)
+    for batch in batches(settings):
+        loss = module.training_step(batch, 0)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,9 +1,9 @@
-"""Chooses of a matrix of tests so few that each pair of its values, or each value, is still there.
+"""Chooses which cases of a test ``make test`` runs; the others are marked ``full``.
 
-``@pytest.mark.pairwise`` above the ``parametrize`` marks of a test has every other combination
-marked ``full``, which ``make test`` leaves out and ``make test-all`` runs; so has
-``@pytest.mark.each_choice``, which keeps each value and not each pair, for matrices of two axes. A
-parametrize of several names at once is one axis, whose rows all stay. Most faults of combinations
+``@pytest.mark.sample("id", ...)`` above the ``parametrize`` marks of a test keeps these cases.
+``@pytest.mark.pairwise`` keeps so many that each pair of values is there,
+``@pytest.mark.each_choice`` each value, for matrices of two axes. A parametrize of several names at
+once is one axis, whose rows all stay. ``make test-all`` runs all cases. Most faults of combinations
 take two values: Kuhn, Wallace, Gallo, "Software Fault Interactions and Implications for Software
 Testing", 2004; both names are of Grindal, Offutt, Andler, "Combination Testing Strategies", 2005.
 """
@@ -47,8 +47,17 @@ def _combinations(case: Mapping[str, Hashable], strength: int) -> set[Values]:
     return {frozenset(each) for each in combinations(case.items(), min(strength, len(case)))}
 
 
-def mark_the_rest(items: Sequence[pytest.Item]) -> None:
-    """Mark what the cover of a test's matrix leaves out as ``full``."""
+def mark_the_rest(items: Sequence[pytest.Item], *, is_whole: bool = True) -> None:
+    """Mark the cases of a test that are not chosen as ``full``.
+
+    Args:
+        items: All that was collected.
+        is_whole: Whether all cases of each test are among them.
+
+    Raises:
+        pytest.UsageError: If a sample names a case that is not there.
+    """
+    _mark_outside_samples(items, is_whole=is_whole)
     for marker, strength in (("pairwise", 2), ("each_choice", 1)):
         matrices: dict[str, list[pytest.Item]] = {}
         for item in items:
@@ -59,6 +68,22 @@ def mark_the_rest(items: Sequence[pytest.Item]) -> None:
             for at, item in enumerate(matrix):
                 if at not in chosen:
                     item.add_marker(pytest.mark.full)
+
+
+def _mark_outside_samples(items: Sequence[pytest.Item], *, is_whole: bool) -> None:
+    missing: dict[str, set[str]] = {}
+    for item in items:
+        sample = item.get_closest_marker("sample")
+        if sample is None:
+            continue
+        test, _, case = item.nodeid.partition("[")
+        left = missing.setdefault(test, set(sample.args))
+        if (case := case.removesuffix("]")) in sample.args:
+            left.discard(case)
+        else:
+            item.add_marker(pytest.mark.full)
+    if is_whole and (wrong := {test: left for test, left in missing.items() if left}):
+        raise pytest.UsageError(f"these samples name cases that are not there: {wrong}")
 
 
 def _places(item: pytest.Item) -> dict[str, Hashable]:

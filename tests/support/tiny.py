@@ -104,3 +104,16 @@ class SignalAt(Callback):
         self.seen += 1
         if self.seen == self.batch and trainer.global_rank == self.rank:
             os.kill(os.getpid(), self.signum)
+
+
+class KillInAttempt(Callback):
+    """Kills one rank in each of the first attempts of torchrun, after so many optimizer steps."""
+
+    def __init__(self, steps: list[int], rank: int = 1) -> None:
+        self.steps, self.rank = steps, rank
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        is_due = attempt < len(self.steps) and trainer.global_step == self.steps[attempt]
+        if is_due and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)

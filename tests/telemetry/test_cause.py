@@ -36,6 +36,13 @@ def states(ranks, failures=(), end=None):
     return job_state(ranks, failures, end)
 
 
+NCCL_LOST = (
+    "NCCL error in: ProcessGroupNCCL.cpp:1, remote process exited or there was a network error\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely."
+)
+
+
 def test_a_job_is_finished_when_every_rank_is():
     assert states([rank(0, "finished"), rank(1, "finished")]) == ("finished", None)
     assert states([rank(0, "finished"), rank(1, "running")]) == ("running", None)
@@ -119,4 +126,5 @@ def test_a_death_is_put_in_words(end, words):
 def test_errors_of_the_network_are_consequences_and_others_are_not():
     assert is_consequence(CLOSED)
     assert is_consequence("RuntimeError: Timed out waiting 1800000ms for recv")
+    assert is_consequence(NCCL_LOST)
     assert not is_consequence("RuntimeError: shape mismatch")

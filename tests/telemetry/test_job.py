@@ -9,7 +9,14 @@ import pytest
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import job
-from boltmesh.telemetry.job import JobInfo, is_secret_name, record_end, redact_command, redact_text
+from boltmesh.telemetry.job import JobInfo, record_end
+from boltmesh.telemetry.redaction import (
+    holds_secret,
+    is_secret_name,
+    redact_command,
+    redact_mapping,
+    redact_text,
+)
 
 
 def make_info(**fields):
@@ -30,6 +37,22 @@ def make_info(**fields):
         (["--url=https://me:pw@host/x"], ["--url=https://[redacted]@host/x"]),
         (["hf_abcdefghijkl"], ["[redacted]"]),
         (["--note=see ghp_abcdefghijkl"], ["--note=see [redacted]"]),
+        (["--url=https://h/x?token=abc&page=2"], ["--url=https://h/x?token=[redacted]&page=2"]),
+        (
+            ["s3://b/k?X-Amz-Signature=0af1&X-Amz-Date=1"],
+            ["s3://b/k?X-Amz-Signature=[redacted]&X-Amz-Date=1"],
+        ),
+        (["-H", "Authorization: Bearer abc.def-1"], ["-H", "Authorization: [redacted]"]),
+        (["curl 'X: Bearer abcdef-1'"], ["curl 'X: Bearer [redacted]'"]),
+        (["PGPASSWORD=abc"], ["PGPASSWORD=[redacted]"]),
+        (["AKIAIOSFODNN7EXAMPLE"], ["[redacted]"]),
+        (["wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"], ["[redacted]"]),
+        (["--stripe", "sk_live_abcdefgh12"], ["--stripe", "[redacted]"]),
+        (
+            ["trainer.logger=[{class_path: a.B, init_args: {api_key: abc, step: 3}}]"],
+            ["trainer.logger=[{class_path: a.B, init_args: {api_key: [redacted], step: 3}}]"],
+        ),
+        (["160eecc160eecc160eecc160eecc160eecc160ee"],) * 2,
         (["--max_tokens=4", "tokenizer=gpt2", "keyboard=us"],) * 2,
         (["fit", "ddp", "trainer.max_steps=10"],) * 2,
     ],
@@ -43,6 +66,17 @@ def test_secret_names_are_whole_words():
     assert is_secret_name("AWS_SECRET_ACCESS_KEY")
     assert not is_secret_name("max_tokens")
     assert not is_secret_name("num_keys")
+
+
+def test_nested_hyperparameters_hold_no_secret():
+    given = {"logger": {"wandb": [{"api_key": "s3cret", "width": 3}]}, "lr": 0.1, "key": None}
+    assert "s3cret" not in str(redact_mapping(given))
+    assert redact_mapping(given)["logger"] == "{'wandb': [{'api_key': '[redacted]', 'width': 3}]}"
+    assert holds_secret(given)
+    assert not holds_secret({"lr": 0.1, "data": {"api_key": None, "path": "runs/a"}})
+    endless: dict[str, object] = {}
+    endless["again"] = endless
+    assert not holds_secret(endless)
 
 
 def test_a_json_web_token_is_recognised_by_its_shape():

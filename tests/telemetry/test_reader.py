@@ -491,3 +491,13 @@ def test_a_job_of_which_nothing_is_left_is_not_called_running_for_long():
     assert states == {"young": "running", "old": "crashed"}
     with open_job("old") as job:
         assert job.snapshot().cause == "no rank of it has left telemetry that can be read."
+
+
+def test_a_damaged_number_of_ranks_makes_no_job_large():
+    path = make_job(world_size=2)
+    file = make_rank(path, 0, world_size=2)
+    content = msgspec.json.decode((path / "job.json").read_bytes())
+    (path / "job.json").write_bytes(msgspec.json.encode({**content, "world_size": 2**40}))
+    with open_job("abcd") as job:
+        assert len(job.snapshot().ranks) == 2
+    file.close()

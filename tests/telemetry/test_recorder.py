@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from boltmesh.errors import TelemetryError
-from boltmesh.telemetry.job import JobInfo, redact_mapping, run_dir
+from boltmesh.telemetry.job import JobInfo, run_dir
 from boltmesh.telemetry.reader.reader import open_job
+from boltmesh.telemetry.redaction import redact_mapping
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer import step_queue
 from boltmesh.telemetry.writer.null_recorder import NullRecorder

@@ -23,6 +23,7 @@ LOST_PEER: Final = (
     "sendbytes failed",
     "failed to recv, got 0 bytes",
     "remote process exited",
+    "remote process exiting prematurely",
     "communicator was aborted",
     "application timeout caused pair closure",
 )

@@ -32,8 +32,12 @@ _MAX_AXES: Final = 8
 
 
 def num_ranks(info: JobInfo) -> int:
-    """Return how many ranks the job has."""
-    return min(max(info.world_size, 0), MAX_RANKS)
+    """Return how many ranks the job has.
+
+    Its mesh has as many places; a larger number is damaged, and would be as many empty rows.
+    """
+    places = math.prod(size for size in info.mesh.values() if size > 0)
+    return min(max(info.world_size, 0), places if info.mesh else MAX_RANKS, MAX_RANKS)
 
 
 def started_at(info: JobInfo) -> float:

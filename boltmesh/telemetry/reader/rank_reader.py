@@ -171,7 +171,7 @@ _NUM_KEPT_TRAFFIC: Final = 256
 """Records of collectives that are kept beside the sums, for those that are still in flight."""
 
 
-class Group(msgspec.Struct, frozen=True):
+class GroupRecord(msgspec.Struct, frozen=True):
     """A process group as the rank named it."""
 
     name: str
@@ -182,7 +182,7 @@ class Group(msgspec.Struct, frozen=True):
 class Facts(msgspec.Struct, frozen=True):
     """The JSON block: names behind the numbers, and what is constant."""
 
-    groups: list[Group] = []
+    groups: list[GroupRecord] = []
     operators: list[str] = []
     metrics: list[str] = []
     host: str = ""

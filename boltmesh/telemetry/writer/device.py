@@ -1,9 +1,10 @@
 """What a CUDA device knows of a step, read without ever waiting for it.
 
 Kernels run behind the host, so the host's clock says when work was launched, not when it ran.
-Events are recorded on the current stream where phases change, kept in a pool, and read two steps
-later, when ``query()`` says that they have passed. Scalars (the loss) travel the same way: they
-are copied into pinned memory behind the step and read once the step's last event has passed.
+Events are recorded on the stream of the computation where phases change, kept in a pool, and read
+two steps later, when ``query()`` says that they have passed. Scalars (the loss) travel the same
+way: they are copied into pinned memory behind the step and read once the step's last event has
+passed.
 Nothing here synchronises, and NCCL's own timing stays off, for it breaks the overlap
 (https://github.com/pytorch/pytorch/issues/143890).
 """
@@ -17,8 +18,9 @@ from torch import Tensor
 from boltmesh.telemetry.snapshot import PHASES
 from boltmesh.telemetry.writer.phases import BACKWARD, COMMUNICATION, StepTime
 
-MAX_MARKS: Final = 256
-"""Boundaries marked in a step; further ones lengthen the last phase that was marked."""
+MAX_WAITS: Final = 256
+"""Waits for communication that are marked in a step, of either kind; the time of further ones
+belongs to the phase around them. Tensor parallel layers have some hundred per microbatch."""
 
 PINNED_SCALARS: Final = 1024
 
@@ -57,18 +59,29 @@ def _elapsed_ns(start: torch.cuda.Event, end: torch.cuda.Event) -> int:
 
 
 class CudaTimeline:
-    """Marks phases on the current stream of one device."""
+    """Marks phases on one stream of a device: the stream that is current where this is built.
+
+    What is enqueued on another stream, as FSDP2's gathers are, runs beside the computation, and is
+    not marked.
+    """
 
     def __init__(self, phase: int) -> None:
+        self._stream = torch.cuda.current_stream()
         self._pool: deque[torch.cuda.Event] = deque()
         self._boundaries = [(phase, self._record())]
+        self._num_waits = 0
         self._tails: list[_Tail] = []
         self._tail_start: torch.cuda.Event | None = None
 
     def mark(self, phase: int) -> None:
         """See ``Timeline``."""
-        if len(self._boundaries) < MAX_MARKS and not torch.cuda.is_current_stream_capturing():
-            self._boundaries.append((phase, self._record()))
+        if phase == self._boundaries[-1][0] or not self._is_marked():
+            return
+        if phase == COMMUNICATION:
+            if self._num_waits >= MAX_WAITS:
+                return
+            self._num_waits += 1
+        self._boundaries.append((phase, self._record()))
 
     def mark_enqueue(self) -> None:
         """See ``Timeline``; the last of a backward pass stays."""
@@ -76,18 +89,19 @@ class CudaTimeline:
             return
         if self._tail_start is None:
             self._tail_start = self._take()
-        self._tail_start.record()
+        self._tail_start.record(self._stream)
 
     def mark_backward_end(self) -> None:
         """See ``Timeline``."""
         start, self._tail_start = self._tail_start, None
-        if start is not None and len(self._tails) < MAX_MARKS:
+        if start is not None and len(self._tails) < MAX_WAITS:
             self._tails.append(_Tail(start, self._record()))
 
     def end_step(self, phase: int) -> StepMarks:
         """Close the step; ``phase`` is what comes after it."""
         marks = StepMarks(self._boundaries, self._tails, self._record())
         self._boundaries, self._tails = [(phase, self._record())], []
+        self._num_waits = 0
         return marks
 
     def recycle(self, marks: StepMarks) -> None:
@@ -102,9 +116,16 @@ class CudaTimeline:
             return self._pool.pop()
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
+    def _is_marked(self) -> bool:
+        """Whether what is enqueued now is part of the timeline."""
+        return bool(
+            torch.cuda.current_stream() == self._stream
+            and not torch.cuda.is_current_stream_capturing()
+        )
+
     def _record(self) -> torch.cuda.Event:
         event = self._take()
-        event.record()
+        event.record(self._stream)
         return event
 
 

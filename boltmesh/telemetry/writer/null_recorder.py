@@ -23,6 +23,10 @@ class NullRecorder:
         """See ``Recorder``."""
         return nullcontext()
 
+    def device_wait(self) -> AbstractContextManager[None]:
+        """See ``Recorder``."""
+        return nullcontext()
+
     def name_group(self, group: ProcessGroup, axis: str) -> None:
         """See ``Recorder``."""
 

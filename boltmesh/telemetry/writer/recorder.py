@@ -7,7 +7,7 @@ turns it off with one warning: training does not notice.
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import get_ident
 from types import TracebackType
@@ -38,7 +38,14 @@ from boltmesh.telemetry.writer.fail_safe import guarded, warn_off
 from boltmesh.telemetry.writer.memory import MemorySampler, TensorsByKind
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.offload_counter import OffloadCounter
-from boltmesh.telemetry.writer.phases import DATA, OTHER, VALIDATION, PhaseClock
+from boltmesh.telemetry.writer.phases import (
+    CHECKPOINT,
+    COMMUNICATION,
+    DATA,
+    OTHER,
+    VALIDATION,
+    PhaseClock,
+)
 from boltmesh.telemetry.writer.rank_file import RankFile
 from boltmesh.telemetry.writer.register import introduce, open_file, open_host
 from boltmesh.telemetry.writer.status_line import StatusLine
@@ -167,6 +174,23 @@ class Recorder:
         communication] in ``phases.py``.
         """
         return self._phases[name]
+
+    @contextlib.contextmanager
+    def device_wait(self) -> Iterator[None]:
+        """Return a context in which the device's stream waits for communication.
+
+        For any thread of the step. The host runs ahead of a device, so the time counts on the
+        device's timeline alone; without a device the collectives tell how long they are waited for.
+        """
+        timeline = self._timeline if self.is_on else None
+        if timeline is None or self._clock.phase in {VALIDATION, CHECKPOINT}:
+            yield
+            return
+        timeline.mark(COMMUNICATION)
+        try:
+            yield
+        finally:
+            timeline.mark(self._clock.phase)
 
     def enter_phase(self, index: int) -> None:
         """Enter a phase by its index; ``leave_phase`` has to follow."""

@@ -1,6 +1,6 @@
 """A checkpoint's folder on any file system. Errors of any file system are OSErrors.
 
-``LocalFolder`` is on a disk: written under a temporary name, flushed, renamed.
+``LocalFolder`` is on a disk: written under a temporary name of each save, flushed, renamed.
 
 ``RemoteFolder`` is on a file system of fsspec, which may not be able to rename. Files are written
 under their final names, and the last one completes the folder: a folder without it is not a
@@ -11,8 +11,10 @@ the files that the old one named are deleted afterwards.
 ``folder_at`` returns the folder at a path or an address.
 """
 
+import errno
 import os
 import shutil
+import stat
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -26,6 +28,7 @@ from boltmesh.strategies.checkpoint.atomic_replace import (
     flush_folder,
     partial_path,
     remove,
+    remove_killed_saves,
     replace,
     restore_aside,
 )
@@ -40,12 +43,17 @@ from boltmesh.strategies.checkpoint.storage.addresses import (
 LAST = "manifest.json"
 """The file that is written last. Without it a folder is no checkpoint."""
 
+_MARK = "begun-"
+"""Begins the name of a file that every rank has to see in a folder; the id of the save follows."""
+
 
 class DraftStart(NamedTuple):
     """Sent by the rank that starts a folder to the others."""
 
-    mark: str
-    """A file in it that every rank has to see."""
+    save: str
+    """Random id of this save."""
+    name: str
+    """Name under which the folder is written."""
     within: str
     """Prefix of its files within the folder: ``""``, or the name of a subfolder and ``/``."""
 
@@ -81,6 +89,10 @@ class Draft(Protocol):
 
     @property
     def within(self) -> str:
+        """See ``DraftStart``; known once it has begun."""
+
+    @property
+    def save(self) -> str:
         """See ``DraftStart``; known once it has begun."""
 
     def begin(self) -> DraftStart:
@@ -128,13 +140,25 @@ class LocalFolder:
 
     def size(self, name: str) -> int:
         """Size of a file."""
-        return (self._path / name).stat().st_size
+        with self._open(name) as file:
+            return os.fstat(file.fileno()).st_size
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         """Bytes of a file."""
-        with (self._path / name).open("rb") as file:
+        with self._open(name) as file:
             file.seek(start)
             return file.read(-1 if length is None else length)
+
+    def _open(self, name: str) -> IO[bytes]:
+        """Open a plain file of this folder: no pipe, which would wait, and no file elsewhere."""
+        path = self._path / name
+        if path.is_symlink() and not path.resolve().is_relative_to(self._path.resolve()):
+            raise OSError(errno.ELOOP, "it is a link out of the folder", str(path))
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+        return file
 
     def inside(self, within: str) -> "LocalFolder":
         """Folder of the files, in a copy of one that was replaced on a remote file system."""
@@ -157,23 +181,30 @@ class LocalDraft:
     """
 
     within = ""
+    save = ""
 
     def __init__(self, target: Path) -> None:
         self._target = target
         self._partial = partial_path(target)
-        self._mark = f"begun-{uuid4().hex}"
 
     def begin(self) -> DraftStart:
         """Create the folder under its temporary name."""
-        remove(self._partial)  # left behind by a run that was killed
-        self._partial.mkdir(parents=True)
-        (self._partial / self._mark).touch()
-        return DraftStart(self._mark, self.within)
+        self.save = uuid4().hex
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        remove_killed_saves(self._target)
+        self._partial.mkdir()
+        self._mark.touch()
+        return DraftStart(self.save, self._partial.name, self.within)
 
     def joins(self, start: DraftStart) -> bool:
         """Check that the folder exists."""
-        self._mark = start.mark
-        return (self._partial / start.mark).exists()
+        self.save = start.save
+        self._partial = self._target.with_name(start.name)
+        return self._mark.exists()
+
+    @property
+    def _mark(self) -> Path:
+        return self._partial / f"{_MARK}{self.save}"
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
@@ -191,7 +222,7 @@ class LocalDraft:
         """Rename it."""
         with self.create(LAST) as file:
             file.write(last)
-        (self._partial / self._mark).unlink()
+        self._mark.unlink()
         flush_folder(self._partial)
         replace(self._partial, self._target)
 
@@ -261,12 +292,12 @@ class RemoteDraft:
     """
 
     within = ""
+    save = ""
 
     def __init__(self, address: str, system: Any, path: str) -> None:
         self._address = address
         self._system = system
         self._path = path
-        self._mark = ""
 
     def begin(self) -> DraftStart:
         """Choose the folder for files.
@@ -274,7 +305,7 @@ class RemoteDraft:
         Raises:
             OSError: Also if a file has the name: nothing could replace it in one step.
         """
-        token = uuid4().hex
+        save = uuid4().hex
         with as_os_errors():
             kind = kind_at(self._system, self._path)
             if kind == "file":
@@ -283,19 +314,23 @@ class RemoteDraft:
                     f"or choose another name"
                 )
             if kind_at(self._system, f"{self._path}/{LAST}"):
-                self.within = f"{token[:12]}/"
+                self.within = f"{save[:12]}/"
             elif kind is not None:
                 # Left behind by a run that was killed.
                 self._system.rm(self._path, recursive=True)
-            self._mark = f"{self.within}begun-{token}"
+            self.save = save
             self._system.makedirs(f"{self._path}/{self.within}".rstrip("/"), exist_ok=True)
-            self._system.pipe_file(f"{self._path}/{self._mark}", token.encode())
-        return DraftStart(self._mark, self.within)
+            self._system.pipe_file(self._mark, save.encode())
+        return DraftStart(self.save, self._path, self.within)
 
     def joins(self, start: DraftStart) -> bool:
         """Check that the mark exists."""
-        self._mark, self.within = start
-        return kind_at(self._system, f"{self._path}/{start.mark}") is not None
+        self.save, _, self.within = start
+        return kind_at(self._system, self._mark) is not None
+
+    @property
+    def _mark(self) -> str:
+        return f"{self._path}/{self.within}{_MARK}{self.save}"
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
@@ -337,7 +372,7 @@ class RemoteDraft:
 
     def abandon(self) -> None:
         """Delete what was written, if the file system allows; the next save does the rest."""
-        if not self._mark:
+        if not self.save:
             return
         with suppress(OSError), as_os_errors():
             self._system.invalidate_cache()

@@ -433,7 +433,7 @@ def kind_alone(term: Term, rows: int) -> tuple[Term, Kind]:
 
 
 @dataclass(frozen=True)
-class Count:
+class TermCount:
     """What a scalar was made of, as far as its graph tells."""
 
     count: Tensor | float
@@ -442,7 +442,7 @@ class Count:
     """Whether the graph leaves no doubt."""
 
 
-def count_of(value: Tensor) -> Count | None:
+def count_of(value: Tensor) -> TermCount | None:
     """Return what a scalar with a graph was averaged over; None where its graph does not tell."""
     if value.grad_fn is None:
         return None
@@ -459,4 +459,4 @@ def count_of(value: Tensor) -> Count | None:
         is_certain = bool([kind_alone(each, 1) for each in terms])
     except ConfigError:
         is_certain = False
-    return Count(terms[0].counting().count, sums.pop(), is_certain)
+    return TermCount(terms[0].counting().count, sums.pop(), is_certain)

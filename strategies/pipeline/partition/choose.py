@@ -21,6 +21,10 @@ SECONDS_PER_ELEMENT = 0.5
 """A parameter that is only looked up (an embedding) costs about this part of one that is
 multiplied: reading it and adding to its gradient, in units of its floating point operations."""
 
+SHARE_OF_FREE = 0.92
+"""A stage may take this share of the free memory of a GPU: libraries take some later, and
+fragmentation costs some."""
+
 
 @dataclass(frozen=True)
 class MemoryBudget:
@@ -47,7 +51,8 @@ def find_budget(
     """Return what the ranks of a pipeline have. Collective over the pipeline on GPUs.
 
     Args:
-        max_bytes: As the user gave it; None: what the smallest GPU has. On the CPU ranks share
+        max_bytes: As the user gave it; None: what the GPU with the least has left
+            beside its context, libraries and other processes. On the CPU ranks share
             memory with each other and everything else, so nobody can tell.
         live: How many microbatches each stage keeps at once.
         num_versions: Of the weights and of their gradients, that the schedule keeps.
@@ -57,10 +62,15 @@ def find_budget(
     if max_bytes is not None or device.type != "cuda":
         limit = math.inf if max_bytes is None else float(max_bytes)
         return MemoryBudget(limit, max_bytes is not None, live, num_versions)
-    total = torch.cuda.get_device_properties(device).total_memory
-    least = torch.tensor(total, dtype=torch.int64, device=device)
+    least = torch.tensor(_available_bytes(device), dtype=torch.int64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     return MemoryBudget(float(least), False, live, num_versions)
+
+
+def _available_bytes(device: torch.device) -> int:
+    """Return what a stage may take of a GPU, what torch's allocator holds already included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(SHARE_OF_FREE * (free + torch.cuda.memory_reserved(device)))
 
 
 def unit_cost(

@@ -1,19 +1,15 @@
-"""Carries values and gradients between stages on different ranks.
+"""Sends values and gradients between stages on different ranks.
 
 Messages are posted in the order of the schedule and matched in that order between any two ranks,
-by NCCL and by gloo alike. Over NCCL every tensor travels as flat bytes, so that any dtype can: it
-knows no complex numbers and no 16-bit integers. What has no elements is not sent.
+by NCCL and by gloo alike. Over NCCL every tensor is sent as flat bytes, so that any dtype can be:
+it knows no complex numbers and no 16-bit integers. A tensor without elements is not sent.
 
-A buffer stays referenced until its message is known to be through. On a GPU waiting is done by
-the current stream; buffers that another stream allocated are marked for it.
+A buffer is kept until its message has arrived. On a GPU the current stream waits; buffers that
+another stream allocated are marked for it.
 
-Messages between the ranks of a pipeline over the CPU, posted at the group's backend itself.
-
-torch's functions pass its dispatcher, where telemetry looks on from a kernel in Python. A step of a
-pipeline has two messages a chunk, and each would take longer there than all else that is recorded
-of the chunk. So they go past it, and telemetry is told of them here.
-
-Holds what a stage gives against what its border is known to carry, before anything is sent.
+Over gloo messages are posted at the backend of the group, not by torch's functions: these pass the
+dispatcher, where telemetry observes them in Python, which would take longer than all else that is
+recorded of a chunk. ``HostMessages`` reports them to telemetry itself.
 """
 
 import contextlib
@@ -27,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from boltmesh.errors import PipelineError
+from boltmesh.errors import ConfigError, PipelineError
 from boltmesh.failure_board import Deadline
 from boltmesh.schedule_sim import Action
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
@@ -87,9 +83,19 @@ class StageTransport:
     Args:
         group: Ranks of the pipeline axis; None where one rank has all stages.
         device: Where values arrive.
+
+    Raises:
+        ConfigError: For gloo between GPUs.
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
+        if group is not None and device.type != "cpu" and dist.get_backend(group) == "gloo":
+            raise ConfigError(
+                f"process_group_backend='gloo' cannot send tensors of {device} from one stage of a "
+                f"pipeline to the next: gloo's messages take memory of the host alone. Leave "
+                f"process_group_backend out, and nccl sends them; or train with "
+                f"accelerator='cpu'."
+            )
         self._group = group
         self._device = device
         self._is_on_host = device.type == "cpu"

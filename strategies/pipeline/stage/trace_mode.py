@@ -39,6 +39,7 @@ from boltmesh.strategies.pytree import replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.tensors import (
     NEEDS_DATA,
     FakeTensorMode,
+    count_write,
     is_fake,
     make_fake,
     storage_key,
@@ -167,6 +168,10 @@ class BetweenUnitsTracer(TorchFunctionMode):
         writes = self.trace.writes.get(self._storage_of(tensor), [])
         return max(made_at, *writes[-1:]) if writes else made_at
 
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether the step put into a tensor with data what a unit gave, in whatever way."""
+        return storage_key(tensor) in self.tainted
+
     def finish(self) -> None:
         """Note that the step has ended."""
         for value in self.to_end:
@@ -178,6 +183,8 @@ class BetweenUnitsTracer(TorchFunctionMode):
     def _execute(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], *, has_fakes: bool
     ) -> Any:
+        if name == "data.__set__" and has_fakes and not is_fake(args[0]):
+            return self._set_data(*args)
         selects = name in SELECTIONS and (name != "__getitem__" or has_mask(args[1]))
         if not selects:
             try:
@@ -206,6 +213,16 @@ class BetweenUnitsTracer(TorchFunctionMode):
         except NEEDS_DATA:
             self._note_reading(name, tensors_in((args, kwargs)))
             return select(name, args, kwargs, answer=self.answer)
+
+    def _set_data(self, tensor: Tensor, value: Tensor) -> None:
+        """Count ``tensor.data = value`` as a write: ``value`` has no memory to be set to."""
+        if tensor.shape != value.shape or tensor.dtype != value.dtype:
+            raise ConfigError(
+                f".data of a tensor of the shape {tuple(tensor.shape)} in {tensor.dtype} is set at "
+                f"{line_of_step()} to one of the shape {tuple(value.shape)} in {value.dtype}, and "
+                f"other stages would not have it. Set it to one of the same shape and type."
+            )
+        count_write(tensor)
 
     def _read(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]

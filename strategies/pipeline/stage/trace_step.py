@@ -42,6 +42,7 @@ from boltmesh.strategies.random_state import seed_random_state
 from boltmesh.strategies.torch_compat.tensors import (
     FakeTensorMode,
     fake_tensors,
+    is_equal,
     is_fake,
     make_fake,
     storage_key,
@@ -62,20 +63,27 @@ class StateWatch:
     def __init__(self, modules: Mapping[str, Module]) -> None:
         self._modules = modules
         self._buffers = {
-            (name, key): (each, 0 if each.is_inference() else times_written(each))
+            (name, key): (each, 0 if each.is_inference() else times_written(each), _copy(each))
             for name, module in modules.items()
             for key, each in _buffers_of(module)
         }
         self._attributes = {name: _attributes(each) for name, each in modules.items()}
 
-    def changed_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that were written or replaced, by dotted name, as they are now."""
+    def changed_buffers(self, is_written: Callable[[Tensor], bool]) -> dict[str, Tensor]:
+        """Return the buffers that were written or replaced, by dotted name, as they are now.
+
+        They are compared by value too: no version counts what is written through ``.data``.
+
+        Args:
+            is_written: Whether a value without data was written into a tensor.
+        """
         changed: dict[str, Tensor] = {}
-        for (name, key), (before, written) in self._buffers.items():
+        for (name, key), (before, written, value) in self._buffers.items():
             now = dict(_buffers_of(self._modules[name])).get(key)
             if now is None:
                 continue
-            if now is not before or (not now.is_inference() and times_written(now) != written):
+            is_counted = not now.is_inference() and times_written(now) != written
+            if now is not before or is_counted or is_written(now) or not _has_value(now, value):
                 changed[f"{name}.{key}" if name else key] = now
         return changed
 
@@ -96,6 +104,16 @@ def outside_of(root: Module, units: Iterable[Module]) -> dict[str, Module]:
 
 def _buffers_of(module: Module) -> Iterator[tuple[str, Tensor]]:
     return module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def _copy(tensor: Tensor) -> Tensor | None:
+    return None if tensor.is_meta or is_fake(tensor) else tensor.detach().clone()
+
+
+def _has_value(tensor: Tensor, value: Tensor | None) -> bool:
+    if value is None or tensor.is_meta or is_fake(tensor):
+        return True
+    return tensor.shape == value.shape and is_equal(tensor, value)
 
 
 def _attributes(module: Module) -> dict[str, tuple[Any, Any]]:
@@ -357,7 +375,7 @@ class _StepTracer:
                 self.trace.changed_attributes = state.changed_attributes()
                 self.trace.changed_buffers = {
                     name: self.glue.last_change(each)
-                    for name, each in state.changed_buffers().items()
+                    for name, each in state.changed_buffers(self.glue.is_written).items()
                 }
         self.glue.finish()
         return self.trace

@@ -19,6 +19,7 @@ from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim
 from boltmesh.strategies.tensor.analysis.trace import DimTrace, OperatorRecord, of_parameters
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.modules import swapped_state
+from boltmesh.strategies.torch_compat.packed_sequences import FakePackedSequences
 from boltmesh.strategies.torch_compat.tensors import (
     GROUPED_PRODUCT,
     NEEDS_DATA,
@@ -225,6 +226,7 @@ def analyse(
     run: Callable[[Module], object],
     *others: Callable[[Module], object],
     blocks: Mapping[str, Module],
+    dtype: torch.dtype | None = None,
 ) -> Analysis:
     """Find the logical axes of a model, from steps on tensors that have no data.
 
@@ -237,6 +239,7 @@ def analyse(
         others: More steps, of batches with other shapes: what any of them needs whole stays
             whole.
         blocks: The repeated blocks by dotted name.
+        dtype: Floating parameters have it during the steps. None keeps their own.
     """
     names = _tied_names(module)
     parameters = {first: module.get_parameter(first) for first in names}
@@ -245,10 +248,14 @@ def analyse(
     )
     trace = of_parameters(parameters, frozenset(attentions))
     for each in (run, *others):
-        with _stand_ins(module, trace, list(names)) as persistent, modules_watched(module, trace):
+        with (
+            _stand_ins(module, trace, list(names), dtype) as persistent,
+            modules_watched(module, trace),
+        ):
             with (
                 torch.random.fork_rng(devices=[]),
                 torch.enable_grad(),
+                FakePackedSequences(),
                 AnalysisMode(trace, persistent),
             ):
                 result = each(module)
@@ -294,12 +301,14 @@ def _integers(module: Module) -> dict[str, int]:
 
 
 @contextmanager
-def _stand_ins(module: Module, trace: DimTrace, names: list[str]) -> Iterator[set[int]]:
+def _stand_ins(
+    module: Module, trace: DimTrace, names: list[str], dtype: torch.dtype | None
+) -> Iterator[set[int]]:
     """Give a model parameters without data and copies of its buffers; yield the ids of both."""
     mode = fake_tensors()
     swapped: dict[str, Tensor] = {}
     for name in names:
-        swapped[name] = _without_data(module.get_parameter(name), mode)
+        swapped[name] = _without_data(module.get_parameter(name), mode, dtype)
         trace.set(swapped[name], trace.parameters[name], name)
     for name, buffer in module.named_buffers():
         swapped[name] = _without_data(buffer, mode) if buffer.is_meta else buffer.clone()
@@ -307,12 +316,14 @@ def _stand_ins(module: Module, trace: DimTrace, names: list[str]) -> Iterator[se
         yield {id(each) for each in swapped.values()}
 
 
-def _without_data(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+def _without_data(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of that shape; on the CPU for one on the meta device, where batches are not."""
-    if not tensor.is_meta:
+    if dtype is None or not tensor.is_floating_point():
+        dtype = tensor.dtype
+    if not tensor.is_meta and dtype == tensor.dtype:
         return make_fake(tensor, mode)
     with mode:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
     if isinstance(tensor, Parameter):
         return Parameter(made, requires_grad=tensor.requires_grad)
     return made

@@ -16,7 +16,12 @@ from torch.nn import Module, Parameter
 
 from boltmesh.errors import LayoutError
 from boltmesh.strategies.blocks import has_forward
-from boltmesh.strategies.tensor.backends import OUTSIDE, backends_of_axes, without_replicated
+from boltmesh.strategies.tensor.backends import (
+    OUTSIDE,
+    backends_of_axes,
+    block_of,
+    without_replicated,
+)
 from boltmesh.strategies.tensor.plan import ShardedParameter, SizeAttribute, Style, TensorPlan
 from boltmesh.strategies.tensor.runtime.attention import Heads
 from boltmesh.strategies.tensor.runtime.boundaries import (
@@ -45,6 +50,7 @@ from boltmesh.strategies.tensor.runtime.param_swap import (
 )
 from boltmesh.strategies.tensor.runtime.plain_shards import Column, ColumnRow, Row
 from boltmesh.strategies.tensor.runtime.sequence import SequenceParts
+from boltmesh.strategies.tensor.runtime.signatures import Signature, SignatureGuard, Verified
 from boltmesh.strategies.tensor.runtime.stacks import Stacks
 from boltmesh.strategies.tensor.runtime.vocab_modules import divide_vocabularies, left_whole
 from boltmesh.strategies.tensor.runtime.vocab_ranges import LossParallel, Vocabulary
@@ -251,6 +257,7 @@ def apply_plan(
     *,
     loss_parallel: LossParallel = "auto",
     tell: Callable[[str], None] = lambda _: None,
+    verified: Mapping[str, Iterable[tuple[Signature, bool]]] | None = None,
 ) -> AppliedPlan:
     """Let a model run on this rank's part. No communication; all ranks have to do the same.
 
@@ -261,6 +268,9 @@ def apply_plan(
         group: The ranks that share the model, as many as the plan is for.
         loss_parallel: What to do where code needs logits of the whole vocabulary.
         tell: Hears once of each function that had logits gathered.
+        verified: Signatures of the calls that the plan was verified with, and whether gradients
+            were enabled, by name of the block. Other calls are verified when they come. None
+            verifies nothing.
 
     Raises:
         LayoutError: The plan is not one of this model, or of this number of ranks.
@@ -273,11 +283,13 @@ def apply_plan(
     shard_parameters(module, kept.sharded.values(), size=group.size, rank=group.rank)
     applied = AppliedPlan(module, kept, group)
     application = _Application(module, kept, group, applied.changes)
-    application.run()
+    application.run(verified)
     applied.sequences = [each.parts for each in application.stacks.all]
     applied.vocabularies = divide_vocabularies(
         module, kept, group, applied.changes, loss_parallel=loss_parallel, tell=tell
     )
+    for guard in application.guards:
+        guard.originals = applied.changes.originals_of(guard.block)
     return applied
 
 
@@ -296,8 +308,9 @@ class _Application:
         self.scopes: dict[str, set[bool]] = defaultdict(set)
         """By module name, whether an axis that it holds is run as DTensors."""
         self.stacks = Stacks(root, plan, group)
+        self.guards: list[SignatureGuard] = []
 
-    def run(self) -> None:
+    def run(self, verified: Mapping[str, Iterable[tuple[Signature, bool]]] | None) -> None:
         grouped: dict[tuple[int, str], list[Owner]] = defaultdict(list)
         for owner in owners_of(self.root, self.plan):
             block = block_around(owner.name, self.plan.axes[owner.axis].blocks)
@@ -309,6 +322,8 @@ class _Application:
             self._put_axis(owners, is_region=self._is_region(axis))
         self._put_views()
         self._put_draws()
+        if verified is not None:
+            self._put_guards(verified)
         self.stacks.put_on(self.changes)
 
     def _is_region(self, axis: int) -> bool:
@@ -426,6 +441,41 @@ class _Application:
         for name in self.plan.local_dropouts:
             if self._runs_on_parts(name):
                 divide_draws(self.root.get_submodule(name), listed, self.draws, self.changes)
+
+    def _put_guards(self, verified: Mapping[str, Iterable[tuple[Signature, bool]]]) -> None:
+        of_kinds: dict[str, Verified] = {}
+        for name, kind in self.plan.kinds.items():
+            start = f"{name}."
+            entries = {
+                own.removeprefix(start): replace(entry, name=own)
+                for entry in self.plan.sharded.values()
+                for own in entry.names
+                if own.startswith(start)
+            }
+            if not entries:
+                continue
+            depends_on = self._depends_on(name)
+            if kind not in of_kinds:
+                of_kinds[kind] = Verified(has_sizes=depends_on is None)
+            for signature, has_gradient in verified.get(name, ()):
+                of_kinds[kind].add(signature, has_gradient=has_gradient, is_right=True)
+            guard = SignatureGuard(
+                name, self.root.get_submodule(name), entries, self.group, of_kinds[kind],
+                depends_on, self.stacks.around(name),
+            )  # fmt: skip
+            self.changes.wrap(guard.block, guard)
+            self.guards.append(guard)
+
+    def _depends_on(self, block: str) -> str | None:
+        """Return what is divided together with a block, for a message; None if nothing is."""
+        for axis in self.plan.axes:
+            if block in axis.blocks and len(axis.blocks) > 1:
+                other = next(each for each in axis.blocks if each != block)
+                return f"{other} computes with the same divided dim"
+        for name in self.plan.boundaries:
+            if block_of(self.plan, name) == OUTSIDE:
+                return f"it uses {name}, whose gradient is summed over the ranks"
+        return None
 
     def _runs_on_parts(self, name: str) -> bool:
         return not self._lies_in_region(name) or self.stacks.around(name) is not None

@@ -96,17 +96,17 @@ class TensorGroup:
 
 def reduce_gradient(value: Tensor, group: TensorGroup) -> Tensor:
     """Give a value that is alike to computations that differ by rank; gradients are summed."""
-    return _run(group, value, _kept, lambda gradient: reduce_sum(gradient, group))
+    return differentiable(group, value, _kept, lambda gradient: reduce_sum(gradient, group))
 
 
 def shared_gradient(value: Tensor, group: TensorGroup) -> Tensor:
     """Keep a value whose gradient is alike; each rank passes on an equal part of it. Local."""
-    return _run(group, value, _kept, lambda gradient: gradient / group.size)
+    return differentiable(group, value, _kept, lambda gradient: gradient / group.size)
 
 
 def reduce_sum(part: Tensor, group: TensorGroup) -> Tensor:
     """Add up what the ranks have. Leaves ``part`` as it is."""
-    return _run(
+    return differentiable(
         group,
         part,
         lambda part: all_reduce(part, group),
@@ -116,7 +116,7 @@ def reduce_sum(part: Tensor, group: TensorGroup) -> Tensor:
 
 def gather_parts(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Join the parts of all ranks along ``dim``, for computations that are alike on all."""
-    return _run(
+    return differentiable(
         group,
         part,
         lambda part: all_gather(part, group, dim),
@@ -126,7 +126,7 @@ def gather_parts(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 def take_part(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Keep this rank's part of a value that is alike; ``dim`` has to divide by the ranks."""
-    return _run(
+    return differentiable(
         group,
         value,
         lambda value: own_part(value, group, dim).clone(memory_format=torch.contiguous_format),
@@ -136,7 +136,7 @@ def take_part(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 def gather_sequence(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Join the parts of all ranks along ``dim``, for computations that differ by rank."""
-    return _run(
+    return differentiable(
         group,
         part,
         lambda part: all_gather(part, group, dim),
@@ -146,7 +146,7 @@ def gather_sequence(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 def scatter_sum(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
     """Add up what the ranks have and keep this rank's part along ``dim``."""
-    return _run(
+    return differentiable(
         group,
         part,
         lambda part: reduce_scatter(part, group, dim),
@@ -195,7 +195,7 @@ def _kept(value: Tensor) -> Tensor:
     return value.view_as(value)
 
 
-def _run(
+def differentiable(
     group: TensorGroup,
     value: Tensor,
     forward: Callable[[Tensor], Tensor],

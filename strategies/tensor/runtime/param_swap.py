@@ -25,13 +25,21 @@ from torch.nn import Module, Parameter
 
 from boltmesh.errors import LayoutError
 from boltmesh.strategies.tensor.plan import ShardedParameter, runs
-from boltmesh.strategies.tensor.runtime.collectives import TensorGroup, reduce_gradient
+from boltmesh.strategies.tensor.runtime.collectives import (
+    TensorGroup,
+    all_gather,
+    differentiable,
+    reduce_gradient,
+)
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 Around = Callable[..., Any]
 """Called with the method that it wraps, and with the arguments of the call."""
 
 _ABSENT = object()
+
+Original = tuple[Module, str, object]
+"""A module, an attribute and its value before a change."""
 
 
 class Changes:
@@ -46,12 +54,22 @@ class Changes:
         A copy of the module calls the copy's method: ``around`` is to hold the module only in ways
         that ``copy.deepcopy`` follows.
         """
-        self.set(module, method, partial(around, getattr(module, method)))
+        # Lightning reads the code of a partial's function to see whether a step is overridden.
+        self.set(module, method, partial(_call, around, getattr(module, method)))
 
     def set(self, module: Module, name: str, value: object) -> None:
         """Give an instance an attribute that is neither parameter, buffer nor module."""
         self._before.append((module, name, vars(module).get(name, _ABSENT)))
         vars(module)[name] = value
+
+    def originals_of(self, block: Module) -> list[Original]:
+        """Return what a block's modules had before the first change of each attribute."""
+        inside = set(block.modules())
+        found: dict[tuple[Module, str], object] = {}
+        for module, name, before in self._before:
+            if module in inside:
+                found.setdefault((module, name), before)
+        return [(module, name, before) for (module, name), before in found.items()]
 
     def undo(self) -> None:
         """Put everything back. What others put on modules since then has to be off."""
@@ -61,6 +79,30 @@ class Changes:
                 del vars(module)[name]
             else:
                 vars(module)[name] = before
+
+
+@contextmanager
+def originals_restored(originals: Iterable[Original]) -> Iterator[None]:
+    """Context in which modules have attributes as they were before changes."""
+    originals = list(originals)
+    changed = [(module, name, vars(module).get(name, _ABSENT)) for module, name, _ in originals]
+    _restore(originals)
+    try:
+        yield
+    finally:
+        _restore(changed)
+
+
+def _restore(values: Iterable[Original]) -> None:
+    for module, name, value in values:
+        if value is not _ABSENT:
+            vars(module)[name] = value
+        else:
+            vars(module).pop(name, None)
+
+
+def _call(around: Around, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return around(method, *args, **kwargs)
 
 
 def shard_of(whole: Tensor, entry: ShardedParameter, *, size: int, rank: int) -> Tensor:
@@ -81,6 +123,33 @@ def join_shards(shards: Sequence[Tensor], entry: ShardedParameter) -> Tensor:
             part = shard.narrow(entry.dim, run.local_start, run.length)
             whole.narrow(entry.dim, run.start, run.length).copy_(part)
     return whole
+
+
+def gather_whole(shard: Tensor, entry: ShardedParameter, group: TensorGroup) -> Tensor:
+    """Return the whole tensor, for a computation that is the same on all ranks. Collective.
+
+    Its gradient is the same on all ranks, so each keeps its own part of it.
+
+    Args:
+        shard: This rank's shard; all ranks have shards of the same shape.
+        entry: How the tensor is divided.
+        group: Ranks that share it.
+    """
+
+    def join(shard: Tensor) -> Tensor:
+        return join_shards(all_gather(shard[None], group, 0).unbind(), entry)
+
+    def cut(whole: Tensor) -> Tensor:
+        return shard_of(whole, entry, size=group.size, rank=group.rank)
+
+    return differentiable(
+        group,
+        shard,
+        join,
+        lambda gradient: differentiable(
+            group, gradient, cut, lambda each: gather_whole(each, entry, group)
+        ),
+    )
 
 
 @torch.no_grad()

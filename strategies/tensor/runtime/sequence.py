@@ -72,6 +72,11 @@ class SequenceParts:
         """Return the whole, for computations that are alike on all ranks. Collective."""
         return self._cut(gather_parts(part, self._group, self.dim))
 
+    def take(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of what is the same on all ranks, within the stack."""
+        filled = self._filled(whole, whole.narrow(self.dim, -1, 1).detach())
+        return take_part(filled, self._group, self.dim)
+
     def gather(self, part: Tensor) -> Tensor:
         """Return the whole, for computations that are divided. Collective.
 

@@ -1,7 +1,7 @@
 """Stacks of blocks between which each rank has a part of the sequence."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,20 @@ class RunningStack:
     def holds(self, name: str) -> bool:
         """Whether a module or parameter lies in one of the blocks."""
         return any(f"{name}.".startswith(f"{block}.") for block in self.blocks)
+
+    def with_whole_sequence(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a block with the sequence joined. Collective over the group."""
+        return _replaced(args, kwargs, self.entry.argument, self.parts.join)
+
+    def with_own_part(self, output: Any) -> Any:
+        """Return the output of a block with this rank's part of the sequence."""
+        return _changed(output, self.exit, self.parts.take)
+
+    def with_joined_output(self, output: Any) -> Any:
+        """Return the output of a block with the sequence joined. Collective over the group."""
+        return _changed(output, self.exit, self.parts.join)
 
 
 class Stacks:
@@ -117,22 +131,30 @@ class InStack:
             output = forward(*args, **kwargs)
         finally:
             self._parts.forget()
-        return output if self._exit is None else self._joined(output, self._exit)
-
-    def _joined(self, output: Any, point: ExitPoint) -> Any:
-        if point.place is None and isinstance(output, Tensor):
-            return self._parts.join(output)
-        if isinstance(point.place, int) and type(output) in {tuple, list}:
-            values = list(output)
-            values[point.place] = self._parts.join(values[point.place])
-            return type(output)(values)
-        if isinstance(point.place, str) and isinstance(output, dict):
-            output[point.place] = self._parts.join(output[point.place])
+        if self._exit is None:
             return output
-        raise LayoutError(
-            f"'{point.module}' gave its sequence at {point.place!r} when the tensor plan was made, "
-            f"and gives a {type(output).__name__}. Set strategy.sequence_parallel=false."
-        )
+        return _changed(output, self._exit, self._parts.join)
+
+
+def _changed(output: Any, point: ExitPoint, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the output of a block with its sequence changed.
+
+    Raises:
+        LayoutError: If it is not where it was.
+    """
+    if point.place is None and isinstance(output, Tensor):
+        return change(output)
+    if isinstance(point.place, int) and type(output) in {tuple, list}:
+        values = list(output)
+        values[point.place] = change(values[point.place])
+        return type(output)(values)
+    if isinstance(point.place, str) and isinstance(output, dict):
+        output[point.place] = change(output[point.place])
+        return output
+    raise LayoutError(
+        f"'{point.module}' gave its sequence at {point.place!r} when the tensor plan was made, "
+        f"and gives a {type(output).__name__}. Set strategy.sequence_parallel=false."
+    )
 
 
 def _replaced(

@@ -1,6 +1,7 @@
 """A directory of shards holds what was saved, for every other number of ranks."""
 
 import json
+import os
 import pickle
 import shutil
 import zlib
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint import chunks
-from boltmesh.strategies.checkpoint.directory import load_directory, save_directory
+from boltmesh.strategies.checkpoint.directory import find_damage, load_directory, save_directory
 from boltmesh.strategies.checkpoint.manifest import MANIFEST, METADATA, REST, find_fault
 from boltmesh.strategies.checkpoint.optimizer_state import load_state, named_state
 from boltmesh.strategies.checkpoint.shard_reader import Placeholder, held
@@ -203,6 +204,52 @@ def test_a_changed_bit_is_found_where_it_is(directory: Path) -> None:
         flip(directory / name, (directory / name).stat().st_size // 2)
 
 
+@pytest.mark.ranks
+def test_a_shard_of_another_save_is_refused_though_it_has_the_same_length(
+    tmp_path: Path, directory: Path
+) -> None:
+    run_ranks(save, 2, tmp_path / "other")
+    other = tmp_path / "other" / "a.ckpt" / "__1_0.distcp"
+    shard = directory / "__1_0.distcp"
+    assert other.stat().st_size == shard.stat().st_size
+    for source in (other, directory / "__0_0.distcp"):
+        found = source.read_bytes()[: shard.stat().st_size].ljust(shard.stat().st_size, b"-")
+        shard.write_bytes(found)
+        assert find_fault(directory) is None
+        said = find_damage(directory)
+        assert said is not None
+        assert "__1_0.distcp was damaged after it was written, or is of another save" in said
+
+
+@pytest.mark.ranks
+def test_pipes_links_and_names_outside_of_the_folder_are_refused_at_once(
+    tmp_path: Path, directory: Path
+) -> None:
+    shard, content = directory / "__1_0.distcp", (directory / MANIFEST).read_text()
+    kept = shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(kept)
+    assert find_fault(directory) == "__1_0.distcp cannot be read (it is a link out of the folder)"
+    shard.unlink()
+    kept.rename(directory / "kept")
+    shard.symlink_to("kept")
+    assert find_fault(directory) is None
+    assert find_damage(directory) is None
+    shard.unlink()
+    os.mkfifo(shard)
+    assert find_fault(directory) == "__1_0.distcp cannot be read (it is not a plain file)"
+    for name in (MANIFEST, REST):
+        (directory / name).unlink()
+        os.mkfifo(directory / name)
+    assert find_fault(directory) == "its manifest.json cannot be read (it is not a plain file)"
+    shutil.rmtree(directory)
+    directory.mkdir()
+    for change in ({"within": "../other/"}, {"files": {"../a": {"bytes": 1}}}):
+        changed = {**json.loads(content), **change}
+        del changed["crc32"], changed["save"]
+        (directory / MANIFEST).write_text(json.dumps({**changed, "format": 2}))
+        assert find_fault(directory) == "its manifest.json names a file outside of the folder"
+
+
 class Kills:
     """What no checkpoint may do when it is loaded."""
 
@@ -223,7 +270,8 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path, directory: Path) -> Non
     data = pickle.dumps(Kills())
     (directory / METADATA).write_bytes(data)
     manifest = json.loads((directory / MANIFEST).read_text())
-    del manifest["crc32"]  # as earlier versions wrote it
+    del manifest["crc32"], manifest["save"]  # as earlier versions wrote it
+    manifest["format"] = 1
     manifest["files"][METADATA] = {"bytes": len(data), "crc32": zlib.crc32(data)}
     (directory / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"builtins\.exec has no place in it"):

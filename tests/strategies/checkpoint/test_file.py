@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.atomic_replace import PARTIAL
-from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO
+from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO, write_file
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -61,7 +63,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_checkpoint(
         AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
     monkeypatch.undo()
     assert AtomicCheckpointIO().load_checkpoint(path) == {"step": 1}
-    assert not path.with_name(path.name + PARTIAL).exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 def test_a_disk_that_fills_within_a_save_is_named(tmp_path: Path) -> None:
@@ -109,3 +111,21 @@ def test_a_file_takes_the_place_of_a_directory_of_shards(tmp_path: Path) -> None
 def test_a_remote_file_system_keeps_the_way_of_lightning() -> None:
     AtomicCheckpointIO().save_checkpoint({"step": 3}, "memory://folder/a.ckpt")
     assert AtomicCheckpointIO().load_checkpoint("memory://folder/a.ckpt") == {"step": 3}
+
+
+def test_two_saves_of_one_name_at_once_are_each_whole(tmp_path: Path) -> None:
+    target = tmp_path / "a.ckpt"
+    together = threading.Barrier(2, timeout=20)
+
+    def save(value: bytes) -> None:
+        def fill(file: Any) -> None:
+            file.write(value * 1000)
+            together.wait()  # both files are open
+            file.write(value * 1000)
+
+        write_file(target, fill)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(save, (b"one", b"two")))
+    assert target.read_bytes() in {b"one" * 2000, b"two" * 2000}
+    assert list(tmp_path.iterdir()) == [target]

@@ -3,12 +3,20 @@
 import errno
 import os
 import shutil
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from boltmesh.process import ProcessId
 from boltmesh.strategies.checkpoint import atomic_replace
-from boltmesh.strategies.checkpoint.atomic_replace import remove, replace
+from boltmesh.strategies.checkpoint.atomic_replace import (
+    partial_path,
+    remove,
+    remove_killed_saves,
+    replace,
+)
 
 
 def make(path: Path, kind: str, content: str) -> Path:
@@ -86,3 +94,38 @@ def test_a_removal_that_was_cut_short_is_finished_by_the_next(tmp_path: Path) ->
     make(tmp_path / "a.ckpt.removed", "directory", "half of it")
     remove(make(tmp_path / "a.ckpt", "directory", "old"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_deletes_what_killed_processes_left_and_nothing_of_others(tmp_path: Path) -> None:
+    target = tmp_path / "a.ckpt"
+    ended = subprocess.Popen(["sleep", "60"])
+    process = ProcessId.own()._replace(pid=ended.pid)
+    killed, reused, old = (
+        make(tmp_path / f"a.ckpt.{name}-0123abcd.partial", "directory", "half")
+        for name in (
+            f"{process.machine}-{process.pid}-0",
+            f"{process.machine}-{os.getpid()}-1",
+            f"0badcafe-{process.pid}-5",
+        )
+    )
+    make(tmp_path / "a.ckpt.partial", "file", "of an earlier version")
+    for path in (old / "inside", old):
+        os.utime(path, (0, 0))
+    ended.kill()  # and not waited for: a zombie has ended
+    while "Z" not in Path(f"/proc/{ended.pid}/stat").read_text():
+        time.sleep(0.01)
+    kept = {
+        make(partial_path(target), "directory", "another thread's"),
+        make(tmp_path / f"a.ckpt.0badcafe-{process.pid}-5-89abcdef.partial", "file", "elsewhere"),
+        make(tmp_path / "a.ckpt2.partial", "file", "of another checkpoint"),
+    }
+    remove_killed_saves(target)
+    ended.wait()
+    assert set(tmp_path.iterdir()) == kept
+    assert not any(path.exists() for path in (killed, reused, old))
+
+
+def test_no_two_saves_write_under_one_name(tmp_path: Path) -> None:
+    assert len({partial_path(tmp_path / "a.ckpt") for _ in range(100)}) == 100
+    name = partial_path(tmp_path / "hpc_ckpt_12.ckpt").name
+    assert "hpc_ckpt_" not in name  # Lightning takes the highest number for the newest

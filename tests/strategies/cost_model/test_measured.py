@@ -236,6 +236,7 @@ def test_what_is_kept_and_moved_is_predicted_to_the_byte(name, precision, accumu
     assert measure.kept == by_kind_and_place(memory)
 
 
+@pytest.mark.sample("bolt_zero3-bf16-mixed-2-None", "bolt_zero3_cpu-32-true-1-None")
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)

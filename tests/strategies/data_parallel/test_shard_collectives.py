@@ -1,5 +1,7 @@
 """In what order, with which timeouts and when a step communicates."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -11,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from boltmesh.strategies import ZeROStrategy
+from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES, CollectiveObserver
 from tests.support.ranks import run_ranks
 from tests.support.shard_runs import QUIET, STAGES, trainer
+from tests.support.sharded import build
 from tests.support.stack import Stack, token_data
 from tests.support.turns import in_turn
 
@@ -133,3 +137,25 @@ def test_a_unit_that_rests_in_the_last_batch_keeps_its_gradient_in_every_copy() 
             # 2 per element, by the mean of the ranks' factors 1 and 2, by half of the batches.
             assert [each.tolist() for each in gradients] == [[[1.5, 1.5]] * 2] * 2
             assert kinds == [True, True]  # between batches too, a scalar is no plain tensor
+
+
+def waits_of_a_step(rank: int, world_size: int) -> list[int]:
+    """Return how often the computation waits in the forward and in the backward pass."""
+    module = build()
+    found: list[None] = []
+
+    @contextmanager
+    def wait() -> Iterator[None]:
+        found.append(None)
+        yield
+
+    observe_waits(cast("Any", [module, module.hidden]), wait)
+    loss = module(torch.arange(4)).sum()
+    in_forward = len(found)
+    loss.backward()
+    return [in_forward, len(found) - in_forward]
+
+
+def test_a_device_waits_for_each_gather_and_at_the_end_for_the_reductions() -> None:
+    # The root stays gathered; a unit that is behind the others has its reduction waited for.
+    assert run_ranks(waits_of_a_step, 2) == [[2, 1 + 2]] * 2

@@ -4,9 +4,14 @@ import itertools
 import random
 
 import pytest
+import torch
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.partition.choose import MemoryBudget, cut_units
+from boltmesh.strategies.pipeline.partition.choose import (
+    MemoryBudget,
+    _available_bytes,
+    cut_units,
+)
 from boltmesh.strategies.pipeline.partition.split import UnitCost, balanced_split
 
 
@@ -78,3 +83,11 @@ def test_what_a_gpu_has_refuses_nothing_and_warns() -> None:
     with pytest.warns(RuntimeWarning, match=r"may not fit into the GPUs. No cut into 2 stages"):
         stages = cut_units("auto", units, (0, 1), MemoryBudget(6e9, False, (1, 1)))
     assert sizes(stages) == [2, 2]
+
+
+def test_the_memory_of_a_gpu_is_what_is_free_with_room_for_libraries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 << 30)
+    assert _available_bytes(torch.device("cuda", 0)) == pytest.approx(0.92 * (70 << 30), rel=1e-9)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import DDPStrategy
 from boltmesh.strategies.dry_run.unsupported import refuse_run
-from boltmesh.strategies.optimizer_probe import joins_gradients
+from boltmesh.strategies.optimizer_probe import mixes_parameters
 from boltmesh.strategies.pipeline.options import (
     STAGES,
     refuse_manual_optimization,
@@ -157,7 +157,7 @@ def test_optimizers_that_look_at_all_gradients_are_found(kind: Any, is_joint: bo
     parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
     optimizer = kind(parameters)
     state = torch.get_rng_state()
-    assert joins_gradients(optimizer) == is_joint
+    assert mixes_parameters(optimizer) == is_joint
     assert torch.equal(torch.get_rng_state(), state)
     assert all(bool((each == 1).all()) for each in parameters)
     assert not optimizer.state

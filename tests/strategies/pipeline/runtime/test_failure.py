@@ -251,6 +251,7 @@ def wait_in_vain(rank: int, world_size: int, folder: str, where: str) -> None:
     os._exit(3)
 
 
+@pytest.mark.sample("within")
 @pytest.mark.ranks
 @pytest.mark.parametrize("where", ["before", "within"])
 def test_a_rank_that_hangs_is_waited_for_once(tmp_path: Path, where: str) -> None:

@@ -45,6 +45,7 @@ def train(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, dict[
     return found
 
 
+@pytest.mark.sample("4")
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_gradients_are_those_of_one_process(world_size: int) -> None:

@@ -1,0 +1,7 @@
+"""Chooses a layout for a model on a cluster: ``boltmesh plan auto``. Plain Python, without torch.
+
+``transformer`` has the sizes of a model, ``machine`` those of accelerators and clusters (data in
+``accelerators.yaml``), ``layout`` one way to divide a training step over them. ``step_time`` and
+``layout_memory`` predict what the step takes; ``search`` enumerates layouts, drops those that do
+not fit and orders the rest; ``report`` prints the best three with reasons, for ``command``.
+"""

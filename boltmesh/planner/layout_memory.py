@@ -1,0 +1,109 @@
+"""Predicts what the fullest rank needs under a layout, by kind.
+
+Source: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, for the bytes of activations.
+"""
+
+from dataclasses import dataclass
+
+from boltmesh.planner.layout import Layout
+from boltmesh.planner.step_time import HALF, blocks_of_rank, parameters_of_rank
+from boltmesh.planner.transformer import Transformer
+
+CONTEXT_BYTES = 2.5 * 2**30
+"""The driver and the communication library take so much of a device."""
+FRAGMENTATION = 1.04
+
+
+@dataclass(frozen=True)
+class LayoutMemory:
+    """Bytes of the fullest rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    other: float
+    """Gathered layers, buckets, context of the device."""
+    host: float = 0.0
+    """In host memory, not on the device."""
+
+    @property
+    def device(self) -> float:
+        """Bytes on the device."""
+        return float(sum(value for name, value in vars(self).items() if name != "host"))
+
+    def terms(self) -> dict[str, float]:
+        """Return all kinds by name."""
+        return dict(vars(self))
+
+
+def estimate_layout_memory(model: Transformer, layout: Layout) -> LayoutMemory:
+    """Return what the fullest rank needs."""
+    numel = parameters_of_rank(model, layout)
+    shards = layout.num_shards
+    of_parameter, of_gradient, of_optimizer = layout.state_bytes
+    parameters = of_parameter * numel / (shards if layout.zero == 3 else 1)
+    if of_parameter > HALF and layout.zero in {1, 2}:
+        parameters = (HALF + of_parameter / shards) * numel  # gathered in bf16, kept in fp32
+    gradients = of_gradient * numel / (shards if layout.zero >= 2 else 1)
+    optimizer = of_optimizer * numel / (shards if layout.zero >= 1 else 1)
+    gathered = 2 * 2.0 * model.block_numel / layout.tensor if layout.zero == 3 else 0.0
+    activations, logits = _activations(model, layout)
+    host = 0.0
+    if layout.offload == "all":
+        host, parameters, gradients = parameters + gradients, 0.0, 0.0
+    if layout.offload != "none":
+        host, optimizer = host + optimizer, 0.0
+    return LayoutMemory(
+        parameters,
+        gradients,
+        optimizer,
+        activations * FRAGMENTATION,
+        logits,
+        CONTEXT_BYTES + gathered,
+        host,
+    )
+
+
+def _activations(model: Transformer, layout: Layout) -> tuple[float, float]:
+    """Return the bytes of blocks, and of the logits, that a rank keeps at once."""
+    tokens = layout.microbatch * model.seq / layout.context
+    ranks, width = layout.tensor, model.hidden
+    ffn = (3 if model.is_gated else 2) * model.ffn / width
+    # Per token and unit of width: 34 for 4 times the width; the feed-forward layer is 19 of them.
+    divided = (24.0 - 16.0 + 2.0 * ffn) if not model.is_gated else (8.0 + 2.0 * ffn)
+    repeated = 8.0 if model.has_flash else 10.0  # two masks of dropout
+    kept = (
+        tokens
+        * width
+        * (
+            (repeated + divided) / ranks
+            if layout.has_sequence_parallel
+            else repeated + divided / ranks
+        )
+    )
+    scores = 0.0 if model.has_flash else 5.0 * model.heads * model.seq * tokens / ranks
+    blocks, _ = blocks_of_rank(model.layers, layout)
+    inputs = 2.0 * tokens * width / (ranks if layout.has_sequence_parallel else 1)
+    if layout.recompute == "full":
+        once, live = inputs * blocks, kept + scores
+    elif layout.recompute == "selective":
+        once, live = kept * blocks, scores
+    else:
+        once, live = (kept + scores) * blocks, 0.0
+    logits = 6.0 * tokens * model.vocab / ranks
+    return once * live_microbatches(layout) + live, logits
+
+
+def live_microbatches(layout: Layout) -> float:
+    """Return how many microbatches the first stage keeps at once."""
+    pipeline, count = layout.pipeline, layout.num_microbatches
+    if pipeline == 1:
+        return 1.0
+    if layout.schedule == "gpipe":
+        return float(count)
+    if layout.stages_per_rank > 1 and layout.schedule != "zbv":
+        extra = (pipeline - 1) / (pipeline * layout.stages_per_rank)
+        return min(pipeline * (1.0 + extra), float(count))
+    return float(min(pipeline, count))

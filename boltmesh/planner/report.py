@@ -1,0 +1,254 @@
+"""Prints the best layouts of a search with reasons, and what would change the choice."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from boltmesh.planner.layout import Layout
+from boltmesh.planner.machine import GB
+from boltmesh.planner.search import Candidate, Search, division, search, smallest_cluster
+from boltmesh.planner.step_time import model_flops_utilization
+
+EXPECTED_ERROR = (
+    "Expected error of a time: 11 % in the median, 26 % for one in ten, on clusters that the rates "
+    "never saw (published runs, one source left out at a time); the faster of two "
+    "layouts is found in seven of ten pairs. Measure the first three before a long run."
+)
+SHOWN_TERMS = 0.01
+"""Terms below this share of a step are not printed."""
+
+TERMS = {
+    "compute": "forward and backward passes",
+    "recompute": "recomputation",
+    "tensor": "collectives of the tensor axis",
+    "context": "collectives of the context axis",
+    "gather": "ZeRO-3 gathers and host transfers not hidden",
+    "bubble": "pipeline bubble",
+    "data": "reduction of gradients not hidden",
+    "optimizer": "optimizer step",
+    "fixed": "fixed",
+}
+
+
+def best(found: Search, count: int = 3) -> list[Candidate]:
+    """Return the fastest layouts that differ in kind, the fastest first."""
+    chosen: dict[object, Candidate] = {}
+    for each in found.candidates:
+        chosen.setdefault(division(each.layout)[:4], each)
+    return list(chosen.values())[:count]
+
+
+def strategy_of(layout: Layout) -> str:
+    """Return the arguments for ``Trainer`` that make this layout."""
+    offload = {
+        "none": "",
+        "optimizer": ', offload_optimizer="cpu"',
+        "all": ', offload_optimizer="cpu", offload_parameters="cpu"',
+    }[layout.offload]
+    pipeline = ""
+    if layout.pipeline > 1:
+        pipeline = f', microbatches={layout.num_microbatches}, schedule="{layout.schedule}"'
+    recompute = (
+        "" if layout.recompute == "none" else (f', activation_checkpointing="{layout.recompute}"')
+    )
+    if layout.pipeline == layout.tensor == 1:
+        if layout.zero == 0:
+            name, arguments = "DDPStrategy", recompute.removeprefix(", ")
+        else:
+            name, arguments = "ZeROStrategy", f"stage={layout.zero}{offload}{recompute}"
+    else:
+        sequence = ", sequence_parallel=True" if layout.has_sequence_parallel else ""
+        name = "Parallel3DStrategy"
+        arguments = (
+            f"data={layout.data}, pipeline={layout.pipeline}, tensor={layout.tensor}, "
+            f"zero_stage={layout.zero}{offload}{pipeline}{sequence}{recompute}"
+        )
+    accumulated = 1 if layout.pipeline > 1 else layout.num_microbatches
+    batch = layout.sequences // (layout.data * accumulated)
+    text = f"strategy={name}({arguments}), batch_size={batch}"
+    return text + (f", accumulate_grad_batches={accumulated}" if accumulated > 1 else "")
+
+
+def flow_sentence(found: Search, fastest: Candidate) -> str:
+    """Return what the usual decision flow says of the case, and whether the numbers agree."""
+    cluster, budget = found.cluster, found.cluster.accelerator.memory_bytes
+    state = 16.0 * found.model.numel
+    layout = fastest.layout
+    if cluster.num_devices == 1:
+        rule = "one device: train if it fits, else ZeRO with offload to the host"
+        agrees = layout.offload != "none" or state < budget
+    elif state < 0.6 * budget:
+        rule = "the model fits into one device: replicate it, with DDP or ZeRO"
+        agrees = layout.tensor == layout.pipeline == 1
+    elif cluster.num_nodes == 1:
+        rule = "one node with a fast link: ZeRO, tensor or pipeline"
+        agrees = True
+    else:
+        rule = "several nodes: ZeRO-3, or tensor within a node with a pipeline and replicas across"
+        agrees = layout.zero == 3 or layout.tensor <= cluster.devices_per_node
+    return f"{rule}; the numbers {'agree' if agrees else 'say otherwise'}."
+
+
+def report_lines(found: Search, count: int = 3) -> list[str]:
+    """Return the report as lines of text."""
+    return [*_head(found), *(_nothing(found) if not found.candidates else _found(found, count))]
+
+
+def _head(found: Search) -> Iterator[str]:
+    model, cluster = found.model, found.cluster
+    yield (
+        f"{model.numel / 1e9:,.1f} billion parameters on {cluster.num_devices:,} x "
+        f"{cluster.accelerator.name} ({cluster.num_nodes:,} x {cluster.devices_per_node}, "
+        f"{cluster.network_rate * 8 / 1e9:,.0f} Gbit/s between nodes for each), {found.dtype}"
+    )
+    yield (
+        f"a step: {found.sequences:,} sequences of {model.seq:,} tokens; "
+        f"{found.num_layouts:,} layouts tried, {len(found.candidates):,} fit"
+    )
+
+
+def _nothing(found: Search) -> Iterator[str]:
+    have = found.cluster.accelerator.memory_bytes
+    yield ""
+    yield (
+        f"No layout fits: the least memory that one needs is {found.least_memory / GB:,.0f} GB a "
+        f"device, and {found.cluster.accelerator.name} has {have / GB:,.0f} GB."
+    )
+    if (devices := smallest_cluster(found)) is not None:
+        yield f"{devices:,} of these devices are enough."
+    yield "Offload to a disk (bolt_zero3_nvme) needs less; see docs/zero.md."
+
+
+def _found(found: Search, count: int) -> Iterator[str]:
+    chosen = best(found, count)
+    yield ""
+    yield "     step    tokens/s  MFU   memory  tensor pipeline data"
+    for place, each in enumerate(chosen, start=1):
+        layout = each.layout
+        yield (
+            f"{place}. {each.seconds:6.2f} s {tokens_per_second(found, each):>10,.0f}  "
+            f"{100 * utilization(found, each):3.0f} % {each.memory.device / GB:6.0f} GB  "
+            f"{layout.tensor:6} {layout.pipeline:8} {layout.data:4}  {_described(each)}"
+        )
+    for place, each in enumerate(chosen, start=1):
+        yield ""
+        yield f"{place}. {strategy_of(each.layout)}"
+        yield f"   time    {_terms(each)}"
+        yield f"   memory  {_memory(each)}"
+        if place == 1:
+            yield f"   rule    {flow_sentence(found, each)}"
+        else:
+            yield f"   behind  {_behind(chosen[0], each)}"
+    yield ""
+    yield from (f"With {change}: {outcome}" for change, outcome in changes(found, chosen[0]))
+    yield ""
+    yield EXPECTED_ERROR
+
+
+def tokens_per_second(found: Search, candidate: Candidate) -> float:
+    """Return tokens per second of the whole cluster."""
+    return found.sequences * found.model.seq / candidate.seconds
+
+
+def utilization(found: Search, candidate: Candidate) -> float:
+    """Return the share of the peak that model FLOPs take (MFU)."""
+    return model_flops_utilization(
+        found.model, found.cluster.accelerator, candidate.layout, candidate.seconds
+    )
+
+
+def _described(candidate: Candidate) -> str:
+    layout = candidate.layout
+    words = [f"{layout.num_microbatches} x {layout.microbatch}"]
+    if layout.schedule:
+        words.append(layout.schedule)
+    words.append(f"ZeRO-{layout.zero}" if layout.zero else "replicas")
+    if layout.offload != "none":
+        words.append(f"{layout.offload} on the host")
+    if layout.recompute != "none":
+        words.append(f"recompute {layout.recompute}")
+    if candidate.is_tight:
+        words.append("TIGHT")
+    return ", ".join(words)
+
+
+def _terms(candidate: Candidate) -> str:
+    total = candidate.seconds
+    shown = [
+        f"{TERMS[name]} {value:.2f} s ({100 * value / total:.0f} %)"
+        for name, value in candidate.time.terms().items()
+        if value > SHOWN_TERMS * total
+    ]
+    return ", ".join(shown)
+
+
+def _memory(candidate: Candidate) -> str:
+    terms = candidate.memory.terms()
+    return (
+        ", ".join(f"{name} {value / GB:.1f}" for name, value in terms.items() if value > 5e7)
+        + " GB"
+    )
+
+
+def _behind(first: Candidate, other: Candidate) -> str:
+    before, after = first.time.terms(), other.time.terms()
+    name = max(after, key=lambda each: after[each] - before[each])
+    slower = 100 * (other.seconds / first.seconds - 1)
+    if slower < 1:
+        return f"equal within the error of the prediction ({slower:+.1f} %)"
+    return f"{slower:.0f} % slower: {TERMS[name]} takes {after[name] - before[name]:+.2f} s"
+
+
+def changes(found: Search, first: Candidate) -> Iterator[tuple[str, str]]:
+    """Yield what another cluster or batch would give, each as the change and the outcome."""
+    cluster = found.cluster
+    if cluster.num_nodes > 1:
+        faster = replace(cluster, network_rate=2 * cluster.network_rate)
+        yield "a network of twice the rate", _outcome(found, first, replace(found, cluster=faster))
+    wider = replace(cluster, num_devices=2 * cluster.num_devices)
+    yield "twice the devices", _outcome(found, first, replace(found, cluster=wider))
+    if found.model.seq >= 1024:
+        shorter = replace(found.model, seq=found.model.seq // 2)
+        yield (
+            "half the sequence length, twice the sequences",
+            _outcome(found, first, replace(found, model=shorter, sequences=2 * found.sequences)),
+        )
+
+
+def _outcome(found: Search, first: Candidate, other: Search) -> str:
+    again = search(other.model, other.cluster, sequences=other.sequences, dtype=other.dtype)
+    if not again.candidates:
+        return "no layout divides the batch."
+    candidate = again.candidates[0]
+    factor = tokens_per_second(again, candidate) / tokens_per_second(found, first)
+    layout = candidate.layout
+    same = division(layout)[:2] == division(first.layout)[:2]
+    axes = f"tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}"
+    return f"{factor:.2f} x the tokens/s, {'the same kind of layout' if same else axes}."
+
+
+def as_data(found: Search, count: int = 3) -> dict[str, Any]:
+    """Return the report as data for JSON; times in seconds, memory in bytes."""
+    chosen = best(found, count)
+    return {
+        "parameters": found.model.numel,
+        "devices": found.cluster.num_devices,
+        "accelerator": found.cluster.accelerator.name,
+        "sequences": found.sequences,
+        "layouts": found.num_layouts,
+        "fit": len(found.candidates),
+        "expected_error": {"median": 0.11, "p90": 0.26},
+        "best": [
+            {
+                "strategy": strategy_of(each.layout),
+                "layout": vars(each.layout),
+                "step_s": each.seconds,
+                "tokens_per_s": tokens_per_second(found, each),
+                "mfu": utilization(found, each),
+                "time_s": each.time.terms(),
+                "memory_bytes": {**each.memory.terms(), "device": each.memory.device},
+                "is_tight": each.is_tight,
+            }
+            for each in chosen
+        ],
+    }

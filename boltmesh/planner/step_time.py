@@ -1,0 +1,353 @@
+"""Predicts how long one step takes under a layout, term by term.
+
+Sources: Narayanan et al. 2021 (arXiv 2104.04473), Korthikanti et al. 2022 (2205.05198), Rajbhandari
+et al. 2020 (1910.02054) for the volumes; Qi et al. 2024 (2401.10241) for the bubbles of zero-bubble
+schedules.
+
+Shapes: T tokens of a microbatch on a rank, H width, S sequence length, t ranks of the tensor axis.
+"""
+
+from dataclasses import dataclass, replace
+from math import log2
+
+from boltmesh.planner.layout import Group, Layout, groups_of
+from boltmesh.planner.machine import Accelerator, Cluster
+from boltmesh.planner.rates import Rates
+from boltmesh.planner.transformer import Transformer
+
+HALF = 2
+"""Bytes of an activation, a parameter or a gradient in bf16."""
+OPTIMIZER_BYTES = 34
+"""Read and written by Adam for each parameter that a rank updates: fp32 value, two moments and
+gradient, bf16 value."""
+HOST_OPTIMIZER_RATE = 100e9 / 28
+"""Parameters that Adam on a host updates in a second, of the memory rate of a host per device."""
+LINK_LATENCY = 9e-6
+NETWORK_LATENCY = 38e-6
+"""Seconds of a step of a collective within a node, and between nodes: all-reduces of 1 MiB over 8
+and over 32 ranks, planner_micro.csv M26 and M27."""
+NOT_DIVIDED = 0.45
+"""Share of elementwise traffic that tensor parallelism without sequence parallelism repeats."""
+HIDDEN_BY_ASYNC = 0.7
+"""Share of the tensor axis's collectives that run beside products, where they are cut in parts."""
+BUBBLE_OF_SCHEDULE = {"zero_bubble": 0.42, "zbv": 0.03}
+"""Bubbles of schedules over that of 1F1B."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, in exclusive parts."""
+
+    compute: float
+    recompute: float
+    tensor: float
+    context: float
+    gather: float
+    """Gathers of ZeRO-3, and transfers from and to the host, that computation does not hide."""
+    bubble: float
+    """A rank waits for other stages, messages between them included."""
+    data: float
+    """The reduction of gradients that computation does not hide."""
+    optimizer: float
+    fixed: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(self.terms().values())
+
+    def terms(self) -> dict[str, float]:
+        """Return all parts by name."""
+        return dict(vars(self))
+
+    def scaled(self, factor: float) -> "StepTime":
+        """Return the same with every part multiplied."""
+        return replace(self, **{name: factor * value for name, value in self.terms().items()})
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of one microbatch on a part of the model."""
+
+    forward: float
+    backward: float
+    recompute: float
+    tensor: float
+    context: float
+
+    def __add__(self, other: "_Pass") -> "_Pass":
+        return _Pass(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+    def times(self, count: float) -> "_Pass":
+        return _Pass(*(count * each for each in vars(self).values()))
+
+    @property
+    def seconds(self) -> float:
+        return float(sum(vars(self).values()))
+
+
+class StepTimeModel:
+    """Predicts the step of one model on one cluster.
+
+    Args:
+        model: The sizes of the model.
+        cluster: Where it trains.
+        rates: What software reaches of it.
+    """
+
+    def __init__(self, model: Transformer, cluster: Cluster, rates: Rates) -> None:
+        self.model = model
+        self.cluster = cluster
+        self.rates = rates
+
+    def predict(self, layout: Layout) -> StepTime:
+        """Return the time of one step."""
+        rates = self.rates
+        groups = groups_of(layout, self.cluster)
+        slowest = self._slowest(layout, groups)
+        busy = slowest.times(layout.num_microbatches)
+        message = self._message(layout, groups["pipeline"])
+        bubble = self._bubble(layout, slowest.seconds, message)
+        parameters = parameters_of_rank(self.model, layout)
+        gather = self._gather(layout, groups["replicas"], busy) if layout.zero == 3 else 0.0
+        gather += self._transfer(layout, parameters, busy)
+        found = StepTime(
+            compute=busy.forward + busy.backward,
+            recompute=busy.recompute,
+            tensor=busy.tensor,
+            context=busy.context,
+            gather=gather,
+            bubble=bubble,
+            data=self._reduction(layout, groups["replicas"], parameters, busy),
+            optimizer=self._optimizer(layout, parameters),
+            fixed=rates.step_ms * 1e-3,
+        )
+        waiting = 1.0 + rates.straggler * log2(max(1, self.cluster.num_nodes))
+        return found.scaled(waiting * rates.calibration)
+
+    def stage_times(self, layout: Layout) -> tuple[tuple[float, float], float]:
+        """Return the seconds of a stage's forward and backward pass, and of a message."""
+        groups = groups_of(layout, self.cluster)
+        slowest = self._slowest(layout, groups)
+        forward = slowest.forward + slowest.tensor / 3 + slowest.context / 3
+        per_stage = 1 / layout.stages_per_rank
+        stage = forward * per_stage, (slowest.seconds - forward) * per_stage
+        return stage, self._message(layout, groups["pipeline"])
+
+    # Parts of the model.
+
+    def _slowest(self, layout: Layout, groups: dict[str, Group]) -> _Pass:
+        """Return a microbatch on the rank with the most work."""
+        blocks, last = blocks_of_rank(self.model.layers, layout)
+        block = self._block(layout, groups)
+        with_logits = block.times(last) + self._logits(layout, groups)
+        return max(block.times(blocks), with_logits, key=lambda each: each.seconds)
+
+    def _tokens(self, layout: Layout) -> float:
+        return layout.microbatch * self.model.seq / layout.context
+
+    def _block(self, layout: Layout, groups: dict[str, Group]) -> _Pass:
+        model, rates, device = self.model, self.rates, self.cluster.accelerator
+        tokens, width, ranks = self._tokens(layout), model.hidden, layout.tensor
+        up = (2 if model.is_gated else 1) * model.ffn
+        products = (
+            self._product(layout, tokens, width, (width + 2 * model.kv_width) / ranks)
+            + self._product(layout, tokens, width / ranks, width)
+            + self._product(layout, tokens, width, up / ranks)
+            + self._product(layout, tokens, model.ffn / ranks, width)
+        )
+        attention = self._attention(layout, tokens)
+        share = (
+            1 / ranks
+            if layout.has_sequence_parallel or ranks == 1
+            else (NOT_DIVIDED + (1 - NOT_DIVIDED) / ranks)
+        )
+        elementwise = rates.elementwise_bytes * tokens * width * share / device.memory_rate
+        launches = rates.block_us * 1e-6
+        forward = products + attention + elementwise + launches
+        backward = 2 * products + 2.5 * attention + 2 * elementwise + 2 * launches
+        recompute = 0.0
+        if layout.recompute == "full":
+            recompute = forward
+        elif layout.recompute == "selective":
+            recompute = elementwise + launches if model.has_flash else attention
+        reduced = 4 if layout.recompute != "full" else 6
+        activation = HALF * tokens * width
+        tensor = reduced * self._all_reduce(groups["tensor"], activation)
+        if layout.has_async_tensor:
+            tensor *= 1 - HIDDEN_BY_ASYNC
+        context = 0.0
+        if layout.context > 1:
+            keys = HALF * 2 * tokens * model.kv_width / ranks
+            moved = 3 * (layout.context - 1) * keys / self._rate(groups["context"])
+            context = max(0.0, moved - 0.5 * 3.5 * attention)
+        return _Pass(forward, backward, recompute, tensor, context)
+
+    def _logits(self, layout: Layout, groups: dict[str, Group]) -> _Pass:
+        model, device = self.model, self.cluster.accelerator
+        tokens, columns = self._tokens(layout), model.vocab / layout.tensor
+        product = self._product(layout, tokens, model.hidden, columns, dtype="bf16")
+        softmax = 12.0 * tokens * columns / device.memory_rate
+        tensor = 2 * self._all_reduce(groups["tensor"], HALF * tokens * model.hidden)
+        return _Pass(product + softmax, 2 * product + softmax, 0.0, tensor, 0.0)
+
+    def _product(
+        self, layout: Layout, rows: float, inner: float, columns: float, dtype: str | None = None
+    ) -> float:
+        """Return the seconds of a product of (rows, inner) with (inner, columns)."""
+        rates = self.rates
+        dtype = dtype or layout.dtype
+        # A product in a narrower type has to be larger to be as efficient.
+        harder = 1.0 if dtype == "bf16" else 2.0
+        efficiency = (
+            rates.matmul
+            * columns
+            / (columns + rates.small_width * harder)
+            * inner
+            / (inner + rates.small_width * harder)
+            * rows
+            / (rows + rates.small_rows * harder)
+        )
+        rate = self.cluster.accelerator.matmul_rate(dtype)
+        return 2.0 * rows * inner * columns / (rate * efficiency)
+
+    def _attention(self, layout: Layout, tokens: float) -> float:
+        model, rates, device = self.model, self.rates, self.cluster.accelerator
+        width = model.hidden / layout.tensor
+        peak = device.flops["bf16"]
+        if model.has_flash:
+            return 2.0 * model.seq * width * tokens / (peak * rates.attention)
+        heads = model.heads / layout.tensor
+        products = 4.0 * model.seq * width * tokens / (peak * rates.matmul * 0.7)
+        head_size = model.hidden / model.heads
+        unaligned = 1.0 if head_size % 8 == 0 else 3.0  # tensor cores take multiples of 8
+        return (
+            unaligned * products
+            + rates.score_bytes * heads * model.seq * tokens / device.memory_rate
+        )
+
+    # Communication.
+
+    def _rate(self, group: Group) -> float:
+        """Return bytes per second of a ring over a group."""
+        if group.num_nodes > 1:
+            return self.cluster.network_rate * self.rates.network * group.in_node
+        return self.cluster.accelerator.link_rate * self.rates.link
+
+    def _ring(self, group: Group, num_bytes: float) -> float:
+        """Return the seconds of an all-gather, or of a reduce-scatter, of so many bytes in all."""
+        if group.size == 1:
+            return 0.0
+        latency = self._latency(group) * log2(group.size)
+        inside = (
+            (group.in_node - 1)
+            / group.in_node
+            * num_bytes
+            / (self.cluster.accelerator.link_rate * self.rates.link)
+        )
+        across = 0.0
+        if group.num_nodes > 1:
+            # Each rank of a node moves its part of what the node exchanges.
+            share = num_bytes / group.in_node * (group.num_nodes - 1) / group.num_nodes
+            across = share / (self.cluster.network_rate * self.rates.network)
+        return latency + max(inside, across)
+
+    @staticmethod
+    def _latency(group: Group) -> float:
+        """Return the seconds of one step of a collective, however small."""
+        return LINK_LATENCY if group.num_nodes == 1 else NETWORK_LATENCY
+
+    def _all_reduce(self, group: Group, num_bytes: float) -> float:
+        return 2.0 * self._ring(group, num_bytes)
+
+    def _message(self, layout: Layout, group: Group) -> float:
+        """Return the seconds of a message from a stage to the next."""
+        if group.size == 1:
+            return 0.0
+        num_bytes = HALF * self._tokens(layout) * self.model.hidden / layout.tensor
+        rate = (
+            self.cluster.accelerator.link_rate * self.rates.link
+            if group.num_nodes == 1
+            else self.cluster.network_rate * self.rates.network
+        )
+        return self._latency(group) + num_bytes / rate
+
+    def _bubble(self, layout: Layout, stage: float, message: float) -> float:
+        if layout.pipeline == 1:
+            return 0.0
+        part = BUBBLE_OF_SCHEDULE.get(layout.schedule, 1.0 / layout.stages_per_rank)
+        waiting = (layout.pipeline - 1) * part * (stage + 2 * message)
+        # Messages of an interleaved schedule are many, and not all behind computation.
+        exposed = layout.num_microbatches * (layout.stages_per_rank - 1) * message
+        return waiting + exposed
+
+    def _gather(self, layout: Layout, group: Group, busy: _Pass) -> float:
+        """Return what of the gathers and scatters of ZeRO-3 is not hidden."""
+        blocks, _ = blocks_of_rank(self.model.layers, layout)
+        shards = layout.num_shards
+        sharing = Group(shards, min(shards, group.in_node))
+        num_bytes = HALF * blocks * self.model.block_numel / layout.tensor
+        passes = 1 if layout.pipeline > 1 else layout.num_microbatches
+        moved = 3 * passes * self._ring(sharing, num_bytes)
+        moved += 3 * passes * (blocks - 1) * self._latency(sharing) * log2(max(2, shards))
+        computing = busy.forward + busy.backward + busy.recompute
+        hidden = min(moved, computing) * self.rates.gather_overlap
+        return moved - hidden
+
+    def _reduction(self, layout: Layout, group: Group, parameters: float, busy: _Pass) -> float:
+        if group.size == 1:
+            return 0.0
+        width = 4 if layout.has_fp32_gradients else HALF
+        if layout.zero == 3:
+            replicas = group.size // layout.num_shards
+            if replicas == 1:
+                return 0.0
+            across = Group(replicas, max(1, group.in_node // layout.num_shards))
+            moved = self._all_reduce(across, width * parameters / layout.num_shards)
+        else:
+            moved = self._all_reduce(group, width * parameters)
+        hidden = min(moved, busy.backward / layout.num_microbatches) * self.rates.gradient_overlap
+        return moved - hidden
+
+    def _optimizer(self, layout: Layout, parameters: float) -> float:
+        updated = parameters / layout.num_shards
+        if layout.offload == "none":
+            return OPTIMIZER_BYTES * updated / self.cluster.accelerator.memory_rate
+        moved = 2 * HALF * updated / self.cluster.accelerator.host_rate
+        return max(moved, updated / HOST_OPTIMIZER_RATE)
+
+    def _transfer(self, layout: Layout, parameters: float, busy: _Pass) -> float:
+        """Return what of the transfers of parameters and gradients from and to the host shows."""
+        if layout.offload != "all":
+            return 0.0
+        num_bytes = (2 * HALF + 4) * parameters / layout.num_shards
+        moved = layout.num_microbatches * num_bytes / self.cluster.accelerator.host_rate
+        return max(0.0, moved - (busy.forward + busy.backward + busy.recompute))
+
+
+def blocks_of_rank(layers: int, layout: Layout) -> tuple[int, int]:
+    """Return the blocks of the rank that has most, and of the rank with the logits."""
+    stages = layout.pipeline * layout.stages_per_rank
+    if layout.pipeline > 1 and (layers + 2) % stages == 0:
+        return (layers + 2) // layout.pipeline, (layers + 2) // layout.pipeline - 1  # as a block
+    most = -(-layers // stages) * layout.stages_per_rank
+    return most, most
+
+
+def parameters_of_rank(model: Transformer, layout: Layout) -> float:
+    """Return the parameters of the rank that has most, before ZeRO shards them."""
+    most, _ = blocks_of_rank(model.layers, layout)
+    blocks = most * model.block_numel / layout.tensor
+    tables = model.vocab * model.hidden / layout.tensor
+    both = layout.pipeline == 1 and not model.is_tied
+    return blocks + (2 if both else 1) * tables
+
+
+def model_flops_utilization(
+    model: Transformer, device: Accelerator, layout: Layout, seconds: float
+) -> float:
+    """Return MFU: model FLOPs (without recomputation) over what the devices could do at most."""
+    peak = device.flops.get(layout.dtype, device.flops["bf16"])
+    return model.step_flops(layout.sequences) / (seconds * layout.num_devices * peak)

@@ -1,0 +1,205 @@
+"""The sizes of a transformer, from which its work and its memory follow."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from boltmesh.configs.advice import name_choices, nearest
+from boltmesh.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A decoder of equal blocks.
+
+    Attributes:
+        layers: Blocks.
+        hidden: Width of the residual stream.
+        heads: Query heads.
+        kv_heads: Heads of keys and values; fewer than ``heads`` under grouped-query attention.
+        ffn: Width of the feed-forward layer.
+        vocab: Rows of the embedding.
+        seq: Tokens of a sequence.
+        is_gated: Whether the feed-forward layer has a third matrix (SwiGLU).
+        is_tied: Whether the output projection is the embedding.
+        has_flash: Whether attention keeps no scores (SDPA, FlashAttention).
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    is_gated: bool = False
+    is_tied: bool = False
+    has_flash: bool = True
+
+    @property
+    def kv_width(self) -> int:
+        """Width of keys, and of values."""
+        return self.hidden * self.kv_heads // self.heads
+
+    @property
+    def block_numel(self) -> int:
+        """Parameters of a block; norms and biases count as nothing."""
+        attention = 2 * self.hidden * (self.hidden + self.kv_width)
+        return attention + (3 if self.is_gated else 2) * self.hidden * self.ffn
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model."""
+        tables = 1 if self.is_tied else 2
+        return self.layers * self.block_numel + tables * self.vocab * self.hidden
+
+    def step_flops(self, sequences: int) -> float:
+        """Return floating point operations of a step without recomputation: model FLOPs."""
+        tokens = float(sequences * self.seq)
+        products = 6.0 * tokens * (self.layers * self.block_numel + self.vocab * self.hidden)
+        return products + 6.0 * tokens * self.layers * self.hidden * self.seq
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, seq: int = 2048) -> Transformer:
+    return Transformer(layers, hidden, heads, heads, 4 * hidden, vocab, seq, is_tied=True)
+
+
+def _llama(
+    layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, seq: int
+) -> Transformer:
+    return Transformer(layers, hidden, heads, kv, ffn, vocab, seq, is_gated=True)
+
+
+_FLAGS = {"is_gated": 0, "is_tied": 0, "has_flash": 1}
+
+KNOWN: Mapping[str, Transformer] = {
+    "gpt2": _gpt(12, 768, 12, 50257, 1024),
+    "gpt2-xl": _gpt(48, 1600, 25, 50257, 1024),
+    "gpt3-1.3b": _gpt(24, 2048, 16),
+    "gpt3-6.7b": _gpt(32, 4096, 32),
+    "gpt3-13b": _gpt(40, 5120, 40),
+    "gpt3-175b": _gpt(96, 12288, 96),
+    "bloom-176b": _gpt(70, 14336, 112, 250880),
+    "llama2-7b": _llama(32, 4096, 32, 32, 11008, 32000, 4096),
+    "llama2-13b": _llama(40, 5120, 40, 40, 13824, 32000, 4096),
+    "llama2-70b": _llama(80, 8192, 64, 8, 28672, 32000, 4096),
+    "llama3-8b": _llama(32, 4096, 32, 8, 14336, 128256, 8192),
+    "llama3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 8192),
+    "llama3-405b": _llama(126, 16384, 128, 8, 53248, 128256, 8192),
+    "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000, 8192),
+    "qwen2.5-7b": _llama(28, 3584, 28, 4, 18944, 152064, 4096),
+    "qwen2.5-32b": _llama(64, 5120, 40, 8, 27648, 152064, 4096),
+    "qwen2.5-72b": _llama(80, 8192, 64, 8, 29568, 152064, 4096),
+}
+"""Published sizes, by name."""
+
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    "vocab": ("vocab_size",),
+    "seq": ("max_position_embeddings", "n_positions"),
+}
+"""Names of each size in configurations of Hugging Face."""
+
+
+def transformer_named(text: str, *, seq: int | None = None) -> Transformer:
+    """Return the sizes of a model.
+
+    Args:
+        text: ``layers=70 hidden=14336 heads=112 ffn=57344 vocab=250880 seq=2048``, a name of
+            ``KNOWN``, the path of a ``config.json`` of Hugging Face, or of a folder that has one.
+        seq: Tokens of a sequence, in place of the model's.
+
+    Raises:
+        ConfigError: For an unknown name, a missing or an impossible size.
+    """
+    if "=" in text:
+        found = _from_sizes(dict(_pair(each) for each in text.replace(",", " ").split()))
+    elif (name := text.lower().rpartition("/")[2].replace("meta-", "")) in KNOWN:
+        found = KNOWN[name]
+    elif (near_name := _without_suffix(name)) in KNOWN:
+        found = KNOWN[near_name]
+    elif Path(text).exists():
+        found = _from_hugging_face(Path(text))
+    else:
+        near = nearest(name, KNOWN)
+        hint = f" Did you mean '{near}'?" if near else ""
+        raise ConfigError(
+            f"There is no model '{text}'.{hint} Known are {name_choices(KNOWN, at_most=20)}; else "
+            f"give the path of its config.json, or its sizes: "
+            f'--model "layers=32 hidden=4096 heads=32 ffn=14336 vocab=128256 seq=8192".'
+        )
+    return found if seq is None else replace(found, seq=seq)
+
+
+def _without_suffix(name: str) -> str:
+    """Return ``llama3-8b`` for ``llama-3.1-8b-instruct``."""
+    parts = [each for each in name.split("-") if each not in {"instruct", "base", "hf", "chat"}]
+    if len(parts) == 3:
+        parts = [parts[0] + parts[1].removesuffix(".1"), parts[2]]
+    return "-".join(parts)
+
+
+def _pair(text: str) -> tuple[str, int]:
+    key, _, value = text.partition("=")
+    names = [each.name for each in fields(Transformer)]
+    spelled = {"gated": "is_gated", "tied": "is_tied", "flash": "has_flash"}.get(key, key)
+    if spelled not in names:
+        near = nearest(key, [*names, "gated", "tied", "flash"])
+        raise ConfigError(
+            f"--model has no size '{key}'." + (f" Did you mean '{near}'?" if near else "")
+        )
+    if not value.isdigit():
+        raise ConfigError(f"--model {text}: '{value}' is no whole number of 0 or more.")
+    return spelled, int(value)
+
+
+def _from_sizes(sizes: dict[str, int]) -> Transformer:
+    needed = [each for each in ("layers", "hidden", "heads", "vocab", "seq") if each not in sizes]
+    if needed:
+        raise ConfigError(f"--model lacks {name_choices(needed)}: write layers=32 hidden=4096 …")
+    sizes.setdefault("kv_heads", sizes["heads"])
+    sizes.setdefault("ffn", 4 * sizes["hidden"])
+    flags = {name: bool(sizes.pop(name, default)) for name, default in _FLAGS.items()}
+    if min(sizes.values()) < 1:
+        raise ConfigError("--model: every size has to be 1 or more.")
+    if sizes["hidden"] % sizes["heads"] or sizes["heads"] % sizes["kv_heads"]:
+        raise ConfigError(
+            f"--model: hidden={sizes['hidden']} has to be a multiple of heads={sizes['heads']}, "
+            f"and that one of kv_heads={sizes['kv_heads']}."
+        )
+    return Transformer(
+        layers=sizes["layers"],
+        hidden=sizes["hidden"],
+        heads=sizes["heads"],
+        kv_heads=sizes["kv_heads"],
+        ffn=sizes["ffn"],
+        vocab=sizes["vocab"],
+        seq=sizes["seq"],
+        **flags,
+    )
+
+
+def _from_hugging_face(path: Path) -> Transformer:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        table = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--model {path} cannot be read as a configuration: {error}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"--model {path} is no configuration of Hugging Face.")
+    sizes: dict[str, int] = {}
+    for name, keys in _NAMES.items():
+        value: Any = next((table[key] for key in keys if table.get(key) is not None), None)
+        if isinstance(value, int):
+            sizes[name] = value
+    gated: Callable[[str], bool] = str(table.get("hidden_act", "")).startswith
+    sizes["is_gated"] = int(gated("silu") or gated("swish"))
+    sizes["is_tied"] = int(bool(table.get("tie_word_embeddings", not sizes["is_gated"])))
+    return _from_sizes(sizes)

@@ -1,0 +1,354 @@
+"""Runs a block by the plan only for arguments like those that the plan was verified with.
+
+A plan is verified on one batch, and a later batch may take another path through a block: without
+padding Hugging Face passes no mask, with padding a mask, and attention then calls other operators.
+So each call of a block has a signature: which arguments are tensors, None, True, ..., with which
+kind of dtype, how many dims, and which of these have one element. The first call with a new one is
+a verification of its own: the block runs whole, with parameters gathered, and divided, and outputs
+and gradients have to agree. If they do not, the block runs whole for such arguments from then on.
+
+Everything happens among the ranks of the tensor group, within the block's forward, so that data
+replicas and pipeline stages may meet a signature at different times.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from boltmesh.errors import UnsupportedError
+from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, random_state_unchanged
+from boltmesh.strategies.dry_run.step import DryRunOutcome, without_dropout
+from boltmesh.strategies.tensor.comparison import ROUGH, TOLERANCE, difference
+from boltmesh.strategies.tensor.plan import ShardedParameter
+from boltmesh.strategies.tensor.runtime.collectives import TensorGroup, all_reduce
+from boltmesh.strategies.tensor.runtime.param_swap import (
+    Around,
+    Original,
+    gather_whole,
+    in_place_of,
+    originals_restored,
+    own_parameters,
+)
+from boltmesh.strategies.tensor.runtime.stacks import RunningStack
+from boltmesh.strategies.torch_compat.autograd import unrecorded
+from boltmesh.strategies.torch_compat.float32 import full_float32
+from boltmesh.strategies.torch_compat.tensors import is_fake, tree_leaves
+
+Signature = tuple[tuple[str, Any], ...]
+"""Path and kind of each argument of a call."""
+
+
+def signature_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    """Return the signature of a call, without sizes, values of numbers or precision."""
+    found: list[tuple[str, Any]] = []
+    for place, value in enumerate(args):
+        _add(found, f"argument {place + 1}", value)
+    for name, value in kwargs.items():
+        _add(found, name, value)
+    return tuple(found)
+
+
+def _add(found: list[tuple[str, Any]], path: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        kind = "floats" if value.is_floating_point() else str(value.dtype)
+        found.append((path, (kind, tuple(size == 1 for size in value.shape))))
+    elif value is None or isinstance(value, (bool, str)):
+        found.append((path, value))
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            _add(found, f"{path}[{key!r}]", each)
+    elif isinstance(value, (list, tuple)):
+        for place, each in enumerate(value):
+            _add(found, f"{path}[{place}]", each)
+    else:
+        found.append((path, type(value)))
+
+
+def without_sizes(signature: Signature) -> Signature:
+    """Return a signature that does not say which dims have one element."""
+    return tuple(
+        (path, (kind[0], len(kind[1])) if isinstance(kind, tuple) else kind)
+        for path, kind in signature
+    )
+
+
+@dataclass
+class Verified:
+    """The signatures of one kind of block that were verified.
+
+    Args:
+        has_sizes: Whether it matters which dims have one element.
+    """
+
+    has_sizes: bool = True
+    with_gradient: dict[Signature, bool] = field(default_factory=dict)
+    """Whether the block may run divided, by signature of a call with a backward pass."""
+    forward_only: dict[Signature, bool] = field(default_factory=dict)
+
+    def of_call(self, signature: Signature, *, has_gradient: bool) -> bool | None:
+        """Whether a block may run divided; None if that is not known."""
+        if not self.has_sizes:
+            signature = without_sizes(signature)
+        known = self.with_gradient.get(signature)
+        if known is None and not has_gradient:
+            return self.forward_only.get(signature)
+        return known
+
+    def add(self, signature: Signature, *, has_gradient: bool, is_right: bool) -> None:
+        """Keep the result for a signature."""
+        if not self.has_sizes:
+            signature = without_sizes(signature)
+        (self.with_gradient if has_gradient else self.forward_only)[signature] = is_right
+
+
+class SignatureRecorder:
+    """Records the signatures with which blocks are called."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, set[tuple[Signature, bool]]] = {}
+        """With whether gradients were enabled, by name of the block."""
+
+    @contextmanager
+    def watching(self, blocks: Mapping[str, Module]) -> Iterator[None]:
+        """Context in which calls of blocks are recorded."""
+        handles = [
+            each.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+            for name, each in blocks.items()
+        ]
+        try:
+            yield
+        finally:
+            for each in handles:
+                each.remove()
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def note(module: Module, args: Any, kwargs: Any) -> None:
+            call = signature_of(args, kwargs), torch.is_grad_enabled()
+            self.seen.setdefault(name, set()).add(call)
+
+        return note
+
+
+@dataclass
+class SignatureGuard:
+    """Around a block with divided parameters."""
+
+    name: str
+    block: Module
+    entries: Mapping[str, ShardedParameter]
+    """Divided parameters, by the name that the block has for them."""
+    group: TensorGroup
+    verified: Verified
+    """Shared by all blocks of a kind."""
+    depends_on: str | None
+    """Why the block cannot be verified by itself, as others are divided together with it."""
+    stack: RunningStack | None = None
+    """If activations are divided along the sequence between this block and others."""
+    originals: Sequence[Original] = ()
+    """Attributes of the block's modules before the plan was applied."""
+
+    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
+        """Run the block.
+
+        Raises:
+            UnsupportedError: If arguments are of a new kind and cannot be verified.
+        """
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        signature, has_gradient = signature_of(args, kwargs), torch.is_grad_enabled()
+        is_right = self.verified.of_call(signature, has_gradient=has_gradient)
+        if is_right is None:
+            reason = self._why_unverifiable(args, kwargs)
+            if any(map(is_fake, tree_leaves((args, kwargs)))):
+                # Shapes are those of either way, and code that needs full sizes runs whole.
+                return (forward if reason else self._whole)(*args, **kwargs)
+            if reason is not None:
+                if not has_gradient:
+                    return forward(*args, **kwargs)
+                raise UnsupportedError(
+                    f"The tensor plan was verified with a first batch for which "
+                    f"{self._change_to(signature)}, and {self.name} cannot be verified again in "
+                    f"the run, because {reason}. Put a batch of this kind first."
+                )
+            fault = self._fault(forward, args, kwargs)
+            is_right = fault is None
+            if fault is not None and self.group.rank == 0:
+                warnings.warn(
+                    f"Tensor plan: {self.name} runs whole on every rank for batches unlike the "
+                    f"first one, for which {self._change_to(signature)}: divided it {fault}. Put a "
+                    f"batch of this kind first to have it planned for.",
+                    stacklevel=2,
+                )
+            self.verified.add(signature, has_gradient=has_gradient, is_right=is_right)
+        return forward(*args, **kwargs) if is_right else self._whole(*args, **kwargs)
+
+    def _why_unverifiable(self, args: Any, kwargs: Any) -> str | None:
+        if self.depends_on is not None:
+            return self.depends_on
+        if any(isinstance(self._own(name), DTensor) for name in self.entries):
+            return "its parameters are sharded over the data axis while it runs"
+        for each in (*args, *kwargs.values()):
+            length = getattr(each, "get_seq_length", None)
+            if callable(length) and self._is_in_use(length):
+                return "its cache holds divided keys and values"
+        return None
+
+    def _is_in_use(self, length: Callable[[int], int]) -> bool:
+        """Whether a cache of transformers holds keys of earlier tokens of this block."""
+        indices = (getattr(each, "layer_idx", None) for each in self.block.modules())
+        return bool(length(next((each for each in indices if each is not None), 0)))
+
+    def _own(self, name: str) -> Tensor:
+        owner, _, attribute = name.rpartition(".")
+        return own_parameters(self.block.get_submodule(owner))[attribute]
+
+    def _change_to(self, signature: Signature) -> str:
+        """Describe the first argument that no earlier call had like this."""
+        known = [dict(each) for each in (*self.verified.with_gradient, *self.verified.forward_only)]
+        if not self.verified.has_sizes:
+            signature = without_sizes(signature)
+        for earlier in known[:1]:
+            for path, kind in signature:
+                if path not in earlier or earlier[path] != kind:
+                    now, before = _described(kind), _described(earlier.get(path, _MISSING))
+                    return f"{path} of {self.name} was {before} and not {now}"
+            missing = [path for path in earlier if path not in dict(signature)]
+            if missing:
+                return f"{self.name} also got {missing[0]}"
+        return f"{self.name} was not called like this"
+
+    # Running whole.
+
+    def _whole(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block as one process would, on this rank. Collective over the group."""
+        if self.stack is not None:
+            args, kwargs = self.stack.with_whole_sequence(args, kwargs)
+        with ExitStack() as context:
+            context.enter_context(originals_restored(self.originals))
+            views: dict[str, dict[str, Tensor | None]] = {}
+            for name, entry in self.entries.items():
+                owner, _, attribute = name.rpartition(".")
+                view = gather_whole(self._own(name), entry, self.group)
+                views.setdefault(owner, {})[attribute] = view
+            for owner, several in views.items():
+                context.enter_context(in_place_of(self.block.get_submodule(owner), several))
+            output = self.block.forward(*args, **kwargs)
+        return output if self.stack is None else self.stack.with_own_part(output)
+
+    # Verification.
+
+    def _fault(self, forward: Around, args: Any, kwargs: Any) -> str | None:
+        """Return how the divided block differs from the whole one. Collective over the group."""
+        modules = [*self.block.modules()]
+        with (
+            random_state_unchanged(self.group.device),
+            modules_unchanged(modules),
+            without_dropout(modules),
+            unrecorded(),
+            full_float32(),
+        ):
+            whole = self._outcome(self._whole, args, kwargs)
+            try:
+                planned = self._outcome(forward, args, kwargs)
+                fault = difference(whole, planned, {}, tolerance=_tolerance(whole, self.group))
+            except Exception as error:  # noqa: BLE001 - code that needs full sizes raises anything
+                fault = f"raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        failed = torch.tensor(float(fault is not None), device=self.group.device)
+        if all_reduce(failed, self.group, is_maximum=True) and fault is None:
+            return "differs on another rank"
+        return fault
+
+    def _outcome(self, run: Around, args: Any, kwargs: Any) -> DryRunOutcome:
+        """Return outputs, and gradients for random gradients of the outputs."""
+        copies = _Copies()
+        with copies:
+            args, kwargs = copy.deepcopy((args, kwargs))
+        output = run(*args, **kwargs)
+        if self.stack is not None:
+            output = self.stack.with_joined_output(output)
+        values = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        outcome = DryRunOutcome(values=[each.detach() for each in values])
+        roots = [each for each in values if each.requires_grad]
+        if not torch.is_grad_enabled() or not roots:
+            return outcome
+        leaves = {f"argument {place + 1}": each for place, each in enumerate(copies.made)}
+        leaves.update(
+            (name, each) for name, each in self.block.named_parameters() if each.requires_grad
+        )
+        generator = torch.Generator().manual_seed(0)
+        given = [
+            torch.randn(each.shape, generator=generator).to(each.device, each.dtype)
+            for each in roots
+        ]
+        found = cast(
+            "tuple[Tensor | None, ...]",
+            torch.autograd.grad(roots, [*leaves.values()], given, allow_unused=True),
+        )
+        outcome.gradients = {
+            name: gradient
+            for name, gradient in zip(leaves, found, strict=True)
+            if gradient is not None
+        }
+        return outcome
+
+
+class _Copies(TorchFunctionMode):
+    """Lets ``copy.deepcopy`` copy tensors inside of a graph, as leaves of a graph of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+        """Copies that get a gradient."""
+
+    @override
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        (tensor, memo) = args
+        made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = made
+        if made.requires_grad:
+            self.made.append(made)
+        return made
+
+
+class _Missing:
+    """Kind of an argument that a call does not have."""
+
+
+_MISSING = _Missing()
+
+
+def _described(kind: Any) -> str:
+    if kind is _MISSING:
+        return "missing"
+    if isinstance(kind, tuple):
+        name, dims = kind
+        if isinstance(dims, int):
+            return f"a tensor of {dims} dims ({name})"
+        sizes = ", ".join("1" if each else "n" for each in dims)
+        return f"a tensor of shape [{sizes}] ({name})"
+    return kind.__name__ if isinstance(kind, type) else repr(kind)
+
+
+def _tolerance(outcome: DryRunOutcome, group: TensorGroup) -> float:
+    is_rough = torch.is_autocast_enabled(group.device.type) or any(
+        each.is_floating_point() and each.dtype.itemsize < 4 for each in outcome.values
+    )
+    return ROUGH if is_rough else TOLERANCE

@@ -1,0 +1,86 @@
+"""How a run ends with a loss of no use or a disk that is full, and which files others may read."""
+
+import csv
+import stat
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from boltmesh.cli import run_command
+from boltmesh.configs.load import load
+from boltmesh.run_folder import store_config
+from boltmesh.run_logger import RunLogger
+from tests.cli.conftest import TINY
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_loss_that_is_not_finite_at_the_end_is_a_failure(workplace: Path, capfd) -> None:
+    line = ["fit", str(TINY), "devices=1", "max_steps=4"]
+    assert run_command([*line, "model.init_args.learning_rate=1e30"]) == 1
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert "the training loss is " in said
+    assert " after step 4, so its last checkpoints are of no use" in said
+    assert run_command(line) == 0
+
+
+def test_rows_that_cannot_be_written_are_kept_and_the_training_goes_on(
+    tmp_path: Path, capfd
+) -> None:
+    logger = RunLogger(tmp_path, name="logs", version="0")
+    path = Path(logger.log_dir, "metrics.csv")
+    logger.log_metrics({"loss": 3.0}, step=0)
+    logger.save()
+    path.rename(path.with_name("away"))
+    path.mkdir()
+    for step in (1, 2):
+        logger.log_metrics({"loss": 2.0}, step=step)
+        logger.save()
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert f"{path} cannot be written: Is a directory" in said
+    path.rmdir()
+    path.with_name("away").rename(path)
+    logger.finalize("success")
+    assert [row["step"] for row in rows(path)] == ["0", "1", "2"]
+
+
+def test_rows_that_are_half_written_are_not_there_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = RunLogger(tmp_path, name="logs", version="0")
+    logger.log_metrics({"loss": 3.0}, step=0)
+    logger.save()
+    path = Path(logger.log_dir, "metrics.csv")
+
+    def fill(writer: csv.DictWriter, given: list) -> None:
+        with path.open("a") as file:
+            file.write("2.0,")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(csv.DictWriter, "writerows", fill)
+        logger.log_metrics({"loss": 2.0}, step=1)
+        logger.save()
+    logger.save()
+    assert [row["step"] for row in rows(path)] == ["0", "1"]
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_others_cannot_read_files_with_secrets(tmp_path: Path) -> None:
+    config = load(str(TINY), [])
+    assert mode(store_config(config, tmp_path)) & 0o044
+    OmegaConf.update(config, "model.init_args", {"api_key": "s3cret"}, force_add=True)
+    assert mode(store_config(config, tmp_path)) == 0o600
+    assert mode(store_config(load(str(TINY), []), tmp_path)) & 0o044
+    for given, expected in (({"width": 3}, 0o644), ({"wandb": {"api_key": "s3cret"}}, 0o600)):
+        logger = RunLogger(tmp_path, name="logs", version=str(len(given)) + str(expected))
+        logger.log_hyperparams(given)
+        assert mode(Path(logger.log_dir, "hparams.yaml")) == expected

@@ -1,0 +1,249 @@
+"""``boltmesh plan auto``: layouts that can be run, in the right order, with reasons."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from boltmesh.cli import run_command
+from boltmesh.planner.layout import Layout, groups_of
+from boltmesh.planner.layout_memory import estimate_layout_memory
+from boltmesh.planner.machine import accelerator_named, accelerators, build_cluster
+from boltmesh.planner.rates import default_rates
+from boltmesh.planner.report import best, strategy_of
+from boltmesh.planner.search import FULL, search
+from boltmesh.planner.step_time import StepTimeModel
+from boltmesh.planner.transformer import KNOWN, Transformer, transformer_named
+from boltmesh.strategies import Parallel3DStrategy, ZeROStrategy
+from boltmesh.strategies.ddp import DDPStrategy
+from boltmesh.strategies.pipeline.schedules.registry import check_schedule
+
+LLAMA = KNOWN["llama3-70b"]
+H100 = accelerator_named("h100")
+NODES = build_cluster(H100, num_devices=64, num_nodes=8)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = run_command(["plan", "auto", *arguments])
+    out, error = capsys.readouterr()
+    return code, out, error
+
+
+@pytest.mark.parametrize(
+    ("text", "numel"),
+    [
+        ("llama3-8b", 8.03e9),
+        ("meta-llama/Llama-3.1-70B-Instruct", 70.6e9),
+        ("llama3-405b", 405.9e9),
+        ("gpt3-175b", 174.6e9),
+        ("layers=70 hidden=14336 heads=112 ffn=57344 vocab=250880 seq=2048 tied=1", 176.2e9),
+    ],
+)
+def test_sizes_give_the_published_number_of_parameters(text: str, numel: float) -> None:
+    assert transformer_named(text).numel == pytest.approx(numel, rel=0.01)
+
+
+def test_a_configuration_of_hugging_face_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({
+            "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+            "max_position_embeddings": 8192, "hidden_act": "silu", "tie_word_embeddings": False,
+        })
+    )  # fmt: skip
+    assert transformer_named(str(tmp_path)) == KNOWN["llama3-8b"]
+
+
+@pytest.mark.parametrize("name", accelerators())
+def test_every_accelerator_is_complete(name: str) -> None:
+    device = accelerator_named(name)
+    assert device.flops.keys() == device.matmul.keys()
+    assert 0 < device.matmul_rate("bf16") < device.flops["bf16"]
+    assert device.memory_bytes > 1e9
+    assert device.node_network_rate > 1e9
+
+
+def test_axes_lie_over_nodes_from_the_inside() -> None:
+    groups = groups_of(Layout(tensor=4, data=4, pipeline=4), NODES)
+    assert [(groups[name].in_node, groups[name].num_nodes) for name in groups] == [
+        (4, 1), (1, 1), (2, 2), (1, 4), (2, 2)
+    ]  # fmt: skip
+
+
+def predicted(layout: Layout, model: Transformer = LLAMA) -> float:
+    return StepTimeModel(model, NODES, default_rates()).predict(layout).seconds
+
+
+BASE = Layout(tensor=8, pipeline=2, data=4, sequences=512, schedule="1f1b", recompute="full")
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ({}, {"microbatch": 8}),  # a longer bubble
+        ({"recompute": "none"}, {}),
+        ({"schedule": "zbv", "stages_per_rank": 2}, {}),
+        ({"has_sequence_parallel": True}, {}),
+        ({"has_fp32_gradients": False}, {"has_fp32_gradients": True}),
+        ({"zero": 1}, {"zero": 1, "offload": "optimizer"}),
+        ({"has_async_tensor": True}, {}),
+    ],
+    ids=str,
+)
+def test_what_costs_more_is_predicted_to_take_longer(
+    better: dict[str, object], worse: dict[str, object]
+) -> None:
+    assert predicted(replace(BASE, **better)) < predicted(replace(BASE, **worse))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ({"recompute": "full"}, {"recompute": "none"}),
+        ({"zero": 1}, {"zero": 0}),
+        ({"zero": 3}, {"zero": 2}),
+        ({"zero": 3, "offload": "all"}, {"zero": 3, "offload": "optimizer"}),
+        ({"has_sequence_parallel": True}, {}),
+        ({"schedule": "1f1b"}, {"schedule": "gpipe"}),
+    ],
+    ids=str,
+)
+def test_what_keeps_less_is_predicted_to_need_less(
+    less: dict[str, object], more: dict[str, object]
+) -> None:
+    def needed(changes: dict[str, object]) -> float:
+        return estimate_layout_memory(LLAMA, replace(BASE, **changes)).device  # type: ignore[arg-type]
+
+    assert needed(less) < needed(more)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "nodes", "sequences"),
+    [("llama3-8b", 8, 1, 512), ("llama3-70b", 64, 8, 512), ("gpt3-175b", 1024, 128, 1536)],
+)
+def test_layouts_fit_and_are_those_that_strategies_take(
+    model: str, devices: int, nodes: int, sequences: int
+) -> None:
+    cluster = build_cluster(accelerator_named("a100"), num_devices=devices, num_nodes=nodes)
+    found = search(transformer_named(model), cluster, sequences=sequences)
+    assert found.candidates
+    strategies = {
+        "Parallel3DStrategy": Parallel3DStrategy,
+        "ZeROStrategy": ZeROStrategy,
+        "DDPStrategy": DDPStrategy,
+    }
+    for candidate in best(found, 8):
+        layout = candidate.layout
+        assert layout.num_devices == devices
+        assert candidate.memory.device <= FULL * cluster.accelerator.memory_bytes
+        assert layout.num_microbatches * layout.microbatch * layout.data == sequences
+        if layout.schedule:
+            check_schedule(
+                layout.schedule,
+                num_ranks=layout.pipeline,
+                num_microbatches=layout.num_microbatches,
+                stages_per_rank=layout.stages_per_rank,
+            )
+        text = strategy_of(layout).partition(", batch_size")[0].removeprefix("strategy=")
+        assert eval(text, strategies) is not None
+
+
+def test_a_bubble_is_that_of_the_schedule() -> None:
+    found = search(LLAMA, NODES, sequences=512)
+    shares = {
+        each.layout.num_microbatches: each.time.bubble / each.seconds
+        for each in found.candidates
+        if each.layout.schedule == "1f1b" and each.layout.pipeline == 8
+    }
+    for count, share in shares.items():
+        # (p - 1) / (m + p - 1) of the passes; the step has other parts, and messages.
+        ideal = 7 / (count + 7)
+        assert 0.7 * ideal < share < 1.3 * ideal
+    assert shares
+
+
+def test_a_thousand_devices_are_searched_without_torch() -> None:
+    """The limit is far above what it takes: the machine may be busy."""
+    script = (
+        "import sys, time; began = time.process_time();"
+        "from boltmesh.cli import run_command;"
+        "run_command('plan auto --model llama3-405b --gpu h100 --devices 1024'.split());"
+        "assert 'torch' not in sys.modules, 'torch is loaded';"
+        "assert time.process_time() - began < 20, time.process_time() - began"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "1. " in done.stdout
+
+
+def test_the_report_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys, "--model", "llama3-70b", "--gpu", "h100-80gb", "--devices", "64", "--nodes", "8",
+        "--network", "8x400",
+    )  # fmt: skip
+    assert code == 0
+    assert out.count("\n   time ") == out.count("\n   memory ") == 3
+    for said in ("   rule    ", "   behind  ", "With twice the devices: ", "Expected error"):
+        assert said in out
+    assert "optimal" not in out
+
+
+def test_json_has_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "llama3-8b", "--gpu", "h100", "--devices", "8", "--json", "--top", "2"]
+    code, out, _ = run(capsys, *arguments)
+    found = json.loads(out)
+    assert code == 0
+    assert len(found["best"]) == 2
+    for each in found["best"]:
+        assert sum(each["time_s"].values()) == pytest.approx(each["step_s"])
+        tokens = found["sequences"] * 8192
+        assert each["tokens_per_s"] == pytest.approx(tokens / each["step_s"])
+        assert 0.1 < each["mfu"] < 0.7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "lama3-8b", "--gpu", "h100", "--devices", "8"], "Did you mean 'llama3-8b'"),
+        (["--model", "llama3-8b", "--gpu", "h10", "--devices", "8"], "Did you mean 'h100"),
+        (["--model", "layers=3", "--gpu", "h100", "--devices", "8"], "lacks hidden, heads"),
+        (["--model", "layer=3", "--gpu", "h100", "--devices", "8"], "Did you mean 'layers'"),
+        (
+            ["--model", "llama3-8b", "--gpu", "h100", "--devices", "8", "--nodes", "3"],
+            "does not divide",
+        ),
+        (
+            ["--model", "llama3-8b", "--gpu", "h100", "--devices", "8", "--network", "fast"],
+            "write 8x400",
+        ),
+        (
+            ["--model", "llama3-8b", "--gpu", "a100", "--devices", "8", "--dtype", "fp8"],
+            "Use bf16",
+        ),
+        (
+            ["--model", "gpt2", "--gpu", "h100", "--devices", "64", "--batch", "3"],
+            "Use a multiple of 64",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, error = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_what_cannot_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys, "--model", "llama3-405b", "--gpu", "rtx4090", "--devices", "8", "--batch", "8"
+    )
+    assert code == 1
+    assert "No layout fits: the least memory that one needs is " in out
+    assert "of these devices are enough" in out

@@ -1,0 +1,238 @@
+"""Optimizers that mix elements or parameters are found, and a trial leaves no trace."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
+
+from boltmesh.errors import UnsupportedError
+from boltmesh.strategies import ZeROStrategy
+from boltmesh.strategies.optimizer_probe import mixes_elements, mixes_parameters
+from tests.support.ranks import run_ranks
+from tests.support.stack import Stack, token_data
+
+
+class DistanceAdam(Optimizer):
+    """Adam whose step size is an estimate of the distance to the solution, as in Prodigy.
+
+    Source: Mishchenko and Defazio 2024, algorithm 4, https://arxiv.org/abs/2306.06101
+    """
+
+    def __init__(self, parameters: Any, growth: float = 1.0) -> None:
+        super().__init__(parameters, {"d": 1e-6, "r": 0.0, "growth": growth, "lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        group = self.param_groups[0]
+        d, beta1, beta2 = group["d"], 0.9, 0.999
+        beta3 = beta2**0.5
+        correlation, size = 0.0, 0.0
+        for each in group["params"]:
+            state = self.state[each]
+            if not state:
+                state["start"] = each.flatten().clone()
+                state["s"] = torch.zeros_like(each.flatten())
+                state["m"], state["v"] = torch.zeros_like(each), torch.zeros_like(each)
+            gradient = each.grad.flatten()
+            correlation += torch.dot(gradient, state["start"] - each.flatten()).item()
+            state["s"].mul_(beta3).add_(gradient, alpha=(1 - beta3) * d * d)
+            size += state["s"].abs().sum().item()
+            state["m"].mul_(beta1).add_(each.grad, alpha=(1 - beta1) * d)
+            state["v"].mul_(beta2).addcmul_(each.grad, each.grad, value=(1 - beta2) * d * d)
+            each.addcdiv_(state["m"], state["v"].sqrt() + d * 1e-8, value=-d)
+        group["r"] = beta3 * group["r"] + (1 - beta3) * d * d * correlation
+        group["d"] = max(d, group["growth"] * group["r"] / size)
+
+
+class Directed(SGD):
+    """Turns a parameter's gradient round when it points away from the sum of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        sign = torch.sign(sum(each.grad.sum() for each in parameters))
+        for each in parameters:
+            each.grad.mul_(sign)
+        super().step()
+
+
+class LimitsEach(SGD):
+    """Shortens a parameter's gradient whose norm is very large."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            each.grad.mul_((1000 / each.grad.norm()).clamp(max=1))
+        super().step()
+
+
+class Sharpness(Optimizer):
+    """Takes the gradient where the loss is higher, along the direction of all gradients (SAM).
+
+    Source: Foret et al. 2021, https://arxiv.org/abs/2010.01412
+    """
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.inner = SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        parameters = self.param_groups[0]["params"]
+        norm = torch.stack([each.grad.norm() for each in parameters]).norm()
+        steps = [each.grad * (0.05 / norm) for each in parameters]
+        for each, step in zip(parameters, steps, strict=True):
+            each.add_(step)
+        with torch.enable_grad():
+            closure()
+        for each, step in zip(parameters, steps, strict=True):
+            each.sub_(step)
+        self.inner.step()
+
+
+class Averaging(Optimizer):
+    """Steps another optimizer, and goes back half of the way in every fifth step (Lookahead).
+
+    Source: Zhang et al. 2019, https://arxiv.org/abs/1907.08610
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.count = inner, 0
+        super().__init__(inner.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+        self.count += 1
+        for each in self.param_groups[0]["params"]:
+            slow: Tensor = self.state[each].setdefault("slow", each.clone())
+            if self.count % 5 == 0:
+                each.copy_(slow.lerp_(each, 0.5))
+
+
+class Captures(SGD):
+    """Keeps its parameters in a list of its own, and steps them."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.mine = list(parameters)
+        super().__init__(self.mine, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.mine:
+            each.add_(1)
+
+
+class Draws(SGD):
+    """Draws from every generator of the host."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        scale = 1 + random.random() + float(np.random.rand()) + float(torch.rand(()))
+        for each in self.param_groups[0]["params"]:
+            each.grad.mul_(scale)
+        super().step()
+
+
+def parameters() -> list[Parameter]:
+    return [Parameter(torch.ones(4, 4)), Parameter(torch.ones(2, 8)), Parameter(torch.ones(3))]
+
+
+@pytest.mark.parametrize(
+    ("build", "elements", "parameters_too"),
+    [
+        (DistanceAdam, True, True),
+        (lambda own: DistanceAdam(own, growth=0.2), True, True),
+        (lambda own: Directed(own, lr=0.1), True, True),
+        (lambda own: LimitsEach(own, lr=0.1), True, False),
+        (Sharpness, True, True),
+        (lambda own: Averaging(SGD(own, lr=0.1)), False, False),
+        (lambda own: Averaging(LimitsEach(own, lr=0.1)), True, False),
+        (Captures, False, False),
+        (torch.optim.Adagrad, False, False),
+    ],
+)
+def test_what_a_step_depends_on_is_found(
+    build: Callable[[Any], Optimizer], elements: bool, parameters_too: bool
+) -> None:
+    own = parameters()
+    optimizer = build(own)
+    num_states = len(optimizer.state)
+    assert mixes_elements(optimizer) == elements
+    assert mixes_parameters(optimizer) == parameters_too
+    assert all(bool((each == 1).all()) for each in own)
+    assert len(optimizer.state) == num_states
+
+
+def test_a_trial_neither_draws_nor_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seeds(*arguments: object) -> None:
+        raise AssertionError("this seeds the generators of all devices")
+
+    monkeypatch.setattr(torch, "manual_seed", seeds)
+    monkeypatch.setattr(torch.random, "manual_seed", seeds)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    optimizer = Draws(parameters(), lr=0.1)
+    assert not mixes_elements(optimizer)
+    assert not mixes_parameters(optimizer)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert repr(np.random.get_state()) == repr(states[2])
+
+
+class Distant(Stack):
+    def configure_optimizers(self) -> Any:
+        return DistanceAdam(self.parameters())
+
+
+class ByRows(Optimizer):
+    """Scales by rows, as Adafactor of transformers does: its state is no shard."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            rows = self.state[each].setdefault("rows", torch.zeros(each.shape[0]))
+            rows.add_(each.grad.flatten(1).square().mean(1) if each.dim() > 1 else each.grad)
+            each.sub_(each.grad, alpha=float(rows.sum()))
+
+
+class Rows(Stack):
+    def configure_optimizers(self) -> Any:
+        return ByRows([{"params": list(self.parameters())}], {})
+
+
+def fit(rank: int, world_size: int, kind: type[Stack], stage: int) -> str:
+    """Return what a model is refused with before its first step."""
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, max_steps=1, logger=False, max_epochs=1,
+        strategy=ZeROStrategy(stage=stage, telemetry=False),
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(kind(), token_data(8, 2))
+    except UnsupportedError as refused:
+        return f"{trainer.global_step} {refused}"
+    return "fitted"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("kind", "stage"), [(Distant, 3), (Rows, 1)])
+def test_what_fails_on_shards_is_refused_before_the_first_step(
+    kind: type[Stack], stage: int
+) -> None:
+    name = kind().configure_optimizers().__class__.__name__
+    for said in run_ranks(fit, 2, kind, stage):
+        assert said.startswith(f"0 {name} computes with whole parameters, and fails on shards")
+        assert "Use bolt_ddp, or" in said
