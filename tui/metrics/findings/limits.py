@@ -150,7 +150,7 @@ def find_traffic(state: State) -> Finding | None:
     if not wrong:
         return None
     worst = max(wrong, key=_difference)
-    name = worst.operator.strip("_")
+    name = units.operator(worst.operator)
     ratio = worst.ratio
     if ratio is None:
         headline = f"{worst.axis} axis: {name} does not run as the strategy expects"

@@ -198,7 +198,7 @@ def find_communication(state: State, typical: Balance) -> Finding | None:
     if rows:
         heaviest = max(rows, key=lambda row: row.payload_bytes or 0.0)
         axis = heaviest.axis
-        fact = f"{axis} {heaviest.operator.strip('_')} {units.traffic(heaviest.payload_bytes)}"
+        fact = f"{axis} {units.operator(heaviest.operator)} {units.traffic(heaviest.payload_bytes)}"
         speed = heaviest.wire_bytes_per_second
         evidence.append(fact + (f" at {units.traffic(speed)}/s" if speed is not None else ""))
     return Finding(
