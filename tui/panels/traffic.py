@@ -272,9 +272,13 @@ def _detail(row: TrafficRow, state: State, width: int, look: Style) -> list[Line
 
 
 def draw_communication(state: State, width: int, height: int, look: Style) -> list[Line]:
-    """A line for each operator on each axis, differences from the expected bytes marked."""
-    lines = [heading("communication per step", width, look)] if look.has_headings else []
-    rows = traffic_rows(state.job)
+    """A line for each operator on each axis, the most bytes first; wrong ones are marked."""
+    rows = sorted(traffic_rows(state.job), key=_bytes, reverse=True)
+    total = sum(row.payload_bytes or 0.0 for row in rows)
+    right = Line(f"{units.traffic(total)} a rank", "muted") if total else Line()
+    lines = []
+    if look.has_headings:
+        lines.append(heading("communication per step", width, look, right=right))
     note = uncounted_note(state, width, look)
     if note is not None:
         lines.append(note)
@@ -284,6 +288,10 @@ def draw_communication(state: State, width: int, height: int, look: Style) -> li
     if rows:
         lines += communication_table(rows, width, look)
     return lines[:height]
+
+
+def _bytes(row: TrafficRow) -> float:
+    return max(row.payload_bytes or 0.0, row.expected_bytes or 0.0)
 
 
 def draw_axis(state: State, width: int, height: int, look: Style, *, axis: str) -> list[Line]:
