@@ -60,7 +60,7 @@ class SigtermAgreement:
         """SLURM's signal, once it was received; else 0."""
         self._is_saving = False
         self._host_group: dist.ProcessGroup | None = None
-        """Of all ranks, over gloo; None before the first batch, and on the CPU."""
+        """A group of all ranks over gloo; None before the first batch, and on the CPU."""
         self._reduced: tuple[dist.Work, torch.Tensor] | None = None
 
     def begin(self) -> None:
