@@ -72,7 +72,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Group:
+class AxisGroup:
     """The ranks of one axis: how many are in a node, and how many nodes they are in."""
 
     size: int
@@ -84,18 +84,20 @@ class Group:
         return -(-self.size // self.in_node)
 
 
-def groups_of(layout: Layout, cluster: Cluster) -> dict[str, Group]:
+def groups_of(layout: Layout, cluster: Cluster) -> dict[str, AxisGroup]:
     """Return how each axis lies over the nodes: tensor innermost, then context, data, pipeline.
 
     ``replicas`` are data and context together, which sum gradients.
     """
-    found: dict[str, Group] = {}
+    found: dict[str, AxisGroup] = {}
     inner = 1
     for name in ("tensor", "context", "data", "pipeline"):
         size: int = getattr(layout, name)
         in_node = min(size, max(1, cluster.devices_per_node // inner))
-        found[name] = Group(size, in_node)
+        found[name] = AxisGroup(size, in_node)
         inner *= size
     size = layout.data * layout.context
-    found["replicas"] = Group(size, min(size, max(1, cluster.devices_per_node // layout.tensor)))
+    found["replicas"] = AxisGroup(
+        size, min(size, max(1, cluster.devices_per_node // layout.tensor))
+    )
     return found

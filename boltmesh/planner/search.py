@@ -9,7 +9,7 @@ from boltmesh.planner.layout import Layout, Offload, Recompute
 from boltmesh.planner.layout_memory import LayoutMemory, estimate_layout_memory
 from boltmesh.planner.machine import Cluster
 from boltmesh.planner.rates import Rates, default_rates
-from boltmesh.planner.step_time import StepTime, StepTimeModel
+from boltmesh.planner.step_time import PredictedStepTime, StepTimeModel
 from boltmesh.planner.transformer import Transformer
 from boltmesh.schedule_sim import StageTimes
 from boltmesh.strategies.pipeline.schedules.bubble import closed_form_bubble
@@ -34,7 +34,7 @@ class Candidate:
     """A layout with what it is predicted to take."""
 
     layout: Layout
-    time: StepTime
+    time: PredictedStepTime
     memory: LayoutMemory
     is_tight: bool
     """Its memory is within the error of the prediction of what a device has."""

@@ -10,7 +10,7 @@ Shapes: T tokens of a microbatch on a rank, H width, S sequence length, t ranks 
 from dataclasses import dataclass, replace
 from math import log2
 
-from boltmesh.planner.layout import Group, Layout, groups_of
+from boltmesh.planner.layout import AxisGroup, Layout, groups_of
 from boltmesh.planner.machine import Accelerator, Cluster
 from boltmesh.planner.rates import Rates
 from boltmesh.planner.transformer import Transformer
@@ -35,7 +35,7 @@ BUBBLE_OF_SCHEDULE = {"zero_bubble": 0.42, "zbv": 0.03}
 
 
 @dataclass(frozen=True)
-class StepTime:
+class PredictedStepTime:
     """Seconds of one step, in exclusive parts."""
 
     compute: float
@@ -60,7 +60,7 @@ class StepTime:
         """Return all parts by name."""
         return dict(vars(self))
 
-    def scaled(self, factor: float) -> "StepTime":
+    def scaled(self, factor: float) -> "PredictedStepTime":
         """Return the same with every part multiplied."""
         return replace(self, **{name: factor * value for name, value in self.terms().items()})
 
@@ -102,7 +102,7 @@ class StepTimeModel:
         self.cluster = cluster
         self.rates = rates
 
-    def predict(self, layout: Layout) -> StepTime:
+    def predict(self, layout: Layout) -> PredictedStepTime:
         """Return the time of one step."""
         rates = self.rates
         groups = groups_of(layout, self.cluster)
@@ -113,7 +113,7 @@ class StepTimeModel:
         parameters = parameters_of_rank(self.model, layout)
         gather = self._gather(layout, groups["replicas"], busy) if layout.zero == 3 else 0.0
         gather += self._transfer(layout, parameters, busy)
-        found = StepTime(
+        found = PredictedStepTime(
             compute=busy.forward + busy.backward,
             recompute=busy.recompute,
             tensor=busy.tensor,
@@ -138,7 +138,7 @@ class StepTimeModel:
 
     # Parts of the model.
 
-    def _slowest(self, layout: Layout, groups: dict[str, Group]) -> _Pass:
+    def _slowest(self, layout: Layout, groups: dict[str, AxisGroup]) -> _Pass:
         """Return a microbatch on the rank with the most work."""
         blocks, last = blocks_of_rank(self.model.layers, layout)
         block = self._block(layout, groups)
@@ -148,7 +148,7 @@ class StepTimeModel:
     def _tokens(self, layout: Layout) -> float:
         return layout.microbatch * self.model.seq / layout.context
 
-    def _block(self, layout: Layout, groups: dict[str, Group]) -> _Pass:
+    def _block(self, layout: Layout, groups: dict[str, AxisGroup]) -> _Pass:
         model, rates, device = self.model, self.rates, self.cluster.accelerator
         tokens, width, ranks = self._tokens(layout), model.hidden, layout.tensor
         up = (2 if model.is_gated else 1) * model.ffn
@@ -187,7 +187,7 @@ class StepTimeModel:
             context = max(0.0, moved - 0.5 * 3.5 * attention)
         return _Pass(forward, backward, recompute, tensor, context)
 
-    def _logits(self, layout: Layout, groups: dict[str, Group]) -> _Pass:
+    def _logits(self, layout: Layout, groups: dict[str, AxisGroup]) -> _Pass:
         model, device = self.model, self.cluster.accelerator
         tokens, columns = self._tokens(layout), model.vocab / layout.tensor
         product = self._product(layout, tokens, model.hidden, columns, dtype="bf16")
@@ -232,13 +232,13 @@ class StepTimeModel:
 
     # Communication.
 
-    def _rate(self, group: Group) -> float:
+    def _rate(self, group: AxisGroup) -> float:
         """Return bytes per second of a ring over a group."""
         if group.num_nodes > 1:
             return self.cluster.network_rate * self.rates.network * group.in_node
         return self.cluster.accelerator.link_rate
 
-    def _ring(self, group: Group, num_bytes: float) -> float:
+    def _ring(self, group: AxisGroup, num_bytes: float) -> float:
         """Return the seconds of an all-gather, or of a reduce-scatter, of so many bytes in all."""
         if group.size == 1:
             return 0.0
@@ -254,14 +254,14 @@ class StepTimeModel:
         return latency + max(inside, across)
 
     @staticmethod
-    def _latency(group: Group) -> float:
+    def _latency(group: AxisGroup) -> float:
         """Return the seconds of one step of a collective, however small."""
         return LINK_LATENCY if group.num_nodes == 1 else NETWORK_LATENCY
 
-    def _all_reduce(self, group: Group, num_bytes: float) -> float:
+    def _all_reduce(self, group: AxisGroup, num_bytes: float) -> float:
         return 2.0 * self._ring(group, num_bytes)
 
-    def _message(self, layout: Layout, group: Group) -> float:
+    def _message(self, layout: Layout, group: AxisGroup) -> float:
         """Return the seconds of a message from a stage to the next."""
         if group.size == 1:
             return 0.0
@@ -282,11 +282,11 @@ class StepTimeModel:
         exposed = layout.num_microbatches * (layout.stages_per_rank - 1) * message
         return waiting + exposed
 
-    def _gather(self, layout: Layout, group: Group, busy: _Pass) -> float:
+    def _gather(self, layout: Layout, group: AxisGroup, busy: _Pass) -> float:
         """Return what of the gathers and scatters of ZeRO-3 is not hidden."""
         blocks, _ = blocks_of_rank(self.model.layers, layout)
         shards = layout.num_shards
-        sharing = Group(shards, min(shards, group.in_node))
+        sharing = AxisGroup(shards, min(shards, group.in_node))
         num_bytes = HALF * blocks * self.model.block_numel / layout.tensor
         passes = 1 if layout.pipeline > 1 else layout.num_microbatches
         moved = 3 * passes * self._ring(sharing, num_bytes)
@@ -295,7 +295,7 @@ class StepTimeModel:
         hidden = min(moved, computing) * self.rates.gather_overlap
         return moved - hidden
 
-    def _reduction(self, layout: Layout, group: Group, parameters: float, busy: _Pass) -> float:
+    def _reduction(self, layout: Layout, group: AxisGroup, parameters: float, busy: _Pass) -> float:
         if group.size == 1:
             return 0.0
         width = 4 if layout.has_fp32_gradients else HALF
@@ -303,7 +303,7 @@ class StepTimeModel:
             replicas = group.size // layout.num_shards
             if replicas == 1:
                 return 0.0
-            across = Group(replicas, max(1, group.in_node // layout.num_shards))
+            across = AxisGroup(replicas, max(1, group.in_node // layout.num_shards))
             moved = self._all_reduce(across, width * parameters / layout.num_shards)
         else:
             moved = self._all_reduce(group, width * parameters)

@@ -17,7 +17,7 @@ from boltmesh.tui.metrics.step_time import batches_per_step, phase_split, rank_p
 from boltmesh.tui.state import State
 
 
-class Figure(msgspec.Struct, frozen=True):
+class DefinedFigure(msgspec.Struct, frozen=True):
     """One number of a job."""
 
     value: float | None
@@ -28,14 +28,14 @@ class Figure(msgspec.Struct, frozen=True):
 class Figures(msgspec.Struct, frozen=True):
     """The headline figures. Shares are from 0 to 1."""
 
-    bubble_ratio: Figure
-    mfu: Figure
-    model_tflops: Figure
-    tokens_per_s: Figure
-    step_s: Figure
-    exposed_communication: Figure
-    utilisation: Figure
-    memory_bytes: Figure
+    bubble_ratio: DefinedFigure
+    mfu: DefinedFigure
+    model_tflops: DefinedFigure
+    tokens_per_s: DefinedFigure
+    step_s: DefinedFigure
+    exposed_communication: DefinedFigure
+    utilisation: DefinedFigure
+    memory_bytes: DefinedFigure
 
 
 @remember_last
@@ -53,40 +53,40 @@ def figures(state: State) -> Figures:
     memory = [row.memory_used_bytes for row in rows if row.memory_used_bytes is not None]
     is_cpu = all(row.device.startswith("cpu") for row in rows)
     return Figures(
-        bubble_ratio=Figure(
+        bubble_ratio=DefinedFigure(
             bubble_ratio(job),
             "1 - busy / window of a pipeline's ranks, mean over ranks and recorded whole steps",
         ),
-        mfu=Figure(
+        mfu=DefinedFigure(
             None if flops is None else flops.utilization,
             "model_tflops over the summed peak of the devices at the run's precision",
         ),
-        model_tflops=Figure(
+        model_tflops=DefinedFigure(
             None if flops is None else flops.per_second / 1e12,
             "10^12 model FLOPs a second of all ranks, recomputation not counted",
         ),
-        tokens_per_s=Figure(
+        tokens_per_s=DefinedFigure(
             None if is_stalled else job.tokens_per_second,
             "tokens of all data-parallel ranks over the time of the recent steps, validation and "
             "checkpoints left out",
         ),
-        step_s=Figure(
+        step_s=DefinedFigure(
             None if split is None else split.seconds * batches_per_step(job),
             "seconds of an optimizer step, mean over the ranks' newest 20 steps without the first "
             "3 and without those that validate or write a checkpoint",
         ),
-        exposed_communication=Figure(
+        exposed_communication=DefinedFigure(
             None if split is None else exposed_s / split.seconds,
             "share of a step in which a rank only waits for communication, its pipeline's bubble "
             "not counted",
         ),
-        utilisation=Figure(
+        utilisation=DefinedFigure(
             fmean(used) / 100 if used else None,
             "CPU time of a rank's process over time, 1 is one core, mean over the ranks"
             if is_cpu
             else "share of time in which a kernel ran on the GPU, mean over the ranks",
         ),
-        memory_bytes=Figure(
+        memory_bytes=DefinedFigure(
             max(memory, default=None),
             "resident host memory of the rank with most"
             if is_cpu

@@ -1,0 +1,32 @@
+"""Figures of the structure that were reached stay reached; `make house` prints all of them."""
+
+import pytest
+
+from tests.guards.house import figures
+
+MOST = {
+    "strategies-longest": 520,
+    "tui-files": 125,
+    "tui-longest": 520,
+    "mro": 4,
+    "shared-private": 0,
+    "class-names-twice-inside": 0,
+    "axis-tuples": 1,
+    "os-exits": 1,
+    "one-importer-small": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return figures()
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_figure_stays_within_its_limit(measured, name):
+    found = measured[name]
+    assert found.value <= MOST[name], found.items
+
+
+def test_modules_stay_large_enough(measured):
+    assert measured["strategies-median"].value >= 180
