@@ -32,7 +32,7 @@ from boltmesh.telemetry.snapshot import (
 from boltmesh.telemetry.tensor_plan import PlannedBlocks, PlannedParameters, TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.devices import DeviceReading, GpuProcess
-from boltmesh.tui.metrics.figures import Figure, Figures
+from boltmesh.tui.metrics.figures import DefinedFigure, Figures
 from boltmesh.tui.metrics.findings.finding import Finding, Kind
 from boltmesh.tui.report import JobReport, job_json, jobs_json
 from tests.tui.samples import demo, summary
@@ -43,7 +43,7 @@ WORDS = set(re.findall(r"`([a-z_]+)`", TEXT))
 
 @pytest.mark.parametrize(
     "struct",
-    [JobReport, Figure, Figures, JobSnapshot, RankSnapshot, StepRecord, MetricPoint,
+    [JobReport, DefinedFigure, Figures, JobSnapshot, RankSnapshot, StepRecord, MetricPoint,
      CollectiveTotal, CollectiveInFlight, Memory, Event, ExpectedTraffic, JobSummary,
      GroupProgress, PeerTotal, MemoryKind, Chunk, LiveMicrobatches, PipelinePlan,
      AlertThresholds, DeviceReading,
