@@ -9,12 +9,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 
-MICROBATCHES, STEPS = 4, 3
+MICROBATCHES, STEPS = 4, 2
 
 
 class Trains(LightningModule):
@@ -90,6 +91,48 @@ class Mixture(Trains):
         return batch.square().mean()
 
 
+class Reader(nn.Module):
+    """Packs what comes of a layer by lengths of the batch, which differ from one to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 5, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        made: Tensor = pad_packed_sequence(self.rnn(packed)[0], True, total_length=x.shape[1])[0]
+        return made
+
+
+class Sequences(Trains):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(2, 6), nn.Linear(10, 3)
+        self.reader: nn.Module = Reader()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        steps = batch.view(-1, 4, 2)
+        lengths = (steps.sum(-1) > 0).sum(1).clamp(min=1)
+        read: Tensor = self.head(self.reader(self.embed(steps), lengths))
+        return read.square().mean()
+
+
+class Packed(Sequences):
+    """Packs between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = nn.LSTM(6, 5, batch_first=True, bidirectional=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        steps = batch.view(-1, 4, 2)
+        lengths = (steps.sum(-1) > 0).sum(1).clamp(min=1)
+        packed = pack_padded_sequence(self.embed(steps), lengths, True, enforce_sorted=False)
+        made = pad_packed_sequence(self.reader(packed)[0], True, total_length=4)[0]
+        read: Tensor = self.head(made)
+        return read.square().mean()
+
+
 def fixed() -> LightningModule:
     return Pooled(affine=False)
 
@@ -99,6 +142,7 @@ CASES: list[tuple[Callable[[], LightningModule], int, int]] = [
     (Pooled, 4, MICROBATCHES // 2),  # microbatches of two rows
     (fixed, 4, MICROBATCHES // 2),
     (Mixture, 16, MICROBATCHES),
+    (Sequences, 8, MICROBATCHES),
 ]
 """Models with their rows and how many microbatches these are cut into."""
 
@@ -134,3 +178,18 @@ def test_published_steps_equal_those_of_one_process() -> None:
             assert tensors
             own = {name: expected[name] for name in tensors}
             torch.testing.assert_close(tensors, own, rtol=1e-5, atol=1e-6)
+
+
+def train_packed(rank: int, world_size: int) -> None:
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, max_steps=1, logger=False,
+        strategy=PipelineParallelStrategy(telemetry=False, microbatches=2),
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Packed(), DataLoader(torch.ones(4, 8), 4))  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks
+def test_packing_between_layers_is_refused() -> None:
+    with pytest.raises(RankFailure, match=r"_pack_padded_sequence .* Do it inside a layer"):
+        run_ranks(train_packed, 2)

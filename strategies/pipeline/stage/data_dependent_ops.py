@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from boltmesh.strategies.pytree import tensors_in
+from boltmesh.strategies.torch_compat.tensors import is_fake
 
 SCALARS = frozenset({"item", "__bool__", "__complex__", "__float__", "__index__", "__int__"})
 ARRAYS = frozenset({"__array__", "numpy", "tolist"})
@@ -157,6 +159,18 @@ def expert_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     made: Tensor = rows @ matrices[0]
     kind = kwargs.get("out_dtype")
     return made if kind is None else made.to(kind)
+
+
+def is_packing(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call packs rows without data by lengths that have some."""
+    return name == "_pack_padded_sequence" and is_fake(args[0]) and not is_fake(args[1])
+
+
+def packed(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Return what such a call would give: elements without data, and how many of each step."""
+    source, lengths, batch_first = args
+    sizes = pack_padded_sequence(torch.zeros(*source.shape[:2], 1), lengths, batch_first)[1]
+    return source.flatten(0, 1)[: int(lengths.sum())], sizes
 
 
 def sees_one_value(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:

@@ -18,8 +18,10 @@ from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     expert_product,
     guess,
     is_expert_product,
+    is_packing,
     name_of,
     norm_of_one_value,
+    packed,
     sees_one_value,
     select,
 )
@@ -126,6 +128,9 @@ class _Watch(TorchFunctionMode):
         if sees_one_value(func, args, kwargs):
             self.sees_one_value = True
             return norm_of_one_value(func, args, kwargs)
+        if is_packing(name, args):
+            self.answers.append(answer_of(args[1]))
+            return packed(args)
         if is_expert_product(name, args) and any(map(is_fake, args[:2])):
             return expert_product(args, kwargs)
         if name not in SELECTIONS:

@@ -113,6 +113,13 @@ class _KnownSignature:
     runs: dict[tuple[Any, ...], tuple[StageRun, ...]] = field(default_factory=dict)
     tails: dict[tuple[Any, ...], Tail] = field(default_factory=dict)
 
+    def forget_oldest(self) -> None:
+        """Keep so many runs: what is read, such as lengths, may differ from batch to batch."""
+        if len(self.runs) > MOST_SIGNATURES:
+            oldest = next(iter(self.runs))
+            for known in (self.traces, self.runs, self.tails):
+                known.pop(oldest, None)
+
 
 class StagePlans:
     """Gives the stages of a step for any batch; every rank finds the same without talking."""
@@ -261,6 +268,7 @@ class StagePlans:
         if answers not in known.runs:
             runs = self._cut(step, trace)
             known.traces[answers], known.runs[answers] = trace, runs
+            known.forget_oldest()
         return known, answers
 
     def _cut(self, step: str, trace: StepTrace) -> tuple[StageRun, ...]:
