@@ -21,7 +21,7 @@ from boltmesh.tui.metrics.status import job_stalled_seconds
 from boltmesh.tui.metrics.step_time import phase_split
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.chart import newest_metrics
-from boltmesh.tui.panels.diagnosis import draw_diagnosis
+from boltmesh.tui.panels.diagnosis import diagnosis_text
 from boltmesh.tui.panels.events import draw_events
 from boltmesh.tui.panels.header import draw_header
 from boltmesh.tui.panels.jobs import draw_jobs
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from boltmesh.telemetry.reader.reader import JobSummary
 
 MAX_EVENTS = 5
-MAX_DIAGNOSIS_LINES = 9
 
 
 class JobReport(JobSnapshot, frozen=True, kw_only=True):
@@ -67,16 +66,20 @@ class JobList(msgspec.Struct, frozen=True):
 
 def job_json(seen: Observation) -> str:
     """Return one JSON object on one line."""
-    known = {name: getattr(seen.job, name) for name in JobSnapshot.__struct_fields__}
-    state = fold(None, seen)
+    return state_json(fold(None, seen))
+
+
+def state_json(state: State) -> str:
+    """Return the same of a state, whose findings know those of the look before."""
+    known = {name: getattr(state.job, name) for name in JobSnapshot.__struct_fields__}
     return _encode(
         JobReport(
             **known,
-            devices=seen.devices,
+            devices=state.devices,
             figures=figures(state),
             findings=diagnose(state),
             stalled_s=job_stalled_seconds(state),
-            stopped=seen.job.stop_reason is not None,
+            stopped=state.job.stop_reason is not None,
         )
     )
 
@@ -101,7 +104,7 @@ def job_text(state: State, width: int, look: Style) -> str:
     blocks = [
         [
             *draw_header(state, width, 2, look, has_bar=False),
-            *draw_diagnosis(state, width, MAX_DIAGNOSIS_LINES, look),
+            *diagnosis_text(state, width, look),
         ],
         _rates_and_metrics(state, width),
         _phases(state, width, look),

@@ -31,6 +31,8 @@ class State(msgspec.Struct, frozen=True):
     job: JobSnapshot
     devices: tuple[DeviceReading, ...]
     series: Mapping[str, Series]
+    standing: frozenset[str] = frozenset()
+    """Kinds of the findings at the look before."""
     lost: str | None = None
     """Why the job can no longer be read, while its last data stay on the screen."""
 
@@ -39,11 +41,17 @@ def fold(state: State | None, seen: Observation) -> State:
     """Return ``state`` with one more observation; another job or an earlier time starts afresh."""
     goes_on = state is not None and state.job.id == seen.job.id and not seen.is_rewound
     known = state.series if state is not None and goes_on else {}
+    standing: frozenset[str] = frozenset()
+    if state is not None and goes_on:
+        from boltmesh.tui.metrics.findings.diagnose import diagnose  # it reads states
+
+        standing = frozenset(finding.kind for finding in diagnose(state))
     return State(
         time=seen.time,
         job=seen.job,
         devices=seen.devices,
         series=_extend(known, seen.job.history),
+        standing=standing,
     )
 
 

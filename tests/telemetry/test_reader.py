@@ -183,7 +183,7 @@ def test_a_job_is_found_by_the_beginning_of_its_id_or_by_its_folder():
     assert open_job(path).path == path
     assert open_job(str(path)).path == path
     assert open_job(path / "job.json").path == path
-    with pytest.raises(TelemetryError, match="begins the ids of 2 jobs"):
+    with pytest.raises(TelemetryError, match="begins the id or the name of 2 jobs"):
         open_job("ab")
     with pytest.raises(TelemetryError, match="Did you mean 'abef'"):
         open_job("abeg")

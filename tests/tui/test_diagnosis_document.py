@@ -8,7 +8,7 @@ import pytest
 from boltmesh.telemetry import stall
 from boltmesh.tui.metrics import step_time, stragglers, traffic
 from boltmesh.tui.metrics.findings import limits, waits
-from boltmesh.tui.metrics.findings.finding import Kind
+from boltmesh.tui.metrics.findings.finding import KEPT, Kind
 from boltmesh.tui.metrics.step_time import WARM_UP_STEPS
 
 TEXT = " ".join(
@@ -24,9 +24,11 @@ def test_every_kind_is_described() -> None:
     "words",
     [
         (
-            f"the newest {stall.RECENT_STEPS} steps of each rank "
+            f"from {stall.RECENT_STEPS} to {step_time.JUDGED_STEPS} steps of each rank "
             f"({step_time.LEAST_STEPS} with hundreds"
         ),
+        f"falls below {KEPT:.0%} of the limit",
+        f"{limits.HOST_BUSY:.0%} of its cores are in use, and {limits.OTHERS_BUSY:.0%} by",
         f"The first {WARM_UP_STEPS} batches",
         f"before {stragglers.STEPS_TO_JUDGE} such steps",
         f"for {stall.STALL_IN_STEPS:.0f} steps and {stall.STALL_AT_LEAST_S:.0f} s",

@@ -12,7 +12,7 @@ from boltmesh.tui.panels.traffic import COLUMNS, draw_communication, draw_traffi
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.view import TableView
 from tests.tui.meshes import change_rank, mesh_job
-from tests.tui.samples import job, rank, state, step, total
+from tests.tui.samples import demo, job, rank, state, step, total
 
 LOOK = Style(UNICODE)
 
@@ -212,3 +212,9 @@ def test_the_overview_has_the_table_in_short() -> None:
     assert len(lines) == 3
     assert "≠ 2x" in lines[2]
     assert "2 times" in lines[2]
+
+
+def test_on_the_overview_the_most_bytes_come_first() -> None:
+    lines = [line.plain for line in draw_communication(state(demo().job), 120, 3, LOOK)]
+    assert lines[0].rstrip(" ─").endswith("13.3 GB a rank")
+    assert lines[2].split()[:2] == ["tensor", "allreduce"]

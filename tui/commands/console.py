@@ -37,8 +37,22 @@ def as_exit_code() -> Iterator[Callable[[], int]]:
 def terminal_look(*, ascii_only: bool) -> Style:
     """Headings and signs are for the eye; in a summary words say the same."""
     encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower().replace("-", "")
-    is_ascii = ascii_only or not encoding.startswith("utf") or os.environ.get("TERM") == "linux"
+    has_unicode = encoding.startswith("utf") and not _is_c_locale()
+    is_ascii = ascii_only or not has_unicode or os.environ.get("TERM") == "linux"
     return Style(ASCII if is_ascii else UNICODE, has_headings=False, has_signs=False)
+
+
+def _is_c_locale() -> bool:
+    """Say whether the user has set the C locale, in which Python uses UTF-8 all the same.
+
+    Source: https://peps.python.org/pep-0538/, https://peps.python.org/pep-0540/.
+    """
+    names = os.environ
+    if names.get("PYTHONUTF8") == "1" or names.get("PYTHONIOENCODING"):
+        return False
+    # Python itself sets LC_CTYPE to C.UTF-8 where it was not set.
+    own = names.get("LC_CTYPE", "").replace("C.UTF-8", "")
+    return (names.get("LC_ALL") or own or names.get("LANG")) in {"C", "POSIX"}
 
 
 def width() -> int:

@@ -19,7 +19,7 @@ from boltmesh.tui.commands.console import (
     width,
 )
 from boltmesh.tui.render.style import Style
-from boltmesh.tui.report import job_json, job_text, jobs_json, jobs_text
+from boltmesh.tui.report import job_json, job_text, jobs_json, jobs_text, state_json
 from boltmesh.tui.sources.live import InterruptionError, Source
 from boltmesh.tui.state import fold
 
@@ -52,9 +52,9 @@ def top(
     """Show a job: on a screen, or as text or JSON on stdout.
 
     Args:
-        job: Id, unique prefix of an id, or folder of a job. None: the running one; where several
-            run, the screen lets the user choose and text takes the newest; where none runs, the
-            newest that ended.
+        job: Id, name, unique prefix of either, or folder of a job. None: the running one; where
+            several run, the screen lets the user choose and text takes the newest; where none
+            runs, the newest that ended.
         once: Print one summary and return.
         as_json: Print JSON instead of text; without ``once``, a line each interval until the job
             ends.
@@ -199,6 +199,7 @@ def _print_until_the_end(source: Source, *, interval_s: float, on_alert: str | N
 
             alerts = stack.enter_context(contextlib.closing(HeadlessAlerts(on_alert, say=narrate)))
         is_interrupted = False
+        state = None
         while True:
             try:
                 seen = source.read()
@@ -211,7 +212,8 @@ def _print_until_the_end(source: Source, *, interval_s: float, on_alert: str | N
             if is_interrupted:
                 narrate("connected again.")
                 is_interrupted = False
-            print_line(job_json(seen))
+            state = fold(state, seen)
+            print_line(state_json(state))
             if alerts is not None:
                 alerts.look(seen)
             if seen.job.state != "running":

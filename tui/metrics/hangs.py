@@ -158,7 +158,7 @@ def _group_name(axis: str, members: Sequence[int], several: frozenset[str]) -> s
 
 
 def _collective(operator: str | None, sequence: int) -> str:
-    return f"{operator.strip('_') if operator else 'collective'} #{sequence:,}"
+    return f"{units.operator(operator) if operator else 'collective'} #{sequence:,}"
 
 
 def _text(
@@ -185,7 +185,7 @@ def _text(
         return f"{who_waits} in {_calls(row)} of {group}; {places}"
     if len(row.operators) > 1:
         parts = ", ".join(
-            f"{units.ranks(_in_operator(row.progress, each, row.blocked))} {each.strip('_')}"
+            f"{units.ranks(_in_operator(row.progress, each, row.blocked))} {units.operator(each)}"
             for each in row.operators
         )
         number = f"#{row.blocked:,}"
@@ -202,7 +202,7 @@ def _waiting(row: GroupRow, state: State) -> str:
 
 
 def _calls(row: GroupRow) -> str:
-    names = {(row.progress[rank].operator or "a call").strip("_") for rank in row.waiting}
+    names = {units.operator(row.progress[rank].operator or "a call") for rank in row.waiting}
     return " or ".join(sorted(names))
 
 

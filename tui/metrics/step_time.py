@@ -14,14 +14,14 @@ a run compile, allocate and fill caches. Both are left out.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, median
 
 import msgspec
 
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, PhaseTime, RankSnapshot, StepRecord
-from boltmesh.telemetry.stall import RECENT_STEPS
+from boltmesh.telemetry.stall import RECENT_STEPS, recent_step_seconds
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.pipelines import pipelines
 
@@ -46,8 +46,26 @@ def recent_times(job: JobSnapshot) -> dict[int, RecentTimes]:
     Where a rank of a pipeline has recorded its chunks, ``forward`` and ``backward`` are their time,
     and what the rank waits for its neighbours is ``bubble``.
     """
-    num_steps = min(RECENT_STEPS, max(LEAST_STEPS, RECORDS // max(1, len(job.ranks))))
-    chunks = _chunk_times(job)
+    return _times(job, RECENT_STEPS)
+
+
+JUDGED_S = 30.0
+JUDGED_STEPS = 200
+"""Findings are judged over the steps of this time, from RECENT_STEPS to this many: on a busy host
+twenty steps differ by chance more than ranks do."""
+
+
+@remember_last
+def judged_times(job: JobSnapshot) -> dict[int, RecentTimes]:
+    """Return the columns over the longer window in which findings are judged."""
+    step_s = max(filter(None, map(recent_step_seconds, job.ranks[:STEP_SAMPLES])), default=JUDGED_S)
+    num_steps = JUDGED_S / step_s if step_s > 0 else 0.0
+    return _times(job, int(min(JUDGED_STEPS, max(RECENT_STEPS, num_steps))))
+
+
+def _times(job: JobSnapshot, num_steps: int) -> dict[int, RecentTimes]:
+    num_steps = min(num_steps, max(LEAST_STEPS, RECORDS // max(1, len(job.ranks))))
+    chunks = _chunk_times(job, num_steps)
     return {
         rank.rank: times
         for rank in job.ranks
@@ -73,13 +91,13 @@ _NamedBatch = tuple[int, int]
 """Optimizer step, and the batch of it from 0."""
 
 
-def _chunk_times(job: JobSnapshot) -> dict[int, dict[_NamedBatch, ChunkTimes]]:
+def _chunk_times(job: JobSnapshot, num_steps: int) -> dict[int, dict[_NamedBatch, ChunkTimes]]:
     """Return the times of each rank of a pipeline in its newest whole batches."""
-    # Without the schedule the batches of an optimizer step cannot be told apart.
+    # Without the schedule the batches of an optimizer step have one window.
     count = batches_per_step(job) if job.pipeline is None else 1
     found: dict[int, dict[_NamedBatch, ChunkTimes]] = {}
     for pipeline in pipelines(job):
-        newest = list(zip(pipeline.whole, pipeline.times, strict=True))[-RECENT_STEPS:]
+        newest = list(zip(pipeline.whole, pipeline.times, strict=True))[-num_steps:]
         for at, rank in enumerate(pipeline.ranks):
             batches = found[rank] = {}
             for step, times in newest:
@@ -257,6 +275,9 @@ def phase_split(job: JobSnapshot) -> PhaseSplit | None:
     )
 
 
+DEVIATION = 1.4826
+"""Makes the median deviation of a normal distribution its standard deviation."""
+
 WARM_UP_STEPS = 3
 """Batches at the start of a run that are not judged: kernels are chosen, buckets arranged."""
 
@@ -278,6 +299,8 @@ class RankProfile(msgspec.Struct, frozen=True):
     Ranks that work together all take as long as the slowest: only this tells them apart, for the
     late rank waits the shortest.
     """
+    own_error_s: float
+    """Standard error of ``own_s``, by the median deviation of the steps."""
     typical: dict[str, float]
     """Median seconds of each phase: one odd step in twenty does not move it."""
     waits: dict[int, float]
@@ -287,9 +310,19 @@ class RankProfile(msgspec.Struct, frozen=True):
 @remember_last
 def rank_profiles(job: JobSnapshot) -> dict[int, RankProfile]:
     """Return a profile for each rank that has ordinary steps."""
+    return _profiles(recent_times(job))
+
+
+@remember_last
+def judged_profiles(job: JobSnapshot) -> dict[int, RankProfile]:
+    """Return the profiles over the longer window in which findings are judged."""
+    return _profiles(judged_times(job))
+
+
+def _profiles(columns: Mapping[int, RecentTimes]) -> dict[int, RankProfile]:
     return {
         rank: profile
-        for rank, times in recent_times(job).items()
+        for rank, times in columns.items()
         if (profile := _profile(rank, times)) is not None
     }
 
@@ -309,13 +342,15 @@ def _profile(rank: int, times: RecentTimes) -> RankProfile | None:
         return None
     none = (0.0,) * count
     waits = phases.get("communication", none)
-    idle = phases.get(BUBBLE, none)
+    own = list(map(_own, seconds, waits, phases.get(BUBBLE, none)))
+    own_s = middle(own)
     return RankProfile(
         rank=rank,
         num_steps=count,
         step_s=sum(seconds) / count,
         phases={name: sum(column) / count for name, column in phases.items()},
-        own_s=middle(map(_own, seconds, waits, idle)),
+        own_s=own_s,
+        own_error_s=DEVIATION * middle(abs(each - own_s) for each in own) / math.sqrt(count),
         typical={name: middle(column) for name, column in phases.items()},
         waits=dict(zip(indexes, waits, strict=True)),
     )

@@ -18,10 +18,11 @@ from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.step_time import (
     BUBBLE,
+    DEVIATION,
     SPLIT_PHASES,
     RankProfile,
+    judged_profiles,
     middle,
-    rank_profiles,
 )
 
 LATE_SHARE = 0.1
@@ -29,8 +30,9 @@ LATE_SHARE = 0.1
 ranks on equal machines stay within a few percent of each other."""
 
 LATE_DEVIATIONS = 5.0
-"""Scaled median deviations. Where ranks differ much by nature, as with texts of unequal length,
-only what stands out far is somebody's fault; of a normal spread, five leave one in a million."""
+"""Scaled median deviations of the other ranks, or standard errors of a rank's own time. Where ranks
+differ much by nature, as with texts of unequal length, only what stands out far is somebody's
+fault; of a normal spread, five leave one in a million."""
 
 LATE_AT_LEAST_S = 0.001
 """What a busy host adds to any step."""
@@ -40,9 +42,6 @@ FEW_PEERS = 16
 
 STEPS_TO_JUDGE = 5
 """Fewer steps may all be of one kind by chance."""
-
-_NORMAL = 1.4826
-"""Makes the median deviation of a normal distribution its standard deviation."""
 
 _WAITING = ("communication", BUBBLE)
 
@@ -82,7 +81,7 @@ class Lateness(msgspec.Struct, frozen=True):
 @remember_last
 def lateness(job: JobSnapshot) -> dict[int, Lateness]:
     """Return every rank that has peers and enough steps to be judged."""
-    profiles = rank_profiles(job)
+    profiles = judged_profiles(job)
     stages: dict[int, list[RankProfile]] = defaultdict(list)
     for rank in job.ranks:
         profile = profiles.get(rank.rank)
@@ -146,7 +145,7 @@ def _compare(peers: Sequence[RankProfile]) -> Iterable[Lateness]:
 def _spread(times: Sequence[float]) -> float:
     """Return the median deviation, scaled."""
     center = middle(times)
-    return _NORMAL * middle(abs(time - center) for time in times)
+    return DEVIATION * middle(abs(time - center) for time in times)
 
 
 def _judge(
@@ -160,7 +159,9 @@ def _judge(
     worst = max(losses, key=lambda name: losses[name], default=None)
     if worst is not None and losses[worst] <= 0:
         worst = None
-    needed_s = max(LATE_AT_LEAST_S, LATE_SHARE * peer.step_s, LATE_DEVIATIONS * spread)
+    needed_s = max(
+        LATE_AT_LEAST_S, LATE_SHARE * peer.step_s, LATE_DEVIATIONS * max(spread, peer.own_error_s)
+    )
     return Lateness(
         rank=peer.rank,
         own_s=peer.own_s,
@@ -195,7 +196,7 @@ class Balance(msgspec.Struct, frozen=True):
 def balance(job: JobSnapshot) -> Balance | None:
     """Return where a typical step goes, or None before there are enough to tell."""
     profiles = [
-        profile for profile in rank_profiles(job).values() if profile.num_steps >= STEPS_TO_JUDGE
+        profile for profile in judged_profiles(job).values() if profile.num_steps >= STEPS_TO_JUDGE
     ]
     if not profiles:
         return None

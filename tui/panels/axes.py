@@ -70,7 +70,7 @@ def _axis(axis: str, rows: Sequence[TrafficRow], job: JobSnapshot) -> AxisRow:
     return AxisRow(
         axis=axis,
         size=axis_size(job, axis),
-        operators=tuple(row.operator.strip("_") for row in rows if row.num_ranks),
+        operators=tuple(units.operator(row.operator) for row in rows if row.num_ranks),
         calls=_sum(row.calls for row in rows if row.num_ranks),
         payload_bytes=_sum(row.payload_bytes for row in rows if row.num_ranks),
         expected_bytes=_sum(row.expected_bytes for row in rows if row.expected_bytes is not None),

@@ -20,6 +20,8 @@ from boltmesh.tui.render.style import Style
 from boltmesh.tui.state import State
 
 MAX_LINES = 3
+UNCUT = 10_000
+"""More lines than any text has."""
 
 
 def draw_status(state: State, width: int, height: int, look: Style) -> list[Line]:
@@ -28,7 +30,7 @@ def draw_status(state: State, width: int, height: int, look: Style) -> list[Line
     return [] if found is None else _wrap_status(found, width, look)[:height]
 
 
-def _wrap_status(found: Status, width: int, look: Style) -> list[Line]:
+def _wrap_status(found: Status, width: int, look: Style, *, most: int = MAX_LINES) -> list[Line]:
     glyphs = look.glyphs
     sign = {
         "muted": glyphs.absent,
@@ -38,16 +40,17 @@ def _wrap_status(found: Status, width: int, look: Style) -> list[Line]:
     }[found.level]
     room = max(1, width - 2)
     rows = [""]
-    for word in Line(found.text).plain.split():
+    words = Line(found.text).plain.split()
+    for word in words if most < UNCUT else _in_pieces(words, room):
         joined = f"{rows[-1]} {word}".strip()
         if Line(joined).width <= room:
             rows[-1] = joined
         else:
             rows.append(word)
     rows = [row for row in rows if row]
-    if len(rows) > MAX_LINES:
+    if len(rows) > most:
         # The mark needs a cell of its own at the end of the last line that is kept.
-        rows = [*rows[: MAX_LINES - 1], f"{rows[MAX_LINES - 1]} {rows[MAX_LINES]}"]
+        rows = [*rows[: most - 1], f"{rows[most - 1]} {rows[most]}"]
     lines = []
     for place, row in enumerate(rows):
         mark = look.sign(sign if place == 0 else " ")
@@ -71,6 +74,8 @@ def draw_diagnosis(
 ) -> list[Line]:
     """The findings, the most severe first; no line where there are none.
 
+    ``diagnosis_text`` has them uncut.
+
     With ``says_all_is_well`` the only line says that nothing stands out, where that is so.
     """
     findings = diagnose(state)
@@ -89,6 +94,18 @@ def draw_diagnosis(
         hidden = len(findings) - 1 if place == 0 and left == most else 0
         shown += _draw_finding(finding, width, most, look, num_hidden=hidden)
     return lines + shown
+
+
+def diagnosis_text(state: State, width: int, look: Style) -> list[Line]:
+    """Every finding in full, for text that has no height."""
+    findings = diagnose(state)
+    lines = []
+    found = status(state)
+    if found is not None and _status_lines(state, findings, width, look):
+        lines += _wrap_status(found, width, look, most=UNCUT)
+    for finding in findings:
+        lines += _draw_finding(finding, width, UNCUT, look)
+    return lines
 
 
 def diagnosis_lines(state: State, width: int, look: Style) -> int:
@@ -127,6 +144,9 @@ def _draw_finding(
     cure += [(word, "text") for word in _words(finding.advice)]
     room = max(1, width - cell_len(mark))
     ellipsis = look.glyphs.ellipsis
+    if most == UNCUT:
+        words = [(part, role) for word, role in words for part in _in_pieces([word], room)]
+        cure = [(part, role) for word, role in cure for part in _in_pieces([word], room)]
     if most == 1:
         rows = _wrap([*words, *cure], room, 1, ellipsis)
     else:
@@ -136,6 +156,18 @@ def _draw_finding(
         Line(mark if place == 0 else " " * cell_len(mark), finding.severity).join(row).crop(width)
         for place, row in enumerate(rows)
     ]
+
+
+def _in_pieces(words: Iterable[str], width: int) -> Iterable[str]:
+    """Yield the words, those that are wider than a line in parts: a path must not be cut."""
+    for word in words:
+        rest = word
+        while cell_len(rest) > width:
+            piece = Line(rest).crop(width).plain.rstrip() or rest[0]
+            yield piece
+            rest = rest[len(piece) :]
+        if rest:
+            yield rest
 
 
 def _words(text: str) -> list[str]:

@@ -80,11 +80,11 @@ def _state_word(job: "JobSummary") -> str:
 def _columns(jobs: Sequence["JobSummary"]) -> list[Column]:
     return [
         Column("id", shrinks_to=12),
-        Column("name", rank=5, shrinks_to=10),
+        Column("name", rank=2, shrinks_to=10),
         Column("state"),
-        *([Column("recipe", rank=4, shrinks_to=8)] if _has_recipes(jobs) else []),
-        Column("strategy", rank=3),
-        Column("mesh", rank=2),
+        *([Column("recipe", rank=5, shrinks_to=8)] if _has_recipes(jobs) else []),
+        Column("strategy", rank=4),
+        Column("mesh", rank=3),
         Column("step", is_number=True, rank=1),
         Column("age", is_number=True),
     ]

@@ -81,7 +81,7 @@ def draw_groups(state: State, rank: RankSnapshot, width: int, look: Style) -> li
             group.axis,
             units.ranks(group.ranks).removeprefix("ranks ") if group.ranks else units.UNKNOWN,
             units.count(group.sequence),
-            (group.operator or units.UNKNOWN).strip("_"),
+            units.operator(group.operator or units.UNKNOWN),
             _done(group.is_done, look),
             _since(state, group.time),
         ]
@@ -93,7 +93,7 @@ def draw_groups(state: State, rank: RankSnapshot, width: int, look: Style) -> li
                 newest.axis,
                 units.UNKNOWN,
                 units.count(newest.sequence),
-                newest.operator.strip("_"),
+                units.operator(newest.operator),
                 _done(newest.is_done, look),
                 units.UNKNOWN,
             ]
@@ -119,7 +119,7 @@ def draw_rank_traffic(rank: RankSnapshot, width: int, look: Style) -> list[Line]
     cells: list[list[Cell]] = [
         [
             total.axis,
-            total.operator.strip("_"),
+            units.operator(total.operator),
             units.count(None if total.calls_per_step is None else round(total.calls_per_step, 1)),
             units.traffic(total.bytes_per_step),
             units.seconds(total.seconds_per_step),

@@ -115,7 +115,7 @@ def _cells(row: GroupRow, rows: Sequence[GroupRow], state: State, look: Style) -
         _numbered(row.members),
         units.count(len(row.members)),
         _numbers(row),
-        row.operator.strip("_") if row.operator else units.UNKNOWN,
+        units.operator(row.operator) if row.operator else units.UNKNOWN,
         *([Line(_numbered(row.missing), missing)] if _has_missing(rows) else []),
         Line(units.duration(row.silent_s) + ago, "muted"),
         _state(row.status, look),
@@ -200,7 +200,7 @@ def _detail(
         place = whereabouts(ranks.get(number), state)
         if number in row.waiting:
             place = "had entered it" if has_ended(state.job) else "waits in it"
-        key = (each.sequence, (each.operator or "").strip("_"), place)
+        key = (each.sequence, units.operator(each.operator or ""), place)
         by_number.setdefault(key, []).append(number)
     ordered = sorted(by_number.items(), key=lambda item: (item[0][0], len(item[1])))
     name = f"{row.axis}, {units.ranks(row.members)}"

@@ -173,7 +173,7 @@ def _cells(row: TrafficRow, rows: Sequence[TrafficRow], look: Style) -> list[Cel
     has_groups = any(each.num_groups > 1 for each in rows)
     return [
         row.axis,
-        row.operator.strip("_"),
+        units.operator(row.operator),
         *([units.count(row.num_groups or None)] if has_groups else []),
         _calls(row.calls),
         units.traffic(row.payload_bytes),
@@ -240,7 +240,7 @@ def _words(
 
 
 def _claim(row: TrafficRow) -> str:
-    name = f"{row.axis} {row.operator.strip('_')}"
+    name = f"{row.axis} {units.operator(row.operator)}"
     if row.verdict == "missing":
         return f"{name} should move {units.traffic(row.expected_bytes)} a step: {row.reason}"
     if row.ratio is None:
@@ -250,7 +250,7 @@ def _claim(row: TrafficRow) -> str:
 
 def _detail(row: TrafficRow, state: State, width: int, look: Style) -> list[Line]:
     """The selected row in full."""
-    name = f"{row.axis} {row.operator.strip('_')}"
+    name = f"{row.axis} {units.operator(row.operator)}"
     parts = [
         Line(name, "strong"),
         labelled("measured", f"{units.traffic(row.payload_bytes)} in {_calls(row.calls)} calls"),
@@ -272,9 +272,13 @@ def _detail(row: TrafficRow, state: State, width: int, look: Style) -> list[Line
 
 
 def draw_communication(state: State, width: int, height: int, look: Style) -> list[Line]:
-    """A line for each operator on each axis, differences from the expected bytes marked."""
-    lines = [heading("communication per step", width, look)] if look.has_headings else []
-    rows = traffic_rows(state.job)
+    """A line for each operator on each axis, the most bytes first; wrong ones are marked."""
+    rows = sorted(traffic_rows(state.job), key=_bytes, reverse=True)
+    total = sum(row.payload_bytes or 0.0 for row in rows)
+    right = Line(f"{units.traffic(total)} a rank", "muted") if total else Line()
+    lines = []
+    if look.has_headings:
+        lines.append(heading("communication per step", width, look, right=right))
     note = uncounted_note(state, width, look)
     if note is not None:
         lines.append(note)
@@ -284,6 +288,10 @@ def draw_communication(state: State, width: int, height: int, look: Style) -> li
     if rows:
         lines += communication_table(rows, width, look)
     return lines[:height]
+
+
+def _bytes(row: TrafficRow) -> float:
+    return max(row.payload_bytes or 0.0, row.expected_bytes or 0.0)
 
 
 def draw_axis(state: State, width: int, height: int, look: Style, *, axis: str) -> list[Line]:
@@ -310,7 +318,7 @@ def communication_table(rows: list[TrafficRow], width: int, look: Style) -> list
     cells: list[list[Cell]] = [
         [
             row.axis,
-            row.operator.strip("_"),
+            units.operator(row.operator),
             units.count(None if row.calls is None else round(row.calls, 1)),
             units.traffic(row.payload_bytes),
             *([wire_speed(row)] if has_speed else []),

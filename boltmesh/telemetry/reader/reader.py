@@ -7,6 +7,7 @@ is only read; nothing that happens here can be noticed by it.
 import contextlib
 import difflib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -73,8 +74,8 @@ def open_job(which: str | Path | None = None, run_dir: Path | None = None) -> Jo
     """Open a job.
 
     Args:
-        which: Its id, the beginning of its id when no other begins so, or the path of its folder.
-            None: the newest that runs, else the newest.
+        which: Its id, its name, a unique prefix of either, or the path of its folder. If
+            several have this name, the newest that runs, else the newest. None: that of all jobs.
         run_dir: Where jobs are looked for.
 
     Raises:
@@ -91,19 +92,23 @@ def open_job(which: str | Path | None = None, run_dir: Path | None = None) -> Jo
             f"BOLTMESH_RUN_DIR to where its telemetry is."
         )
     if which is None:
-        newest = next((job for job in jobs if job.state == "running"), jobs[0])
-        return Job(Path(newest.path))
-    exact = [job for job in jobs if job.id == which]
-    found = exact or [job for job in jobs if job.id.startswith(which)]
+        return Job(Path(_newest(jobs).path))
+    for named in ([job for job in jobs if job.id == which], [j for j in jobs if j.name == which]):
+        if named:
+            return Job(Path(_newest(named).path))
+    found = [job for job in jobs if job.id.startswith(which) or job.name.startswith(which)]
     if len(found) == 1:
         return Job(Path(found[0].path))
     if found:
-        ids = ", ".join(job.id for job in found[:5])
-        raise TelemetryError(f"'{which}' begins the ids of {len(found)} jobs: {ids}.")
-    near = difflib.get_close_matches(which, [job.id for job in jobs], n=1, cutoff=0.0)
-    raise TelemetryError(
-        f"there is no job '{which}' in {folder}. Did you mean '{(near or [jobs[0].id])[0]}'?"
-    )
+        listed = ", ".join(f"{job.id} ({job.name})" for job in found[:5])
+        raise TelemetryError(f"'{which}' begins the id or the name of {len(found)} jobs: {listed}.")
+    words = [word for job in jobs for word in (job.name, job.id)]
+    near = difflib.get_close_matches(which, words, n=1, cutoff=0.6) or [jobs[0].id]
+    raise TelemetryError(f"there is no job '{which}' in {folder}. Did you mean '{near[0]}'?")
+
+
+def _newest(jobs: Sequence[JobSummary]) -> JobSummary:
+    return next((job for job in jobs if job.state == "running"), jobs[0])
 
 
 def _summarise(job: Job) -> JobSummary:

@@ -14,7 +14,7 @@ _ALWAYS: tuple[Callable[[State], Finding | None], ...] = (
     ends.find_standstill,
     limits.find_memory,
     limits.find_traffic,
-    waits.find_straggler,
+    limits.find_busy_host,
 )
 
 
@@ -35,8 +35,13 @@ _URGENT: tuple[Kind, ...] = ("crashed", "loss", "stalled", "memory", "traffic")
 def diagnose(state: State) -> tuple[Finding, ...]:
     """Return what is wrong, the most severe first; nothing when nothing is."""
     found = [finding for find in _ALWAYS if (finding := find(state)) is not None]
+    kinds = {finding.kind for finding in found}
+    if "host" in kinds:
+        return tuple(sorted(found, key=_urgency))  # times say nothing of the job itself
+    if (late := waits.find_straggler(state)) is not None:
+        found.append(late)
     typical = balance(state.job) if state.job.state == "running" else None
-    if typical is not None and not any(finding.kind == "stalled" for finding in found):
+    if typical is not None and "stalled" not in kinds:
         found += [
             finding for judge in _IN_STEADY_STATE if (finding := judge(state, typical)) is not None
         ]

@@ -8,6 +8,7 @@ Kind = Literal[
     "crashed",
     "loss",
     "stalled",
+    "host",
     "memory",
     "traffic",
     "straggler",
@@ -20,6 +21,10 @@ Kind = Literal[
 
 Severity = Literal["bad", "warn"]
 """``bad``: the run is lost or makes nothing of worth. ``warn``: it could be better."""
+
+
+KEPT = 0.75
+"""A finding stays until its figure is below this share of the limit."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

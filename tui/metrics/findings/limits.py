@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.devices import DeviceReading
-from boltmesh.tui.metrics.findings.finding import Finding
+from boltmesh.tui.metrics.findings.finding import KEPT, Finding
 from boltmesh.tui.metrics.step_time import batches_per_step
 from boltmesh.tui.metrics.traffic import TrafficRow, traffic_rows
 from boltmesh.tui.state import State
@@ -17,6 +17,49 @@ DEVICE_NEARLY_FULL = 0.95
 
 HOST_NEARLY_FULL = 0.9
 """Of a host's memory, by the job alone: the kernel needs some, and kills when it has none."""
+
+
+HOST_BUSY = 0.95
+OTHERS_BUSY = 0.2
+"""Share of a host's CPUs in use, and of that by other processes than the ranks, from which on the
+times of ranks on CPUs tell more of the others than of the job."""
+
+
+def find_busy_host(state: State) -> Finding | None:
+    """Say that other processes take the CPUs on which the ranks compute."""
+    if state.job.state != "running" or not _computes_on_cpu(state.job):
+        return None
+    kept = KEPT if "host" in state.standing else 1.0
+    for host in state.devices:
+        if host.kind != "host" or host.utilization_percent is None or not host.num_cores:
+            continue
+        used = host.utilization_percent / 100
+        ranks = sum(
+            (each.utilization_percent or 0.0) / 100 / host.num_cores
+            for each in state.devices
+            if each.kind == "process" and set(each.ranks) <= set(host.ranks)
+        )
+        others = max(0.0, used - ranks)
+        if used < kept * HOST_BUSY or others < kept * OTHERS_BUSY:
+            continue
+        return Finding(
+            kind="host",
+            severity="warn",
+            headline=f"the CPUs of {host.name} are full: {used:.0%} of {host.num_cores} cores",
+            evidence=(
+                f"ranks {min(ranks, used):.0%}",
+                f"other processes {others:.0%}",
+                "times of the ranks vary with them",
+            ),
+            advice="stop or move the other processes; loader workers count as such",
+            ranks=host.ranks,
+        )
+    return None
+
+
+def _computes_on_cpu(job: JobSnapshot) -> bool:
+    """Say whether all ranks compute on CPUs."""
+    return all(rank.device.startswith("cpu") for rank in job.ranks if rank.device)
 
 
 def find_memory(state: State) -> Finding | None:
@@ -107,7 +150,7 @@ def find_traffic(state: State) -> Finding | None:
     if not wrong:
         return None
     worst = max(wrong, key=_difference)
-    name = worst.operator.strip("_")
+    name = units.operator(worst.operator)
     ratio = worst.ratio
     if ratio is None:
         headline = f"{worst.axis} axis: {name} does not run as the strategy expects"

@@ -3,7 +3,7 @@
 from boltmesh.telemetry.snapshot import JobSnapshot, MemoryKind, RankSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.devices.reading import NO_LIMIT, POWER_LIMIT
-from boltmesh.tui.metrics.findings.finding import Finding
+from boltmesh.tui.metrics.findings.finding import KEPT, Finding, Kind
 from boltmesh.tui.metrics.pipelines import Bubble, BubbleRow, bubble
 from boltmesh.tui.metrics.step_time import middle
 from boltmesh.tui.metrics.stragglers import Balance, Lateness, stragglers
@@ -30,6 +30,11 @@ HOTTER_CELSIUS = 10.0
 
 UNEVEN_SHARE = 0.15
 """Of a step, waited for ranks that come last in turn. Noise of equal ranks stays below it."""
+
+
+def limit_of(limit: float, kind: Kind, state: State) -> float:
+    """Return the limit of a share, lower while the finding holds so that it does not flap."""
+    return KEPT * limit if kind in state.standing else limit
 
 
 def find_straggler(state: State) -> Finding | None:
@@ -133,7 +138,7 @@ def find_input(state: State, typical: Balance) -> Finding | None:
     """Say that the ranks wait for batches, or for their way to the device."""
     parts = ["data"] if has_offload(state.job) else ["data", "transfer"]
     share = typical.share(*parts)
-    if share < INPUT_SHARE:
+    if share < limit_of(INPUT_SHARE, "input", state):
         return None
     data_s, transfer_s = (typical.phases.get(name, 0.0) for name in ("data", "transfer"))
     is_loader = data_s >= transfer_s
@@ -156,7 +161,7 @@ def find_offload(state: State, typical: Balance) -> Finding | None:
     """Say that the step waits for memory on the host or the disk."""
     share = typical.share("optimizer", "transfer")
     kinds = offloaded(state.job)
-    if not kinds or share < OFFLOAD_SHARE:
+    if not kinds or share < limit_of(OFFLOAD_SHARE, "offload", state):
         return None
     places = sorted({kind.place for kind in kinds})
     evidence = [
@@ -184,7 +189,8 @@ def find_communication(state: State, typical: Balance) -> Finding | None:
     if state.job.mesh.get("pipeline", 1) > 1 and bubble(state) is None:
         return None  # waits for other stages cannot be separated from transfers
     share = exposed_s / typical.step_s
-    if state.job.communication_note is not None or share < COMMUNICATION_SHARE:
+    least = limit_of(COMMUNICATION_SHARE, "communication", state)
+    if state.job.communication_note is not None or share < least:
         return None
     evidence = [f"{units.seconds(exposed_s)} of {units.seconds(typical.step_s)}"]
     rows = [row for row in traffic_rows(state.job) if row.payload_bytes]
@@ -192,7 +198,7 @@ def find_communication(state: State, typical: Balance) -> Finding | None:
     if rows:
         heaviest = max(rows, key=lambda row: row.payload_bytes or 0.0)
         axis = heaviest.axis
-        fact = f"{axis} {heaviest.operator.strip('_')} {units.traffic(heaviest.payload_bytes)}"
+        fact = f"{axis} {units.operator(heaviest.operator)} {units.traffic(heaviest.payload_bytes)}"
         speed = heaviest.wire_bytes_per_second
         evidence.append(fact + (f" at {units.traffic(speed)}/s" if speed is not None else ""))
     return Finding(
@@ -213,7 +219,8 @@ def find_uneven(state: State, typical: Balance) -> Finding | None:
     job = state.job
     share = typical.uneven_s / typical.step_s
     # What stages of a pipeline wait for each other is its bubble, and a late rank has its own line.
-    if share < UNEVEN_SHARE or job.mesh.get("pipeline", 1) > 1 or stragglers(job):
+    least = limit_of(UNEVEN_SHARE, "uneven", state)
+    if share < least or job.mesh.get("pipeline", 1) > 1 or stragglers(job):
         return None
     return Finding(
         kind="uneven",
@@ -276,9 +283,10 @@ def find_bubble(state: State, typical: Balance) -> Finding | None:
     }
     worst = max(parts, key=lambda name: parts[name], default=None)
     avoidable = max(parts.get("imbalance", 0.0), parts.get("excess", 0.0))
-    if share < BUBBLE_SHARE and avoidable < PART_SHARE:
+    least_part = limit_of(PART_SHARE, "bubble", state)
+    if share < limit_of(BUBBLE_SHARE, "bubble", state) and avoidable < least_part:
         return None
-    if avoidable >= PART_SHARE:  # the schedule's own share is known before a run, this is not
+    if avoidable >= least_part:  # the schedule's own share is known before a run, this is not
         worst = "imbalance" if parts.get("imbalance", 0.0) == avoidable else "excess"
     slow = _slowest(found) if worst == "imbalance" else None
     evidence = [f"{name} {part:.0%}" for name, part in parts.items()]

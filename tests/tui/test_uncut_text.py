@@ -1,0 +1,50 @@
+"""Text has no height: ``--once`` prints findings and reasons in full."""
+
+import pytest
+
+from boltmesh.telemetry.snapshot import Event
+from boltmesh.tui import units
+from boltmesh.tui.render.style import ASCII, UNICODE, Style
+from boltmesh.tui.report import job_text
+from tests.tui.loads import steady, team
+from tests.tui.samples import NOW, job, rank, state
+
+PATH = "/var/lib/" + "/".join(f"checkpoints-{at}" for at in range(20)) + "/last.ckpt"
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_crash_keeps_the_path_of_the_checkpoint(width: int) -> None:
+    crashed = job(
+        state="crashed",
+        cause="rank 1 was killed by SIGKILL (by hand, or by the kernel for lack of memory).",
+        checkpoint=PATH,
+        ranks=(rank(0), rank(1, state="dead", error="killed")),
+    )
+    text = job_text(state(crashed), width, Style(UNICODE, has_headings=False, has_signs=False))
+    assert PATH in text.replace("\n", "").replace(" ", "")
+    assert all(len(line) <= width for line in text.splitlines())
+
+
+def test_every_finding_is_printed_with_its_advice() -> None:
+    slow = [steady(data=0.2, communication=0.3), steady(data=0.2, communication=0.3)]
+    text = job_text(state(team(*slow)), 80, Style(ASCII, has_headings=False, has_signs=False))
+    assert text.count("try:") >= 2
+    assert "~" not in text.split("samples/s")[0]
+
+
+def test_a_stalled_job_keeps_its_evidence() -> None:
+    reason = "hang: rank 1 never entered allreduce #4; " + "it waits " * 40 + "at train.py:31"
+    silent = job(
+        ranks=tuple(rank(at, last_seen=NOW - 60, phase="communication") for at in range(2)),
+        events=(Event(NOW - 20, 0, "warning", reason),),
+    )
+    text = job_text(state(silent), 80, Style(ASCII, has_headings=False, has_signs=False))
+    assert "at train.py:31" in text.split("samples/s")[0].replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("allgather_base_", "allgather"), ("reduce_scatter_base", "reduce_scatter"), ("send", "send")],
+)
+def test_operators_have_no_suffix_of_torch(name: str, shown: str) -> None:
+    assert units.operator(name) == shown
