@@ -25,7 +25,7 @@ from boltmesh.errors import TelemetryError
 from boltmesh.launch.rank import RENDEZVOUS_VARIABLE, SUPERVISOR_VARIABLE, stop_line, traceback_hint
 from boltmesh.launch.reports import Report, read_reports, store_traceback
 from boltmesh.launch.stopping import HANDLED, STOPPING, describe_stop
-from boltmesh.process import describe_exit, write_stderr
+from boltmesh.process import ProcessId, describe_exit, write_stderr
 from boltmesh.telemetry.job import ID_VARIABLE, job_path, record_end
 
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -131,6 +131,8 @@ def where_it_was(job_id: str, rank: int) -> str:
     return (f" in {found.phase}" if found.phase else "") + f" after step {found.global_step}"
 
 
+_FOLDERS = "boltmesh-ranks-"
+"""Begins the names of the folders in which ranks write their reports; their supervisor follows."""
 POLL_S = 0.1
 FAILED_GRACE_S = 2.0
 """Seconds that the other ranks have to fail by themselves after the first one."""
@@ -172,6 +174,18 @@ class _RankProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
+def remove_killed_folders(temporary: Path) -> None:
+    """Delete the folders of reports that killed supervisors of this user have left."""
+    for folder in temporary.glob(f"{_FOLDERS}*-*-*-*"):
+        machine, pid, started, _ = folder.name.removeprefix(_FOLDERS).split("-", 3)
+        if not (pid.isdecimal() and started.isdecimal()):
+            continue
+        with contextlib.suppress(OSError):
+            is_own = folder.lstat().st_uid == os.geteuid() and not folder.is_symlink()
+            if is_own and ProcessId(machine, int(pid), int(started)).has_ended():
+                shutil.rmtree(folder)
+
+
 class Supervisor:
     """Runs ``python -m boltmesh ARGUMENTS`` once per rank of this host.
 
@@ -203,7 +217,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Start the ranks, wait for them, and return the exit code of the job."""
-        self._folder = Path(tempfile.mkdtemp(prefix="boltmesh-ranks-"))
+        remove_killed_folders(Path(tempfile.gettempdir()))
+        own = ProcessId.own()
+        prefix = f"{_FOLDERS}{own.machine}-{own.pid}-{own.started}-"
+        self._folder = Path(tempfile.mkdtemp(prefix=prefix))
         try:
             with self._handled_signals():
                 self._start()

@@ -5,7 +5,9 @@ from typing import Literal
 
 from boltmesh.planner.machine import Cluster
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "alternate", "full"]
+"""Selective keeps the outputs of products and attention; alternate, as torchtitan has it, of every
+second product."""
 Offload = Literal["none", "optimizer", "all"]
 
 

@@ -27,7 +27,7 @@ class Accelerator:
     memory_bytes: float
     memory_rate: float
     link_rate: float
-    """To the other devices of the node."""
+    """To the other devices of the node, as collectives reach it."""
     per_node: int
     """Devices that this link connects."""
     node_network_rate: float
@@ -82,7 +82,7 @@ def _accelerator(name: str, row: Mapping[str, object]) -> Accelerator:
         matmul={dtype: float(value) for dtype, value in matmul.items()},
         memory_bytes=_number(row, "memory_gb") * GB,
         memory_rate=_number(row, "memory_gb_s") * GB,
-        link_rate=_number(row, "link_gb_s") * GB,
+        link_rate=_number(row, "link_gb_s") * _number(row, "link") * GB,
         per_node=int(_number(row, "per_node")),
         node_network_rate=parse_network(str(row["network_gbit"])),
         host_bytes=_number(row, "host_gb") * GB,

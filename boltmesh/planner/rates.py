@@ -21,7 +21,6 @@ class Rates:
         score_bytes: Traffic of unfused attention, bytes per score.
         elementwise_bytes: Traffic of norms, activations and residuals of a block, bytes per token
             and unit of width, forward.
-        link: Share of the link of a node that collectives reach.
         network: Share of the network of a node that collectives reach.
         gradient_overlap: Share of the gradients' reduction that the backward pass hides.
         gather_overlap: Share of ZeRO-3's gathers that can be hidden by computation.
@@ -37,7 +36,6 @@ class Rates:
     attention: float
     score_bytes: float
     elementwise_bytes: float
-    link: float
     network: float
     gradient_overlap: float
     gather_overlap: float

@@ -171,6 +171,8 @@ class StepTimeModel:
         recompute = 0.0
         if layout.recompute == "full":
             recompute = forward
+        elif layout.recompute == "alternate":
+            recompute = products / 2 + elementwise + launches
         elif layout.recompute == "selective":
             recompute = elementwise + launches if model.has_flash else attention
         reduced = 4 if layout.recompute != "full" else 6
@@ -234,7 +236,7 @@ class StepTimeModel:
         """Return bytes per second of a ring over a group."""
         if group.num_nodes > 1:
             return self.cluster.network_rate * self.rates.network * group.in_node
-        return self.cluster.accelerator.link_rate * self.rates.link
+        return self.cluster.accelerator.link_rate
 
     def _ring(self, group: Group, num_bytes: float) -> float:
         """Return the seconds of an all-gather, or of a reduce-scatter, of so many bytes in all."""
@@ -242,10 +244,7 @@ class StepTimeModel:
             return 0.0
         latency = self._latency(group) * log2(group.size)
         inside = (
-            (group.in_node - 1)
-            / group.in_node
-            * num_bytes
-            / (self.cluster.accelerator.link_rate * self.rates.link)
+            (group.in_node - 1) / group.in_node * num_bytes / (self.cluster.accelerator.link_rate)
         )
         across = 0.0
         if group.num_nodes > 1:
@@ -268,7 +267,7 @@ class StepTimeModel:
             return 0.0
         num_bytes = HALF * self._tokens(layout) * self.model.hidden / layout.tensor
         rate = (
-            self.cluster.accelerator.link_rate * self.rates.link
+            self.cluster.accelerator.link_rate
             if group.num_nodes == 1
             else self.cluster.network_rate * self.rates.network
         )

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from boltmesh.errors import TelemetryError
+from boltmesh.process import encodable
 from boltmesh.telemetry.redaction import redact_command, redact_mapping
 from boltmesh.telemetry.snapshot import AlertThresholds
 
@@ -123,7 +124,7 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
             name=name or os.environ.get(NAME_VARIABLE) or _program(command),
             user=_user(),
             host=socket.gethostname(),
-            command=tuple(redact_command(command)),
+            command=tuple(map(encodable, redact_command(command))),
             python=sys.executable,
             folder=_working_directory(),
             started=time.time(),
@@ -332,7 +333,7 @@ def _user() -> str:
 
 def _working_directory() -> str:
     try:
-        return str(Path.cwd())
+        return encodable(str(Path.cwd()))
     except OSError:  # it was removed
         return ""
 

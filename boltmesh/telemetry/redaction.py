@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from boltmesh.process import encodable
+
 HIDDEN = "[redacted]"
 _MAX_VALUE = 200
 _MAX_DEPTH = 12
@@ -91,9 +93,9 @@ def redact_command(command: Iterable[str]) -> list[str]:
 def redact_mapping(values: Mapping[str, object]) -> dict[str, str]:
     """Return values as short strings, without secrets, also without those in nested mappings."""
     return {
-        str(name): HIDDEN
+        encodable(str(name)): HIDDEN
         if is_secret_name(str(name))
-        else redact_text(_text(_redact(value)))[:_MAX_VALUE]
+        else encodable(redact_text(_text(_redact(value)))[:_MAX_VALUE])
         for name, value in values.items()
     }
 

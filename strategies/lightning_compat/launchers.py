@@ -47,7 +47,7 @@ class SigtermAgreement:
         trainer: Of the run.
         take_flags: Returns the maximum over all ranks of ``flags`` since its last call, equal on
             all ranks, if they exchange them anyway at the end of a batch. By default they are
-            reduced before each batch.
+            reduced before each batch, and on GPUs count from the batch after it.
     """
 
     def __init__(
@@ -59,6 +59,9 @@ class SigtermAgreement:
         self._requeue = 0
         """SLURM's signal, once it was received; else 0."""
         self._is_saving = False
+        self._host_group: dist.ProcessGroup | None = None
+        """Of all ranks, over gloo; None before the first batch, and on the CPU."""
+        self._reduced: tuple[dist.Work, torch.Tensor] | None = None
 
     def begin(self) -> None:
         """Replace Lightning's handler, and the broadcast of its loop.
@@ -89,6 +92,9 @@ class SigtermAgreement:
 
     def end(self) -> None:
         """Restore the loop. Lightning itself removes its handler."""
+        if self._reduced is not None:
+            self._reduced[0].wait()
+            self._reduced = None
         loop: Any = self._trainer.fit_loop.epoch_loop
         loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
@@ -111,18 +117,36 @@ class SigtermAgreement:
     def _reduce_flags(self) -> None:
         """Save or end the run if any rank received a signal. Collective over all ranks."""
         trainer = self._trainer
-        if self._take_flags is None:
-            flags = torch.tensor(self.flags(), device=trainer.strategy.root_device)
+        if self._take_flags is not None:
+            must_end, requeue = map(int, self._take_flags())
+        elif trainer.strategy.root_device.type == "cpu":
+            flags = torch.tensor(self.flags())
             dist.all_reduce(flags, dist.ReduceOp.MAX)
             must_end, requeue = map(int, flags.tolist())
         else:
-            must_end, requeue = map(int, self._take_flags())
+            must_end, requeue = map(int, self._reduce_on_host())
         if requeue:
             self._requeue = 0
             trainer._signal_connector._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]
         if must_end:
             trainer._signal_connector.received_sigterm = True
             raise SIGTERMException(128 + signal.SIGTERM)
+
+    def _reduce_on_host(self) -> list[float]:
+        """Return the maximum of the flags at the batch before; begin to reduce those of now.
+
+        A reduction on a GPU would make the host wait for all kernels of the batch before.
+        """
+        if self._host_group is None:
+            self._host_group = dist.new_group(backend="gloo")
+        before, flags = self._reduced, torch.tensor(self.flags())
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
+        assert work is not None
+        self._reduced = work, flags
+        if before is None:
+            return [0.0, 0.0]
+        before[0].wait()
+        return before[1].tolist()
 
 
 def _replace_handler(signum: int, old: object, new: Callable[[int, Any], None]) -> None:

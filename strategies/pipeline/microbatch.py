@@ -370,12 +370,16 @@ def _items(members: Sequence[Any], part: slice | list[int]) -> Sequence[Any]:
     return members[part] if isinstance(part, slice) else [members[each] for each in part]
 
 
-def vector_norms(module: Module) -> list[nn.BatchNorm1d]:
-    """Return the layers that have no moments of one row."""
-    return [each for each in module.modules() if isinstance(each, nn.BatchNorm1d)]
+Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
-def fewest_rows(norms: Iterable[nn.BatchNorm1d]) -> int:
+def batch_norms(module: Module, *, of_vectors: bool = False) -> list[Norm]:
+    """Return batch norms, or those of vectors, which have no moments of one row."""
+    kinds = nn.BatchNorm1d if of_vectors else Norm
+    return [each for each in module.modules() if isinstance(each, kinds)]
+
+
+def fewest_rows(norms: Iterable[Norm]) -> int:
     """Return how many rows a microbatch needs: two where one of the layers takes moments of it."""
     takes_moments = any(each.training or each.running_mean is None for each in norms)
     return 2 if takes_moments else 1

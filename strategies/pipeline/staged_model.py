@@ -18,7 +18,7 @@ from boltmesh.strategies.dry_run.metrics import find_metrics
 from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
 from boltmesh.strategies.pipeline.metrics import MetricBroadcast
-from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, fewest_rows, vector_norms
+from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, batch_norms, fewest_rows
 from boltmesh.strategies.pipeline.microbatch_runs import Around
 from boltmesh.strategies.pipeline.options import PipelineContext, PipelineOptions
 from boltmesh.strategies.pipeline.partition.choose import find_budget
@@ -95,7 +95,7 @@ class StagedModel:
         self.placement = None
         context = self.context
         self.module = module
-        self._vector_norms = vector_norms(module)
+        self._norms_of_rows = batch_norms(module, of_vectors=True)
         self.metrics = find_metrics(module)
         programs = RankPrograms(self.options, context.group.size(), context.group.rank())
         parts = self._cut(batch)[0]
@@ -117,6 +117,9 @@ class StagedModel:
                 ),
                 unmade=unmade,
             )
+        if placement.division.sees_one_value:
+            self._norms_of_rows = batch_norms(module)
+            parts = self._cut(batch)[0]
         self.last = dist.get_global_rank(context.group, programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
         self.proofs = LossChecks(context.device)
@@ -268,7 +271,7 @@ class StagedModel:
         wanted = self.options.num_microbatches(self.context.group.size())
         if wanted == 1:
             return [batch], [1]
-        return self.cutter.cut(batch, wanted, fewest_rows(self._vector_norms))
+        return self.cutter.cut(batch, wanted, fewest_rows(self._norms_of_rows))
 
     def seeds(self, ordinal: int, count: int) -> list[int]:
         """Return what the random numbers of each microbatch start from."""

@@ -1,10 +1,11 @@
 """Parameters and buffers as modules hold them."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.nn import Module, MultiheadAttention, Parameter
 from torch.nn.utils.stateless import _reparametrize_module
 from typing_extensions import override
@@ -85,3 +86,17 @@ def refuse_fused_attention(
     is one of three inputs of different widths. Attention's own forward reads that flag too.
     """
     set_attribute(module, "_qkv_same_embed_dim", False)
+
+
+@contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Context in which ``torch.distributions`` do not check their arguments' values.
+
+    A stage runs code of earlier ones with placeholders, whose values fail every check.
+    """
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checks)

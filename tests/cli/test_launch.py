@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from boltmesh.launch import launch
 from boltmesh.launch.launch import Supervisor, resume_command
+from boltmesh.process import ProcessId
 from boltmesh.telemetry.job import JobInfo, job_path, make_private_folder, read_end, write_job
 
 RANK = """
@@ -377,6 +379,25 @@ def test_ranks_end_with_a_supervisor_that_is_killed(workplace):
     while any(map(alive, pids)):
         assert time.monotonic() < deadline, "a rank outlived its supervisor"
         time.sleep(0.02)
+
+
+def test_folders_of_killed_supervisors_are_deleted_by_the_next(workplace, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(workplace))
+    own = ProcessId.own()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = [f"{own.machine}-{ended.pid}-7-a", f"{own.machine}-{os.getpid()}-1-b"]
+    kept = [
+        f"{own.machine}-{own.pid}-{own.started}-c",
+        f"0badcafe-{ended.pid}-7-d",
+        "old",
+        "1-2-x-4",
+    ]
+    for name in (*left, *kept):
+        Path(f"boltmesh-ranks-{name}").mkdir()
+    assert supervisor("pass").run() == 0
+    found = {each.name for each in workplace.glob("boltmesh-ranks-*")}
+    assert found == {f"boltmesh-ranks-{name}" for name in kept}
 
 
 def test_a_rank_that_starts_after_its_supervisor_is_gone_ends_at_once(workplace):

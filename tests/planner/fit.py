@@ -32,7 +32,6 @@ BOUNDS = {
     "attention": (0.15, 0.7),
     "score_bytes": (4.0, 40.0),
     "elementwise_bytes": (20.0, 150.0),
-    "link": (0.4, 0.95),
     "network": (0.3, 0.95),
     "gradient_overlap": (0.05, 0.95),
     "gather_overlap": (0.3, 0.98),

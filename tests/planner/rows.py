@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from boltmesh.planner.layout import Layout
+from boltmesh.planner.layout import Layout, Recompute
 from boltmesh.planner.machine import Cluster, accelerators, parse_network
 from boltmesh.planner.transformer import Transformer
 
@@ -166,7 +166,7 @@ def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Lay
         stages_per_rank=stages,
         zero=3 if zero == "hsdp" else int(zero or 0),
         shard=cluster.devices_per_node if zero == "hsdp" else None,
-        recompute="full" if recompute == "full" else "selective" if "sel" in recompute else "none",
+        recompute=_RECOMPUTE.get(recompute, "none"),
         has_sequence_parallel=row.get("seq_parallel") == "1",
         offload="optimizer" if is_offloaded else "none",
         dtype=dtype,
@@ -174,6 +174,13 @@ def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Lay
         state_bytes=_state_bytes(framework, precision),
         has_async_tensor="megatron-core" in framework or "asynctp" in notes,
     )  # fmt: skip
+
+
+_RECOMPUTE: dict[str, Recompute] = {
+    "full": "full",
+    "selective": "selective",
+    "selective(op)": "alternate",
+}
 
 
 def _state_bytes(framework: str, precision: str) -> tuple[float, float, float]:

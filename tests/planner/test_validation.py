@@ -20,7 +20,7 @@ def result():
 def test_times_of_sources_that_the_rates_never_saw(result):
     found = result["left_out"]
     assert found["rows"] == 456
-    assert found["median"] < 0.12
+    assert found["median"] < 0.115
     assert found["p90"] < 0.28
     medians = {name: each["median"] for name, each in found["sources"].items()}
     # Stacks of 2021 on V100, and one that was measured without compilation, are slower.
@@ -31,7 +31,7 @@ def test_times_of_sources_that_the_rates_never_saw(result):
 
 def test_layouts_are_ordered(result):
     found = result["left_out"]
-    assert found["pairs"] > 0.71
+    assert found["pairs"] > 0.75
     assert found["top3_loss"] < 0.02
 
 
@@ -44,7 +44,7 @@ def test_memory(result):
 
 def test_rates_that_the_runs_do_not_identify_are_named(result):
     assert set(result["at_bound"]) <= {
-        "small_width", "small_rows", "link", "network", "gradient_overlap", "gather_overlap",
+        "small_width", "small_rows", "network", "gradient_overlap", "gather_overlap",
         "block_us",
     }  # fmt: skip
 

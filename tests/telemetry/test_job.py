@@ -9,7 +9,7 @@ import pytest
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import job
-from boltmesh.telemetry.job import JobInfo, record_end
+from boltmesh.telemetry.job import JobInfo, record_end, write_job
 from boltmesh.telemetry.redaction import (
     holds_secret,
     is_secret_name,
@@ -77,6 +77,14 @@ def test_nested_hyperparameters_hold_no_secret():
     endless: dict[str, object] = {}
     endless["again"] = endless
     assert not holds_secret(endless)
+
+
+def test_names_that_are_no_utf_8_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "a\udcff.yaml"])
+    info = make_info(hyperparameters={"path": "b\udcff"})
+    write_job(info, tmp_path)
+    assert info.command == ("train.py", "a\\udcff.yaml")
+    assert info.hyperparameters == {"path": "b\\udcff"}
 
 
 def test_a_json_web_token_is_recognised_by_its_shape():

@@ -51,6 +51,8 @@ class StageAssignment:
     kept_bytes: tuple[int, ...] | None
     """What each stage keeps of a microbatch like the one it was cut by, from its forward to its
     backward pass; None where that cannot be seen."""
+    sees_one_value: bool
+    """Whether norms have one value for each channel of a row, and so no moments of one row."""
     parameters: tuple[str, ...]
     """All names of the module, by which ranks see that they have the same one."""
 
@@ -237,6 +239,7 @@ def divide(
         },
         loose_buffers=tuple(name for name, unit in unit_of_buffer.items() if unit is None),
         kept_bytes=None if trace is None else kept_by_stage(trace, stage_of_unit),
+        sees_one_value=trace is not None and trace.sees_one_value,
         parameters=tuple(name for name, _ in module.named_parameters()),
     )
     return division, plans

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from boltmesh.strategies.pytree import tensors_in
 
@@ -139,3 +140,36 @@ def resolve_masks(args: tuple[Any, ...], has_data: Callable[[Tensor], bool]) -> 
     index = args[1]
     flat = index if isinstance(index, tuple) else (index,)
     return (args[0], tuple(part for each in flat for part in positions(each)), *args[2:])
+
+
+def is_expert_product(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call multiplies groups of rows with a matrix for each group, as experts do.
+
+    Without data torch takes bf16 on CUDA alone; kernels of the CPU take other types.
+    """
+    shapes = tensors_in(args[:2])
+    return name in {"grouped_mm", "_grouped_mm"} and [each.ndim for each in shapes] == [2, 3]
+
+
+def expert_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return what such a call would give, whatever rows each group has; without data."""
+    rows, matrices = args[:2]
+    made: Tensor = rows @ matrices[0]
+    kind = kwargs.get("out_dtype")
+    return made if kind is None else made.to(kind)
+
+
+def sees_one_value(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether a call takes moments of one value for each channel, which torch refuses."""
+    if function is not functional.batch_norm:
+        return False
+    given: Tensor = args[0]
+    trains = kwargs.get("training", args[5] if len(args) > 5 else False)
+    return bool(trains) and given.ndim > 1 and given.numel() == given.shape[1]
+
+
+def norm_of_one_value(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    """Return what such a call would give if it was not refused; without data."""
+    rows = torch.cat([args[0], args[0]])
+    made: Tensor = function(rows, *args[1:], **kwargs)
+    return made[:1]

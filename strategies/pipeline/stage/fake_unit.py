@@ -15,8 +15,12 @@ from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     READS,
     SELECTIONS,
     answer_of,
+    expert_product,
     guess,
+    is_expert_product,
     name_of,
+    norm_of_one_value,
+    sees_one_value,
     select,
 )
 from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, UnitOutput, place_of
@@ -37,6 +41,8 @@ class FakeCall:
     answers: list[Any]
     """What the unit read out of arguments that have data."""
     flops: int
+    sees_one_value: bool = False
+    """Whether a norm in it had one value for each channel."""
 
 
 def run_on_fakes(
@@ -82,7 +88,9 @@ def run_on_fakes(
             errors.append(error)
         else:
             flops = 0 if counter is None else counter.get_total_flops()
-            found.append(_describe(name, unit, result, arguments, mode, watch.answers, flops))
+            made = _describe(name, unit, result, arguments, mode, watch.answers, flops)
+            made.sees_one_value = watch.sees_one_value
+            found.append(made)
         if not watch.has_guessed:
             break
     if not found:
@@ -103,6 +111,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.answer = answer
         self.has_guessed = False
+        self.sees_one_value = False
         self.answers: list[Any] = []
         self.reads = 0
 
@@ -114,6 +123,11 @@ class _Watch(TorchFunctionMode):
         name = name_of(func)
         if name in READS:
             return self._read(name, func, args, kwargs)
+        if sees_one_value(func, args, kwargs):
+            self.sees_one_value = True
+            return norm_of_one_value(func, args, kwargs)
+        if is_expert_product(name, args) and any(map(is_fake, args[:2])):
+            return expert_product(args, kwargs)
         if name not in SELECTIONS:
             return func(*args, **kwargs)
         try:

@@ -35,11 +35,15 @@ from typing_extensions import override
 
 from boltmesh.errors import DivergenceError
 from boltmesh.strategies.pipeline.stage.cut import EventPlan, StagePlan
-from boltmesh.strategies.pipeline.stage.data_dependent_ops import is_event, name_of
+from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
+    is_event,
+    name_of,
+)
 from boltmesh.strategies.pipeline.stage.rng import RandomStreams
 from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, line_of_step
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards
 from boltmesh.strategies.pytree import is_immutable, take_apart
+from boltmesh.strategies.torch_compat.modules import distributions_unchecked
 
 
 def placeholder(spec: TensorSpec, *, is_written: bool) -> Tensor:
@@ -205,7 +209,11 @@ class StageRun:
         )
         self.streams = None if seed is None else self._streams(seed)
         try:
-            with self._forwards, NOT_DRAWING if self.streams is None else self.streams:
+            with (
+                distributions_unchecked(),
+                self._forwards,
+                NOT_DRAWING if self.streams is None else self.streams,
+            ):
                 result = self._run_step(args, kwargs or {})
             return self._finish(result)
         except _NextStage:

@@ -158,6 +158,8 @@ class StepTrace:
     """The events between units that drew random numbers; NO_EVENT where it was none of torch's."""
     draws_host_random: bool = False
     """Whether numpy or Python draw random numbers once the first unit has begun, anywhere."""
+    sees_one_value: bool = False
+    """Whether a norm takes moments of one value for each channel, which needs more rows."""
     changed_buffers: dict[str, int] = field(default_factory=dict)
     """Buffers outside of units that the step writes or replaces, with the last event that put into
     them what a unit gave; NO_EVENT where none did."""

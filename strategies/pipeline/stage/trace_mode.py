@@ -21,8 +21,10 @@ from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     has_mask,
     is_event,
     name_of,
+    norm_of_one_value,
     resolve_masks,
     scores_of_ctc,
+    sees_one_value,
     select,
 )
 from boltmesh.strategies.pipeline.stage.trace import (
@@ -185,6 +187,9 @@ class BetweenUnitsTracer(TorchFunctionMode):
     ) -> Any:
         if name == "data.__set__" and has_fakes and not is_fake(args[0]):
             return self._set_data(*args)
+        if has_fakes and sees_one_value(func, args, kwargs):
+            self.trace.sees_one_value = True
+            return norm_of_one_value(func, args, kwargs)
         selects = name in SELECTIONS and (name != "__getitem__" or has_mask(args[1]))
         if not selects:
             try:

@@ -39,6 +39,7 @@ from boltmesh.strategies.pipeline.stage.trace_mode import BetweenUnitsTracer
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards
 from boltmesh.strategies.pytree import is_constant, replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.torch_compat.modules import distributions_unchecked
 from boltmesh.strategies.torch_compat.tensors import (
     FakeTensorMode,
     fake_tensors,
@@ -347,6 +348,7 @@ class _StepTracer:
             stack.enter_context(modules_unchanged(around.values()))
             stack.enter_context(random_state_unchanged(device))
             stack.enter_context(without_weight_cache())
+            stack.enter_context(distributions_unchecked())
             stack.enter_context(warnings.catch_warnings())
             # Torch looks at .grad when it describes a tensor that meets one without data.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
@@ -394,6 +396,7 @@ class _StepTracer:
                 called = self._run_unit(name, forward, arguments)
             finally:
                 self.is_inside = False
+            self.trace.sees_one_value |= called.sees_one_value
             for each in called.answers:
                 self.glue.note_answer(each)
             self.glue.end_unit(called.result, called.output)
