@@ -61,8 +61,8 @@ def test_steps_are_drawn_as_columns_and_their_split_as_a_bar() -> None:
         return HEALTHY | ({"forward": 0.5} if index == 23 else {})
 
     row = _table(state(team(slow_end)))[2]
-    assert "▃" * 15 + "█" in row
-    assert "█" * 6 in row.partition("▃█")[2]
+    assert "▁" * 15 + "█" in row
+    assert "█" * 6 in row.partition("▁█")[2]
 
 
 def test_ranks_are_sorted_by_any_column_in_both_directions() -> None:
