@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
 from torch.nn import Module
 
 from boltmesh.strategies.dry_run.metrics import MetricCall, MetricKind, answer, metrics_replaced
@@ -44,7 +45,7 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
         (buffer, times_written(buffer), buffer.data, buffer.detach().clone())
         for each in modules
         for buffer in each.buffers(recurse=False)
-        if not buffer.is_inference() and not buffer.is_meta
+        if not (buffer.is_inference() or buffer.is_meta or _is_expanded(buffer))
     ]
     try:
         yield
@@ -64,6 +65,13 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
                     buffer.copy_(value)
                 elif not is_equal(buffer, value):
                     buffer.data.copy_(value)  # in the same way, so that no saved tensor is invalid
+
+
+def _is_expanded(buffer: Tensor) -> bool:
+    """Whether elements share memory, as those of a stand-in for a buffer that is not made yet."""
+    return any(
+        stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+    )
 
 
 @contextmanager

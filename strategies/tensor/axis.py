@@ -163,7 +163,9 @@ class TensorAxis(Axis):
         with around():
             if torch.is_autocast_enabled(device):
                 return StepPrecision(around, torch.get_autocast_dtype(device), is_mixed=True)
-        converted = next(plugin.convert_module(nn.Linear(1, 1)).parameters())
+        # A layer of torch would draw its weights from the generator of the run.
+        one = nn.ParameterList([torch.zeros(1)])
+        converted = next(plugin.convert_module(one).parameters())
         return StepPrecision(around, converted.dtype, is_mixed=False)
 
     def begin(self, context: TensorContext) -> None:
