@@ -1,0 +1,24 @@
+"""Outcomes are compared in parts, with the result of a comparison at once."""
+
+import math
+
+import pytest
+import torch
+
+from boltmesh.strategies.tensor import comparison
+from boltmesh.strategies.tensor.comparison import _apart
+
+
+@pytest.mark.parametrize("part", [1, 7, 2**24])
+def test_the_largest_difference_is_found_in_any_part(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "PART", part)
+    one = torch.arange(24.0).reshape(4, 6).t()
+    other = one.clone()
+    assert _apart(one, other, 0.0) == 0.0
+    other[5, 3] += 2.3
+    assert _apart(one, other, 0.0) == pytest.approx(2.3 / 23, rel=1e-6)
+    one[0, 0] = other[0, 0] = math.nan
+    other[1, 1] = math.inf
+    assert math.isnan(_apart(one, other, 0.0)) or _apart(one, other, 0.0) == math.inf
