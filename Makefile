@@ -38,7 +38,7 @@ TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
 test: check  ## check, then the tests: each capability, of matrices each pair of values; minutes
 	$(TESTS) -m "not full"
 
-test-all: check  ## check, then every test there is; half an hour
+test-all: check  ## check, then every test there is; forty minutes
 	$(TESTS)
 
 check: venv  ## lint, format, types, import contracts, words
