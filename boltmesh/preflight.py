@@ -9,7 +9,9 @@ from boltmesh.run_folder import (
     check_run_dir,
     checkpoint_to_evaluate,
     checkpoint_to_resume,
+    next_run_folder,
 )
+from boltmesh.run_lock import refuse_held
 from boltmesh.strategy_arguments import check_strategy_name
 
 
@@ -24,8 +26,9 @@ def check_config(config: DictConfig, *, source: str, is_fit: bool, for_show: boo
     _check_classes(config, source)
     _check_combinations(config, source)
     check_run_dir(config)
+    checkpoint = None
     if is_fit:
-        checkpoint_to_resume(config)
+        checkpoint = checkpoint_to_resume(config)
     elif not for_show:
         checkpoint_to_evaluate(config)
     placement = place_ranks(config)
@@ -36,6 +39,8 @@ def check_config(config: DictConfig, *, source: str, is_fit: bool, for_show: boo
             f"{source}: trainer.precision={config.trainer.precision} needs a CUDA device, and the "
             f"ranks run on the CPU. Set trainer.precision={bf16}."
         )
+    if is_fit and not for_show and placement.launcher is None:  # else rank 0 may hold it already
+        refuse_held(next_run_folder(config, checkpoint))
     return placement
 
 

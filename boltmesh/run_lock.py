@@ -151,6 +151,19 @@ class RunLock:
                     os.utime(self._path)
 
 
+def refuse_held(folder: Path) -> None:
+    """Refuse a folder that a live process of this machine holds, before any rank is started.
+
+    Raises:
+        ConfigError: Naming the process.
+    """
+    with contextlib.suppress(OSError):  # ``take`` says what is wrong with the folder
+        seen = _read(folder / LOCK)
+        holder = None if seen is None else seen[0]
+        if holder is not None and holder.has_ended(LockHolder.own()) is False:
+            raise ConfigError(_refusal(folder / LOCK, holder, is_visible=True))
+
+
 _Seen = tuple[LockHolder | None, int]
 """Its holder, None if the content cannot be read, and when it was touched."""
 

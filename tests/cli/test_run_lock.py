@@ -140,6 +140,11 @@ def test_a_run_gives_its_folder_back_and_the_next_resumes_in_it(workplace: Path,
     lock = RunLock.take(folder)
     assert run_command([*line, "max_steps=4", "resume=auto"]) == 2
     assert f"runs/tiny/0 is being written by process {os.getpid()}" in capfd.readouterr().err
+    # Of several ranks none is started: those that wait for the first would print torch's warnings.
+    assert run_command(["fit", str(TINY), "devices=2", "max_steps=4", "resume=auto"]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"boltmesh: runs/tiny/0 is being written by process {os.getpid()}")
+    assert error.count("\n") == 1
     assert (folder / "checkpoints").exists()
     lock.release()
     shutil.copy(folder / "config.yaml", "before.yaml")
