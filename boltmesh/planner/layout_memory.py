@@ -46,17 +46,28 @@ def estimate_layout_memory(model: Transformer, layout: Layout) -> LayoutMemory:
     shards = layout.num_shards
     of_parameter, of_gradient, of_optimizer = layout.state_bytes
     parameters = of_parameter * numel / (shards if layout.zero == 3 else 1)
-    if of_parameter > HALF and layout.zero in {1, 2}:
-        parameters = (HALF + of_parameter / shards) * numel  # gathered in bf16, kept in fp32
-    gradients = of_gradient * numel / (shards if layout.zero >= 2 else 1)
+    if of_parameter > HALF:  # kept in fp32, and computed with in bf16
+        if layout.zero == 0:  # autocast casts for each microbatch
+            parameters += HALF * live_microbatches(layout) * numel
+        elif layout.zero < 3:
+            parameters = (HALF + of_parameter / shards) * numel
+    is_accumulated = layout.num_microbatches > 1 or layout.pipeline > 1
+    has_whole = layout.zero == 0 or (layout.zero == 1 and is_accumulated)
+    gradients = of_gradient * numel / (1 if has_whole else shards)
     optimizer = of_optimizer * numel / (shards if layout.zero >= 1 else 1)
-    gathered = 2 * 2.0 * model.block_numel / layout.tensor if layout.zero == 3 else 0.0
+    gathered = 0.0
+    if layout.zero == 3:  # two blocks in bf16; the tables and their gradients in fp32
+        tables = (1 if model.is_tied else 2) * model.vocab * model.hidden
+        gathered = (2 * HALF * model.block_numel + 8.0 * tables) / layout.tensor
     activations, logits = _activations(model, layout)
     host = 0.0
+    if layout.offload != "none":  # fp32 values, gradients and moments; the device keeps bf16
+        host = sum(layout.state_bytes) * numel / shards
+        parameters = HALF * numel * ((layout.zero < 3) + 1 / shards)
+        gradients = gradients if has_whole else 0.0
+        optimizer = 0.0
     if layout.offload == "all":
-        host, parameters, gradients = parameters + gradients, 0.0, 0.0
-    if layout.offload != "none":
-        host, optimizer = host + optimizer, 0.0
+        host, parameters = host + HALF * numel / shards, 0.0
     return LayoutMemory(
         parameters,
         gradients,

@@ -11,7 +11,7 @@ import pytest
 
 from boltmesh.cli import run_command
 from boltmesh.planner.layout import Layout, groups_of
-from boltmesh.planner.layout_memory import estimate_layout_memory
+from boltmesh.planner.layout_memory import CONTEXT_BYTES, estimate_layout_memory
 from boltmesh.planner.machine import accelerator_named, accelerators, build_cluster
 from boltmesh.planner.rates import default_rates
 from boltmesh.planner.report import best, strategy_of
@@ -247,3 +247,35 @@ def test_what_cannot_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> 
     assert code == 1
     assert "No layout fits: the least memory that one needs is " in out
     assert "of these devices are enough" in out
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout"),
+    [
+        ("bolt_ddp", Layout(data=8, sequences=8)),
+        ("bolt_zero1", Layout(data=8, sequences=8, zero=1)),
+        ("bolt_zero2", Layout(data=8, sequences=8, zero=2)),
+        ("bolt_zero3", Layout(data=8, sequences=8, zero=3)),
+        ("bolt_zero1_cpu", Layout(data=8, sequences=8, zero=1, offload="optimizer")),
+        ("bolt_zero3_cpu", Layout(data=8, sequences=8, zero=3, offload="all")),
+    ],
+    ids=str,
+)
+def test_memory_is_what_boltmesh_plan_counts(
+    strategy: str, layout: Layout, plan_of_6_7b: dict[str, dict[str, int]]
+) -> None:
+    """Tensors alone, without what the driver takes; buckets and the largest unit are estimates."""
+    model = transformer_named("layers=32 hidden=4096 heads=32 vocab=50257 seq=2048")
+    found = estimate_layout_memory(model, layout)
+    counted = plan_of_6_7b[strategy]
+    assert found.device - CONTEXT_BYTES == pytest.approx(counted["device"], rel=0.15)
+    assert found.host == pytest.approx(counted["host"], rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def plan_of_6_7b() -> dict[str, dict[str, int]]:
+    """Peaks by strategy, of the GPT that comes with boltmesh."""
+    line = "plan zero3 --size 6.7B --devices 8 --json accelerator=cuda precision=bf16-mixed"
+    command = [sys.executable, "-m", "boltmesh", *line.split(), "data.init_args.batch_size=1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {each["name"]: each["peak"] for each in json.loads(done.stdout)["strategies"]}

@@ -31,7 +31,7 @@ ranks on equal machines stay within a few percent of each other."""
 
 LATE_DEVIATIONS = 5.0
 """Scaled median deviations of the other ranks, or standard errors of a rank's own time. Where ranks
-differ much by nature, as with texts of unequal length, only what stands out far is somebody's
+differ much by nature, as with texts of unequal length, only what stands out far is one rank's
 fault; of a normal spread, five leave one in a million."""
 
 LATE_AT_LEAST_S = 0.001

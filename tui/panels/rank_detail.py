@@ -37,7 +37,7 @@ class PhaseBeside(msgspec.Struct, frozen=True):
 
 
 def phases_beside_peers(job: JobSnapshot, number: int) -> list[PhaseBeside]:
-    """Return the phases of a rank in the order of SPLIT_PHASES, those that nobody has left out."""
+    """Return the phases of a rank in the order of SPLIT_PHASES, but for those never entered."""
     profiles = rank_profiles(job)
     own = profiles.get(number)
     rank = next((rank for rank in job.ranks if rank.rank == number), None)
