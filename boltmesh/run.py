@@ -117,7 +117,9 @@ class RunBuilder:
         # What the other ranks find is a stand-in: they load what the first one has found.
         verifies = self.rank.rank == 0 and not for_show
         if self.verb == "fit":
-            checkpoint = checkpoint_to_resume(self.config, verifies=verifies)
+            checkpoint = checkpoint_to_resume(
+                self.config, continued=self.rank.continued, verifies=verifies
+            )
         elif for_show and run.ckpt_path == "auto":
             checkpoint = None
         else:
@@ -279,7 +281,7 @@ class RunBuilder:
             yield next_run_folder(self.config, checkpoint)
         else:
             resumed = checkpoint if self.verb == "fit" else None
-            folder = make_run_folder(self.config, resumed)
+            folder = self.rank.continued or make_run_folder(self.config, resumed)
             self.rank.run_lock = lock = RunLock.take(folder)
             try:
                 yield folder
@@ -290,6 +292,7 @@ class RunBuilder:
                     folder.rmdir()
                 raise
             self.rank.run_folder = folder
+            self.rank.report("running")  # a killed rank cannot tell its folder any more
 
 
 def run(config: DictConfig, verb: Verb, placement: Placement, rank: Rank, *, source: str) -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.errors import BoltMeshError, CheckpointError
+from boltmesh.errors import CheckpointError, LossError
 from boltmesh.launch.rank import Rank
 from boltmesh.launch.stopping import StoppedBySignal
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
@@ -199,10 +199,10 @@ class Summary(Callback):
         """End a run as failed whose weights are of no use, equally on all ranks.
 
         Raises:
-            BoltMeshError: The last losses of a training run are infinite or not numbers.
+            LossError: The last losses of a training run are infinite or not numbers.
         """
         if self._end is not None and not math.isfinite(self._end[2]):
-            raise BoltMeshError(
+            raise LossError(
                 f"the training loss is {self._end[2]} after step {self._end[0]}, so its last "
                 f"checkpoints are of no use. Resume from an earlier one with a lower learning "
                 f"rate or gradient_clip_val; the overview of boltmesh top shows where it began."
