@@ -97,7 +97,7 @@ def figures(state: State) -> Figures:
             max(memory, default=None),
             "resident host memory of the rank with most"
             if is_cpu
-            else "memory in use on the fullest GPU",
+            else "memory in use on the GPU with most",
         ),
     )
 
