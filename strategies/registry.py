@@ -40,6 +40,12 @@ STRATEGIES: dict[str, Entry] = {
         "DDPStrategy",
         "Data parallelism: the whole model on every rank, gradients averaged.",
     ),
+    "bolt_ddp_find_unused_parameters_true": Entry(
+        "boltmesh.strategies.ddp",
+        "DDPStrategy",
+        "Data parallelism where steps may leave parameters out.",
+        {"find_unused_parameters": True},
+    ),
     "bolt_replicated": Entry(
         "boltmesh.strategies.replicated",
         "ReplicatedStrategy",
