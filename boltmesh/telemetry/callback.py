@@ -1,12 +1,10 @@
 """Follows Lightning's loops for whatever recorder the strategy of a Trainer has.
 
-Lightning asks ``callbacks()`` for every Trainer of every user, through the entry point
-``lightning.pytorch.callbacks_factory``. The engine records the phases inside a step; this adds
-the loop around it: waiting for data, validation, losses, logged metrics, the end. It never
-communicates: a rank whose telemetry is off would not take part.
+A strategy adds it to the Trainer that it is set up by. The engine records the phases inside a step;
+this adds the loop around it: waiting for data, validation, losses, logged metrics, the end. It
+never communicates: a rank whose telemetry is off would not take part.
 """
 
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,6 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.telemetry.job import is_switched_off
 from boltmesh.telemetry.reader.cause import STOPPED
 from boltmesh.telemetry.writer.lightning_compat import computed_metrics
 from boltmesh.telemetry.writer.throughput import count, flops_per_batch, peak_flops
@@ -26,21 +23,17 @@ if TYPE_CHECKING:
     from boltmesh.telemetry.writer.recorder import Recorder
     from boltmesh.telemetry.writer.step_flops import BatchFlops
 
-ENGINE = "boltmesh.strategies.engine"
-
 COUNTED_BATCH = 1
 """The batch whose FLOPs are counted: in the first one layers are still built and plans proven."""
 
 
 def callbacks() -> list[Callback]:
-    """Return what a Trainer needs: nothing, unless a boltmesh strategy may be in it."""
-    if ENGINE not in sys.modules or is_switched_off():
-        return []
-    return [TelemetryCallback()]
+    """Return nothing: for installations whose metadata name it as an entry point."""
+    return []
 
 
 class TelemetryCallback(Callback):
-    """Tells the strategy's recorder where the loop is; idle for any other strategy."""
+    """Tells the strategy's recorder where the loop is; idle where it records nothing."""
 
     def __init__(self) -> None:
         self._index = 0
