@@ -56,6 +56,7 @@ from boltmesh.run_folder import (
 )
 from boltmesh.run_lock import RunLock
 from boltmesh.run_logger import RunLogger
+from boltmesh.run_pruning import DEFAULT_PATTERN
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import check_strategy_arguments
@@ -221,7 +222,12 @@ class RunBuilder:
             followers.append(GracefulStop(self.rank.stop, kept))
         title = f"{self.verb} {self.config.run.name}"
         run_folder = RunFolder(
-            self.rank, title=title, folder=folder, checkpoint=checkpoint, followers=followers
+            self.rank,
+            title=title,
+            folder=folder,
+            checkpoint=checkpoint,
+            followers=followers,
+            pattern=self.config.run.checkpoint.filename or DEFAULT_PATTERN,
         )
         return [run_folder, ErrorReport(self.rank), *made, *followers]
 

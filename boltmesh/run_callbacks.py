@@ -17,6 +17,8 @@ from typing_extensions import override
 from boltmesh.errors import CheckpointError, LossError
 from boltmesh.launch.rank import Rank
 from boltmesh.launch.stopping import StoppedBySignal
+from boltmesh.run_folder import CHECKPOINTS
+from boltmesh.run_pruning import names_in_states, remove_left_by_kills
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.throughput import count
 
@@ -56,6 +58,7 @@ class RunFolder(Callback):
         folder: On rank 0 the run's folder, None where the command writes nothing.
         checkpoint: What this rank has found to load; that of rank 0 is loaded.
         followers: Callbacks that write into a folder inside the run's.
+        pattern: ``filename`` of its ModelCheckpoint.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class RunFolder(Callback):
         folder: Path | None,
         checkpoint: Path | str | None,
         followers: "Sequence[GracefulStop | PredictionFiles]",
+        pattern: str,
     ) -> None:
         self.folder = folder
+        self._pattern = pattern
         self._followers = followers
         self._rank = rank
         self._title = title
@@ -90,6 +95,21 @@ class RunFolder(Callback):
             )
         if trainer.is_global_zero:
             self._announce(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # ModelCheckpoint has the state by now with which it goes on.
+        if self._rank.run_lock is None or self.folder is None:
+            return
+        savers = [
+            each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)
+        ]
+        keeps_all = any(each.save_top_k == -1 for each in savers)
+        states = {} if keeps_all else {each.state_key: each.state_dict() for each in savers}
+        kept = names_in_states(states, self.folder / CHECKPOINTS)
+        if kept and isinstance(self._checkpoint, Path):
+            kept.add(self._checkpoint.name)
+        remove_left_by_kills(self.folder, kept, self._pattern)
 
     @override
     def on_save_checkpoint(

@@ -134,7 +134,9 @@ def newest_step(run_folder: Path) -> tuple[Path, int | None] | None:
     return path, None
 
 
-def newest_verified_checkpoint(folder: Path, key: str, *, run: str = "*") -> Path | None:
+def newest_verified_checkpoint(
+    folder: Path, key: str, *, run: str = "*", renames: bool = True
+) -> Path | None:
     """The checkpoint that was written last in any run of a name and holds what was written.
 
     Newer ones are named on stderr, and those that boltmesh has written and that are damaged now
@@ -144,6 +146,7 @@ def newest_verified_checkpoint(folder: Path, key: str, *, run: str = "*") -> Pat
         folder: That of all runs of a name.
         key: Of the config, for errors.
         run: One run of them alone.
+        renames: Say which are damaged, and give them another name.
 
     Raises:
         ConfigError: There are checkpoints, and none is whole; they keep their names.
@@ -152,7 +155,7 @@ def newest_verified_checkpoint(folder: Path, key: str, *, run: str = "*") -> Pat
     for path in _checkpoints(folder, run):
         fault = _missing(path) or _damage(path)
         if fault is None:
-            for each, why in passed.items():
+            for each, why in passed.items() if renames else ():
                 is_ours = each.is_file() or (each / MANIFEST).is_file()
                 is_damaged = is_ours and not why.startswith(NEWER)
                 renamed = f"; it is now {_set_aside(each).name}" if is_damaged else ""

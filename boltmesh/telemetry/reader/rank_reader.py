@@ -96,6 +96,15 @@ def _namespace(pid: int) -> int:
     return pid_namespace()
 
 
+def is_written(path: Path) -> bool:
+    """Tell whether a process has a telemetry file open to write it."""
+    descriptor = open_private(path)
+    try:
+        return _is_locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _is_locked(descriptor: int) -> bool:
     """Try a shared lock for an instant; a writer that starts just then tries again."""
     try:
