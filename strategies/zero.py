@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.engine import MeshStrategy
-from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.expert.axis import ExpertAxis
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.engine.axis import Axis
 
 Tier = Literal["cpu", "nvme"]
 

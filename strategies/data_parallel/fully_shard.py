@@ -192,10 +192,10 @@ class ShardedModel:
     """Of the parameters that the module's author made."""
     on_host: CpuCollectives | None
     """How units are gathered and reduced on the CPU; None on a device."""
-    owned: OwnedParams | None = None
-    """Parameters of which ranks have rows of their own."""
     absent: frozenset[Parameter] = frozenset()
     """Parameters of which the ranks of the data axis have no values: other stages hold them."""
+    owned: OwnedParams | None = None
+    """Parameters of which ranks have rows of their own."""
 
     @property
     def root_unit(self) -> FSDPModule:
@@ -338,7 +338,7 @@ def shard_model(
         CpuCollectives.where_needed(
             sharded.values(), context.device, takes_gradients_away=options.has_offload
         ),
-        owned,
+        owned=owned,
     )
 
 

@@ -4,7 +4,7 @@
   Every rank keeps it. Between steps it is a replicated DTensor, so that optimizers and checkpoints
   see one kind of parameter; within a step a plain tensor over the same memory, as the forward pass
   computes with plain tensors.
-- ``OwnedParams``: of experts each rank has its own rows, which it computes with for all ranks.
+- ``OwnedParams``: each rank has rows of experts' parameters of its own, and computes with them.
   Between steps they are DTensors as well.
 - ``ParamRemap``: authors give parameters attributes, gradient hooks and places in lists and
   optimizers before a strategy shards the model. Sharding makes other objects, a shard and an
@@ -157,9 +157,9 @@ class OwnedParams(PlainInStep):
     sum over these. Ranks with the same rows add theirs up.
 
     Args:
-        owned: What belongs to whom.
-        mesh: Of the shards beside them.
-        num_batches: Of all ranks in a step, over which gradients are averaged.
+        owned: The parameters, and the ranks that divide them.
+        mesh: The mesh of the shards beside them.
+        num_batches: Batches of all ranks in a step, over which gradients are averaged.
     """
 
     def __init__(self, owned: OwnedRows, mesh: DeviceMesh, num_batches: int) -> None:

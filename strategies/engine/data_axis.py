@@ -98,7 +98,7 @@ class AxisContext:
     holds_buffer: Callable[[str], bool] | None = None
     """Whether they have the model's value of a buffer, by its name; None: of all."""
     owned: OwnedRows | None = None
-    """What an axis within the data axis has divided."""
+    """Parameters that an axis within the data axis has divided."""
 
 
 class DataAxis(Axis, ABC):

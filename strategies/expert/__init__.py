@@ -7,5 +7,5 @@ are cut by the data axis (``data_parallel/param_state``, ``OwnedParams``), which
 else; norms, clipping and checkpoints see them as shards. ``expected_traffic`` states what telemetry
 should measure.
 
-Nothing is known by name, and nothing of an author's code is written anew.
+Nothing is known by name, and the author's own code runs.
 """

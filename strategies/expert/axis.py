@@ -9,13 +9,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
-from torch.distributed import ProcessGroup
 from torch.nn import Module
 from typing_extensions import override
 
@@ -32,6 +31,9 @@ from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import autocast_dtype
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.telemetry.traffic import ExpectedTraffic
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _CPU = torch.device("cpu")
 _MOST_NAMED = 3
@@ -53,7 +55,7 @@ class ExpertAxis(Axis):
         self.divided: dict[str, DividedExperts] = {}
         """By the name of the module."""
         self._module: LightningModule | None = None
-        """Whose experts are divided."""
+        """The module that has them."""
         self._replicas: ProcessGroup | None = None
         """The ranks that have the same experts."""
 
@@ -222,8 +224,8 @@ class ExpertAxis(Axis):
         if strategy.is_global_zero:
             for text in texts:
                 warnings.warn(f"Experts that are not divided: {text}.", stacklevel=2)
-        for each in self.divided.values():
-            each.put_on()
+        for divided in self.divided.values():
+            divided.put_on()
         one = next(iter(self.divided.values()))
         rank_zero_info(
             f"Experts: {len(self.divided)} modules such as {one.name!r}, "
@@ -256,7 +258,7 @@ class ExpertAxis(Axis):
 
 
 def _kind(module: Module, experts: Experts) -> tuple[Any, ...]:
-    """What experts are proven once for."""
+    """Return a key for experts that one proof covers."""
     shapes = tuple((name, each.shape) for name, each in module.named_parameters())
     slots = tuple(experts.slots.items())
     return type(module), experts.kind, experts.num_experts, slots, shapes
@@ -270,6 +272,8 @@ def _reasons(whole: dict[str, str]) -> "list[str]":
     texts = []
     for reason, several in names.items():
         more = len(several) - _MOST_NAMED
-        named = ", ".join(map(repr, several[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+        named = ", ".join(map(repr, several[:_MOST_NAMED])) + (
+            f" and {more} more" if more > 0 else ""
+        )
         texts.append(f"{named}: {reason}")
     return texts

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from boltmesh.strategies.expert.exchange import RowExchange, with_unused
-from boltmesh.strategies.expert.find import Call, Experts, Slot
+from boltmesh.strategies.expert.exchange import ExpertExchange, with_unused
+from boltmesh.strategies.expert.find import Call, Experts, Slot, arguments
 
 
 class DividedExperts:
@@ -38,7 +38,7 @@ class DividedExperts:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.module, self.experts, self.name = module, experts, experts.name
-        self.exchange = RowExchange(experts.name, experts.num_experts, group)
+        self.exchange = ExpertExchange(experts.name, experts.num_experts, group)
         self._forward = module.forward
         self._around = around
         given = arguments(call.args, call.kwargs)
@@ -49,7 +49,7 @@ class DividedExperts:
         weights = given.get(experts.slots.get("weights", ""))
         self._weights_type = rows.dtype if weights is None else weights.dtype
         self.num_rows = rows.numel() // self.width
-        """Of the call that was watched."""
+        """Rows of the call that was watched."""
         self.row_itemsize, self.weight_itemsize = rows.itemsize, self._weights_type.itemsize
         self.num_choices = 1
         if experts.kind == "routed":
@@ -75,10 +75,10 @@ class DividedExperts:
         self._set_counts(self.experts.num_experts)
 
     def _set_counts(self, number: int) -> None:
-        inside = {name: each for name, each in self.module.named_modules()}
+        inside = dict(self.module.named_modules())
         for path, key in self.experts.counts:
             owner = inside[path[len(self.experts.name) :].lstrip(".")]
-            vars(owner)[key] = number
+            setattr(owner, key, number)
 
     def attend(self) -> None:
         """Run this rank's experts for the others, which have rows where it has none. Collective."""
@@ -90,6 +90,7 @@ class DividedExperts:
             self.exchange.run(rows, chosen, weights, self._computing((), {}))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the module's forward with rows of all ranks of the group. Collective over it."""
         given, slots = arguments(args, kwargs), self.experts.slots
         rows: Tensor = given[slots["rows"]]
         flat = rows.reshape(-1, rows.shape[-1])
@@ -100,7 +101,7 @@ class DividedExperts:
             chosen = numbers.repeat_interleave(sizes, output_size=flat.shape[0])[:, None]
             weights = flat.new_ones(chosen.shape)
         else:
-            chosen = given[slots["experts"]].reshape(flat.shape[0], -1)
+            chosen = given[slots["experts"]].flatten(0, -2)
             weights = self._weights(given, chosen, flat)
         self._weights_type = weights.dtype
         result = self.exchange.run(flat, chosen.long(), weights, self._computing(args, kwargs))
@@ -112,6 +113,8 @@ class DividedExperts:
         if slot is None:
             return rows.new_ones(chosen.shape)
         weights: Tensor = given[slot]
+        if not chosen.numel():
+            return weights.reshape(chosen.shape)
         flat = weights.reshape(rows.shape[0], -1)
         return flat.gather(1, chosen.long()) if self._is_dense(flat, chosen) else flat
 
@@ -151,22 +154,23 @@ class DividedExperts:
         if self.experts.kind == "sorted":
             order = local.argsort(stable=True)
             sizes = torch.bincount(local, minlength=self.exchange.num_local).tolist()
-            kind = type(given.get(slots["sizes"], []))
-            mine = {slots["rows"]: rows[order], slots["sizes"]: kind(sizes)}
-            result = self._call(args, kwargs, {**given, **mine})
+            as_given = type(given.get(slots["sizes"], []))
+            given |= {slots["rows"]: rows[order], slots["sizes"]: as_given(sizes)}
+            result = self._call(given)
             return torch.zeros_like(result).index_copy(0, order, result)
         # A rank that only attends has no call of its own to copy the rest of.
         chosen = given.get(slots["experts"])
         kind = torch.long if chosen is None else chosen.dtype
-        mine = {slots["rows"]: rows, slots["experts"]: local[:, None].to(kind)}
+        own_weights = self._own_weights(given, chosen, local, weights)
+        given |= {slots["rows"]: rows, slots["experts"]: local[:, None].to(kind)}
         if "weights" in slots:
-            mine[slots["weights"]] = self._own_weights(given, chosen, local, weights)
-        return self._call(args, kwargs, {**given, **mine}).reshape(rows.shape)
+            given[slots["weights"]] = own_weights
+        return self._call(given).reshape(rows.shape)
 
     def _own_weights(
         self, given: Mapping[Slot, Any], chosen: Tensor | None, local: Tensor, weights: Tensor
     ) -> Tensor:
-        dense = given.get(self.experts.slots["weights"])
+        dense = given.get(self.experts.slots.get("weights", ""))
         if chosen is None or dense is None or not self._is_dense(dense, chosen):
             return weights[:, None]
         wide = weights.new_zeros((len(weights), self.exchange.num_local))
@@ -177,17 +181,10 @@ class DividedExperts:
         result = rows.new_zeros(rows.shape, dtype=self._output_type or rows.dtype)
         return with_unused(result, self.module.parameters())
 
-    def _call(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Mapping[Slot, Any]
-    ) -> Tensor:
+    def _call(self, given: Mapping[Slot, Any]) -> Tensor:
         positions = sorted(slot for slot in given if isinstance(slot, int))
         result: Tensor = self._forward(
             *(given[each] for each in positions),
             **{slot: value for slot, value in given.items() if isinstance(slot, str)},
         )
         return result
-
-
-def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Slot, Any]:
-    """Return arguments by position or keyword."""
-    return {**dict(enumerate(args)), **kwargs}

@@ -1,6 +1,6 @@
 """Sends rows to the ranks that have their experts, and brings the results back.
 
-``RowExchange.run`` is one forward pass of one layer's experts. Each rank has tokens of its own, and
+``ExpertExchange.run`` is one forward pass of one layer's experts. Each rank has tokens of its own, and
 chooses experts for them that may be on other ranks:
 
 1. ``RoutePlan``: how many rows and choices go to each rank. The numbers are exchanged first.
@@ -12,8 +12,8 @@ chooses experts for them that may be on other ranks:
 [Note: Each rank takes part in each exchange]
 The exchanges of the backward pass are collectives as well, so a rank to which no row was sent has
 to be in the graph like any other. Rows and weights are one node, which sends zeros where there is
-no gradient, and ``_Unused`` connects what was not computed with: zeros as gradients of weights that
-nobody used, as one process has for a stacked parameter.
+no gradient, and ``_Unused`` connects what was not computed with: zeros as gradients of unused
+weights, as one process has for a stacked parameter.
 
 Source: GShard, Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668
 """
@@ -34,7 +34,7 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """What goes where in one exchange. Ranks are those of the group, in its order."""
+    """Numbers of rows and choices in one exchange. Ranks are those of the group, in its order."""
 
     group: ProcessGroup
     sent_rows: list[int]
@@ -112,12 +112,12 @@ def with_unused(result: Tensor, unused: Iterable[Tensor]) -> Tensor:
     return connected
 
 
-class RowExchange:
+class ExpertExchange:
     """The exchanges of one module's experts.
 
     Args:
-        name: Of the module, for messages.
-        num_experts: Of all ranks of the group; each has as many as any other, in order.
+        name: The module, for messages.
+        num_experts: Experts of all ranks of the group; each has as many as any other, in order.
         group: The ranks that have all experts together.
     """
 
@@ -175,8 +175,10 @@ def _first_rows(plan: RoutePlan, device: torch.device) -> Tensor:
     """Return for each choice that came where the rows of its rank begin."""
     rows = torch.tensor(plan.received_rows, device=device)
     choices = torch.tensor(plan.received_choices, device=device)
-    return (rows.cumsum(0) - rows).repeat_interleave(choices, output_size=sum(plan.received_choices))
+    return (rows.cumsum(0) - rows).repeat_interleave(
+        choices, output_size=sum(plan.received_choices)
+    )
 
 
 def _nothing(_: str) -> None:
-    """Takes notes that nobody reads."""
+    """Ignore a note."""

@@ -1,4 +1,4 @@
-"""What exchanges of rows should move in an optimizer step, if all experts are as likely."""
+"""Bytes that exchanges of rows move in an optimizer step, if all experts are as likely."""
 
 import math
 from collections.abc import Collection, Iterable
@@ -15,8 +15,8 @@ def expected_rows(num_rows: int, num_experts: int, num_choices: int, size: int) 
     """Rows that a rank sends in a forward pass, to itself too; each once for a rank.
 
     Args:
-        num_rows: Of this rank's batch.
-        num_experts: Of the layer.
+        num_rows: Rows of this rank's batch.
+        num_experts: Experts of the layer.
         num_choices: Different experts of a row.
         size: Ranks that have all experts together.
     """
@@ -26,7 +26,11 @@ def expected_rows(num_rows: int, num_experts: int, num_choices: int, size: int) 
 
 
 def expected_traffic(
-    divided: Iterable[DividedExperts], *, size: int, num_batches: int, recomputed: Collection[Module]
+    divided: Iterable[DividedExperts],
+    *,
+    size: int,
+    num_batches: int,
+    recomputed: Collection[Module],
 ) -> list[ExpectedTraffic]:
     """Return what an optimizer step moves on one rank; empty where nothing is divided.
 

@@ -36,7 +36,7 @@ class Experts:
 
     kind: Kind
     name: str
-    """Of the module, within the model."""
+    """Name of the module, within the model."""
     num_experts: int
     parameters: tuple[str, ...]
     """Their names within the model."""
@@ -55,9 +55,16 @@ class Call:
     output: Any
 
 
+def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Slot, Any]:
+    """Return arguments by position or keyword."""
+    given: dict[Slot, Any] = dict(enumerate(args))
+    given.update(kwargs.items())
+    return given
+
+
 @dataclass
 class Findings:
-    """What was found in a step."""
+    """Results of watching a step."""
 
     experts: list[Experts] = field(default_factory=list)
     calls: dict[str, Call] = field(default_factory=dict)
@@ -82,9 +89,9 @@ class WidthMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         chosen = args[0] if args else None
-        if getattr(func, "__name__", "") in self._CHOICES and isinstance(chosen, Tensor):
-            if chosen.ndim >= 2:
-                self.widths.add(chosen.shape[-1])
+        is_choice = getattr(func, "__name__", "") in self._CHOICES
+        if is_choice and isinstance(chosen, Tensor) and chosen.ndim >= 2:
+            self.widths.add(chosen.shape[-1])
         return func(*args, **(kwargs or {}))
 
 
@@ -147,14 +154,16 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _routed(model: Module, name: str, call: Call, widths: set[int]) -> "Experts | str | None":
-    given: dict[Slot, Any] = {**dict(enumerate(call.args)), **call.kwargs}
+    given = arguments(call.args, call.kwargs)
     output = call.output
     if not isinstance(output, Tensor) or not output.ndim:
         return None
     tensors = {slot: value for slot, value in given.items() if isinstance(value, Tensor)}
     chosen = [slot for slot, value in tensors.items() if _are_choices(value)]
     floats = {slot: value for slot, value in tensors.items() if value.is_floating_point()}
-    rows = [slot for slot, value in floats.items() if value.ndim > 1 and value.shape == output.shape]
+    rows = [
+        slot for slot, value in floats.items() if value.ndim > 1 and value.shape == output.shape
+    ]
     if len(chosen) != 1 or not rows:
         return None
     experts = tensors[chosen[0]]
@@ -187,7 +196,7 @@ def _routed(model: Module, name: str, call: Call, widths: set[int]) -> "Experts 
 
 
 def _sorted(model: Module, name: str, call: Call) -> "Experts | str | None":
-    given: dict[Slot, Any] = {**dict(enumerate(call.args)), **call.kwargs}
+    given = arguments(call.args, call.kwargs)
     rows = [s for s, v in given.items() if isinstance(v, Tensor) and v.is_floating_point()]
     sizes = [slot for slot, value in given.items() if _are_sizes(value)]
     if len(rows) != 1 or len(sizes) != 1 or not isinstance(call.output, Tensor):
@@ -234,7 +243,9 @@ def _are_experts(module: Module, seen: Mapping[str, Call], name: str, found: Fin
     if len(inside) < 2 or len(kinds) > 1 or len(inside) not in found.widths:
         return False
     prefix = f"{name}."
-    holds_others = any(each.startswith(prefix) for each in (*found.whole, *(e.name for e in found.experts)))
+    holds_others = any(
+        each.startswith(prefix) for each in (*found.whole, *(e.name for e in found.experts))
+    )
     return not holds_others
 
 

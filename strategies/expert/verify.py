@@ -20,9 +20,9 @@ from torch.nn import Module
 
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.dry_run.step import without_dropout
-from boltmesh.strategies.expert.divided import DividedExperts, arguments
+from boltmesh.strategies.expert.divided import DividedExperts
 from boltmesh.strategies.expert.exchange import with_unused
-from boltmesh.strategies.expert.find import Call, Experts
+from boltmesh.strategies.expert.find import Call, Experts, arguments
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.tensors import tree_map
@@ -63,14 +63,15 @@ def prove(
     whole = {name: p.detach().to(device) for name, p in module.named_parameters()}
     buffers = {name: each.to(device) for name, each in module.named_buffers()}
     state = capture_random_state(device)
+    first: dict[str, Tensor] = {}
+    fault: str | None = None
     try:
         with _alone(module), around():
             first = _outcome(module, module.forward, experts, call, {**whole, **buffers}, names)
             again = _outcome(module, module.forward, experts, call, {**whole, **buffers}, names)
     except Exception as error:  # noqa: BLE001 - the author's code, called by itself
-        first, again, fault = None, None, _raised(error)
+        fault = _raised(error)
     else:
-        fault = None
         if not _difference(first["output"], again["output"]) <= _COARSE_TOLERANCE:
             fault = "draws random numbers"
     faults: list[str | None] = [None] * group.size()
@@ -78,7 +79,6 @@ def prove(
     if any(faults):
         restore_random_state(state, device)
         return fault or next(each for each in faults if each)
-    assert first is not None
     divided = DividedExperts(module, experts, call, group)
     raised = _guard(divided)
     local = {
@@ -138,8 +138,8 @@ def _outcome(
     given = arguments(call.args, call.kwargs)
     leaves = {}
     for what in ("rows", "weights"):
-        slot = experts.slots.get(what)
-        if slot is not None:
+        if what in experts.slots:
+            slot = experts.slots[what]
             leaves[what] = given[slot] = given[slot].clone().requires_grad_()
     tensors = dict(state)
     for name in names:
@@ -155,16 +155,12 @@ def _outcome(
         )
         direction = torch.arange(output.numel(), device=output.device).cos().to(output.dtype)
         gradients = torch.autograd.grad(
-            (output * direction.view_as(output)).sum(), list(leaves.values()), allow_unused=True
+            (output * direction.view_as(output)).sum(),
+            list(leaves.values()),
+            allow_unused=True,
+            materialize_grads=True,
         )
-    made = dict(zip(leaves, gradients, strict=True))
-    return {
-        "output": output.detach(),
-        **{
-            name: torch.zeros_like(leaves[name]) if each is None else each
-            for name, each in made.items()
-        },
-    }
+    return {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
 def _guard(divided: DividedExperts) -> list[str]:
@@ -182,7 +178,7 @@ def _guard(divided: DividedExperts) -> list[str]:
             raised.append(_raised(error))
         return with_unused(divided.empty(rows), given[2::2])
 
-    divided.compute = guarded  # type: ignore[method-assign]
+    divided.compute = guarded  # type: ignore[assignment,method-assign]
     return raised
 
 

@@ -37,15 +37,18 @@ class Watch(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self.outcome.losses.append(float(args[1]["loss"]))
+        batches = trainer.accumulate_grad_batches
+        self.outcome.losses.append(float(args[1]["loss"]) * batches)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
-        self.outcome.norms.append(float(trainer.strategy.gradient_norm(args[1])))
+        strategy: Any = trainer.strategy
+        self.outcome.norms.append(float(strategy.gradient_norm(args[1])))
         if not self.outcome.gradients:
             module = trainer.lightning_module
             self.outcome.gradients = {
-                name: _whole(each.grad) for name, each in module.named_parameters()
+                name: _whole(each.grad)
+                for name, each in module.named_parameters()
                 if each.grad is not None
             }
 
@@ -56,7 +59,8 @@ def _whole(tensor: Any) -> Tensor:
 
 def loader(rank: int, count: int) -> DataLoader[Any]:
     """Return batches of one rank."""
-    return DataLoader([tokens(number, rank) for number in range(count)], batch_size=None)
+    batches: Any = [tokens(number, rank) for number in range(count)]
+    return DataLoader(batches, batch_size=None)
 
 
 def starve(module: LightningModule) -> None:
@@ -126,7 +130,7 @@ def train_alone(
             for rank in range(world_size):
                 loss = module.training_step(tokens(step * accumulate + part, rank), 0)
                 (loss / world_size / accumulate).backward()
-                outcome.losses.append(float(loss))
+                outcome.losses.append(float(loss.detach()))
         own = [each for each in module.parameters() if each.grad is not None]
         norm = torch.stack([each.grad.double().norm() for each in own]).norm()
         outcome.norms.append(float(norm))
@@ -137,7 +141,7 @@ def train_alone(
         for each in own:
             each.grad.mul_(min(1.0, 0.5 / (float(norm) + 1e-6)))
         stepper.step()
-    outcome.parameters = {name: each.detach() for name, each in module.named_parameters()}
+    outcome.parameters = {name: each.detach().clone() for name, each in module.named_parameters()}
     return outcome
 
 
@@ -146,9 +150,7 @@ def differences(ranks: list[Outcome], alone: Outcome) -> dict[str, float]:
     steps = len(ranks[0].losses)
     losses = [ranks[n % len(ranks)].losses[n // len(ranks)] for n in range(steps * len(ranks))]
     return {
-        "loss": max(
-            abs(a - b) / abs(b) for a, b in zip(losses, alone.losses, strict=True)
-        ),
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, alone.losses, strict=True)),
         "norm": max(
             abs(a - b) / abs(b)
             for each in ranks
@@ -165,5 +167,5 @@ def _largest(ranks: list[Outcome], alone: Outcome, what: str) -> float:
     for each in ranks:
         found: dict[str, Tensor] = getattr(each, what)
         assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-        gaps += [float((found[name] - expected[name]).abs().max()) for name in expected]
+        gaps += [float((found[name] - expected[name]).detach().abs().max()) for name in expected]
     return max(gaps)
