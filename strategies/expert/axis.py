@@ -145,7 +145,9 @@ class ExpertAxis(Axis):
         if autocast_dtype(strategy.precision_plugin) is not None:
             around = strategy.host_step_context(step)
         run = DryRun(module, step, (batch, *step_arguments(module, step)), _CPU, around=around)
-        found = find_experts(module, partial(run.run, has_backward=False))
+        # Under manual optimisation backward passes are part of the step.
+        has_backward = not module.automatic_optimization
+        found = find_experts(module, partial(run.run, has_backward=has_backward))
         experts = self._agreed(found)
         self._prove_and_divide(module, experts, found, step)
         self._module = module

@@ -1,7 +1,7 @@
 """Sends rows to the ranks that have their experts, and brings the results back.
 
-``ExpertExchange.run`` is one forward pass of one layer's experts. Each rank has tokens of its own, and
-chooses experts for them that may be on other ranks:
+``ExpertExchange.run`` is a forward pass of one layer's experts. Each rank has tokens of its own,
+and chooses experts for them that may be on other ranks:
 
 1. ``RoutePlan``: how many rows and choices go to each rank. The numbers are exchanged first.
 2. ``_Dispatch``: a row goes to a rank once, however many of its experts are there, with the weight

@@ -25,6 +25,8 @@ from torch.nn import Module, ModuleDict, ModuleList
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from boltmesh.strategies.torch_compat.tensors import tree_map
+
 Kind = Literal["routed", "sorted"]
 Slot = int | str
 """A positional argument's index, or a keyword."""
@@ -131,6 +133,17 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
     return found
 
 
+def detached(call: Call, device: torch.device | None = None) -> Call:
+    """Return a call without its graph, on a device if one is given."""
+
+    def changed(value: Any) -> Any:
+        return value.detach().to(device) if isinstance(value, Tensor) else value
+
+    return Call(
+        tree_map(changed, call.args), tree_map(changed, dict(call.kwargs)), changed(call.output)
+    )
+
+
 def _keep_call(
     seen: dict[str, Call], name: str, module: Module, args: Any, kwargs: Any, output: Any
 ) -> None:
@@ -138,7 +151,7 @@ def _keep_call(
     has_experts = any(_are_choices(each) or _are_sizes(each) for each in values)
     is_first = name not in seen
     if isinstance(output, Tensor) and is_first and has_experts:
-        seen[name] = Call(args, dict(kwargs), output.detach())
+        seen[name] = detached(Call(args, dict(kwargs), output))
     elif is_first:
         seen.setdefault(name, Call((), {}, None))
 

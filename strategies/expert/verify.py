@@ -22,7 +22,7 @@ from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.dry_run.step import without_dropout
 from boltmesh.strategies.expert.divided import DividedExperts
 from boltmesh.strategies.expert.exchange import with_unused
-from boltmesh.strategies.expert.find import Call, Experts, arguments
+from boltmesh.strategies.expert.find import Call, Experts, arguments, detached
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.tensors import tree_map
@@ -58,7 +58,7 @@ def prove(
         is_mixed: Whether matrices are multiplied in a type below that of the rows.
     """
     call = _shortened(call, experts, group.rank())
-    call = tree_map_call(call, lambda each: each.detach().to(device))
+    call = detached(call, device)
     names = [name for name, _ in module.named_parameters()]
     whole = {name: p.detach().to(device) for name, p in module.named_parameters()}
     buffers = {name: each.to(device) for name, each in module.named_buffers()}
@@ -105,17 +105,6 @@ def prove(
     return None
 
 
-def tree_map_call(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
-    """Return a call of other tensors."""
-
-    def changed(value: Any) -> Any:
-        return change(value) if isinstance(value, Tensor) else value
-
-    return Call(
-        tree_map(changed, call.args), tree_map(changed, dict(call.kwargs)), changed(call.output)
-    )
-
-
 def _shortened(call: Call, experts: Experts, rank: int) -> Call:
     """Leave out as many rows as the rank's number, where rows are in no order."""
     given = arguments(call.args, call.kwargs)
@@ -123,7 +112,12 @@ def _shortened(call: Call, experts: Experts, rank: int) -> Call:
     if experts.kind == "sorted" or rows.ndim != 2 or rows.shape[0] <= rank + 1:
         return call
     count = rows.shape[0]
-    return tree_map_call(call, lambda x: x[rank:] if x.ndim and x.shape[0] == count else x)
+
+    def cut(value: Any) -> Any:
+        is_by_row = isinstance(value, Tensor) and value.ndim and value.shape[0] == count
+        return value[rank:] if is_by_row else value
+
+    return Call(tree_map(cut, call.args), tree_map(cut, dict(call.kwargs)), cut(call.output))
 
 
 def _outcome(
