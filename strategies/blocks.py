@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn import Module
 
+from boltmesh.lightning_import import ROOTS
+
 LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 """Containers of repeated blocks."""
 
@@ -36,7 +38,7 @@ def has_forward(module: Module) -> bool:
     """
     for kind in type(module).__mro__:
         if "forward" in vars(kind):
-            return kind is not Module and not kind.__module__.startswith("lightning.")
+            return kind is not Module and kind.__module__.partition(".")[0] not in ROOTS
     return False
 
 

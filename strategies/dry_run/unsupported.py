@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from boltmesh.errors import UnsupportedError
+from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.lightning_compat.loops import draws_from_iterator
 from boltmesh.strategies.lightning_compat.trainer import callbacks_of
 
@@ -54,7 +55,7 @@ def refuse_local_norms(owner: object, *, sees: str) -> None:
     """
     for hook in _GRADIENT_HOOKS:
         function = getattr(type(owner), hook, None)
-        if function is None or function.__module__.startswith("lightning."):
+        if function is None or function.__module__.partition(".")[0] in ROOTS:
             continue
         for name, norm in _LOCAL_NORMS.items():
             if _uses(function, name, norm) and not hasattr(owner, name):

@@ -63,7 +63,7 @@ class RankErrors:
         """Show which rank failed first; hide an error of this process that follows from it.
 
         Args:
-            error: Of this process.
+            error: From this process.
             find_death: Returns in words which rank has died without a report, None if none has.
             within_s: How long to wait for the cause of an error that names a lost peer.
         """
