@@ -56,6 +56,7 @@ from boltmesh.run_folder import (
 )
 from boltmesh.run_lock import RunLock
 from boltmesh.run_logger import RunLogger
+from boltmesh.run_pruning import DEFAULT_PATTERN
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import check_strategy_arguments
@@ -117,7 +118,9 @@ class RunBuilder:
         # What the other ranks find is a stand-in: they load what the first one has found.
         verifies = self.rank.rank == 0 and not for_show
         if self.verb == "fit":
-            checkpoint = checkpoint_to_resume(self.config, verifies=verifies)
+            checkpoint = checkpoint_to_resume(
+                self.config, continued=self.rank.continued, verifies=verifies
+            )
         elif for_show and run.ckpt_path == "auto":
             checkpoint = None
         else:
@@ -219,7 +222,12 @@ class RunBuilder:
             followers.append(GracefulStop(self.rank.stop, kept))
         title = f"{self.verb} {self.config.run.name}"
         run_folder = RunFolder(
-            self.rank, title=title, folder=folder, checkpoint=checkpoint, followers=followers
+            self.rank,
+            title=title,
+            folder=folder,
+            checkpoint=checkpoint,
+            followers=followers,
+            pattern=self.config.run.checkpoint.filename or DEFAULT_PATTERN,
         )
         return [run_folder, ErrorReport(self.rank), *made, *followers]
 
@@ -279,7 +287,7 @@ class RunBuilder:
             yield next_run_folder(self.config, checkpoint)
         else:
             resumed = checkpoint if self.verb == "fit" else None
-            folder = make_run_folder(self.config, resumed)
+            folder = self.rank.continued or make_run_folder(self.config, resumed)
             self.rank.run_lock = lock = RunLock.take(folder)
             try:
                 yield folder
@@ -290,6 +298,7 @@ class RunBuilder:
                     folder.rmdir()
                 raise
             self.rank.run_folder = folder
+            self.rank.report("running")  # a killed rank cannot tell its folder any more
 
 
 def run(config: DictConfig, verb: Verb, placement: Placement, rank: Rank, *, source: str) -> None:

@@ -90,6 +90,11 @@ STRATEGIES: dict[str, Entry] = {
         "Parallel3DStrategy",
         "3D parallelism: any ZeRO stage over replicas whose ranks share each layer.",
     ),
+    "bolt_expert": _zero(
+        "Expert parallelism: the ranks of a host divide the experts; ZeRO stage 1 beside it.",
+        stage=1,
+        expert="node",
+    ),
 }
 
 

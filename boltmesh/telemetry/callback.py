@@ -17,9 +17,14 @@ from typing_extensions import override
 from boltmesh.telemetry.reader.cause import STOPPED
 from boltmesh.telemetry.writer.lightning_compat import computed_metrics
 from boltmesh.telemetry.writer.throughput import count, flops_per_batch, peak_flops
+from boltmesh.telemetry.writer.torch_compat.flops import can_count
 
 if TYPE_CHECKING:
     from boltmesh.telemetry.writer.recorder import Recorder
+    from boltmesh.telemetry.writer.step_flops import BatchFlops
+
+COUNTED_BATCH = 1
+"""The batch whose FLOPs are counted: in the first one layers are still built and plans proven."""
 
 
 def callbacks() -> list[Callback]:
@@ -36,6 +41,7 @@ class TelemetryCallback(Callback):
         self._seen: dict[str, Tensor] = {}
         self._is_validating = False
         self._peak_flops: float | None = None
+        self._batch_flops: BatchFlops | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -58,6 +64,8 @@ class TelemetryCallback(Callback):
     ) -> None:
         if recorder := _recorder_of(trainer):
             recorder.begin_batch(index=self._index, epoch=trainer.current_epoch)
+            if self._index == COUNTED_BATCH and can_count(pl_module):
+                recorder.count_flops()
 
     @override
     def on_train_batch_end(
@@ -78,6 +86,9 @@ class TelemetryCallback(Callback):
             if loss is not None and divisor > 1 and pl_module.automatic_optimization:
                 loss = loss * divisor  # Lightning has divided it
             samples, tokens = count(batch)
+            if self._index == COUNTED_BATCH:
+                self._batch_flops = recorder.counted_flops()
+                self._record_compute(recorder, pl_module)
             if global_step != self._logged_step and _is_log_step(trainer, global_step):
                 self._logged_step = global_step
                 self._record_metrics(recorder, global_step, trainer.callback_metrics)
@@ -155,8 +166,11 @@ class TelemetryCallback(Callback):
 
     def _record_compute(self, recorder: "Recorder", pl_module: LightningModule) -> None:
         """Record the FLOPs of a batch; a module may learn them only while it runs."""
+        counted, stated = self._batch_flops, flops_per_batch(pl_module)
         recorder.compute(
-            flops_per_batch=flops_per_batch(pl_module), peak_flops_per_second=self._peak_flops
+            flops_per_batch=counted.model if stated is None and counted is not None else stated,
+            hardware_flops_per_batch=None if counted is None else counted.hardware,
+            peak_flops_per_second=self._peak_flops,
         )
 
     def _record_metrics(

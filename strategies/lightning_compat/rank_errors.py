@@ -63,7 +63,7 @@ class RankErrors:
         """Show which rank failed first; hide an error of this process that follows from it.
 
         Args:
-            error: From this process.
+            error: The one that this process ends with.
             find_death: Returns in words which rank has died without a report, None if none has.
             within_s: How long to wait for the cause of an error that names a lost peer.
         """
