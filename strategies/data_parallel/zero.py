@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -33,8 +33,10 @@ from boltmesh.strategies.data_parallel.param_state import follow_toggles, forget
 from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
 from boltmesh.strategies.data_parallel.shard_shape import held_tensors
 from boltmesh.strategies.data_parallel.unsupported import refuse_empty_share, refuse_optimizers
+from boltmesh.strategies.dry_run.unsupported import refuse_local_norms
 from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
 from boltmesh.strategies.grad_norm import NormShare, ShardShare
+from boltmesh.strategies.lightning_compat.trainer import callbacks_of
 from boltmesh.strategies.offload.disk.preflight import announce_disks
 from boltmesh.strategies.offload.engine import OffloadEngine
 from boltmesh.strategies.offload.stores import OffloadPlan
@@ -128,6 +130,12 @@ class ZeroAxis(DataAxis):
         if size in {1, len(ranks)}:
             return []
         return [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+
+    @override
+    def refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.strategy.is_fitting and self.strategy.layout.data > 1:
+            for each in (module, *callbacks_of(trainer)):
+                refuse_local_norms(each, sees="this rank's shards", names=["grad_norm"])
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:

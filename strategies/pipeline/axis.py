@@ -23,6 +23,7 @@ from boltmesh.strategies.dry_run.batch_check import BatchDigest, batch_digest
 from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
 from boltmesh.strategies.dry_run.fake_optimizers import fake_optimizers
 from boltmesh.strategies.dry_run.sample import batch_sizes, sample_batch
+from boltmesh.strategies.dry_run.unsupported import refuse_lazy
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.engine.axis import Axis, FakeRun, StepFunction
 from boltmesh.strategies.grad_norm import NormShare
@@ -54,7 +55,7 @@ from boltmesh.strategies.pipeline.options import (
     refuse_remains,
 )
 from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
-from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from boltmesh.strategies.pipeline.stage.units import find_stage_units, refuse_wrapped_calls
 from boltmesh.strategies.pipeline.stage_params import add_pending, gathered, joined_state
 from boltmesh.strategies.pipeline.staged_model import StagedModel
 from boltmesh.strategies.pipeline.training import training_step
@@ -141,6 +142,7 @@ class PipelineAxis(Axis):
 
     @override
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        refuse_lazy(module)
         if self.strategy.is_fitting:
             refuse_manual_optimization(module)
             if schedule_kind(self.options.first_schedule).is_asynchronous:
@@ -165,6 +167,7 @@ class PipelineAxis(Axis):
         rest, around = step_arguments(module, step), strategy.host_step_context(step)
         if self._is_new:
             units = find_stage_units(module)
+            refuse_wrapped_calls(module, units)
             for axis in strategy.axes:
                 axis.cut_into_stages(units)
             # What crosses borders is of the type that the model will have.
