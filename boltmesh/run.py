@@ -369,17 +369,9 @@ def describe(built: Built, config: DictConfig, verb: Verb, placement: Placement)
 def _check_kind(made: type[Any], wanted: type[Any], where: str) -> None:
     if issubclass(made, wanted):
         return
-    if "pytorch_lightning" in {base.__module__.partition(".")[0] for base in made.__mro__}:
-        raise ConfigError(
-            f"{where}: {made.__name__} is built on pytorch_lightning, whose classes are not those "
-            f"of lightning.pytorch. Write 'import lightning.pytorch as pl' in its file."
-        )
     home = wanted.__module__.partition(".")[0]
-    name = (
-        f"{home}.pytorch.{wanted.__name__}"
-        if home == "lightning"
-        else f"torch.optim.{wanted.__name__}"
-    )
+    package = "torch.optim" if home == "torch" else "lightning.pytorch"
+    name = f"{package}.{wanted.__name__}"
     raise ConfigError(
         f"{where}: {made.__name__} is no {wanted.__name__}. Name a subclass of {name}."
     )

@@ -23,9 +23,9 @@ from types import FrameType
 
 from boltmesh.errors import TelemetryError
 from boltmesh.launch.rank import RENDEZVOUS_VARIABLE, SUPERVISOR_VARIABLE, stop_line, traceback_hint
-from boltmesh.launch.reports import Report, read_reports, store_traceback
 from boltmesh.launch.stopping import HANDLED, STOPPING, describe_stop
 from boltmesh.process import ProcessId, describe_exit, write_stderr
+from boltmesh.rank_reports import Report, read_reports, store_traceback
 from boltmesh.telemetry.job import ID_VARIABLE, job_path, record_end
 
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}

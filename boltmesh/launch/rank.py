@@ -15,9 +15,9 @@ from typing import Any
 
 from boltmesh.errors import BoltMeshError
 from boltmesh.launch.placement import Launcher, find_launcher
-from boltmesh.launch.reports import Kind, Report, report_of_error, store_traceback, write_report
 from boltmesh.launch.stopping import SAME_SIGNAL_S, StoppedBySignal, StopSwitch
 from boltmesh.process import end_with_parent, write_stderr
+from boltmesh.rank_reports import Kind, Report, report_of_error, store_traceback, write_report
 from boltmesh.run_lock import RunLock
 
 SUPERVISOR_VARIABLE = "BOLTMESH_SUPERVISOR"
