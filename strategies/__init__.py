@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from boltmesh.strategies.ddp import DDPStrategy
     from boltmesh.strategies.deferred_initialization.deferred import deferred_init
+    from boltmesh.strategies.detect_non_finite import DetectNonFinite
     from boltmesh.strategies.engine import MeshStrategy
     from boltmesh.strategies.init_from_checkpoint import StartingWeights
     from boltmesh.strategies.mesh import MeshLayout
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DDPStrategy",
+    "DetectNonFinite",
     "MeshLayout",
     "MeshStrategy",
     "Parallel3DStrategy",
@@ -41,6 +43,7 @@ __all__ = [
 
 _HOMES = {
     "DDPStrategy": "boltmesh.strategies.ddp",
+    "DetectNonFinite": "boltmesh.strategies.detect_non_finite",
     "MeshLayout": "boltmesh.strategies.mesh",
     "MeshStrategy": "boltmesh.strategies.engine",
     "Parallel3DStrategy": "boltmesh.strategies.parallel_3d",
