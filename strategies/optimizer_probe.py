@@ -12,10 +12,12 @@ whatever mixes parameters mixes their halves too. Refused by the tensor axis and
 an Adam that clips by its own norm. Refused by the pipeline, where a rank has its stages alone.
 
 ``matrix_use``: it takes products or factors of matrices. On shards torch would gather, in
-another order and precision for each number of ranks. Refused by ZeRO.
+another order and precision for each number of ranks. ZeRO steps whole parameters then.
 
 ``misjudges_shards``: steps of shards as DTensors fail, or are not the shards of the step. Norms and
-sums of DTensors are those of the whole; flat views, items and rows often are not. Refused by ZeRO.
+sums of DTensors are those of the whole; flat views, items and rows often are not. Likewise.
+
+``communicates``: its step calls collectives itself. Refused where ZeRO steps whole parameters.
 
 [Note: Gradients of a trial]
 Gradients have a lasting part and a changing part, whose signs and sizes differ by element. With
@@ -124,7 +126,7 @@ def matrix_use(optimizer: Optimizer) -> str | None:
     """Return what a step needs whole matrices for: products or factors. None: nothing is known."""
 
     def multiplies(group: _Group) -> bool:
-        seen = _Products()
+        seen = _Operators(_is_product)
         try:
             with seen:
                 _run(group, [each for each in group.leaves if each.value.dim() > 1])
@@ -175,6 +177,18 @@ def misjudges_shards(
 
     _is_any(optimizer, fails, inner, {})
     return why[0] if why else None
+
+
+def communicates(optimizer: Optimizer) -> bool:
+    """Whether a step calls collectives of its own, as forms of Muon for several ranks do."""
+
+    def sends(group: _Group) -> bool:
+        seen = _Operators(lambda func: func.namespace in _COLLECTIVE)
+        with seen:
+            _run(group, group.leaves)
+        return seen.is_any
+
+    return _is_any(optimizer, sends, communicates, {})
 
 
 def initial_state(like: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
@@ -440,11 +454,24 @@ _FACTORS = ("linalg_", "_linalg_")
 _NORMS = {"linalg_vector_norm"}
 
 
-class _Products(DispatchMode):  # type: ignore[no-untyped-call]
-    """Records whether a matrix was multiplied or factored."""
+_COLLECTIVE = {"c10d", "_c10d_functional"}
 
-    def __init__(self) -> None:
+
+def _is_product(func: Any) -> bool:
+    name: str = func.overloadpacket.__name__
+    return name in _PRODUCTS or (name.startswith(_FACTORS) and name not in _NORMS)
+
+
+class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
+    """Records whether one of some operators ran.
+
+    Args:
+        is_one: Whether an operator is one of them.
+    """
+
+    def __init__(self, is_one: Callable[[Any], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_one = is_one
         self.is_any = False
 
     @override
@@ -455,8 +482,6 @@ class _Products(DispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name: str = func.overloadpacket.__name__
-        if name in _PRODUCTS or (name.startswith(_FACTORS) and name not in _NORMS):
-            self.is_any = True
+        self.is_any = self.is_any or self._is_one(func)
         result: Tensor = func(*args, **(kwargs or {}))
         return result

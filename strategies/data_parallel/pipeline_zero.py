@@ -58,6 +58,7 @@ from boltmesh.strategies.data_parallel.unsupported import (
     refuse_mixed_types,
     refuse_parameters,
 )
+from boltmesh.strategies.data_parallel.whole_steps import add_whole_steps
 from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.deferred_initialization.materialize import lay_in_rows
 from boltmesh.strategies.engine.data_axis import AxisContext
@@ -290,7 +291,7 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        return self.describe_traffic().expected()
+        return add_whole_steps(self.describe_traffic().expected(), self._whole_steps)
 
     def describe_traffic(self) -> PipelineZeroTraffic:
         """What the axis moves in an optimizer step, and what it would in another stage."""

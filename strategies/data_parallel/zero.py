@@ -10,7 +10,7 @@ Puts the offload engine beside a sharded model.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.strategies import grad_norm
+from boltmesh.strategies.checkpoint.optimizer_state import joined_state
 from boltmesh.strategies.cost_model.model import JobShape, ModelShape
 from boltmesh.strategies.data_parallel.axis import SingleRankAxis
 from boltmesh.strategies.data_parallel.dtensor_errors import explain_direct_use
@@ -32,7 +33,12 @@ from boltmesh.strategies.data_parallel.order_check import OrderCheck
 from boltmesh.strategies.data_parallel.param_state import follow_toggles, forget_toggles
 from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
 from boltmesh.strategies.data_parallel.shard_shape import held_tensors
-from boltmesh.strategies.data_parallel.unsupported import refuse_empty_share, refuse_optimizers
+from boltmesh.strategies.data_parallel.unsupported import find_whole_steppers, refuse_empty_share
+from boltmesh.strategies.data_parallel.whole_steps import (
+    WholeSteps,
+    add_whole_steps,
+    as_parts,
+)
 from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
 from boltmesh.strategies.grad_norm import NormShare, ShardShare
 from boltmesh.strategies.offload.disk.preflight import announce_disks
@@ -101,6 +107,8 @@ class ZeroAxis(DataAxis):
         self._offload: OffloadEngine | None = None
         self._forget_scaler: Callable[[], None] = _nothing
         self._step_hooks: list[RemovableHandle] = []
+        self._whole_steps: list[WholeSteps] = []
+        """Steps of the optimizers that need whole parameters."""
         self._has_ended_step = False
         self._lost: Exception | None = None
         """Why there are no parameters until a checkpoint is loaded: a step of a run before this
@@ -217,9 +225,14 @@ class ZeroAxis(DataAxis):
     @override
     def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
         assert self._context is not None
-        refuse_optimizers(optimizers, self._model.module)
-        self._model.successors.take_over(optimizers, self._model.module)
         self._forget_steps()
+        whole_steppers = find_whole_steppers(
+            optimizers, self._model.module, has_offload=self.options.has_offload
+        )
+        self._model.successors.take_over(optimizers, self._model.module)
+        if optimizers:  # else an evaluation: state of the run before may still be saved
+            group = self._model.mesh.shard_group
+            self._whole_steps = [WholeSteps(each, group, self._record) for each in whole_steppers]
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_post_hook"):  # Lightning takes all that can step
                 self._step_hooks += [
@@ -255,6 +268,8 @@ class ZeroAxis(DataAxis):
         for hook in self._step_hooks:
             hook.remove()
         self._step_hooks.clear()
+        for each in self._whole_steps:
+            each.release()
 
     # Within a step.
 
@@ -337,6 +352,26 @@ class ZeroAxis(DataAxis):
         if self._lost is not None:
             return False
         return self._offload is None or self._offload.has_whole_steps
+
+    @override
+    def keeps_whole_state(self, parameter: Tensor) -> bool | None:
+        known = (each.owns(parameter) for each in self._whole_steps)
+        return next((owns for owns in known if owns is not None), None)
+
+    @override
+    def join_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        if not self._whole_steps:
+            return state
+        owned = {
+            name: self.keeps_whole_state(each)
+            for name, each in self._model.module.named_parameters()
+        }
+        parts = {
+            name: as_parts(values) if owned.get(name) else values
+            for name, values in state["state"].items()
+        }
+        # A parameter that has no owner has the same small values on all ranks.
+        return joined_state({**state, "state": parts}, lambda name: owned.get(name) is not False)
 
     @override
     def prepare_state(self, optimizer: Optimizer) -> None:
@@ -434,7 +469,7 @@ class ZeroAxis(DataAxis):
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        return self._expectations.traffic()
+        return add_whole_steps(self._expectations.traffic(), self._whole_steps)
 
     @override
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:

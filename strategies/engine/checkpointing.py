@@ -389,6 +389,7 @@ class Checkpointing:
             holds=strategy.holds,
             take=next((take for take in pending if take is not None), None),
             divide=self.division,
+            keeps_whole=strategy.data_axis.keeps_whole_state,
         )
         all_or_none(load)
         for optimizer in strategy.optimizers:
