@@ -6,7 +6,8 @@ Each question compares runs of some steps over the same values and gradients. An
 
 ``mixes_elements``: the steps of two halves of a parameter are not the halves of its step. Muon and
 Shampoo need full matrices, LARS and LAMB norms of full parameters, Adafactor rows and columns, and
-whatever mixes parameters mixes their halves too. Refused by the tensor axis and by offload.
+whatever mixes parameters mixes their halves too. The tensor axis steps whole parameters then;
+refused by offload.
 
 ``mixes_parameters``: the step of one parameter depends on another one. Prodigy, D-Adaptation, SAM,
 an Adam that clips by its own norm. Refused by the pipeline, where a rank has its stages alone.
@@ -17,7 +18,8 @@ another order and precision for each number of ranks. ZeRO steps whole parameter
 ``misjudges_shards``: steps of shards as DTensors fail, or are not the shards of the step. Norms and
 sums of DTensors are those of the whole; flat views, items and rows often are not. Likewise.
 
-``communicates``: its step calls collectives itself. Refused where ZeRO steps whole parameters.
+``needs_all_ranks``: its step calls collectives itself, or draws random numbers. Refused where
+each rank steps whole parameters of its own.
 
 [Note: Gradients of a trial]
 Gradients have a lasting part and a changing part, whose signs and sizes differ by element. With
@@ -33,6 +35,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,20 +77,32 @@ _MIX_ELEMENTS = _MIX_PARAMETERS | {
 }
 
 
-def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that step parts of parameters differently from the whole.
+def find_mixing(optimizers: Iterable[Optimizer], *, has_shards: bool) -> list[Optimizer]:
+    """Return the optimizers that step parts of parameters differently from the whole.
+
+    Args:
+        optimizers: The user's.
+        has_shards: Whether the parts are in shards of the data axis besides.
 
     Raises:
-        UnsupportedError: Naming the optimizer.
+        UnsupportedError: Naming an optimizer that cannot step whole parameters one by one.
     """
-    for optimizer in optimizers:
-        if mixes_elements(optimizer):
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} steps a parameter by more than the elements that a "
-                f"rank of a tensor group has of it: norms, rows or products of the whole, all "
-                f"gradients at once, or random numbers. Use bolt_ddp, or an optimizer that works "
-                f"on each element by itself, such as AdamW."
+    found = [each for each in optimizers if mixes_elements(each)]
+    for optimizer in found:
+        why = needs_all_ranks(optimizer)
+        if why is None and (has_shards or mixes_parameters(optimizer)):
+            why = (
+                "steps a parameter by more than the elements that a rank of a tensor group has of "
+                "it: norms, rows or products of the whole, or all gradients at once"
             )
+            if has_shards:
+                why += ", which ZeRO shards besides"
+        if why is not None:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} {why}. Use bolt_ddp, or an optimizer that works on "
+                f"each element by itself, such as AdamW."
+            )
+    return found
 
 
 def mixes_elements(optimizer: Optimizer) -> bool:
@@ -179,16 +194,28 @@ def misjudges_shards(
     return why[0] if why else None
 
 
-def communicates(optimizer: Optimizer) -> bool:
-    """Whether a step calls collectives of its own, as forms of Muon for several ranks do."""
+def needs_all_ranks(optimizer: Optimizer) -> str | None:
+    """Return why ranks cannot each step other parameters; None where they can.
 
-    def sends(group: _Group) -> bool:
-        seen = _Operators(lambda func: func.namespace in _COLLECTIVE)
+    Some forms of Muon call collectives in their step, and other optimizers draw random numbers,
+    which would be other ones.
+    """
+    reasons = {
+        "communicates in its step, and ranks step other parameters here": _is_collective,
+        "draws random numbers in its step, and ranks step other parameters here": _is_random,
+    }
+
+    def runs(is_one: Callable[[Any], bool], group: _Group) -> bool:
+        seen, leaves = _Operators(is_one), group.leaves
         with seen:
-            _run(group, group.leaves)
+            _run(group, leaves)
         return seen.is_any
 
-    return _is_any(optimizer, sends, communicates, {})
+    for why, is_one in reasons.items():
+        of_inner: Any = needs_all_ranks
+        if _is_any(optimizer, partial(runs, is_one), of_inner, {}):
+            return why
+    return None
 
 
 def initial_state(like: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
@@ -454,7 +481,12 @@ _FACTORS = ("linalg_", "_linalg_")
 _NORMS = {"linalg_vector_norm"}
 
 
-_COLLECTIVE = {"c10d", "_c10d_functional"}
+def _is_collective(func: Any) -> bool:
+    return func.namespace in {"c10d", "_c10d_functional"}
+
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _is_product(func: Any) -> bool:

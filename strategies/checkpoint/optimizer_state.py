@@ -17,7 +17,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint.chunks import DimDivision, OffloadedChunk, TensorPart, own_part
+from boltmesh.strategies.checkpoint.chunks import (
+    DimDivision,
+    ElementStretch,
+    OffloadedChunk,
+    TensorPart,
+    own_part,
+)
 from boltmesh.strategies.checkpoint.shard_reader import divided, held
 
 PARAMS = "params"
@@ -47,11 +53,16 @@ def parameter_names(module: Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def named_state(
-    module: Module, optimizer: Optimizer, *, divide: Divide = lambda _: None
+    module: Module,
+    optimizer: Optimizer,
+    *,
+    divide: Divide = lambda _: None,
+    keeps_whole: KeepsWhole = lambda _: None,
 ) -> dict[str, Any]:
     """An optimizer's state like its ``state_dict``, with names in place of numbers. No copies.
 
-    Tensors with the shape of a parameter that ``divide`` knows become a ``TensorPart``.
+    Tensors with the shape of a parameter that ``divide`` knows become a ``TensorPart``, and those
+    that this rank alone keeps, whole.
 
     Raises:
         CheckpointError: For a state tensor with another division than its parameter, which no other
@@ -60,6 +71,10 @@ def named_state(
     names = parameter_names(module, optimizer)
     state: dict[str, dict[str, Any]] = {}
     for name, parameter in _pairs(names, optimizer):
+        if keeps_whole(parameter):
+            own = optimizer.state.get(parameter)
+            state |= {name: as_parts(own)} if own else {}
+            continue
         division = divide(name)
         for key, value in optimizer.state.get(parameter, {}).items():
             is_large = isinstance(value, Tensor) and value.dim() > 0
@@ -105,6 +120,24 @@ def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[s
 
 def _is_stored_apart(value: Any) -> bool:
     return isinstance(value, DTensor) or (isinstance(value, Tensor) and value.dim() > 0)
+
+
+def as_parts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of one parameter that this rank owns, as checkpoints take it.
+
+    Args:
+        state: By key.
+    """
+    return {
+        key: _as_part(value) if isinstance(value, Tensor) and value.dim() > 0 else value
+        for key, value in state.items()
+    }
+
+
+def _as_part(value: Tensor) -> TensorPart:
+    """Return a whole tensor that one rank alone has."""
+    rows = (ElementStretch(0, 0, value.shape[0]),)
+    return TensorPart.of(value, DimDivision(value.shape, 0, rows))
 
 
 def is_named(saved: Mapping[str, Any]) -> bool:
@@ -186,7 +219,7 @@ def load_state(
             is_whole = keeps_whole(parameter)
             is_here = holds(name) and is_whole is not False
             values = dict(stored.get(name, {})) if is_here else {}
-            if (division := divide(name)) is not None:
+            if (division := divide(name)) is not None and not is_whole:
                 values = {
                     key: divided(each, division, f"The optimizer state {name}.{key}")
                     for key, each in values.items()

@@ -58,7 +58,6 @@ from boltmesh.strategies.data_parallel.unsupported import (
     refuse_mixed_types,
     refuse_parameters,
 )
-from boltmesh.strategies.data_parallel.whole_steps import add_whole_steps
 from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.deferred_initialization.materialize import lay_in_rows
 from boltmesh.strategies.engine.data_axis import AxisContext
@@ -74,6 +73,7 @@ from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
 from boltmesh.strategies.torch_compat.modules import set_parameter
 from boltmesh.strategies.torch_compat.tensors import dtensor_like, local_tensor
+from boltmesh.strategies.whole_steps import add_whole_steps
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -291,7 +291,7 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        return add_whole_steps(self.describe_traffic().expected(), self._whole_steps)
+        return add_whole_steps(self.describe_traffic().expected(), self._whole_steps, self.name)
 
     def describe_traffic(self) -> PipelineZeroTraffic:
         """What the axis moves in an optimizer step, and what it would in another stage."""

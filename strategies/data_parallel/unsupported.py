@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.unsupported import refuse_undividable
 from boltmesh.strategies.optimizer_probe import (
-    communicates,
     matrix_use,
     misjudges_shards,
     mixes_parameters,
+    needs_all_ranks,
 )
 from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
 
@@ -44,12 +44,9 @@ def find_whole_steppers(
             continue
         if has_offload or mixes_parameters(optimizer):
             raise _refused(optimizer, f"{why}, and with ZeROStrategy a rank has its shards alone")
-        if communicates(optimizer):
-            raise _refused(
-                optimizer,
-                "communicates in its step, and ZeROStrategy runs it with other parameters on "
-                "each rank. Use its form for one device",
-            )
+        apart = needs_all_ranks(optimizer)
+        if apart is not None:
+            raise _refused(optimizer, apart)
         found.append(optimizer)
     return found
 

@@ -10,7 +10,7 @@ Puts the offload engine beside a sharded model.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.strategies import grad_norm
-from boltmesh.strategies.checkpoint.optimizer_state import joined_state
 from boltmesh.strategies.cost_model.model import JobShape, ModelShape
 from boltmesh.strategies.data_parallel.axis import SingleRankAxis
 from boltmesh.strategies.data_parallel.dtensor_errors import explain_direct_use
@@ -34,11 +33,6 @@ from boltmesh.strategies.data_parallel.param_state import follow_toggles, forget
 from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
 from boltmesh.strategies.data_parallel.shard_shape import held_tensors
 from boltmesh.strategies.data_parallel.unsupported import find_whole_steppers, refuse_empty_share
-from boltmesh.strategies.data_parallel.whole_steps import (
-    WholeSteps,
-    add_whole_steps,
-    as_parts,
-)
 from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
 from boltmesh.strategies.grad_norm import NormShare, ShardShare
 from boltmesh.strategies.offload.disk.preflight import announce_disks
@@ -47,6 +41,7 @@ from boltmesh.strategies.offload.stores import OffloadPlan
 from boltmesh.strategies.torch_compat.fsdp import forget_step
 from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
+from boltmesh.strategies.whole_steps import RowExchange, WholeSteps, add_whole_steps
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer.memory import StoredBytes
@@ -231,8 +226,10 @@ class ZeroAxis(DataAxis):
         )
         self._model.successors.take_over(optimizers, self._model.module)
         if optimizers:  # else an evaluation: state of the run before may still be saved
-            group = self._model.mesh.shard_group
-            self._whole_steps = [WholeSteps(each, group, self._record) for each in whole_steppers]
+            exchange = RowExchange(self._model.mesh.shard_group)
+            self._whole_steps = [
+                WholeSteps(each, exchange, self._record) for each in whole_steppers
+            ]
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_post_hook"):  # Lightning takes all that can step
                 self._step_hooks += [
@@ -359,21 +356,6 @@ class ZeroAxis(DataAxis):
         return next((owns for owns in known if owns is not None), None)
 
     @override
-    def join_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        if not self._whole_steps:
-            return state
-        owned = {
-            name: self.keeps_whole_state(each)
-            for name, each in self._model.module.named_parameters()
-        }
-        parts = {
-            name: as_parts(values) if owned.get(name) else values
-            for name, values in state["state"].items()
-        }
-        # A parameter that has no owner has the same small values on all ranks.
-        return joined_state({**state, "state": parts}, lambda name: owned.get(name) is not False)
-
-    @override
     def prepare_state(self, optimizer: Optimizer) -> None:
         if self._offload is not None:
             self._offload.prepare_state(optimizer)
@@ -469,7 +451,7 @@ class ZeroAxis(DataAxis):
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        return add_whole_steps(self._expectations.traffic(), self._whole_steps)
+        return add_whole_steps(self._expectations.traffic(), self._whole_steps, self.name)
 
     @override
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:

@@ -221,10 +221,6 @@ class DataAxis(Axis, ABC):
     def synchronize(self) -> None:
         """Return when no step is pending, and parameters and ``optimizer.state`` are up to date."""
 
-    def keeps_whole_state(self, parameter: Tensor) -> bool | None:
-        """Whether this rank keeps whole state of a parameter; None: state of what it has of it."""
-        return None
-
     def prepare_state(self, optimizer: Optimizer) -> None:
         """Called before a checkpoint is loaded into ``optimizer.state``.
 

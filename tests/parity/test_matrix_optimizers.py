@@ -12,7 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from boltmesh.check.differences import Trace, find_differences
 from boltmesh.check.parity import Problem, trace_layout, trace_one_process
-from boltmesh.strategies import DDPStrategy, Parallel3DStrategy, ZeROStrategy
+from boltmesh.strategies import (
+    DDPStrategy,
+    Parallel3DStrategy,
+    TensorParallelStrategy,
+    ZeROStrategy,
+)
 from boltmesh.telemetry.reader.reader import open_job
 from tests.support.matrix_optimizers import Matrices
 from tests.support.ranks import run_ranks
@@ -33,14 +38,14 @@ def problem(kind: str, accumulate: int) -> Problem:
 
 
 def one_process(rank: int, world_size: int, kind: str, accumulate: int, data_size: int) -> Trace:
-    return trace_one_process(problem(kind, accumulate), data_size=data_size)
+    return trace_one_process(problem(kind, accumulate), data_size=data_size, is_dealt=data_size > 1)
 
 
 def sharded(
     rank: int, world_size: int, kind: str, accumulate: int, options: dict[str, Any]
 ) -> Trace:
-    is_mesh = "pipeline" in options
-    strategy: Any = Parallel3DStrategy if is_mesh else ZeROStrategy
+    kinds = {"stage": ZeROStrategy, "zero_stage": Parallel3DStrategy}
+    strategy: Any = next((kinds[key] for key in kinds if key in options), TensorParallelStrategy)
     made = strategy(telemetry=False, **options)
     return trace_layout(problem(kind, accumulate), made, devices=world_size)
 
@@ -55,12 +60,17 @@ def sharded(
         ("adafactor", 1, 2, {"stage": 2}),
         ("shampoo", 1, 4, {"stage": 3, "shard_size": 2}),
         ("shampoo", 1, 4, {"pipeline": 2, "data": 2, "zero_stage": 2, "microbatches": 2}),
+        ("muon", 1, 2, {}),
+        ("shampoo", 2, 2, {}),
+        ("adafactor", 1, 4, {"tensor": 2, "pipeline": 2, "zero_stage": 0, "microbatches": 2}),
+        ("adafactor", 1, 4, {"tensor": 2, "data": 2, "zero_stage": 0}),
     ],
 )
 def test_whole_matrices_are_stepped_as_in_one_process(
     kind: str, accumulate: int, ranks: int, options: dict[str, Any]
 ) -> None:
-    data_size = ranks // options.get("pipeline", 1)
+    shares = 2 if not options else options.get("pipeline", 1) * options.get("tensor", 1)
+    data_size = ranks // shares
     reference = run_ranks(one_process, 1, kind, accumulate, data_size)[0]
     for trace in run_ranks(sharded, ranks, kind, accumulate, options, timeout_s=110):
         assert find_differences(reference, trace) == []
@@ -112,8 +122,8 @@ def test_state_of_whole_matrices_is_saved_and_resumes_to_the_bit(tmp_path: Path)
     assert all(torch.equal(alone[name], together[name]) for name in alone)
 
 
-def recorded(rank: int, world_size: int, kind: str) -> str:
-    strategy = ZeROStrategy(stage=2)
+def recorded(rank: int, world_size: int, kind: str, axis: str) -> str:
+    strategy: Any = ZeROStrategy(stage=2) if axis == "data" else TensorParallelStrategy()
     path = []
 
     class Notes(Callback):
@@ -129,15 +139,22 @@ def recorded(rank: int, world_size: int, kind: str) -> str:
     return path[0]
 
 
-@pytest.mark.parametrize("kind", ["muon", "shampoo"])
-def test_the_bytes_of_whole_steps_are_those_expected(kind: str) -> None:
-    path = run_ranks(recorded, 2, kind)[0]
+@pytest.mark.parametrize(
+    ("kind", "axis", "operator"),
+    [
+        ("muon", "data", "alltoall_base"),
+        ("shampoo", "data", "alltoall_base"),
+        ("shampoo", "tensor", "broadcast"),
+    ],
+)
+def test_the_bytes_of_whole_steps_are_those_expected(kind: str, axis: str, operator: str) -> None:
+    path = run_ranks(recorded, 2, kind, axis)[0]
     with open_job(Path(path)) as job:
         snapshot = job.snapshot()
     expected = {each.operator: each.payload_bytes for each in snapshot.expected}
     counted = {
         each.operator: each.bytes_per_step
         for each in snapshot.ranks[0].collectives
-        if each.axis == "data" and each.bytes_per_step
+        if each.axis == axis and each.bytes_per_step
     }
-    assert counted["alltoall_base"] == expected["alltoall_base"]
+    assert counted[operator] == expected[operator]
