@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.checkpoint.optimizer_state import Take
+from boltmesh.strategies.checkpoint.optimizer_state import Take, joined_state
 from boltmesh.strategies.dry_run.batch_check import BatchDigest, batch_digest
 from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
 from boltmesh.strategies.dry_run.fake_optimizers import fake_optimizers
@@ -56,7 +56,7 @@ from boltmesh.strategies.pipeline.options import (
 )
 from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
 from boltmesh.strategies.pipeline.stage.units import find_stage_units, refuse_wrapped_calls
-from boltmesh.strategies.pipeline.stage_params import add_pending, gathered, joined_state
+from boltmesh.strategies.pipeline.stage_params import add_pending, gathered
 from boltmesh.strategies.pipeline.staged_model import StagedModel
 from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.strategies.torch_compat.optimizers import (
