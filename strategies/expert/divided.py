@@ -45,6 +45,7 @@ class DividedExperts:
         rows: Tensor = given[experts.slots["rows"]]
         self.width, self._rows_type = rows.shape[-1], rows.dtype
         output: Tensor = call.output
+        self.output_width = output.shape[-1]
         self._output_type = None if output.dtype == rows.dtype else output.dtype
         weights = given.get(experts.slots.get("weights", ""))
         self._weights_type = rows.dtype if weights is None else weights.dtype
@@ -105,7 +106,7 @@ class DividedExperts:
             weights = self._weights(given, chosen, flat)
         self._weights_type = weights.dtype
         result = self.exchange.run(flat, chosen.long(), weights, self._computing(args, kwargs))
-        return result.reshape(rows.shape)
+        return result.reshape(*rows.shape[:-1], self.output_width)
 
     def _weights(self, given: Mapping[Slot, Any], chosen: Tensor, rows: Tensor) -> Tensor:
         """Return the weight of each choice."""
@@ -165,7 +166,7 @@ class DividedExperts:
         given |= {slots["rows"]: rows, slots["experts"]: local[:, None].to(kind)}
         if "weights" in slots:
             given[slots["weights"]] = own_weights
-        return self._call(given).reshape(rows.shape)
+        return self._call(given).reshape(rows.shape[0], self.output_width)
 
     def _own_weights(
         self, given: Mapping[Slot, Any], chosen: Tensor | None, local: Tensor, weights: Tensor
@@ -178,7 +179,8 @@ class DividedExperts:
 
     def empty(self, rows: Tensor) -> Tensor:
         """Return the result of no rows, on which everything depends that computes one."""
-        result = rows.new_zeros(rows.shape, dtype=self._output_type or rows.dtype)
+        shape = rows.shape[0], self.output_width
+        result = rows.new_zeros(shape, dtype=self._output_type or rows.dtype)
         return with_unused(result, self.module.parameters())
 
     def _call(self, given: Mapping[Slot, Any]) -> Tensor:

@@ -45,12 +45,13 @@ def expected_traffic(
         passes = 1 + (each.module in recomputed)
         choices = each.num_rows * each.num_choices
         rows = expected_rows(each.num_rows, each.experts.num_experts, each.num_choices, size)
-        row_bytes = rows * each.width * each.row_itemsize
+        # There and back, as wide as they are there.
+        both_bytes = rows * (each.width + each.output_width) * each.row_itemsize
         weight_bytes = choices * each.weight_itemsize
         is_weighted = each.experts.kind == "routed"
         counts_bytes = 2 * size * _NUMBER_BYTES
-        forward = 2 * row_bytes + weight_bytes + 2 * choices * _NUMBER_BYTES + counts_bytes
-        moved += passes * forward + 2 * row_bytes + is_weighted * weight_bytes
+        forward = both_bytes + weight_bytes + 2 * choices * _NUMBER_BYTES + counts_bytes
+        moved += passes * forward + both_bytes + is_weighted * weight_bytes
         calls += passes * 5 + 2 + is_weighted
     if not calls:
         return []

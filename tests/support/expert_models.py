@@ -170,6 +170,7 @@ class MoeModule(LightningModule):
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        torch.manual_seed(int(batch.sum()))  # some routers draw
         loss: Tensor = self.net(input_ids=batch, labels=batch).loss
         return loss
 
