@@ -1,4 +1,4 @@
-"""What expert parallelism would divide, before a rank is started.
+"""Plans expert parallelism before a rank is started.
 
 The model is built from fake tensors, and one batch of the data runs through stand-ins of almost no
 memory: experts are found as at the start of a run. What a run does beside that is to prove them.
@@ -39,31 +39,31 @@ class ExpertModule:
     num_experts: int
     num_choices: int
     whole_bytes: int
-    """Of their parameters."""
+    """Bytes of their parameters."""
     sent_bytes: float
-    """What one rank gives to exchanges of one batch, forward and backward."""
+    """Bytes that one rank gives to exchanges of one batch, forward and backward."""
 
 
 @dataclass(frozen=True)
 class ExpertSummary:
-    """What is divided over ranks, and what each has of it."""
+    """Experts that are divided over ranks, and the part of each rank."""
 
     model: str
     size: int
     """Ranks that have all experts together."""
     num_ranks: int
     stage: int
-    """Of ZeRO, for all that is no expert."""
+    """ZeRO stage of all that is no expert."""
     experts: tuple[ExpertModule, ...]
     other_bytes: int
-    """Of all other parameters, whole."""
+    """Bytes of all other parameters, whole."""
     whole: Mapping[str, str]
     """Why modules that choose stay whole, by name."""
     notes: tuple[str, ...]
 
     @property
     def expert_bytes(self) -> int:
-        """Of the parameters of all experts."""
+        """Bytes of the parameters of all experts."""
         return sum(each.whole_bytes for each in self.experts)
 
     def as_data(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class _DenseWeights(TorchFunctionMode):
 
 
 def write_expert(summary: ExpertSummary) -> str:
-    """What each rank keeps of the experts, and what exchanges move."""
+    """Return the experts that each rank keeps, and the bytes that exchanges move."""
     experts, size = summary.experts, summary.size
     columns = [
         ("experts of", [each.name for each in experts]),
@@ -171,7 +171,8 @@ def write_expert(summary: ExpertSummary) -> str:
         f"Exchanged are bytes of one rank in the forward and backward pass of one batch, if all "
         f"experts are as likely: {size_text(round(exchanged))} in all. The other "
         f"{size_text(summary.other_bytes)} of parameters are those of ZeRO stage {summary.stage} "
-        f"over {summary.num_ranks} ranks: boltmesh plan CONFIG --strategy zero{summary.stage} counts them."
+        f"over {summary.num_ranks} ranks: boltmesh plan CONFIG --strategy zero{summary.stage} "
+        f"counts them."
     )
     proof = (
         "A run proves each kind of experts on a batch before its first step. What differs when "

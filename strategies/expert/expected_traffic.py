@@ -42,12 +42,12 @@ class ExchangeShape:
     num_rows: int
     num_choices: int
     width: int
-    """Of rows."""
+    """Elements of a row."""
     output_width: int
     row_bytes: int
-    """Of an element of rows."""
+    """Bytes of an element of rows."""
     weight_bytes: int
-    """Of a choice's weight."""
+    """Bytes of a choice's weight."""
     is_weighted: bool
     """Whether weights get gradients."""
 
