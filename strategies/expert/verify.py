@@ -86,8 +86,11 @@ def prove(
     }
     with _alone(module), around():
         divided.put_on()
+        got: dict[str, Tensor] = {}
         try:
             got = _outcome(module, divided, experts, call, {**local, **buffers}, names)
+        except RuntimeError as error:
+            raised.append(_raised(error))
         finally:
             divided.take_off()
     restore_random_state(state, device)
