@@ -18,10 +18,11 @@ from typing_extensions import override
 
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.context.cut import ContextState
+from boltmesh.strategies.context.cut import ContextState, step_ended
 from boltmesh.strategies.context.dispatch import watch_functions
 from boltmesh.strategies.context.entries import Entries, SequenceEntry, find_entries
 from boltmesh.strategies.context.exchange import ContextGroup
+from boltmesh.strategies.context.expected_traffic import expected_context_traffic
 from boltmesh.strategies.context.options import SEQUENCES, ContextOptions, refuse_modules
 from boltmesh.strategies.context.verify import ContextProof, results_whole
 from boltmesh.strategies.deferred_initialization.materialize import own_modules, prepare_modules
@@ -32,9 +33,11 @@ from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis, StepFunction
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.tensor.analysis.analyse import analyse
+from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic, count_step
+from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 _CPU = torch.device("cpu")
 
@@ -71,6 +74,9 @@ class ContextAxis(Axis):
         """All ranks of the job on the CPU."""
         self._batches: SameBatchCheck | None = None
         self._sample: tuple[Any, ...] = ()
+        """A batch of the run, and what a step is called with behind it."""
+        self._counted: Mapping[str, OperatorTraffic] | None = None
+        """Traffic of a batch of training by operator; None where that is unknown."""
         self._forget_functions: Callable[[], None] = _nothing
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,6 +195,36 @@ class ContextAxis(Axis):
     @override
     def has_equal_weights(self) -> bool:
         return False  # parameters that a hook of a later run has changed are still shared
+
+    # Forecasts.
+
+    @override
+    def before_wrap(self) -> None:
+        """Count what a step moves while parameters are plain tensors, before they are shards."""
+        module, self._counted = self.strategy.lightning_module, None
+        assert module is not None
+        if self.size == 1 or not self.strategy.is_fitting or not module.automatic_optimization:
+            return
+        if any(isinstance(each, DTensor) for each in module.parameters()) or not self._sample:
+            return
+        hooks, state = self._hooks, self.state
+        assert hooks is not None
+        assert state is not None
+        run = DryRun(module, "training_step", self._sample, _CPU)
+
+        def fake(_: object) -> object:
+            with hooks.on(), results_whole(module, run.step), step_ended(state):
+                return run.run()
+
+        around = self.strategy.host_step_context("training_step")
+        self._counted = count_step(module, fake, state.group, around, _CPU)
+
+    @override
+    def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
+        if self._counted is None or self.size == 1:
+            return []
+        accumulated = self.strategy.trainer.accumulate_grad_batches
+        return expected_context_traffic(self._counted, size=self.size, accumulated=accumulated)
 
     # Steps.
 

@@ -61,7 +61,7 @@ class ContextGroup(TensorGroup):
         # As bytes: backends do not send every dtype.
         flat = [each.reshape(-1).contiguous().view(torch.uint8) for each in pieces]
         sizes = [numel * dtype.itemsize for numel in numels]
-        got = torch.empty(sum(sizes), dtype=torch.uint8, device=pieces[0].device)
+        got = pieces[0].new_empty(sum(sizes), dtype=torch.uint8)
         dist.all_to_all_single(
             got, torch.cat(flat), sizes, [each.numel() for each in flat], group=self.process_group
         )
