@@ -55,6 +55,9 @@ class Axis:
 
     shares_batches = True
     """Whether the ranks of the axis get the same batches, and draw the same random numbers."""
+    averages_gradients = False
+    """Whether a parameter's gradient is the mean over the ranks of this axis, too: the data axis
+    then averages, shards and replicates over both."""
     divides_modules = False
     """Whether parameters are whole, each on some of the ranks."""
     reasons: Reasons | None = None
@@ -73,7 +76,7 @@ class Axis:
     @property
     def size(self) -> int:
         """Ranks along the axis in this job."""
-        return self.strategy.layout.sizes[self.name]
+        return self.strategy.layout.size(self.name)
 
     # Set-up, in this order.
 

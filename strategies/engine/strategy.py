@@ -221,7 +221,7 @@ class MeshStrategy(LoopStrategy):
             axis.refuse(trainer, module)
         if self.shares_batches:
             self._share_randomness(trainer, module)
-            if self.layout.data == 1:
+            if self.gradient_group.size() == 1:
                 self.add_axis(self.data_axis.for_one_rank())
         for axis in reversed(self.axes):
             axis.place(trainer)
