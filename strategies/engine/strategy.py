@@ -76,10 +76,8 @@ class MeshStrategy(LoopStrategy):
         process_group_backend: ``gloo`` or ``nccl``; by default the one that fits the device.
         start_method: ``popen`` runs the script again for each rank; ``spawn``, ``fork`` and
             ``forkserver`` start functions, for notebooks and tests.
-        verify_replicas_every: Compare what ranks hold alike after so many optimizer steps, and name
-            the rank that differs, see ``replica_check.py``; None does not.
-        accelerator: As in any Lightning strategy, like the arguments below, of which the Trainer
-            sets most.
+        verify_replicas_every: Optimizer steps between two runs of ``ReplicaCheck``; None for none.
+        accelerator: As in any Lightning strategy, like the arguments below.
     """
 
     strategy_name = "bolt_mesh"
