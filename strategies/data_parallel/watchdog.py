@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from boltmesh.errors import BoltMeshError, DivergenceError
 from boltmesh.failure_board import FailureBoard
+from boltmesh.process import encodable
 
 _MOST_RANKS_NAMED = 8
 _GATHER_ANSWERS_S: Final = 0.5
@@ -123,6 +124,7 @@ class Watchdog:
 
         Once per place: all ranks may agree in the end, and differ at a later place.
         """
+        text = encodable(text)  # names of modules may have what no encoding has
         with self._locked_store() as store:
             if store is None or self._reported == (index, text):
                 return
@@ -144,7 +146,8 @@ class Watchdog:
         if explanation is None:
             with self._locked_store() as store:
                 if store is not None and store.add(f"answers/{self._number}", 0):
-                    explanation = self._explain_answers(store, RankCall(self._rank, text))
+                    own = RankCall(self._rank, encodable(text))
+                    explanation = self._explain_answers(store, own)
         if explanation is not None:
             self.stop()  # the caller raises it
         return explanation
@@ -198,6 +201,7 @@ class Watchdog:
         text = self._call_at(report.index)
         if text is None:
             return False  # this rank has not come to that place
+        text = encodable(text)
         if text != report.text:
             own = RankCall(self._rank, text)
             explanation = describe_mismatch([RankCall(report.rank, report.text), own])

@@ -76,7 +76,7 @@ class MeshStrategy(LoopStrategy):
         process_group_backend: ``gloo`` or ``nccl``; by default the one that fits the device.
         start_method: ``popen`` runs the script again for each rank; ``spawn``, ``fork`` and
             ``forkserver`` start functions, for notebooks and tests.
-        verify_replicas_every: Steps after which to compare replicas, see ``replica_check.py``.
+        verify_replicas_every: Optimizer steps between two runs of ``ReplicaCheck``; None for none.
         accelerator: As in any Lightning strategy, like the arguments below.
     """
 

@@ -93,7 +93,7 @@ def test_before_the_first_checkpoint_a_run_begins_anew_in_its_folder(workplace, 
 )
 def test_what_another_start_cannot_mend_is_not_started_again(workplace, capfd, error, code):
     assert job(3, f"raise {error}").run() == code
-    assert "restart" not in capfd.readouterr().err
+    assert "; restart " not in capfd.readouterr().err
     assert not Path("start-1-0").exists()
 
 
@@ -101,7 +101,7 @@ def test_what_another_start_cannot_mend_is_not_started_again(workplace, capfd, e
 def test_a_run_that_the_user_stops_is_not_started_again(workplace, capfd, signum):
     how = f"os.kill(os.getppid(), {int(signum)}); time.sleep(20)"
     assert job(3, how).run() == 128 + signum
-    assert "restart" not in capfd.readouterr().err
+    assert "; restart " not in capfd.readouterr().err
     assert not Path("start-1-0").exists()
 
 
