@@ -51,7 +51,7 @@ class JoinedPart(Protocol):
         """Return this rank's part."""
 
 
-class RowExchange:
+class ShardExchange:
     """Moves parameters that are shards by rows, between their ranks and their owners.
 
     Args:
@@ -209,7 +209,7 @@ class WholeSteps:
     def __init__(
         self,
         optimizer: Optimizer,
-        exchange: RowExchange | PartExchange,
+        exchange: ShardExchange | PartExchange,
         record: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._exchange, self._record = exchange, record

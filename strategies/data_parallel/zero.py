@@ -41,7 +41,7 @@ from boltmesh.strategies.offload.stores import OffloadPlan
 from boltmesh.strategies.torch_compat.fsdp import forget_step
 from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
-from boltmesh.strategies.whole_steps import RowExchange, WholeSteps, add_whole_steps
+from boltmesh.strategies.whole_steps import ShardExchange, WholeSteps, add_whole_steps
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer.memory import StoredBytes
@@ -226,7 +226,7 @@ class ZeroAxis(DataAxis):
         )
         self._model.successors.take_over(optimizers, self._model.module)
         if optimizers:  # else an evaluation: state of the run before may still be saved
-            exchange = RowExchange(self._model.mesh.shard_group)
+            exchange = ShardExchange(self._model.mesh.shard_group)
             self._whole_steps = [
                 WholeSteps(each, exchange, self._record) for each in whole_steppers
             ]
