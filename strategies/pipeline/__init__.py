@@ -5,7 +5,8 @@ units to stages, and ``schedules`` orders the work. For each batch ``step_runner
 (``microbatch``) and calls ``training``, ``evaluation`` or ``layerwise_eval``; ``runtime`` executes
 the schedule on this rank.
 
-``loss`` weights the losses of microbatches, ``merge``, ``step_logs``, ``step_report`` and
+``loss`` weights the losses of microbatches, ``batch_tail`` runs the end of a step on all of them,
+``merge``, ``step_logs``, ``step_report`` and
 ``metrics`` bring results to all ranks. ``stage_params`` holds this rank's parameters and tied
 weights, ``grad_handoff`` passes gradients to Lightning's ``backward``, ``pipedream_2bw`` stashes
 weights and gradients, ``peers`` handles several pipelines. ``options`` checks arguments and refuses

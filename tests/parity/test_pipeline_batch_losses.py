@@ -9,13 +9,13 @@ from boltmesh.check.differences import Trace, find_differences
 from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.errors import BoltMeshError
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
-from tests.support.batch_losses import Balanced, Contrastive, Ratio, uneven_data
+from tests.support.batch_losses import Balanced, Contrastive, Ratio, Views, uneven_data
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
 
 pytestmark = pytest.mark.ranks
 
-DATA = {Contrastive: token_data, Balanced: token_data, Ratio: uneven_data}
+DATA = {Contrastive: token_data, Balanced: token_data, Views: token_data, Ratio: uneven_data}
 
 
 def problem(model: type[Stack]) -> Problem:
@@ -26,6 +26,16 @@ def problem(model: type[Stack]) -> Problem:
         steps=4,
         trainer={"accelerator": "cpu", "gradient_clip_val": 0.7},
     )
+
+
+class Concatenated(Views):
+    """Whose encoder gives two rows for each of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(is_concatenated=True)
+
+
+DATA[Concatenated] = token_data
 
 
 def one_process(rank: int, world_size: int, model: type[Stack]) -> Trace:
@@ -50,6 +60,7 @@ def pipeline(
         (Contrastive, {"schedule": "looped_bfs"}),
         (Ratio, {"schedule": "gpipe"}),
         (Balanced, {}),
+        (Views, {}),
     ],
 )
 def test_a_loss_over_the_whole_batch_trains_as_in_one_process(
@@ -65,3 +76,11 @@ def test_1f1b_refuses_such_a_loss_and_names_the_schedule(model: type[Stack]) -> 
     for told in run_ranks(pipeline, 2, model, {"schedule": "1f1b"}, timeout_s=110):
         assert isinstance(told, str)
         assert "use schedule='gpipe'" in told
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}])
+def test_views_in_place_of_rows_are_refused_with_the_reason(options: dict[str, Any]) -> None:
+    for told in run_ranks(pipeline, 2, Concatenated, options, timeout_s=110):
+        assert isinstance(told, str)
+        assert "of shape [20, 5, 13] for 10 rows, has no dimension of rows" in told
+        assert "Use microbatches=1" in told

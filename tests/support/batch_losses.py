@@ -89,3 +89,25 @@ def uneven_data(count: int, batch_size: int) -> DataLoader[Any]:
         torch.rand(targets.shape, generator=generator) < torch.arange(count)[:, None] % 4 / 3
     ] = -100
     return DataLoader(TensorDataset(tokens[:, :-1], targets), batch_size=batch_size)
+
+
+class Views(Stack):
+    """Two views of each row through one encoder, told apart from all others, as in SimCLR."""
+
+    def __init__(self, *, is_concatenated: bool = False) -> None:
+        super().__init__(depth=4)
+        self.is_concatenated = is_concatenated
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, _ = batch
+        views = tokens, tokens.flip(1) * 3 % VOCABULARY
+        if self.is_concatenated:
+            states = self(torch.cat(views)).mean(-2)
+        else:
+            states = self(torch.stack(views, 1)).mean(-2).transpose(0, 1).flatten(0, 1)
+        states = functional.normalize(states, dim=-1)
+        scores = (states @ states.T / 0.5).fill_diagonal_(-1e4)
+        rows = len(tokens)
+        loss = functional.cross_entropy(scores, torch.arange(2 * rows).roll(rows))
+        self.log("train_loss", loss)
+        return loss
