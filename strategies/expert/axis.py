@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from typing_extensions import override
 
@@ -30,6 +31,7 @@ from boltmesh.strategies.expert.verify import prove
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import autocast_dtype
 from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.torch_compat.modules import is_compiled
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
@@ -123,11 +125,25 @@ class ExpertAxis(Axis):
 
     @override
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.size == 1 or self._module is module:
+            return
         for name, each in module.named_parameters():
             if each.is_meta:
                 raise ConfigError(
                     f"{name!r} has no values yet, and experts are found in a step on values. Build "
                     f"the model without deferred_init, or leave expert out."
+                )
+            if isinstance(each, DTensor):
+                raise ConfigError(
+                    f"{name!r} was sharded by another Trainer. Use that one for this run too, or "
+                    f"build a new module and load a checkpoint."
+                )
+        for name, part in module.named_modules():
+            if is_compiled(part):
+                raise ConfigError(
+                    f"{name!r} is compiled, and expert={self.asked!r} exchanges rows within "
+                    f"layers, which torch.compile cannot trace yet. Leave torch.compile or expert "
+                    f"out."
                 )
 
     @override

@@ -92,6 +92,11 @@ def _held(module: Module, name: str) -> Tensor:
     return held
 
 
+def is_compiled(module: Module) -> bool:
+    """Whether ``torch.compile`` runs a module, by its method or as a wrapper of it."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
 def set_parameter(module: Module, name: str, value: Tensor) -> None:
     """Put a tensor where a module's parameter is, also one that autograd has made."""
     module._parameters[name] = value  # type: ignore[assignment]

@@ -11,7 +11,9 @@ import pytest
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import ZeROStrategy
-from tests.support.expert_runs import differences, train, train_alone
+from boltmesh.strategies.registry import build_strategy
+from tests.support.expert_models import MoeModule
+from tests.support.expert_runs import differences, loader, train, train_alone, trainer
 from tests.support.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -58,6 +60,33 @@ def test_runs_equal_one_process(case: str) -> None:
 def test_what_cannot_be_divided_is_refused(kind: str, options: dict[str, Any], text: str) -> None:
     with pytest.raises(RankFailure, match=text):
         run_ranks(partial(train, kind=kind, strategy=options), 2)
+
+
+def compiled(rank: int, world_size: int) -> None:
+    module = MoeModule("stacked")
+    module.net.compile()
+    trainer(world_size, ZeROStrategy(telemetry=False, expert=2)).fit(module, loader(rank, 1))
+
+
+def test_compiled_layers_are_refused() -> None:
+    with pytest.raises(RankFailure, match="'net' is compiled"):
+        run_ranks(compiled, 2)
+
+
+def validate_and_fit(rank: int, world_size: int, name: str) -> list[str]:
+    module = MoeModule("stacked")
+    run = trainer(world_size, build_strategy(name, telemetry=False), max_steps=1)
+    run.validate(module, loader(rank, 1), verbose=False)
+    run.fit(module, loader(rank, 1))
+    run.test(module, loader(rank, 1), verbose=False)
+    parameter = module.get_parameter("net.blocks.0.2.experts.up")
+    return [str(getattr(parameter, "placements", ""))]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_trainer_runs_several_loops(world_size: int) -> None:
+    found = run_ranks(partial(validate_and_fit, name="bolt_expert"), world_size)
+    assert all("Shard(dim=0)" in places or world_size == 1 for (places,) in found)
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,10 @@ class MoeModule(LightningModule):
         self.log("val", self.net(input_ids=batch, labels=batch).loss, sync_dist=True)
 
     @override
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    @override
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.net(input_ids=batch, labels=batch).loss
         return loss
