@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from boltmesh.strategies.expert.exchange import ExpertExchange, with_unused
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape
-from boltmesh.strategies.expert.find import Call, Experts, Slot, arguments
+from boltmesh.strategies.expert.find import ExpertCall, Experts, Slot, arguments
 
 
 class DividedExperts:
@@ -34,7 +34,7 @@ class DividedExperts:
         self,
         module: Module,
         experts: Experts,
-        call: Call,
+        call: ExpertCall,
         group: ProcessGroup,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:

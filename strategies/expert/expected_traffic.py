@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from boltmesh.strategies.expert.find import Call, Experts, arguments
+from boltmesh.strategies.expert.find import ExpertCall, Experts, arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ class ExchangeShape:
     """Whether weights get gradients."""
 
     @classmethod
-    def of(cls, experts: Experts, call: Call) -> "ExchangeShape":
+    def of(cls, experts: Experts, call: ExpertCall) -> "ExchangeShape":
         """Return the sizes of a call."""
         given = arguments(call.args, call.kwargs)
         rows: Tensor = given[experts.slots["rows"]]
