@@ -143,7 +143,7 @@ class CountingGroup(dist.ProcessGroup):
         return self._count("_reduce_scatter_base", whole)
 
     @override
-    def alltoall_base(self, output: Tensor, sent: Tensor, *sizes: Any) -> Any:  # type: ignore[override]
+    def alltoall_base(self, output: Tensor, sent: Tensor, *sizes: Any) -> Any:
         return self._count("alltoall_base", sent)
 
     # The names of torch.distributed from torch 2.13 on.
