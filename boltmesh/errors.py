@@ -11,6 +11,7 @@
     ├── OffloadError(OSError)          exit 1   memory or disk for offloading is missing or failed
     ├── DivergenceError(RuntimeError)  exit 1   ranks run different layers of one sharded model
     ├── PipelineError(RuntimeError)    exit 1   a stage failed, or stages do not fit together
+    ├── LossError                      exit 1   training ended with a loss that is not finite
     ├── TelemetryError(RuntimeError)   exit 1   telemetry cannot be read; training never sees it
     └── RankError(RuntimeError)        exit 1   a rank failed or died and took the job with it
 
@@ -24,6 +25,8 @@ class BoltMeshError(Exception):
     """Base of everything that boltmesh raises on purpose."""
 
     exit_code: ClassVar[int] = 1
+    is_restarted: ClassVar[bool] = True
+    """Whether ``run.restarts`` starts the ranks again after it; never where ``exit_code`` is 2."""
 
 
 class ConfigError(BoltMeshError, ValueError):
@@ -71,6 +74,12 @@ class DivergenceError(BoltMeshError, RuntimeError):
 
 class PipelineError(BoltMeshError, RuntimeError):
     """A stage of a pipeline that failed, on any rank, or does not fit its neighbour."""
+
+
+class LossError(BoltMeshError):
+    """A training run whose last losses are infinite or not numbers."""
+
+    is_restarted = False
 
 
 class TelemetryError(BoltMeshError, RuntimeError):

@@ -56,6 +56,7 @@ from boltmesh.run_folder import (
 )
 from boltmesh.run_lock import RunLock
 from boltmesh.run_logger import RunLogger
+from boltmesh.run_pruning import DEFAULT_PATTERN
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import check_strategy_arguments
@@ -117,7 +118,9 @@ class RunBuilder:
         # What the other ranks find is a stand-in: they load what the first one has found.
         verifies = self.rank.rank == 0 and not for_show
         if self.verb == "fit":
-            checkpoint = checkpoint_to_resume(self.config, verifies=verifies)
+            checkpoint = checkpoint_to_resume(
+                self.config, continued=self.rank.continued, verifies=verifies
+            )
         elif for_show and run.ckpt_path == "auto":
             checkpoint = None
         else:
@@ -219,7 +222,12 @@ class RunBuilder:
             followers.append(GracefulStop(self.rank.stop, kept))
         title = f"{self.verb} {self.config.run.name}"
         run_folder = RunFolder(
-            self.rank, title=title, folder=folder, checkpoint=checkpoint, followers=followers
+            self.rank,
+            title=title,
+            folder=folder,
+            checkpoint=checkpoint,
+            followers=followers,
+            pattern=self.config.run.checkpoint.filename or DEFAULT_PATTERN,
         )
         return [run_folder, ErrorReport(self.rank), *made, *followers]
 
@@ -279,7 +287,7 @@ class RunBuilder:
             yield next_run_folder(self.config, checkpoint)
         else:
             resumed = checkpoint if self.verb == "fit" else None
-            folder = make_run_folder(self.config, resumed)
+            folder = self.rank.continued or make_run_folder(self.config, resumed)
             self.rank.run_lock = lock = RunLock.take(folder)
             try:
                 yield folder
@@ -290,6 +298,7 @@ class RunBuilder:
                     folder.rmdir()
                 raise
             self.rank.run_folder = folder
+            self.rank.report("running")  # a killed rank cannot tell its folder any more
 
 
 def run(config: DictConfig, verb: Verb, placement: Placement, rank: Rank, *, source: str) -> None:
@@ -360,17 +369,9 @@ def describe(built: Built, config: DictConfig, verb: Verb, placement: Placement)
 def _check_kind(made: type[Any], wanted: type[Any], where: str) -> None:
     if issubclass(made, wanted):
         return
-    if "pytorch_lightning" in {base.__module__.partition(".")[0] for base in made.__mro__}:
-        raise ConfigError(
-            f"{where}: {made.__name__} is built on pytorch_lightning, whose classes are not those "
-            f"of lightning.pytorch. Write 'import lightning.pytorch as pl' in its file."
-        )
     home = wanted.__module__.partition(".")[0]
-    name = (
-        f"{home}.pytorch.{wanted.__name__}"
-        if home == "lightning"
-        else f"torch.optim.{wanted.__name__}"
-    )
+    package = "torch.optim" if home == "torch" else "lightning.pytorch"
+    name = f"{package}.{wanted.__name__}"
     raise ConfigError(
         f"{where}: {made.__name__} is no {wanted.__name__}. Name a subclass of {name}."
     )

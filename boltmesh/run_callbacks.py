@@ -14,9 +14,11 @@ from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.errors import BoltMeshError, CheckpointError
+from boltmesh.errors import CheckpointError, LossError
 from boltmesh.launch.rank import Rank
 from boltmesh.launch.stopping import StoppedBySignal
+from boltmesh.run_folder import CHECKPOINTS
+from boltmesh.run_pruning import names_in_states, remove_left_by_kills
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.throughput import count
 
@@ -56,6 +58,7 @@ class RunFolder(Callback):
         folder: On rank 0 the run's folder, None where the command writes nothing.
         checkpoint: What this rank has found to load; that of rank 0 is loaded.
         followers: Callbacks that write into a folder inside the run's.
+        pattern: ``filename`` of its ModelCheckpoint.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class RunFolder(Callback):
         folder: Path | None,
         checkpoint: Path | str | None,
         followers: "Sequence[GracefulStop | PredictionFiles]",
+        pattern: str,
     ) -> None:
         self.folder = folder
+        self._pattern = pattern
         self._followers = followers
         self._rank = rank
         self._title = title
@@ -90,6 +95,21 @@ class RunFolder(Callback):
             )
         if trainer.is_global_zero:
             self._announce(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # ModelCheckpoint has the state by now with which it goes on.
+        if self._rank.run_lock is None or self.folder is None:
+            return
+        savers = [
+            each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)
+        ]
+        keeps_all = any(each.save_top_k == -1 for each in savers)
+        states = {} if keeps_all else {each.state_key: each.state_dict() for each in savers}
+        kept = names_in_states(states, self.folder / CHECKPOINTS)
+        if kept and isinstance(self._checkpoint, Path):
+            kept.add(self._checkpoint.name)
+        remove_left_by_kills(self.folder, kept, self._pattern)
 
     @override
     def on_save_checkpoint(
@@ -199,10 +219,10 @@ class Summary(Callback):
         """End a run as failed whose weights are of no use, equally on all ranks.
 
         Raises:
-            BoltMeshError: The last losses of a training run are infinite or not numbers.
+            LossError: The last losses of a training run are infinite or not numbers.
         """
         if self._end is not None and not math.isfinite(self._end[2]):
-            raise BoltMeshError(
+            raise LossError(
                 f"the training loss is {self._end[2]} after step {self._end[0]}, so its last "
                 f"checkpoints are of no use. Resume from an earlier one with a lower learning "
                 f"rate or gradient_clip_val; the overview of boltmesh top shows where it began."

@@ -14,17 +14,18 @@ Which checkpoint an address means: itself, or the newest that is complete in the
 """
 
 import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from boltmesh.configs.advice import nearest
-from boltmesh.errors import ConfigError
+from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.process import write_stderr
-from boltmesh.strategies.checkpoint.archive_check import find_damage
+from boltmesh.strategies.checkpoint.archive_check import find_damage, find_step
 from boltmesh.strategies.checkpoint.atomic_replace import ASIDE, restore_aside
-from boltmesh.strategies.checkpoint.manifest import MANIFEST, NEWER, find_fault
+from boltmesh.strategies.checkpoint.manifest import MANIFEST, NEWER, REST, files_of, find_fault
 from boltmesh.strategies.checkpoint.storage.addresses import (
     as_os_errors,
     is_file,
@@ -109,12 +110,33 @@ def check_run_dir(config: DictConfig) -> None:
         )
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint that was written last in any run of a name; not read for damage."""
-    return next((path for path in _checkpoints(folder) if _missing(path) is None), None)
+def newest_checkpoint(folder: Path, *, run: str = "*") -> Path | None:
+    """The complete checkpoint that was written last in any run of a name; not read for damage.
+
+    Args:
+        folder: That of all runs of a name.
+        run: One run of them alone.
+    """
+    return next((path for path in _checkpoints(folder, run) if _missing(path) is None), None)
 
 
-def newest_verified_checkpoint(folder: Path, key: str) -> Path | None:
+def newest_step(run_folder: Path) -> tuple[Path, int | None] | None:
+    """The newest complete checkpoint of one run, and the step after which it was saved."""
+    path = newest_checkpoint(run_folder.parent, run=run_folder.name)
+    if path is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, KeyError, CheckpointError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return path, find_step(file)
+        inside, _ = files_of(folder_at(path))
+        return path, find_step(io.BytesIO(inside.read(REST)))
+    return path, None
+
+
+def newest_verified_checkpoint(
+    folder: Path, key: str, *, run: str = "*", renames: bool = True
+) -> Path | None:
     """The checkpoint that was written last in any run of a name and holds what was written.
 
     Newer ones are named on stderr, and those that boltmesh has written and that are damaged now
@@ -123,15 +145,17 @@ def newest_verified_checkpoint(folder: Path, key: str) -> Path | None:
     Args:
         folder: That of all runs of a name.
         key: Of the config, for errors.
+        run: One run of them alone.
+        renames: Say which are damaged, and give them another name.
 
     Raises:
         ConfigError: There are checkpoints, and none is whole; they keep their names.
     """
     passed: dict[Path, str] = {}
-    for path in _checkpoints(folder):
+    for path in _checkpoints(folder, run):
         fault = _missing(path) or _damage(path)
         if fault is None:
-            for each, why in passed.items():
+            for each, why in passed.items() if renames else ():
                 is_ours = each.is_file() or (each / MANIFEST).is_file()
                 is_damaged = is_ours and not why.startswith(NEWER)
                 renamed = f"; it is now {_set_aside(each).name}" if is_damaged else ""
@@ -148,13 +172,13 @@ def newest_verified_checkpoint(folder: Path, key: str) -> Path | None:
     return None
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints of a name, complete or not, the newest first."""
-    for aside in folder.glob(f"*/{CHECKPOINTS}/*.ckpt{ASIDE}"):
+def _checkpoints(folder: Path, run: str) -> list[Path]:
+    """All checkpoints of a name, or of one run, complete or not, the newest first."""
+    for aside in folder.glob(f"{run}/{CHECKPOINTS}/*.ckpt{ASIDE}"):
         restore_aside(aside.with_name(aside.name.removesuffix(ASIDE)))
     found: list[tuple[int, str, Path]] = []
     # What is being written or deleted has another suffix.
-    for path in folder.glob(f"*/{CHECKPOINTS}/*.ckpt"):
+    for path in folder.glob(f"{run}/{CHECKPOINTS}/*.ckpt"):
         with contextlib.suppress(FileNotFoundError):  # another process renames it just now
             found.append((path.stat().st_mtime_ns, path.name, path))
     return [path for *_, path in sorted(found, reverse=True)]
@@ -192,13 +216,26 @@ def _set_aside(path: Path) -> Path:
         return path
 
 
-def checkpoint_to_resume(config: DictConfig, *, verifies: bool = False) -> Path | str | None:
+def checkpoint_to_resume(
+    config: DictConfig, *, continued: Path | None = None, verifies: bool = False
+) -> Path | str | None:
     """What ``run.resume`` means, a path or an address: None starts at the beginning.
 
     Args:
         config: As ``load`` gives it.
-        verifies: Read what ``auto`` finds, and fall back to an older one when it is damaged.
+        continued: The folder of the run that goes on after a failure: its own newest checkpoint
+            comes before ``run.resume``.
+        verifies: Read what is found, and fall back to an older one when it is damaged.
     """
+    if continued is not None:
+        folder, run = continued.parent, continued.name
+        found = (
+            newest_verified_checkpoint(folder, "run.resume", run=run)
+            if verifies
+            else newest_checkpoint(folder, run=run)
+        )
+        if found is not None:
+            return found
     asked = config.run.resume
     if asked is None:
         return None

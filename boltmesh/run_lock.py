@@ -36,6 +36,7 @@ BEAT_S = 10.0
 """Seconds between two touches of the file."""
 STALE_S = 120.0
 """Seconds without a touch after which a holder on another machine counts as ended."""
+_UNSEEN_S = 3600.0
 _POLL_S = 1.0
 _RENAME_S = 5.0
 """Seconds after which a process that was about to rename a file was killed."""
@@ -162,6 +163,23 @@ def refuse_held(folder: Path) -> None:
         holder = None if seen is None else seen[0]
         if holder is not None and holder.has_ended(LockHolder.own()) is False:
             raise ConfigError(_refusal(folder / LOCK, holder, is_visible=True))
+
+
+def is_held(folder: Path) -> bool:
+    """Tell whether a run may still write there, without waiting.
+
+    Whether a process of another machine lives cannot be seen: it counts for an hour after its last
+    sign.
+    """
+    try:
+        seen = _read(folder / LOCK)
+    except OSError:
+        return True
+    if seen is None:
+        return False
+    holder, touched_ns = seen
+    ended = None if holder is None else holder.has_ended(LockHolder.own())
+    return time.time() - touched_ns / 1e9 < _UNSEEN_S if ended is None else not ended
 
 
 _Seen = tuple[LockHolder | None, int]

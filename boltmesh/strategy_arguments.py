@@ -27,7 +27,11 @@ def check_strategy_name(name: object, *, source: str) -> None:
     if name in STRATEGIES:
         return
     guess = nearest(str(name), STRATEGIES)
-    hint = f"Did you mean strategy.name={guess}?" if guess else f"Use {name_choices(STRATEGIES)}."
+    hint = (
+        f"Did you mean strategy.name={guess}?"
+        if guess
+        else f"Use {name_choices(STRATEGIES, at_most=len(STRATEGIES))}."
+    )
     raise ConfigError(f"{source}: there is no strategy 'strategy.name={name}'. {hint}")
 
 

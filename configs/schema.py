@@ -200,6 +200,9 @@ class RunSection:
     """Continue a training run: ``auto`` from its newest complete checkpoint (from the start when
     there is none), the path or address of a checkpoint, or the address of a folder of them, whose
     newest complete one it is."""
+    restarts: int = _key(0, 3, minimum=0)
+    """How often ranks that ``boltmesh fit`` has started are started again after a failure, from
+    the run's newest whole checkpoint; 0 never. torchrun and SLURM restart their own ranks."""
     ckpt_path: Optional[str] = _key("auto")
     """Weights for validate, test and predict: ``auto`` is the run's newest complete checkpoint,
     else a path or an address; null takes the model as it is built."""

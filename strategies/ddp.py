@@ -110,18 +110,6 @@ class DDPStrategy(MeshStrategy):
             )
         return checkpoint
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if "Expected to have finished reduction in the prior iteration" in str(exception):
-            advice = (
-                "Some parameters did not take part in the loss that training_step returned, and "
-                "DDP still waits for their gradients. Set find_unused_parameters=True "
-                "(strategy.find_unused_parameters=true in a config), or use every parameter in "
-                f"every step. torch says: {exception}"
-            )
-            exception.args = (advice,)
-
 
 # What Lightning allows its own DDP strategy and tells by class alone (compiled modules, automatic
 # samplers) holds for this one, which drives the same DistributedDataParallel.

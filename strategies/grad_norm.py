@@ -186,19 +186,39 @@ class ShardShare(NormShare):
 
     @override
     def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        return [each for each in gradients if self.group.rank() == 0 or not _is_replicated(each)]
+        return [each for each in gradients if self._is_first(each)]
 
     @override
     def counts(self, parameter: Parameter) -> bool:
-        return self.group.rank() == 0 or not _is_replicated(parameter)
+        return self._is_first(parameter)
 
     @override
     def has_copies(self, parameter: Parameter) -> bool:
-        return _is_replicated(parameter)
+        return bool(self._copied_dims(parameter))
 
+    def _is_first(self, tensor: Tensor) -> bool:
+        """Whether no rank before this one in the group has the same part."""
+        if not isinstance(tensor, DTensor):
+            return True
+        mesh = tensor.device_mesh
+        return all(mesh.get_local_rank(dim) == 0 for dim in self._copied_dims(tensor))
 
-def _is_replicated(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) and all(each.is_replicate() for each in tensor.placements)
+    def _copied_dims(self, tensor: Tensor) -> list[int]:
+        """Return the dims of a DTensor's mesh along which ranks of the group have the same."""
+        if not isinstance(tensor, DTensor):
+            return []
+        return [
+            dim
+            for dim, each in enumerate(tensor.placements)
+            if each.is_replicate() and self._holds(tensor.device_mesh.get_group(dim))
+        ]
+
+    def _holds(self, other: ProcessGroup) -> bool:
+        """Whether all ranks of a group are in the group of this share."""
+        if other.size() > self.group.size():
+            return False
+        ranks = dist.get_process_group_ranks
+        return set(ranks(other)) <= set(ranks(self.group))
 
 
 class JointNorms:

@@ -18,7 +18,7 @@ from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.engine.data_axis import DataAxis
 from boltmesh.strategies.mesh import MeshLayout, fit_layout
 from boltmesh.strategies.pipeline.axis import PipelineAxis
-from boltmesh.strategies.pipeline.options import PipelineOptions, Split
+from boltmesh.strategies.pipeline.options import AUTOMATIC_SCHEDULE, PipelineOptions, Split
 from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
 from boltmesh.strategies.tensor.axis import TensorAxis
 from boltmesh.strategies.tensor.options import TensorOptions, UserPlan
@@ -99,7 +99,7 @@ class Parallel3DStrategy(MeshStrategy):
         blocks: Sequence[str] | None = None,
         shard_size: int | Literal["node"] | None = None,
         microbatches: int | None = None,
-        schedule: str = "1f1b",
+        schedule: str = AUTOMATIC_SCHEDULE,
         stages_per_rank: int | None = None,
         split: Split = "auto",
         max_memory_bytes: int | None = None,
@@ -139,7 +139,8 @@ class Parallel3DStrategy(MeshStrategy):
                 "or set pipeline=1."
             )
         is_offloaded = offload_optimizer is not None or offload_parameters is not None
-        if pipeline > 1 and is_offloaded and schedule_kind(schedule).is_asynchronous:
+        kind = schedule_kind(PipelineOptions(**stages).first_schedule)
+        if pipeline > 1 and is_offloaded and kind.is_asynchronous:
             raise ConfigError(
                 f"schedule={schedule!r} computes with two versions of the weights, and offload "
                 f"keeps one. Use schedule='1f1b', or leave offload_optimizer out."

@@ -9,7 +9,7 @@ from boltmesh.strategies.data_parallel.pipeline_ddp import PipelineDdpAxis
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.axis import PipelineAxis
-from boltmesh.strategies.pipeline.options import PipelineOptions, Split
+from boltmesh.strategies.pipeline.options import AUTOMATIC_SCHEDULE, PipelineOptions, Split
 
 
 class PipelineParallelStrategy(MeshStrategy):
@@ -42,7 +42,8 @@ class PipelineParallelStrategy(MeshStrategy):
             multiple of it, has several pipelines.
         microbatches: Parts that a batch is cut into; four for each rank by default. More make the
             bubble smaller and each part less efficient.
-        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
+        schedule: By default ``"1f1b"``, or ``"gpipe"`` where the loss is over the whole batch.
+            ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
             ``"zero_bubble"``, ``"zbv"`` or ``"dualpipev"``; ``boltmesh schedule`` draws them. Or
             ``"pipedream_2bw"``, which computes something else: steps take each other's gaps, and
             the gradient of a batch is applied one step later than it was made, W(t+1) = W(t) -
@@ -78,7 +79,7 @@ class PipelineParallelStrategy(MeshStrategy):
         *,
         stages: int | None = None,
         microbatches: int | None = None,
-        schedule: str = "1f1b",
+        schedule: str = AUTOMATIC_SCHEDULE,
         stages_per_rank: int | None = None,
         split: Split = "auto",
         max_memory_bytes: int | None = None,

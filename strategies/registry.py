@@ -4,19 +4,13 @@ Importing this module loads neither torch nor Lightning; a door is imported when
 """
 
 import importlib
-import importlib.util
-import sys
-from collections.abc import Sequence
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
-from typing_extensions import override
-
-HOST = "lightning.pytorch"
+from boltmesh.errors import ConfigError
+from boltmesh.lightning_import import loaded_packages, on_load
 
 
 @dataclass(frozen=True)
@@ -45,6 +39,12 @@ STRATEGIES: dict[str, Entry] = {
         "boltmesh.strategies.ddp",
         "DDPStrategy",
         "Data parallelism: the whole model on every rank, gradients averaged.",
+    ),
+    "bolt_ddp_find_unused_parameters_true": Entry(
+        "boltmesh.strategies.ddp",
+        "DDPStrategy",
+        "Data parallelism where steps may leave parameters out.",
+        {"find_unused_parameters": True},
     ),
     "bolt_replicated": Entry(
         "boltmesh.strategies.replicated",
@@ -95,6 +95,11 @@ STRATEGIES: dict[str, Entry] = {
         "Parallel3DStrategy",
         "3D parallelism: any ZeRO stage over replicas whose ranks share each layer.",
     ),
+    "bolt_expert": _zero(
+        "Expert parallelism: the ranks of a host divide the experts; ZeRO stage 1 beside it.",
+        stage=1,
+        expert="node",
+    ),
 }
 
 
@@ -110,50 +115,39 @@ def register_with_lightning() -> None:
     Lightning has no entry point for strategies, and importing it takes seconds, which a dashboard
     or ``--help`` must not pay.
     """
-    if HOST in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _WaitForHost) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WaitForHost())
+    if len(both := loaded_packages()) > 1:
+        used, other = both
+        warnings.warn(
+            f"{used} and {other} were loaded before boltmesh, whose strategies therefore work with "
+            f"the Trainer of {used} alone. Write `import boltmesh` before the first import of "
+            f"either: they are one package then.",
+            stacklevel=3,
+        )
+    on_load(_register)
 
 
-def _register() -> None:
-    known = importlib.import_module("lightning.pytorch.strategies").StrategyRegistry
+def _register(package: str) -> None:
+    known = importlib.import_module(f"{package}.strategies").StrategyRegistry
     for name, entry in STRATEGIES.items():
         known.register(
-            name, partial(build_strategy, name), description=entry.description, override=True
+            name,
+            partial(_build_for, package, name),
+            description=entry.description,
+            override=True,
         )
 
 
-class _WaitForHost(MetaPathFinder):
-    """Stands in the import path until Lightning is imported once, then leaves."""
+def _build_for(package: str, name: str, **arguments: Any) -> Any:
+    """Build a strategy for the Trainer of a package.
 
-    @override
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        if fullname != HOST:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _RegisterAfter(spec.loader)
-        return spec
-
-
-class _RegisterAfter(Loader):
-    """Runs a module as its own loader does, and registers the names afterwards."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    @override
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    @override
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _register()
+    Raises:
+        ConfigError: If both packages were loaded before boltmesh, and this is not the one it uses.
+    """
+    used = loaded_packages()[0]
+    if package != used:
+        raise ConfigError(
+            f"strategy='{name}' was asked of the Trainer of {package}, but {used} was loaded "
+            f"before boltmesh as well, and boltmesh works with that one alone. Write `import "
+            f"boltmesh` before the first import of either: they are one package then."
+        )
+    return build_strategy(name, **arguments)

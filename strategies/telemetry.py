@@ -5,16 +5,29 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from boltmesh.strategies.lightning_compat.trainer import trainer_of
-from boltmesh.telemetry.job import ID_VARIABLE, JobInfo, new_job_id
+from boltmesh.telemetry.callback import TelemetryCallback
+from boltmesh.telemetry.job import ID_VARIABLE, JobInfo, is_switched_off, new_job_id
 from boltmesh.telemetry.writer.memory import StoredBytes
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder, open_recorder
 
 if TYPE_CHECKING:
     from boltmesh.strategies.engine import MeshStrategy
+
+
+def follow_loops(trainer: Trainer | None) -> None:
+    """Add a ``TelemetryCallback`` to a Trainer, once, in front of the callbacks that save."""
+    if trainer is None or is_switched_off():
+        return
+    known: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if not any(isinstance(each, TelemetryCallback) for each in known):
+        savers = (at for at, each in enumerate(known) if isinstance(each, Checkpoint))
+        known.insert(next(savers, len(known)), TelemetryCallback())
 
 
 def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:

@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.expert.axis import ExpertAxis
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.engine.axis import Axis
 
 Tier = Literal["cpu", "nvme"]
 
@@ -37,6 +41,9 @@ class ZeROStrategy(MeshStrategy):
             By default the repeated blocks of the model are found.
         shard_size: Over how many ranks to shard; groups of that size hold the same shards and
             average their gradients. ``"node"`` shards inside each host. By default all ranks.
+        expert: Over how many ranks the experts of a mixture of experts are divided: each rank of
+            such a group keeps and runs its own, and rows travel to them. ``"node"`` divides them
+            over the ranks of each host. By default experts are sharded like all else.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
             ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
             Lightning's own.
@@ -62,6 +69,7 @@ class ZeROStrategy(MeshStrategy):
         tile_linear_bytes: int | None = None,
         blocks: Sequence[str] | None = None,
         shard_size: int | Literal["node"] | None = None,
+        expert: int | Literal["node"] | None = None,
         **kwargs: Any,
     ) -> None:
         self.options = ZeroOptions(
@@ -73,5 +81,9 @@ class ZeROStrategy(MeshStrategy):
             tile_linear_bytes=tile_linear_bytes,
             blocks=None if blocks is None else tuple(blocks),
             shard_size=shard_size,
+            expert=expert,
         )
-        super().__init__(axes=[ZeroAxis(self.options)], **kwargs)
+        axes: list[Axis] = [ZeroAxis(self.options)]
+        if expert is not None:
+            axes.append(ExpertAxis(expert))
+        super().__init__(axes=axes, **kwargs)

@@ -12,7 +12,7 @@ import click
 
 from boltmesh import __version__
 from boltmesh.cli.bench import bench
-from boltmesh.cli.convert import export, import_command, verify
+from boltmesh.cli.convert import export, import_command, prune, verify
 from boltmesh.cli.doctor import doctor
 from boltmesh.cli.plan import plan, schedule
 from boltmesh.cli.run import check, command_of
@@ -69,6 +69,7 @@ def _complain(message: str, exit_code: int) -> int:
         export,
         import_command,
         verify,
+        prune,
         export_metrics,
         jobs,
         stream,

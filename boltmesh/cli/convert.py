@@ -10,6 +10,7 @@ import click
 from typing_extensions import override
 
 from boltmesh.cli.signals import stopped_cleanly
+from boltmesh.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?")
 
@@ -144,6 +145,42 @@ def verify(paths: tuple[str | Path, ...]) -> int:
     if num_whole + num_other > 1:
         click.echo(f"{num_whole} whole, {num_other} not")
     return 1 if num_other else 0
+
+
+@click.command()
+@click.argument("runs", type=click.Path(path_type=Path), default=Path("runs"), metavar="[RUNS]")
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
+@click.option(
+    "--telemetry-days",
+    type=click.FloatRange(min=0),
+    default=7.0,
+    show_default=True,
+    help="Keep telemetry of jobs that have ended since so many days.",
+)
+def prune(runs: Path, dry_run: bool, telemetry_days: float) -> int:
+    """Delete what killed runs have left, and telemetry of old jobs; print each with its bytes.
+
+    RUNS is a folder of runs, as run.dir. Deleted are checkpoints that ModelCheckpoint has lost
+    track of, unfinished saves, and runs without a step. Nothing of a run that is in use, never the
+    newest whole checkpoint of a run, and no checkpoint with a name of your own.
+    """
+    from boltmesh.prune import describe_bytes, find
+
+    if not runs.is_dir():
+        raise ConfigError(f"{runs} is no folder of runs. Write that of run.dir, such as runs.")
+    total = 0
+    with stopped_cleanly():
+        for found in find(runs, telemetry_days=telemetry_days):
+            if found.remove is None:
+                click.echo(f"kept       {found.path} ({found.what})")
+                continue
+            if not dry_run:
+                found.remove()
+            click.echo(f"{'would go' if dry_run else 'deleted':<10} {found}")
+            total += found.num_bytes
+    verb = "would be deleted" if dry_run else "deleted"
+    click.echo(f"boltmesh: {describe_bytes(total)} {verb}")
+    return 0
 
 
 class _Bar:

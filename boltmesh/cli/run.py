@@ -1,12 +1,13 @@
 """Commands that train or run a config, and the comparison of its layout with one process."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import click
 
 from boltmesh.cli.config import CONFIG_HELP, TRACEBACK, see_working_directory, takes_config
+from boltmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -30,18 +31,32 @@ def command_of(verb: Verb, summary: str) -> click.Command:
         print_config: bool,
         dry_run: bool,
         wants_traceback: bool,
+        restarts: int | None = None,
     ) -> int:
         from boltmesh.launch.rank import Rank
 
         rank = Rank.attach()
         rank.wants_traceback = wants_traceback
+        if restarts is not None:
+            overrides = (*overrides, f"run.restarts={restarts}")
         if print_config:
             return rank.run(lambda: _print_config(config, overrides))
         if dry_run:
             return rank.run(lambda: _show(verb, config, overrides, rank))
         return rank.run(lambda: _start(verb, config, overrides, rank))
 
+    if verb == "fit":
+        command = _RESTARTS(command)
     return click.command(verb, help=f"{summary}\n\n{CONFIG_HELP}")(command)
+
+
+_RESTARTS = click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Start the ranks again after a failure, up to N times, from the newest whole checkpoint "
+    "of the run. [run.restarts of the config: 0]",
+)
 
 
 @click.command()
@@ -123,18 +138,42 @@ def _start(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> i
     os.environ.setdefault(NAME_VARIABLE, loaded.run.name)
     line = [verb, config, *overrides]
     rank.resume_command = resume_command(line)
+    restarts = loaded.run.restarts if verb == "fit" else 0
     if placement.launcher is None:
         job_id = os.environ.setdefault(ID_VARIABLE, new_job_id())
-        if placement.num_local_ranks > 1:
+        if placement.num_local_ranks > 1 or restarts:
             flag = ["--traceback"] if rank.wants_traceback else []
-            return Supervisor(
-                [*line, *flag],
-                num_ranks=placement.num_local_ranks,
-                job_id=job_id,
-                wants_traceback=rank.wants_traceback,
-            ).run()
+
+            def supervisor(variables: Mapping[str, str]) -> Supervisor:
+                return Supervisor(
+                    [*line, *flag],
+                    num_ranks=placement.num_local_ranks,
+                    job_id=job_id,
+                    wants_traceback=rank.wants_traceback,
+                    variables=variables,
+                )
+
+            if not restarts:
+                return supervisor({}).run()
+
+            from boltmesh.launch.restarts import Restarts
+            from boltmesh.run_folder import newest_step
+
+            return Restarts(restarts, supervisor, newest_step).run()
+    elif restarts and not rank.is_supervised:
+        raise ConfigError(_refuse_restarts(restarts, placement.launcher.name))
 
     from boltmesh.run import run
 
     run(loaded, verb, placement, rank, source=source)
     return 0
+
+
+def _refuse_restarts(restarts: int, launcher: str) -> str:
+    own = "queue the job again (sbatch --requeue)" if launcher == "srun" else "start them again"
+    if launcher == "torchrun":
+        own = f"torchrun --max-restarts={restarts}"
+    return (
+        f"run.restarts={restarts} is for ranks that boltmesh fit starts, and {launcher} has "
+        f"started these. Set run.restarts=0 and resume=auto, and use {own}."
+    )

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,9 @@ from types import FrameType
 
 from boltmesh.errors import TelemetryError
 from boltmesh.launch.rank import RENDEZVOUS_VARIABLE, SUPERVISOR_VARIABLE, stop_line, traceback_hint
-from boltmesh.launch.reports import Report, read_reports, store_traceback
 from boltmesh.launch.stopping import HANDLED, STOPPING, describe_stop
 from boltmesh.process import ProcessId, describe_exit, write_stderr
+from boltmesh.rank_reports import Report, read_reports, store_traceback
 from boltmesh.telemetry.job import ID_VARIABLE, job_path, record_end
 
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -102,7 +102,7 @@ def describe_cause(cause: Cause, *, job_id: str) -> str:
     if report is not None and report.kind == "user":
         return report.message
     who = f"rank {cause.rank} (pid {cause.pid})"
-    where = where_it_was(job_id, cause.rank)
+    where = where_it_was(job_id, cause.rank, cause.pid)
     if report is None:
         hint = _HINTS.get(signal.Signals(-cause.exit_code)) if cause.exit_code < 0 else None
         advice = f". {hint}: see `boltmesh top {job_id}`." if hint and where else "."
@@ -117,13 +117,14 @@ def describe_cause(cause: Cause, *, job_id: str) -> str:
     return f"{who} failed{where}: {report.message}"
 
 
-def where_it_was(job_id: str, rank: int) -> str:
+def where_it_was(job_id: str, rank: int, pid: int) -> str:
     """Return `` in backward after step 41`` from telemetry; empty without it."""
     from boltmesh.telemetry.reader.reader import open_job
 
     try:
         with open_job(job_id) as job:
-            found = next((seen for seen in job.snapshot().ranks if seen.rank == rank), None)
+            ranks = job.snapshot().ranks  # perhaps of an earlier start
+            found = next((seen for seen in ranks if (seen.rank, seen.pid) == (rank, pid)), None)
     except (TelemetryError, OSError):
         return ""
     if found is None:
@@ -194,7 +195,12 @@ class Supervisor:
         num_ranks: Ranks to start.
         job_id: Id of the job in telemetry.
         wants_traceback: Print the traceback of the first failure.
+        variables: Further variables of the ranks' environment.
     """
+
+    after_failure: "Callable[[Supervisor], str] | None" = None
+    """Called when the job has failed, not by the user; what it returns ends the line of the cause.
+    Ranks that have ended are read, see ``run_folder``."""
 
     def __init__(
         self,
@@ -203,12 +209,14 @@ class Supervisor:
         num_ranks: int,
         job_id: str,
         wants_traceback: bool = False,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.command = [sys.executable, "-m", "boltmesh", *arguments]
         self.resume_command = resume_command(arguments)
         self.num_ranks = num_ranks
         self.job_id = job_id
         self.wants_traceback = wants_traceback
+        self._variables = dict(variables or {})
         self._folder = Path()
         self._ranks: list[_RankProcess] = []
         self._signals: list[int] = []
@@ -284,6 +292,7 @@ class Supervisor:
             "MASTER_PORT": str(port),
             ID_VARIABLE: self.job_id,
             SUPERVISOR_VARIABLE: f"{os.getpid()}:{self._folder}",
+            **self._variables,
         }
         # Every rank would otherwise start one thread per core of the machine.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -381,6 +390,12 @@ class Supervisor:
 
     # Results.
 
+    @property
+    def run_folder(self) -> Path | None:
+        """The folder of the run as rank 0 has reported it."""
+        report = self._reports.get(0)
+        return None if report is None or report.run_folder is None else Path(report.run_folder)
+
     def _conclude(self) -> int:
         if len(self._signals) > 1:
             write_stderr(
@@ -423,8 +438,12 @@ class Supervisor:
             if cause.report.kind != "user":
                 path = stored[cause.rank]
                 line += traceback_hint(path, wants_traceback=self.wants_traceback)
+        is_user = cause.report is not None and cause.report.kind == "user"
+        is_restarted = cause.report is None or cause.report.is_restarted
+        if self.after_failure is not None and is_restarted and not (is_user or self._signals):
+            line = f"{line.removesuffix('.')}; {self.after_failure(self)}"
         write_stderr(f"boltmesh: {line}\n")
-        return 2 if cause.report is not None and cause.report.kind == "user" else 1
+        return 2 if is_user else 1
 
 
 def resume_command(arguments: Sequence[str]) -> str:

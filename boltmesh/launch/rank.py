@@ -15,15 +15,17 @@ from typing import Any
 
 from boltmesh.errors import BoltMeshError
 from boltmesh.launch.placement import Launcher, find_launcher
-from boltmesh.launch.reports import Kind, Report, report_of_error, store_traceback, write_report
 from boltmesh.launch.stopping import SAME_SIGNAL_S, StoppedBySignal, StopSwitch
 from boltmesh.process import end_with_parent, write_stderr
+from boltmesh.rank_reports import Kind, Report, report_of_error, store_traceback, write_report
 from boltmesh.run_lock import RunLock
 
 SUPERVISOR_VARIABLE = "BOLTMESH_SUPERVISOR"
 """``PID:FOLDER`` of the supervisor, for its ranks."""
 RENDEZVOUS_VARIABLE = "BOLTMESH_RENDEZVOUS_FD"
 """The listening socket that rank 0 inherits."""
+CONTINUE_VARIABLE = "BOLTMESH_CONTINUED_RUN"
+"""The folder of the run that ranks go on with, which a supervisor has started again."""
 
 
 @dataclass
@@ -33,6 +35,8 @@ class Rank:
     launcher: Launcher | None
     supervisor_folder: Path | None
     stop: StopSwitch
+    continued: Path | None = None
+    """The folder of the run that this rank goes on with after a failure."""
     run_folder: Path | None = None
     run_lock: RunLock | None = None
     """The lock of the run's folder, on rank 0."""
@@ -62,7 +66,8 @@ class Rank:
             same_signal_s=0.0 if launcher is None else SAME_SIGNAL_S,
         )
         stop.install()
-        return cls(launcher, folder, stop)
+        continued = os.environ.get(CONTINUE_VARIABLE)
+        return cls(launcher, folder, stop, None if continued is None else Path(continued))
 
     def serve_rendezvous(self) -> None:
         """Serve the rendezvous store on rank 0 of a supervisor, on the supervisor's port.

@@ -151,7 +151,7 @@ def cut_model(
         ConfigError: When the model cannot be cut so, or there is no such schedule.
     """
     table = schedule_table(
-        options.schedule,
+        options.first_schedule,
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         stages_per_rank=options.stages_per_rank,

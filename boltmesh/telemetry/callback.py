@@ -1,12 +1,10 @@
 """Follows Lightning's loops for whatever recorder the strategy of a Trainer has.
 
-Lightning asks ``callbacks()`` for every Trainer of every user, through the entry point
-``lightning.pytorch.callbacks_factory``. The engine records the phases inside a step; this adds
-the loop around it: waiting for data, validation, losses, logged metrics, the end. It never
-communicates: a rank whose telemetry is off would not take part.
+A strategy adds it to the Trainer that it is set up by. The engine records the phases inside a step;
+this adds the loop around it: waiting for data, validation, losses, logged metrics, the end. It
+never communicates: a rank whose telemetry is off would not take part.
 """
 
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,26 +14,26 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.telemetry.job import is_switched_off
 from boltmesh.telemetry.reader.cause import STOPPED
 from boltmesh.telemetry.writer.lightning_compat import computed_metrics
 from boltmesh.telemetry.writer.throughput import count, flops_per_batch, peak_flops
+from boltmesh.telemetry.writer.torch_compat.flops import can_count
 
 if TYPE_CHECKING:
     from boltmesh.telemetry.writer.recorder import Recorder
+    from boltmesh.telemetry.writer.step_flops import BatchFlops
 
-ENGINE = "boltmesh.strategies.engine"
+COUNTED_BATCH = 1
+"""The batch whose FLOPs are counted: in the first one layers are still built and plans proven."""
 
 
 def callbacks() -> list[Callback]:
-    """Return what a Trainer needs: nothing, unless a boltmesh strategy may be in it."""
-    if ENGINE not in sys.modules or is_switched_off():
-        return []
-    return [TelemetryCallback()]
+    """Return nothing: for installations whose metadata name it as an entry point."""
+    return []
 
 
 class TelemetryCallback(Callback):
-    """Tells the strategy's recorder where the loop is; idle for any other strategy."""
+    """Tells the strategy's recorder where the loop is; idle where it records nothing."""
 
     def __init__(self) -> None:
         self._index = 0
@@ -43,6 +41,7 @@ class TelemetryCallback(Callback):
         self._seen: dict[str, Tensor] = {}
         self._is_validating = False
         self._peak_flops: float | None = None
+        self._batch_flops: BatchFlops | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -65,6 +64,8 @@ class TelemetryCallback(Callback):
     ) -> None:
         if recorder := _recorder_of(trainer):
             recorder.begin_batch(index=self._index, epoch=trainer.current_epoch)
+            if self._index == COUNTED_BATCH and can_count(pl_module):
+                recorder.count_flops()
 
     @override
     def on_train_batch_end(
@@ -85,6 +86,9 @@ class TelemetryCallback(Callback):
             if loss is not None and divisor > 1 and pl_module.automatic_optimization:
                 loss = loss * divisor  # Lightning has divided it
             samples, tokens = count(batch)
+            if self._index == COUNTED_BATCH:
+                self._batch_flops = recorder.counted_flops()
+                self._record_compute(recorder, pl_module)
             if global_step != self._logged_step and _is_log_step(trainer, global_step):
                 self._logged_step = global_step
                 self._record_metrics(recorder, global_step, trainer.callback_metrics)
@@ -162,8 +166,11 @@ class TelemetryCallback(Callback):
 
     def _record_compute(self, recorder: "Recorder", pl_module: LightningModule) -> None:
         """Record the FLOPs of a batch; a module may learn them only while it runs."""
+        counted, stated = self._batch_flops, flops_per_batch(pl_module)
         recorder.compute(
-            flops_per_batch=flops_per_batch(pl_module), peak_flops_per_second=self._peak_flops
+            flops_per_batch=counted.model if stated is None and counted is not None else stated,
+            hardware_flops_per_batch=None if counted is None else counted.hardware,
+            peak_flops_per_second=self._peak_flops,
         )
 
     def _record_metrics(

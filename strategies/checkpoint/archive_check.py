@@ -4,6 +4,7 @@ It is a zip file, stored and not compressed, with a CRC-32 of each record; torch
 does not compare them when it reads.
 """
 
+import pickletools
 import struct
 import zipfile
 import zlib
@@ -71,6 +72,24 @@ def find_damage(file: IO[bytes]) -> str | None:
                 )
     except Exception as error:  # noqa: BLE001 - zipfile raises errors of any class for a damaged file
         return f"{_DAMAGED} ({type(error).__name__}: {error})"
+    return None
+
+
+def find_step(file: IO[bytes]) -> int | None:
+    """After which optimizer step Lightning saved a checkpoint; None if it does not tell.
+
+    The pickle in it is only looked through: nothing is built, and no code is run.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            name = next(each for each in archive.namelist() if each.endswith("/data.pkl"))
+            is_next = False
+            for opcode, value, _ in pickletools.genops(archive.read(name)):
+                if is_next and "PUT" not in opcode.name and opcode.name != "MEMOIZE":
+                    return value if isinstance(value, int) else None
+                is_next = is_next or value == "global_step"
+    except (OSError, ValueError, StopIteration, zipfile.BadZipFile):
+        pass
     return None
 
 

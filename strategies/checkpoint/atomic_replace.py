@@ -34,7 +34,7 @@ _REQUEUED = "hpc_ckpt_"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
-_WRITER = re.compile(r"(?:\.([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{8})?" + re.escape(PARTIAL))
+_WRITER = re.compile(r"(?:\.([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{8})?" + re.escape(PARTIAL) + "$")
 """Suffix of a checkpoint that is being written: its process and a random number of the save."""
 _ABANDONED_S = 24 * 3600
 """Seconds after which a save of another machine that writes nothing more was killed."""
@@ -59,14 +59,23 @@ def remove_killed_saves(target: Path) -> None:
         found = _WRITER.fullmatch(each.name.removeprefix(stem))
         if found is None or not each.name.startswith(stem):
             continue
-        machine, pid, started = found.groups()
-        if machine is None:  # as earlier versions named it
-            has_ended: bool | None = True
-        else:
-            has_ended = ProcessId(machine, int(pid), int(started)).has_ended()
-        if has_ended or (has_ended is None and _unchanged_s(each) > _ABANDONED_S):
+        if _is_abandoned(each, found):
             with contextlib.suppress(OSError):  # another save deletes it as well
                 remove(each)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Tell whether a ``PARTIAL`` is what a killed process has left; see ``remove_killed_saves``."""
+    found = _WRITER.search(path.name)
+    return found is not None and _is_abandoned(path, found)
+
+
+def _is_abandoned(path: Path, found: "re.Match[str]") -> bool:
+    machine, pid, started = found.groups()
+    if machine is None:  # as earlier versions named it
+        return True
+    has_ended = ProcessId(machine, int(pid), int(started)).has_ended()
+    return bool(has_ended) or (has_ended is None and _unchanged_s(path) > _ABANDONED_S)
 
 
 def _stem(target: Path) -> str:

@@ -6,6 +6,7 @@ communication hook and what a step is expected to move.
 Source: PyTorch Distributed, Li et al. 2020, https://arxiv.org/abs/2006.15704
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -38,6 +39,14 @@ _POWERSGD_MIN_RATE = 2.0
 """torch's default: a gradient is compressed when that halves it at least."""
 
 
+_LEFT_OUT = re.compile(r"not receive grad for rank \d+: ([\d ]+\d)")
+
+_TORCH_NAMES = (
+    ("`torch.nn.parallel.DistributedDataParallel`", "`DDPStrategy`"),
+    ("_set_static_graph()", "`DDPStrategy(static_graph=True)`"),
+)
+
+
 @dataclass(frozen=True)
 class DdpOptions:
     """What ``DDPStrategy`` was asked for; see there."""
@@ -57,6 +66,8 @@ class DdpAxis(DataAxis):
 
     def __init__(self, options: DdpOptions) -> None:
         self.options = options
+        self._trained_names: list[str] = []
+        """Names by DDP's indices."""
         self._is_static_graph_flushed = False
         self._is_graph_known = False
 
@@ -89,6 +100,9 @@ class DdpAxis(DataAxis):
             )
         self._is_static_graph_flushed = False
         self._is_graph_known = False
+        self._trained_names = [
+            name for name, each in module.named_parameters() if each.requires_grad
+        ]
         trained = frozenset(each for each in module.parameters() if each.requires_grad)
         wrapped.register_forward_pre_hook(partial(_refuse_unfrozen, trained))
         self._register_compression(wrapped, group)
@@ -123,6 +137,26 @@ class DdpAxis(DataAxis):
         else:
             with module.no_sync():
                 yield
+
+    @override
+    def explain(self, error: BaseException) -> None:
+        """Name our arguments, and parameters, where torch names its own and their indices."""
+        text = str(error)
+        left_out = _LEFT_OUT.search(text)
+        if left_out and not self.options.find_unused_parameters:
+            names = [repr(self._trained_names[int(each)]) for each in left_out[1].split()]
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+            advice = (
+                f"{shown} took no part in the loss of the batch before, and DDP waits for the "
+                f"gradients. Use every parameter in every step, or write "
+                f"strategy='bolt_ddp_find_unused_parameters_true' (find_unused_parameters=True, of "
+                f"DDPStrategy and TensorParallelStrategy), or zero_stage=1 for Parallel3DStrategy."
+            )
+            error.args = (advice,)
+        elif isinstance(error, RuntimeError) and _TORCH_NAMES[0][0] in text:
+            for name, own in _TORCH_NAMES:
+                text = text.replace(name, own)
+            error.args = (text,)
 
     @override
     def before_manual_backward(self, module: Module, loss: torch.Tensor) -> None:

@@ -410,7 +410,11 @@ class ZeroEstimate:
                     compute_dtype=context.compute_dtype,
                     recomputed={part for block in context.recomputed for part in block.modules()},
                 ),
-                *self._model.scalars.expected_traffic(num_batches=context.num_microbatches),
+                *(
+                    each
+                    for plain in self._model.plain
+                    for each in plain.expected_traffic(num_batches=context.num_microbatches)
+                ),
             ],
         )
 

@@ -30,7 +30,9 @@ from boltmesh.strategies.data_parallel.cpu_collectives import CpuCollectives
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.param_state import (
     BufferSync,
+    OwnedParams,
     ParamRemap,
+    PlainInStep,
     ScalarParams,
     scalars_of,
 )
@@ -192,11 +194,18 @@ class ShardedModel:
     """How units are gathered and reduced on the CPU; None on a device."""
     absent: frozenset[Parameter] = frozenset()
     """Parameters of which the ranks of the data axis have no values: other stages hold them."""
+    owned: OwnedParams | None = None
+    """Parameters of which ranks have rows of their own."""
 
     @property
     def root_unit(self) -> FSDPModule:
         """The root as FSDP2 sees it."""
         return self.units[""]
+
+    @property
+    def plain(self) -> list[PlainInStep]:
+        """The parameters that no unit gathers, and that are plain tensors within a step."""
+        return [self.scalars] if self.owned is None else [self.scalars, self.owned]
 
     def begin_forward(self) -> None:
         """Reshard units whose shards were written to since they were gathered."""
@@ -216,7 +225,17 @@ class ShardedModel:
     def reshard(self) -> None:
         """Free every gathered copy, so that the next use gathers what the shards are now."""
         self.step_units.reshard()
-        self.scalars.put_back()
+        self.put_back()
+
+    def take_out(self) -> None:
+        """Put plain tensors in the places of what no unit gathers, for a forward pass."""
+        for each in self.plain:
+            each.take_out()
+
+    def put_back(self) -> None:
+        """Undo ``take_out``."""
+        for each in self.plain:
+            each.put_back()
 
     def give_back_memory(self) -> None:
         """Return to the system what no reduction uses now."""
@@ -240,6 +259,10 @@ def shard_model(
     tiled: list[TiledWeight] = []
     parking = open_parking(options, context)
     successors = ParamRemap()
+    owned, mine = None, frozenset[Parameter]()
+    if context.owned is not None:
+        mine = context.owned.parameters
+        owned = OwnedParams(context.owned, mesh.mesh, context.group.size())
     for name, unit in reversed(units.items()):  # from the inside out
         refuse_mixed_types(name, unit)
         prepare_unit(unit, device=context.device, group=context.group, name=name)
@@ -261,8 +284,11 @@ def shard_model(
                     *(p for owner in left_out for p in owner.parameters(recurse=False)),
                     *(weight.parameter for weight in tiled),
                     *scalars_of(unit),
+                    *mine,
                 },
             )
+            if owned is not None:
+                owned.cut(unit)
         park_unit(parking, module, unit, in_tiles, context)
     refuse_mixed_types("", module)
     prepare_unit(module, device=context.device, group=context.group)
@@ -276,8 +302,10 @@ def shard_model(
             # None: the root stays gathered from its forward on, as it is needed again at once.
             reshard_after_forward=None if is_freed else False,
             mp_policy=precision_policy(context.compute_dtype, is_cast=False),
-            ignored_params={*(weight.parameter for weight in tiled), *scalars_of(module)},
+            ignored_params={*(weight.parameter for weight in tiled), *scalars_of(module), *mine},
         )
+        if owned is not None:
+            owned.cut(module)
         scalars = ScalarParams(module, mesh.mesh, context.group)
     successors.take_places(module)
     park_unit(parking, module, root, in_tiles, context)
@@ -285,9 +313,15 @@ def shard_model(
     register_units(sharded.values())
     keep_for_derivatives(
         list(reversed(sharded.values())),  # the root, which nearly every loss goes through, first
-        lambda: [*(weight.parameter for weight in tiled), *scalars.parameters],
+        lambda: [
+            *(weight.parameter for weight in tiled),
+            *scalars.parameters,
+            *(() if owned is None else owned.parameters),
+        ],
     )
     gathers = _gathers_of(sharded, tiled, context.compute_dtype, is_freed=is_freed)
+    for exchange in () if context.owned is None else context.owned.exchanges:
+        gathers[exchange.module] = UnitGather(lambda: True, exchange.attend)
     return ShardedModel(
         module,
         root,
@@ -304,6 +338,7 @@ def shard_model(
         CpuCollectives.where_needed(
             sharded.values(), context.device, takes_gradients_away=options.has_offload
         ),
+        owned=owned,
     )
 
 

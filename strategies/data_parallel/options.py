@@ -37,6 +37,8 @@ class ZeroOptions:
     tile_linear_bytes: int | None = None
     blocks: tuple[str, ...] | None = None
     shard_size: int | str | None = None
+    expert: int | str | None = None
+    """How many ranks have all experts together; None: experts are parameters like others."""
     key: str = "stage"
     """What the user calls the stage, for messages."""
 
@@ -51,6 +53,7 @@ class ZeroOptions:
         self._check_offload()
         self._check_fraction()
         self._check_sizes()
+        self._check_expert()
 
     @property
     def has_offload(self) -> bool:
@@ -175,3 +178,27 @@ class ZeroOptions:
             )
         if isinstance(self.shard_size, int) and self.shard_size < 1:
             raise ConfigError(f"shard_size={self.shard_size} holds no rank. Use 1 or more.")
+
+    def _check_expert(self) -> None:
+        expert = self.expert
+        if expert is None:
+            return
+        if isinstance(expert, str) and expert != "node":
+            raise ConfigError(
+                f"expert={expert!r} is no number of ranks. Use a number, or 'node' for the ranks "
+                f"of one host."
+            )
+        if isinstance(expert, int) and expert < 1:
+            raise ConfigError(f"expert={expert} holds no rank. Use 2 or more, or leave it out.")
+        beside = {
+            "offload_optimizer": self.offload_optimizer,
+            "offload_parameters": self.offload_parameters,
+            "tile_linear_bytes": self.tile_linear_bytes,
+            "shard_size": self.shard_size,
+        }
+        for name, value in beside.items():
+            if value is not None:
+                raise ConfigError(
+                    f"expert={expert!r} keeps experts on their ranks, and {name}={value!r} is not "
+                    f"possible beside it yet. Leave {name} or expert out."
+                )

@@ -4,6 +4,8 @@
   Every rank keeps it. Between steps it is a replicated DTensor, so that optimizers and checkpoints
   see one kind of parameter; within a step a plain tensor over the same memory, as the forward pass
   computes with plain tensors.
+- ``OwnedParams``: each rank has rows of experts' parameters of its own, and computes with them.
+  Between steps they are DTensors as well.
 - ``ParamRemap``: authors give parameters attributes, gradient hooks and places in lists and
   optimizers before a strategy shards the model. Sharding makes other objects, a shard and an
   unsharded parameter, which get all of that.
@@ -15,7 +17,8 @@
   tensor. What is sent follows from the model alone, so it is the same on every rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Set
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +28,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -33,6 +36,7 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.deferred_initialization.recording import map_leaves, tensors_of
+from boltmesh.strategies.engine.data_axis import OwnedRows
 from boltmesh.strategies.torch_compat.autograd import move_gradient_hooks
 from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
 from boltmesh.strategies.torch_compat.modules import buffers_of, set_parameter
@@ -45,49 +49,46 @@ def scalars_of(module: Module) -> set[Parameter]:
     return {param for param in module.parameters() if param.dim() == 0}
 
 
-class ScalarParams:
-    """The scalars of a model.
+class PlainInStep(ABC):
+    """Parameters that no unit gathers: DTensors between steps, plain tensors within."""
 
-    Args:
-        module: Holds them as plain parameters, equal on all ranks.
-        mesh: Of the shards beside them.
-        group: The data axis, over which their gradients are averaged.
-        absent: Parameters that these ranks have no values of, and that are left as they are.
-    """
-
-    def __init__(
-        self,
-        module: Module,
-        mesh: DeviceMesh,
-        group: ProcessGroup,
-        *,
-        absent: Set[Parameter] = frozenset(),
-    ) -> None:
-        self._group = group
+    def __init__(self) -> None:
         self._places: list[tuple[Module, str, Parameter]] = []
         self._plain: dict[Parameter, Tensor] = {}
-        """By the replicated one, what was last put in its place."""
-        replicated = {param: _replicate(param, mesh) for param in scalars_of(module) - absent}
+        """By the DTensor, what was last put in its place."""
+
+    def _replace(self, module: Module, made: Mapping[Parameter, Parameter]) -> None:
+        """Put DTensors in the places of parameters below a module."""
+        owners: dict[Module, None] = {}
         for owner in module.modules():
             own = list(owner.named_parameters(recurse=False, remove_duplicate=False))
             for name, parameter in own:
-                if parameter in replicated:
-                    self._places.append((owner, name, replicated[parameter]))
-        for owner in {place[0] for place in self._places}:
+                if parameter in made:
+                    self._places.append((owner, name, made[parameter]))
+                    owners[owner] = None
+        for owner in owners:
             owner.register_state_dict_pre_hook(self._put_back_hook)  # type: ignore[no-untyped-call]
             owner.register_load_state_dict_pre_hook(self._put_back_hook)  # type: ignore[no-untyped-call]
         self.put_back()
 
+    @abstractmethod
+    def _plain_of(self, parameter: Parameter) -> Tensor:
+        """Return this rank's values as a plain tensor, from which gradients come back."""
+
+    @abstractmethod
+    def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
+        """Give what one optimizer step moves."""
+
     @property
     def parameters(self) -> list[Parameter]:
-        """The replicated ones, what optimizers hold."""
+        """The DTensors, what optimizers hold."""
         return list(dict.fromkeys(parameter for _, _, parameter in self._places))
 
     def take_out(self) -> None:
         """Put plain tensors in place, for a forward pass."""
         self._write_back()
         for parameter in self.parameters:
-            self._plain[parameter] = _Plain.apply(parameter, self._group)  # type: ignore[no-untyped-call]
+            self._plain[parameter] = self._plain_of(parameter)
         for owner, name, parameter in self._places:
             set_parameter(owner, name, self._plain[parameter])
 
@@ -109,8 +110,38 @@ class ScalarParams:
     def _put_back_hook(self, *_: object) -> None:
         self.put_back()
 
+
+class ScalarParams(PlainInStep):
+    """The scalars of a model.
+
+    Args:
+        module: Holds them as plain parameters, equal on all ranks.
+        mesh: Of the shards beside them.
+        group: The data axis, over which their gradients are averaged.
+        absent: Parameters that these ranks have no values of, and that are left as they are.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        mesh: DeviceMesh,
+        group: ProcessGroup,
+        *,
+        absent: Set[Parameter] = frozenset(),
+    ) -> None:
+        super().__init__()
+        self._group = group
+        self._replace(
+            module, {param: _replicate(param, mesh) for param in scalars_of(module) - absent}
+        )
+
+    @override
+    def _plain_of(self, parameter: Parameter) -> Tensor:
+        plain: Tensor = _Plain.apply(parameter, self._group, self._group.size())  # type: ignore[no-untyped-call]
+        return plain
+
+    @override
     def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
-        """Give what one optimizer step moves."""
         trained = [param for param in self.parameters if param.requires_grad]
         if trained and self._group.size() > 1:
             moved = num_batches * sum(param.element_size() for param in trained)
@@ -119,23 +150,76 @@ class ScalarParams:
             yield ExpectedTraffic("data", "allreduce", moved, calls, why)
 
 
+class OwnedParams(PlainInStep):
+    """Parameters of which each rank has rows of its own, such as those of its experts.
+
+    A rank computes with its rows alone, for all ranks of ``owned.group``; the gradient is then the
+    sum over these. Ranks with the same rows add theirs up.
+
+    Args:
+        owned: The parameters, and the ranks that divide them.
+        mesh: The mesh of the shards beside them.
+        num_batches: Batches of all ranks in a step, over which gradients are averaged.
+    """
+
+    def __init__(self, owned: OwnedRows, mesh: DeviceMesh, num_batches: int) -> None:
+        super().__init__()
+        self._owned, self._num_batches = owned, num_batches
+        self._mesh: DeviceMesh = mesh
+        self._placements: list[Placement] = [Shard(0)]
+        if owned.replicas.size() > 1:
+            self._mesh = DeviceMesh.from_group(
+                [owned.replicas, owned.group],
+                mesh.device_type,
+                mesh=mesh.mesh.view(-1, owned.group.size()),
+                mesh_dim_names=("replicate", "expert"),
+            )
+            self._placements = [Replicate(), Shard(0)]
+
+    def cut(self, module: Module) -> None:
+        """Keep this rank's rows of the parameters below a module, which are whole so far."""
+        whole = {param for param in module.parameters() if param in self._owned.parameters}
+        self._replace(module, {param: self._cut(param) for param in whole})
+
+    def _cut(self, parameter: Parameter) -> Parameter:
+        group = self._owned.group
+        rows = parameter.detach().tensor_split(group.size())[group.rank()].clone()
+        value = DTensor.from_local(rows, self._mesh, self._placements, run_check=False)
+        return Parameter(value, requires_grad=parameter.requires_grad)
+
+    @override
+    def _plain_of(self, parameter: Parameter) -> Tensor:
+        replicas = self._owned.replicas
+        plain: Tensor = _Plain.apply(parameter, replicas, self._num_batches)  # type: ignore[no-untyped-call]
+        return plain
+
+    @override
+    def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
+        trained = [param for param in self.parameters if param.requires_grad]
+        if trained and self._owned.replicas.size() > 1:
+            moved = num_batches * sum(local_tensor(param).nbytes for param in trained)
+            why = "gradients of experts, over the ranks that have the same ones, once per batch"
+            yield ExpectedTraffic("data", "allreduce", moved, num_batches * len(trained), why)
+
+
 class _Plain(torch.autograd.Function):
-    """The number itself; the gradient is averaged over the data axis."""
+    """The local values; the gradient is summed over a group and divided by a number."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, parameter: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group, ctx.like = group, parameter
+    def forward(ctx: Any, parameter: Tensor, group: ProcessGroup, divisor: int) -> Tensor:
+        ctx.group, ctx.divisor, ctx.like = group, divisor, parameter
         plain = local_tensor(parameter)
         return plain.view_as(plain)
 
     @staticmethod
     @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        gradient = gradients[0] / ctx.group.size()
-        dist.all_reduce(gradient, group=ctx.group)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        gradient = gradients[0] / ctx.divisor
+        if ctx.group.size() > 1:
+            dist.all_reduce(gradient, group=ctx.group)
         mesh, placements = ctx.like.device_mesh, ctx.like.placements
-        return DTensor.from_local(gradient, mesh, placements, run_check=False), None
+        return DTensor.from_local(gradient, mesh, placements, run_check=False), None, None
 
 
 def _replicate(parameter: Parameter, mesh: DeviceMesh) -> Parameter:

@@ -33,7 +33,8 @@ def held_tensors(
     """
     pairs = [pair for unit in model.units.values() for pair in unit_parameters(unit)]
     shards: list[Tensor] = [shard for shard, _ in pairs]
-    shards += model.scalars.parameters
+    for plain in model.plain:
+        shards += plain.parameters
     shards += [each.parameter for each in model.tiled]
     wholes = [whole for _, whole in pairs if whole is not None and _has_memory(whole)]
     gradients = [each.grad for each in shards if each.grad is not None]

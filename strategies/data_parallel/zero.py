@@ -38,6 +38,7 @@ from boltmesh.strategies.grad_norm import NormShare, ShardShare
 from boltmesh.strategies.offload.disk.preflight import announce_disks
 from boltmesh.strategies.offload.engine import OffloadEngine
 from boltmesh.strategies.offload.stores import OffloadPlan
+from boltmesh.strategies.torch_compat.autograd import after_backward
 from boltmesh.strategies.torch_compat.fsdp import forget_step
 from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
@@ -109,7 +110,8 @@ class ZeroAxis(DataAxis):
     @property
     @override
     def defers_building(self) -> bool:
-        return self.options.stage == 3
+        # Experts are found in a step on values.
+        return self.options.stage == 3 and self.options.expert is None
 
     @property
     def serves_one_rank(self) -> bool:
@@ -171,6 +173,9 @@ class ZeroAxis(DataAxis):
         guard.attach(model.units, model.root)
         for weight in model.tiled:
             weight.note = guard.record
+        assert self._context is not None
+        for exchange in () if self._context.owned is None else self._context.owned.exchanges:
+            exchange.note = guard.record
         return guard
 
     def _fail(self, error: BaseException) -> None:
@@ -207,7 +212,7 @@ class ZeroAxis(DataAxis):
 
     def _follow_shards(self) -> None:
         self._model.step_units.follow_shards()
-        self._model.scalars.take_out()
+        self._model.take_out()
 
     @property
     def _model(self) -> ShardedModel:
@@ -270,7 +275,11 @@ class ZeroAxis(DataAxis):
         finally:
             self._set_last(is_last=True)
             if not self._model.root.is_running:  # the backward pass of this batch is over
-                self._model.scalars.put_back()
+                self._model.put_back()
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        after_backward(loss, self._model.put_back)
 
     @override
     def before_manual_backward(self, module: Module, loss: Tensor) -> None:
@@ -313,7 +322,7 @@ class ZeroAxis(DataAxis):
         self._model.reshard()
         if self._model.root.is_running:
             self._model.root_unit.unshard()
-            self._model.scalars.take_out()
+            self._model.take_out()
 
     @override
     def parameters_loaded(self) -> None:

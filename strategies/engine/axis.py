@@ -27,6 +27,7 @@ from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
+    from boltmesh.strategies.engine.data_axis import OwnedRows
     from boltmesh.strategies.engine.strategy import MeshStrategy
     from boltmesh.strategies.lightning_compat.launchers import SigtermAgreement
 
@@ -44,7 +45,9 @@ class Axis:
     """
 
     name: str
-    """One of ``AXES``."""
+    """One of ``AXES``, unless the axis ``folds`` another one."""
+    folds: str | None = None
+    """The axis whose ranks this one divides a second time; None: it is one of ``AXES``."""
     wanted_size: int | None = None
     """Ranks along the axis that were asked for; None: what ``MeshStrategy.choose_layout`` gives."""
     strategy: "MeshStrategy"
@@ -166,6 +169,10 @@ class Axis:
 
     def held_parameters(self) -> Collection[Parameter] | None:
         """The module's parameters of which this rank has values; None: all of them."""
+        return None
+
+    def owned_rows(self) -> "OwnedRows | None":
+        """Parameters of which each rank has rows of its own that it computes with for others."""
         return None
 
     def holds_buffer(self, name: str) -> bool:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch
 from lightning.pytorch import Trainer
@@ -35,6 +36,32 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer.memory import StoredBytes
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
+
+
+class OwnerExchange(Protocol):
+    """Lets ranks that own different rows of parameters compute with them for each other."""
+
+    name: str
+    module: Module
+    """In whose forward ranks exchange what they compute with."""
+    note: Callable[[str], None]
+    """Called before each exchange with what this rank is about to do; to be replaced."""
+
+    def attend(self) -> None:
+        """Take part in an exchange of the others. Collective."""
+
+
+@dataclass(frozen=True)
+class OwnedRows:
+    """Parameters of which each rank of a group has rows of its own, and computes with them."""
+
+    parameters: frozenset[Parameter]
+    """Whole until they are wrapped."""
+    group: ProcessGroup
+    """The ranks that have all rows together, equally many each, in order."""
+    replicas: ProcessGroup
+    """The ranks that have the same rows."""
+    exchanges: Sequence[OwnerExchange]
 
 
 @dataclass(frozen=True)
@@ -70,6 +97,8 @@ class AxisContext:
     """The parameters of which the ranks of the axis have values; None: all of the module."""
     holds_buffer: Callable[[str], bool] | None = None
     """Whether they have the model's value of a buffer, by its name; None: of all."""
+    owned: OwnedRows | None = None
+    """Parameters that an axis within the data axis has divided."""
 
 
 class DataAxis(Axis, ABC):
@@ -155,6 +184,7 @@ class DataAxis(Axis, ABC):
             # Of a model that is whole no list: it would keep parameters that become shards.
             held=strategy.held_parameters() if strategy.divides_modules else None,
             holds_buffer=strategy.holds_buffer,
+            owned=next((each for each in map(_owned_by, strategy.axes) if each is not None), None),
         )
 
     def share_weights(self, module: Module) -> None:
@@ -243,6 +273,9 @@ class DataAxis(Axis, ABC):
     def no_sync(self, module: Module) -> AbstractContextManager[None]:
         """Keep gradients local, for all but the last batch of an accumulation window."""
 
+    def before_backward(self, loss: Tensor) -> None:
+        """Called before each backward pass of automatic optimisation."""
+
     def before_manual_backward(self, module: Module, loss: Tensor) -> None:
         """Called before each ``manual_backward``."""
 
@@ -257,3 +290,8 @@ class DataAxis(Axis, ABC):
     @abstractmethod
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
         """What memory one rank should need, by kind and place, once every state exists."""
+
+
+def _owned_by(axis: Axis) -> OwnedRows | None:
+    owned: OwnedRows | None = axis.owned_rows()
+    return owned

@@ -275,6 +275,8 @@ class RankMeshStrategy(ParallelStrategy):
         """
         groups = {}
         for axis in self.axes:
+            if axis.folds is not None:  # it makes its own
+                continue
             group = self.new_group(axis.name)
             assert group is not None
             groups[axis.name] = group
@@ -390,7 +392,7 @@ def in_order(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     Raises:
         ConfigError: When there is no data axis, or two have the same name.
     """
-    found = tuple(sorted(axes, key=lambda axis: AXES.index(axis.name)))
+    found = tuple(sorted(axes, key=_position))
     names = [axis.name for axis in found]
     if len(set(names)) < len(names) or not any(isinstance(axis, DataAxis) for axis in found):
         raise ConfigError(
@@ -398,3 +400,8 @@ def in_order(axes: Iterable[Axis]) -> tuple[Axis, ...]:
             f"one of each other axis. Add DdpAxis(DdpOptions()), or leave out what is there twice."
         )
     return found
+
+
+def _position(axis: Axis) -> tuple[int, bool]:
+    """Place of an axis in the order; one that folds another follows it."""
+    return AXES.index(axis.folds or axis.name), axis.folds is not None

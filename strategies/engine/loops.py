@@ -302,6 +302,8 @@ class LoopStrategy(RankMeshStrategy):
         assert self.model is not None
         if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
             self.data_axis.before_manual_backward(self.model, closure_loss)
+        else:
+            self.data_axis.before_backward(closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

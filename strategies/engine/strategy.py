@@ -46,6 +46,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     forbid_inference_mode,
     is_wrapping,
     reads_gradients,
+    trainer_of,
 )
 from boltmesh.strategies.random_state import seed_random_state
 from boltmesh.telemetry.snapshot import AlertThresholds, MemoryKind
@@ -152,6 +153,7 @@ class MeshStrategy(LoopStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.resume = ResumeManager(self)
+        telemetry_module.follow_loops(trainer_of(self.lightning_module))
         if self.telemetry:
             self.recorder = telemetry_module.open_recorder_of(self)
 

@@ -25,9 +25,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from boltmesh.process import describe_exit, end_process, wait_for_end_of_parent
+from boltmesh.strategies.lightning_compat.rank_errors import RankErrors
 
 if TYPE_CHECKING:
-    from subprocess import Popen
     from types import FrameType
 
 
@@ -167,11 +167,16 @@ _POLL_S = 0.3
 _GRACE_S = 3.0
 
 
+_UNWIND_S = 30.0
+"""For this process to end by an error of its own."""
+
+
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Runs the script again for the other ranks of this host, and ends all when one dies.
 
     Lightning's own observer polls every five seconds and kills its process with no message; this
-    one names the first rank that died, within a second. A rank whose parent dies ends with it.
+    one shows the first rank that failed, last on the screen (``rank_errors.py``). A rank whose
+    parent dies ends with it.
     """
 
     on_death: Callable[[int, int | None], None] | None = None
@@ -181,15 +186,16 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._naming = threading.Lock()
-        self._is_named = False
+        self._deaths = threading.Lock()
+        self._first_death: str | None = None
+        self._is_shown = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Users copy Trainers; a lock cannot be copied.
-        return {key: value for key, value in vars(self).items() if key != "_naming"}
+        return {key: value for key, value in vars(self).items() if key != "_deaths"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _naming=threading.Lock())
+        vars(self).update(state, _deaths=threading.Lock())
 
     @override
     def launch(
@@ -202,10 +208,16 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
+        errors = (
+            None if trainer is None else RankErrors(trainer.global_rank, trainer.default_root_dir)
+        )
         if not self.cluster_environment.creates_processes_externally:
             os.environ[_PARENT] = str(os.getpid())
+            RankErrors.open_folder()
             self._call_children_scripts()
-            threading.Thread(target=self._watch, name="boltmesh-ranks", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(errors,), name="boltmesh-ranks", daemon=True
+            ).start()
         elif os.environ.get(_PARENT) == str(os.getppid()):
             parent = threading.Thread(
                 target=self._watch_parent, name="boltmesh-parent", daemon=True
@@ -214,9 +226,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return function(*args, **kwargs)
-        except BaseException:
-            # This error may only be the lost connection to the rank that died first.
-            self._name_first_death(within_s=_POLL_S)
+        except Exception as error:
+            if errors is not None and self.procs:
+                errors.show(error, self._find_death, within_s=_POLL_S)
+                self._is_shown = True
+            elif errors is not None and os.environ.get(_PARENT) == str(os.getppid()):
+                errors.report(error)
             raise
 
     def _watch_parent(self) -> None:
@@ -225,45 +240,38 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             self.on_death(0, None)
         end_process(1)
 
-    def _watch(self) -> None:
-        while not self._name_first_death():
+    def _watch(self, errors: RankErrors | None) -> None:
+        while self._find_death() is None:
             if all(process.poll() == 0 for process in self.procs):
                 return
             time.sleep(_POLL_S)
         # Ranks that lost a peer get time to report their own error; one that hangs in a collective
         # never does.
-        time.sleep(_GRACE_S)
+        found = time.monotonic()
+        while time.monotonic() - found < (_UNWIND_S if self._is_shown else _GRACE_S):
+            time.sleep(_POLL_S)
         for process in self.procs:
             if process.poll() is None:
                 process.kill()
+        if errors is not None and not self._is_shown:
+            errors.show_first(self._first_death or "")
+        RankErrors.remove_folder()
         sys.stdout.flush()
         end_process(1)
 
-    def _name_first_death(self, *, within_s: float = 0.0) -> bool:
-        """Print once which rank died first. False if all are alive or ended well."""
-        deadline = time.monotonic() + within_s
-        with self._naming:
-            while not self._is_named:
+    def _find_death(self) -> str | None:
+        """Return in words which rank died first; None if all are alive or ended well."""
+        with self._deaths:
+            if self._first_death is None:
                 codes = [process.poll() for process in self.procs]
                 first = next((rank for rank, code in enumerate(codes, start=1) if code), None)
                 if first is not None:
-                    self._is_named = True
-                    self._name(first, self.procs[first - 1])
-                elif time.monotonic() >= deadline:
-                    return False
-                else:
-                    time.sleep(_POLL_S / 10)
-        return True
-
-    def _name(self, local_rank: int, process: "Popen[bytes]") -> None:
-        how = describe_exit(process.returncode)
-        print(  # noqa: T201 - the logging of a process about to end cannot be trusted to flush
-            f"boltmesh: local rank {local_rank} (pid {process.pid}) {how}; ending the other ranks.",
-            file=sys.stderr,
-            flush=True,
-        )
-        if self.on_death is not None:
-            self.on_death(local_rank, process.returncode)
+                    process = self.procs[first - 1]
+                    how = describe_exit(process.returncode)
+                    self._first_death = f"local rank {first} (pid {process.pid}) {how}"
+                    if self.on_death is not None:
+                        self.on_death(first, process.returncode)
+        return self._first_death
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):

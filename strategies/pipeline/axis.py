@@ -109,7 +109,7 @@ class PipelineAxis(Axis):
                 f"of the whole module, and a pipeline runs pieces of it. Use PipelineDdpAxis() or "
                 f"PipelineZeroAxis(...)."
             )
-        recompute, kind = strategy.recomputation.kind, schedule_kind(self.options.schedule)
+        recompute, kind = strategy.recomputation.kind, schedule_kind(self.options.first_schedule)
         if recompute is not None and kind.splits_backward:
             raise ConfigError(
                 f"schedule={self.options.schedule!r} takes each backward pass in two halves, and "
@@ -138,7 +138,7 @@ class PipelineAxis(Axis):
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:
         if self.strategy.is_fitting:
             refuse_manual_optimization(module)
-            if schedule_kind(self.options.schedule).is_asynchronous:
+            if schedule_kind(self.options.first_schedule).is_asynchronous:
                 refuse_late_gradients(trainer, self.strategy.scaler)
         if self._num_sharing > 1:
             refuse_measuring(self.options)
@@ -316,6 +316,7 @@ class PipelineAxis(Axis):
     def _train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         strategy, staged = self.strategy, self.staged
         self._free_stale_gradients()
+        schedule = staged.programs.schedule
         told = staged.sharing.length, staged.sharing.size_per_batch()
         with strategy.recorder.phase("forward"), total_norm_replaced(TOTAL_NORM):
             output = training_step(
@@ -325,6 +326,8 @@ class PipelineAxis(Axis):
                 ordinal=strategy.trainer.fit_loop.total_batch_idx,
                 around=strategy.step_context("training_step"),
             )
+        if schedule != staged.programs.schedule:
+            staged.tell(strategy.trainer.accumulate_grad_batches)
         if told != (staged.sharing.length, staged.sharing.size_per_batch()):
             strategy.recorder.expect(strategy.expected_traffic())  # it logs something else
         self._log_bubble()

@@ -20,7 +20,8 @@ from torch import Tensor
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.metrics import metrics_replaced
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, no_side_effects
-from boltmesh.strategies.pipeline.merge import Joints, find_joints, join
+from boltmesh.strategies.pipeline.batch_tail import JoinedRun, join_run, tail_of
+from boltmesh.strategies.pipeline.merge import join
 from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.absent_params import AbsentError
@@ -81,8 +82,7 @@ class Evaluation:
             return self._relay(whole, around)
         try:
             with around():
-                tail = self._tail(whole, 0)
-                run, tails, joints = self._divided(whole, tail, ordinal)
+                run, joined = self._divided(whole, ordinal)
         except AbsentError as error:
             model.runner.refuse(error)
         except ConfigError as error:  # alike on all ranks, which have one batch and one plan
@@ -94,8 +94,9 @@ class Evaluation:
             return self._relay(whole, around)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
             model.runner.refuse(error)
+        tail = joined.tail
         specs = tail.end.plan.values_in
-        values = self._values(run, tails, joints, specs, around)
+        values = self._values(run, joined, specs, around)
         values = [self._broadcast(each, spec) for each, spec in zip(values, specs, strict=True)]
         lent = self._lent(tail)
         with ExitStack() as stack:
@@ -115,38 +116,26 @@ class Evaluation:
             stack.enter_context(metrics_replaced(model.metrics, lambda call: call.do()))
             return model.runner.relay(whole)
 
-    def _divided(
-        self, whole: MicrobatchRun, tail: Tail, ordinal: int
-    ) -> tuple[MicrobatchRun, list[Tail], Joints]:
-        """Return the batch's microbatches, what they give, and how that is joined."""
-        undivided: tuple[MicrobatchRun, list[Tail], Joints] = (
-            whole,
-            [tail],
-            (None,) * len(tail.end.plan.values_in),
-        )
-        if tail.draws_before or tail in self._undivided:
-            return undivided
+    def _divided(self, whole: MicrobatchRun, ordinal: int) -> tuple[MicrobatchRun, JoinedRun]:
+        """Return the batch's microbatches, and how what they give is joined."""
+        tail = tail_of(self._plans, whole, 0)
+        undivided = JoinedRun(whole, tail, [tail.last], (None,) * len(tail.end.plan.values_in))
+        if tail in self._undivided:
+            return whole, undivided
         parts, sizes = self._model.cut_if_possible(whole.parts[0])
         if len(parts) == 1:
-            return undivided
+            return whole, undivided
         run = dataclasses.replace(whole, parts=parts, seeds=self._model.seeds(ordinal, len(parts)))
-        tails = [self._tail(run, number) for number in range(len(parts))]
-        joints = find_joints(tail.end.plan, [each.end.plan for each in tails], sizes)
-        if joints is None:
+        joined = join_run(self._plans, whole, run, sizes)
+        if isinstance(joined, str):
             self._undivided.add(tail)
-            return undivided
-        return run, tails, joints
-
-    def _tail(self, run: MicrobatchRun, number: int) -> Tail:
-        """Return what follows the last unit for one microbatch of a run."""
-        args = (run.step, run.parts[number], *run.rest)
-        return self._plans.tail(*args, kwargs=run.kwargs, seed=run.seeds[number])
+            return whole, undivided
+        return run, joined
 
     def _values(
         self,
         run: MicrobatchRun,
-        tails: Sequence[Tail],
-        joints: Joints,
+        joined: JoinedRun,
         specs: Sequence[ValueSpec],
         around: Around,
     ) -> list[Tensor]:
@@ -156,9 +145,9 @@ class Evaluation:
             # Every stage runs the beginning of the step, and only the end is to leave traces.
             stack.enter_context(modules_unchanged(self._glue))
             stack.enter_context(no_side_effects(model.module, model.metrics))
-            parts = model.runner.pass_through(run, [each.last for each in tails], around)
+            parts = model.runner.pass_through(run, joined.last, around)
         if model.holds_last_stage:
-            return join(parts, joints, specs)
+            return join(parts, joined.joints, specs)
         device = model.context.device
         return [torch.empty(each.shape, dtype=each.dtype, device=device) for each in specs]
 

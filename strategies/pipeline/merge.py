@@ -5,6 +5,7 @@ Puts what a step returned for each microbatch together to what it would return f
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +19,18 @@ Joints = tuple[int | None, ...]
 """For each value the dimension that holds the batch's rows; None where it holds none of them."""
 
 
+@dataclass(frozen=True)
+class NoJoints:
+    """Why values of microbatches cannot be joined."""
+
+    reason: str
+    number: int | None = None
+    """Number of the value in the step's trace, if one is to blame."""
+
+
 def find_joints(
     whole: StagePlan, parts: Sequence[StagePlan], sizes: Sequence[int]
-) -> Joints | None:
+) -> Joints | NoJoints:
     """Return how the values that a stage receives for a batch come out of those of microbatches.
 
     A dimension holds rows where it is as long as the batch, and for each microbatch as long as
@@ -32,13 +42,13 @@ def find_joints(
         sizes: Rows of each microbatch.
 
     Returns:
-        None where there is no way: a value that depends on the rows and has none of its own, such
-        as a loss that a layer computes.
+        Why not, where a value depends on the rows and has none of its own, such as a loss that a
+        layer computes.
     """
     if len(parts) == 1:
         return (None,) * len(whole.values_in)
     if any(_identities(each) != _identities(whole) for each in parts):
-        return None
+        return NoJoints("its code uses other values of layers for the batch than for a microbatch")
     joints: list[int | None] = []
     for slot, (spec, follows_batch) in enumerate(
         zip(whole.values_in, whole.row_values, strict=True)
@@ -47,13 +57,24 @@ def find_joints(
         dims = _differing(spec, shapes)
         if not dims and not follows_batch:
             joints.append(None)
-        elif len(dims) == 1 and spec.shape[dims[0]] == sum(sizes):
-            if [shape[dims[0]] for shape in shapes] != list(sizes):
-                return None
+        elif _are_rows(dims, spec, shapes, sizes):
             joints.append(dims[0])
         else:
-            return None
+            return NoJoints(
+                f"the {spec.origin}, of shape {list(spec.shape)} for {sum(sizes)} rows, has no "
+                f"dimension of rows",
+                whole.received_numbers[slot],
+            )
     return tuple(joints)
+
+
+def _are_rows(
+    dims: Sequence[int], spec: ValueSpec, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
+) -> bool:
+    """Whether the only dimension that differs is as long as the batch, and each microbatch."""
+    if len(dims) != 1 or spec.shape[dims[0]] != sum(sizes):
+        return False
+    return [shape[dims[0]] for shape in shapes] == list(sizes)
 
 
 def join(
@@ -85,6 +106,33 @@ def join(
             )
         joined.append(values[0])
     return joined
+
+
+def split(
+    whole: Sequence[Tensor | None], joints: Joints, shapes: Sequence[Sequence[tuple[int, ...]]]
+) -> list[tuple[Tensor | None, ...]]:
+    """Return the gradients of microbatches' values.
+
+    Args:
+        whole: Gradients of the joined values; None where one has none.
+        joints: By which they were joined.
+        shapes: Shapes of the values, by microbatch.
+
+    Returns:
+        By microbatch. The first one gets all of a value that is no microbatch's own.
+    """
+    starts = [0] * len(whole)
+    parts = []
+    for number, part in enumerate(shapes):
+        grads: list[Tensor | None] = []
+        for slot, (grad, dim, shape) in enumerate(zip(whole, joints, part, strict=True)):
+            if grad is None or dim is None:
+                grads.append(grad if number == 0 else None)
+                continue
+            grads.append(grad.narrow(dim, starts[slot], shape[dim]).contiguous())
+            starts[slot] += shape[dim]
+        parts.append(tuple(grads))
+    return parts
 
 
 def _identities(plan: StagePlan) -> list[tuple[object, ...]]:

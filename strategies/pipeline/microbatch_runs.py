@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.loss.reduction import read_open
+from boltmesh.strategies.pipeline.loss.reduction import BatchLossError, read_open
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 
@@ -45,8 +45,10 @@ class SentScalars:
     def _check_scalar(self, number: int, value: Tensor, spec: ValueSpec, rows: int) -> None:
         try:
             terms = read_open(value.grad_fn, rows)
-        except ConfigError as error:
-            raise ConfigError(f"{spec.origin} is a scalar. {error}") from None
+        except BatchLossError as error:
+            raise ConfigError(
+                f"{spec.origin} is a scalar. {error.what} Use microbatches=1{error.instead}."
+            ) from None
         found = tuple(float(term.count) / rows for term, kind in terms if kind == "mean")
         known = self._per_row.setdefault(number, found)
         is_alike = len(known) == len(found) and all(
@@ -68,6 +70,13 @@ During = Callable[[int], AbstractContextManager[None]]
 
 Finish = Callable[[int, Any], tuple[Tensor, ...]]
 """Takes a microbatch's number and what the step returned; returns what to differentiate."""
+
+
+class TakesOutputs(Protocol):
+    """Continues the step for the whole batch, where stages end behind the last unit."""
+
+    def take(self, number: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Take one microbatch's outputs; return what is differentiated in their place."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,7 @@ class MicrobatchStage:
         finish: Finish | None = None,
         *,
         is_last: bool,
+        batch_tail: TakesOutputs | None = None,
     ) -> None:
         """Prepare the stage.
 
@@ -106,6 +116,7 @@ class MicrobatchStage:
             during: What each microbatch is run in.
             finish: Takes what the last stage returned, where it runs to the end of the step.
             is_last: Whether no other stage follows.
+            batch_tail: Where the stage ends behind its last unit, what takes its outputs.
         """
         self.index = runs[0].plan.stage
         self.is_first = self.index == 0
@@ -115,6 +126,7 @@ class MicrobatchStage:
         self._around = around
         self._during = during
         self._finish = finish
+        self._batch_tail = batch_tail
         self._scalars = SentScalars()
 
     def values_in(self, microbatch: int) -> tuple[ValueSpec, ...]:
@@ -136,9 +148,15 @@ class MicrobatchStage:
                     run.kwargs,
                     seed=run.seeds[microbatch],
                 )
-            values: tuple[Tensor, ...] = (
-                result if self._finish is None else self._finish(microbatch, result)
-            )
-            if not self.is_last and len(run.sizes) > 1:
-                self._scalars.check(values, self.values_out(microbatch), run.sizes[microbatch])
+            if self._batch_tail is None:
+                return self._finished(microbatch, result)
+        return self._batch_tail.take(microbatch, result)
+
+    def _finished(self, microbatch: int, result: Any) -> tuple[Tensor, ...]:
+        if self._finish is not None:
+            return self._finish(microbatch, result)
+        values: tuple[Tensor, ...] = result
+        sizes = self._run.sizes
+        if not self.is_last and len(sizes) > 1:
+            self._scalars.check(values, self.values_out(microbatch), sizes[microbatch])
         return values

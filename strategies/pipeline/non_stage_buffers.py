@@ -5,7 +5,7 @@ buffer of its own counts once: on the stage that has what is written, from where
 get it after the batch. What it only counts (batches seen, say) is kept from one stage of each rank.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,12 +44,18 @@ class NonStageState:
         self._replaced: dict[str, Tensor] = {}
         """The model's own buffers, by the names under which copies of them stand now."""
 
-    def during(self, inner: During, plans: Sequence[StagePlan]) -> During:
+    def during(
+        self,
+        inner: During,
+        plans: Sequence[StagePlan],
+        keeps: Callable[[int], bool] = lambda _: True,
+    ) -> During:
         """Return what microbatches of a stage are run in.
 
         Args:
             inner: What they are run in besides.
             plans: Of the stage, by microbatch.
+            keeps: Whether what a microbatch changed stays.
         """
         self._keep_buffers()  # of a batch that an error ended
         if not any(plan.changed_buffers or plan.changed_attributes for plan in plans):
@@ -57,18 +63,19 @@ class NonStageState:
 
         @contextmanager
         def both(microbatch: int) -> Iterator[None]:
-            with inner(microbatch), self._around(plans[microbatch]):
+            with inner(microbatch), self._around(plans[microbatch], keeps(microbatch)):
                 yield
 
         return both
 
     @contextmanager
-    def _around(self, plan: StagePlan) -> Iterator[None]:
+    def _around(self, plan: StagePlan, keeps: bool) -> Iterator[None]:
         """Within, a stage runs; afterwards stands what it has to leave behind, and no more.
 
         Each microbatch writes into copies: backward passes of others still need what these read.
         """
-        attributes = plan.changed_attributes if plan.stage != self._keeper else frozenset()
+        is_kept = keeps and plan.stage == self._keeper
+        attributes = frozenset() if is_kept else plan.changed_attributes
         buffers = self._buffers(plan.changed_buffers)
         copies = {id(each): each.detach().clone() for _, each in buffers}
         kept = [self._kept(*each) for each in attributes]
@@ -79,7 +86,7 @@ class NonStageState:
         finally:
             for name, each in buffers:
                 owner = plan.changed_buffers[name]
-                if plan.stage == (self._keeper if owner == ANY_STAGE else owner):
+                if keeps and plan.stage == (self._keeper if owner == ANY_STAGE else owner):
                     self._replaced.setdefault(name, each)
                 else:
                     self._set_buffer(name, each)
@@ -95,18 +102,20 @@ class NonStageState:
                 self._set_buffer(name, each)
         self._replaced = {}
 
-    def share(self, plans: Iterable[StagePlan]) -> None:
+    def share(self, plans: Iterable[StagePlan], *, is_joined: bool = False) -> None:
         """Give all ranks the buffers that one stage has. Collective over the pipeline.
 
         Args:
             plans: Of all microbatches that were run, each of any stage.
+            is_joined: Whether the last stage has run the step on the whole batch.
         """
         self._keep_buffers()
+        end = len(self._rank_of_stage) - 1
         owners = {
-            name: owner
+            name: end if is_joined else owner
             for plan in plans
             for name, owner in plan.changed_buffers.items()
-            if owner != ANY_STAGE
+            if owner != ANY_STAGE or is_joined
         }
         for name, each in self._buffers(sorted(owners)):
             broadcast(each, self._rank_of_stage[owners[name]], self._group)

@@ -37,6 +37,11 @@ Split = str | Sequence[str] | Callable[[Sequence[UnitCost], int], Sequence[Seque
 
 AUTOMATIC = ("auto", "measured")
 
+AUTOMATIC_SCHEDULE = "auto"
+
+WHOLE_BATCH = "gpipe"
+"""The schedule of a loss over the whole batch, where none was asked for."""
+
 
 @dataclass(frozen=True)
 class PipelineOptions:
@@ -50,7 +55,8 @@ class PipelineOptions:
     """Ranks of the pipeline; None: all of the job."""
     microbatches: int | None = None
     """None: four for each rank, or the nearest number that the schedule has."""
-    schedule: str = "1f1b"
+    schedule: str = AUTOMATIC_SCHEDULE
+    """``auto``: 1f1b, and gpipe where the first batch shows that the loss needs the whole batch."""
     stages_per_rank: int | None = None
     """None: what is usual with the schedule."""
     split: Split = "auto"
@@ -58,7 +64,7 @@ class PipelineOptions:
     """Of a rank; None: what its device has, where that is a GPU."""
 
     def __post_init__(self) -> None:
-        schedule_kind(self.schedule)
+        schedule_kind(self.first_schedule)
         if isinstance(self.split, str) and self.split not in AUTOMATIC:
             raise ConfigError(
                 f"split={self.split!r} is no way to cut a model. Use 'auto', 'measured', a list of "
@@ -73,6 +79,11 @@ class PipelineOptions:
         if self.stages is not None:
             self.num_stages(self.stages)
 
+    @property
+    def first_schedule(self) -> str:
+        """With which a run begins."""
+        return "1f1b" if self.schedule == AUTOMATIC_SCHEDULE else self.schedule
+
     def num_microbatches(self, num_ranks: int) -> int:
         """Return how many microbatches a whole batch is cut into."""
         return 4 * num_ranks if self.microbatches is None else self.microbatches
@@ -84,7 +95,7 @@ class PipelineOptions:
             ConfigError: When the schedule does not have these sizes.
         """
         size = check_schedule(
-            self.schedule,
+            self.first_schedule,
             num_ranks=num_ranks,
             num_microbatches=self.num_microbatches(num_ranks),
             stages_per_rank=self.stages_per_rank,
@@ -167,7 +178,7 @@ def refuse_layout(options: PipelineOptions, layout: MeshLayout) -> None:
         ConfigError: With what to do instead.
     """
     options.num_stages(layout.pipeline)
-    if schedule_kind(options.schedule).is_asynchronous and layout.data > 1:
+    if schedule_kind(options.first_schedule).is_asynchronous and layout.data > 1:
         raise ConfigError(
             f"schedule={options.schedule!r} applies gradients a step late, and checkpoints keep "
             f"those of one pipeline; {layout} would have {layout.data} pipelines. Use "

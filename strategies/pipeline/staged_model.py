@@ -7,20 +7,30 @@ each (``step_runner.py``), as far as its stages go (``stage/``), in the order of
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.metrics import find_metrics
+from boltmesh.strategies.pipeline.batch_tail import JoinedRun, join_run, whole_run
 from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
+from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
+from boltmesh.strategies.pipeline.loss.trial import Trial
 from boltmesh.strategies.pipeline.metrics import MetricBroadcast
 from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, batch_norms, fewest_rows
-from boltmesh.strategies.pipeline.microbatch_runs import Around
-from boltmesh.strategies.pipeline.options import PipelineContext, PipelineOptions
+from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun
+from boltmesh.strategies.pipeline.options import (
+    AUTOMATIC_SCHEDULE,
+    WHOLE_BATCH,
+    PipelineContext,
+    PipelineOptions,
+)
 from boltmesh.strategies.pipeline.partition.choose import find_budget
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.placement import StagePlacement, place
@@ -51,6 +61,8 @@ class StagedModel:
         self.placement: StagePlacement | None = None
         """None before a model was placed."""
         self._forget_scaler: Callable[[], None] = _nothing
+        self._has_chosen = False
+        """Whether the loss of a batch was looked at before a schedule was chosen."""
         self.cutter = MicrobatchSplitter()
         self.others = PeerPipelines(1, 1, self._fail)
         """The replicas of this pipeline."""
@@ -93,11 +105,14 @@ class StagedModel:
         """
         self.close()
         self.placement = None
+        self._has_chosen = False
         context = self.context
         self.module = module
         self._norms_of_rows = batch_norms(module, of_vectors=True)
         self.metrics = find_metrics(module)
-        programs = RankPrograms(self.options, context.group.size(), context.group.rank())
+        programs = self.programs = RankPrograms(
+            self.options, context.group.size(), context.group.rank()
+        )
         parts = self._cut(batch)[0]
         unmade = DeferredModel(module)
         with around():
@@ -196,7 +211,7 @@ class StagedModel:
             recorder.name_group(group, "pipeline")
         if self._executor.control_group is not None:
             recorder.name_group(self._executor.control_group, CONTROL)
-        recorder.schedule(self.expectations.plan(self.options.schedule, accumulated))
+        recorder.schedule(self.expectations.plan(self.programs.schedule, accumulated))
 
     def follow_scaler(self) -> None:
         """Make all stages skip a step when gradients of one have overflown.
@@ -272,6 +287,66 @@ class StagedModel:
         if wanted == 1:
             return [batch], [1]
         return self.cutter.cut(batch, wanted, fewest_rows(self._norms_of_rows))
+
+    @property
+    def has_open_schedule(self) -> bool:
+        """Whether the schedule is still to be chosen by the loss of the first batch."""
+        return self.options.schedule == AUTOMATIC_SCHEDULE and not self._has_chosen
+
+    def choose_schedule(
+        self, run: MicrobatchRun, around: Around, trial: Callable[[], Trial]
+    ) -> None:
+        """Change to ``gpipe`` where the loss needs the whole batch. Collective over the pipeline.
+
+        Args:
+            run: The batch in microbatches.
+            around: Precision.
+            trial: Makes the end of the step, to be tried.
+        """
+        joined = self._join(run, around)
+        problem: BatchLossError | None = None
+        if isinstance(joined, JoinedRun) and joined.scalars:  # the same on all ranks
+            problem = BatchLossError(f"The loss may be made of {joined.scalars[0]}, a number.")
+        else:
+            problem = self._find_problem(trial)
+        self._has_chosen = True
+        if problem is None:
+            return
+        if isinstance(joined, str):
+            self.runner.refuse(problem.without_joining(joined))
+        self.programs.change_schedule(WHOLE_BATCH)
+        rank_zero_info(
+            f"boltmesh: schedule='{WHOLE_BATCH}' is used in place of 1f1b: {problem.what} The last "
+            f"stage computes the loss of the whole batch at once, and each stage keeps what all "
+            f"microbatches need for their backward passes."
+        )
+
+    def _find_problem(self, trial: Callable[[], Trial]) -> BatchLossError | None:
+        """Return why no weights put the loss together. Collective over the pipeline."""
+        found: list[tuple[str, str] | None] = [None]
+        with suppress(Exception):  # raised again within the step, on all ranks
+            problem = self.proofs.find_problem(trial) if self.holds_last_stage else None
+            found = [None if problem is None else (problem.what, problem.instead)]
+        dist.broadcast_object_list(found, self.last, group=self.context.group)
+        return None if found[0] is None else BatchLossError(*found[0])
+
+    def join(self, run: MicrobatchRun, around: Around) -> JoinedRun | str | None:
+        """Return how the outputs of microbatches are joined to the batch's.
+
+        Returns:
+            Why they cannot be; None where the schedule begins backward passes before it has all.
+        """
+        return self._join(run, around) if self.programs.has_forwards_first else None
+
+    def _join(self, run: MicrobatchRun, around: Around) -> JoinedRun | str:
+        assert self.placement is not None
+        try:
+            with around():
+                return join_run(self.placement.plans, whole_run(run), run, run.sizes)
+        except ConfigError as error:  # the same on all ranks: one batch, one plan
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - raised on all ranks
+            self.runner.refuse(error)
 
     def seeds(self, ordinal: int, count: int) -> list[int]:
         """Return what the random numbers of each microbatch start from."""

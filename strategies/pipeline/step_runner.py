@@ -16,10 +16,12 @@ from torch import Tensor
 from boltmesh.strategies.dry_run.batch_check import BatchDigest
 from boltmesh.strategies.dry_run.metrics import MetricKind
 from boltmesh.strategies.dry_run.no_side_effects import no_side_effects
+from boltmesh.strategies.pipeline.batch_tail import BatchTail, JoinedRun
 from boltmesh.strategies.pipeline.layerwise_eval import relay_of
 from boltmesh.strategies.pipeline.metrics import MetricCalls
 from boltmesh.strategies.pipeline.microbatch_runs import (
     Around,
+    During,
     Finish,
     MicrobatchRun,
     MicrobatchStage,
@@ -98,6 +100,7 @@ class StepRunner:
         finish: Finish,
         around: Around,
         found: Callable[[StepLogs], Tensor],
+        joined: JoinedRun | None = None,
     ) -> tuple[StepLogs, Tensor]:
         """Run all chunks of this rank.
 
@@ -106,6 +109,7 @@ class StepRunner:
             finish: Takes what the last stage returned.
             around: Precision.
             found: Gives what the last stage's rank tells the others, ``sharing.row``.
+            joined: How the end of the step is run on the whole batch; None: on each microbatch.
 
         Returns:
             What the last stage logged, and what each rank told at the end.
@@ -113,24 +117,16 @@ class StepRunner:
         try:
             with around():
                 runs = self._stage_runs(run)
-                metrics = self._metric_calls(run, [each[0].plan.metrics for each in runs])
+                count = len(run.parts) if joined is None else 1
+                metrics = self._metric_calls(run, [each[0].plan.metrics for each in runs], count)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
             self.refuse(error)
         logs = StepLogs(self._module, metrics)
-        stages = [
-            MicrobatchStage(
-                [each[index] for each in runs],
-                run,
-                around,
-                self.glue_state.during(
-                    logs.of_microbatch if index == self._end else self._quiet,
-                    [each[index].plan for each in runs],
-                ),
-                finish if index == self._end else None,
-                is_last=index == self._end,
-            )
-            for index in self._whole.stages
-        ]
+        if joined is None:
+            stages = self._stages(run, runs, around, logs.of_microbatch, finish)
+        else:
+            tail = BatchTail(joined, around, logs.of_microbatch, finish)
+            stages = self._joined_stages(run, runs, around, joined, tail)
         tell = partial(found, logs) if self._end in self._whole.stages else None
         if self.delayed is None:
             outcome = self._run(self._programs.of(len(run.parts)), stages, tell)
@@ -138,8 +134,62 @@ class StepRunner:
             with self.delayed.batch() as before:
                 program = self._programs.asynchronous(before, len(run.parts))
                 outcome = self._run(program, stages, tell)
-        self.glue_state.share(each[0].plan for each in runs)
+        self.glue_state.share((each[0].plan for each in runs), is_joined=joined is not None)
         return logs, outcome.told[:, NUM_SIGNALS:]
+
+    def _stages(
+        self,
+        run: MicrobatchRun,
+        runs: Sequence[tuple[StageRun, ...]],
+        around: Around,
+        during: During,
+        finish: Finish,
+    ) -> list[MicrobatchStage]:
+        """Return this rank's stages, the last one up to the end of the step."""
+        return [
+            MicrobatchStage(
+                [each[index] for each in runs],
+                run,
+                around,
+                self.glue_state.during(
+                    during if index == self._end else self._quiet,
+                    [each[index].plan for each in runs],
+                ),
+                finish if index == self._end else None,
+                is_last=index == self._end,
+            )
+            for index in self._whole.stages
+        ]
+
+    def _joined_stages(
+        self,
+        run: MicrobatchRun,
+        runs: Sequence[tuple[StageRun, ...]],
+        around: Around,
+        joined: JoinedRun,
+        tail: BatchTail,
+    ) -> list[MicrobatchStage]:
+        """Return this rank's stages, the last one up to its last unit.
+
+        What the step itself changes stays once: of the end of the step on the last stage's rank, of
+        the first microbatch on others.
+        """
+        holds_end = self._end in self._whole.stages
+
+        def keeps(microbatch: int) -> bool:
+            return microbatch == 0 and not holds_end
+
+        return [
+            MicrobatchStage(
+                joined.last if index == self._end else [each[index] for each in runs],
+                run,
+                around,
+                self.glue_state.during(self._quiet, [each[index].plan for each in runs], keeps),
+                is_last=index == self._end,
+                batch_tail=tail if index == self._end else None,
+            )
+            for index in self._whole.stages
+        ]
 
     def _stage_runs(self, run: MicrobatchRun) -> list[tuple[StageRun, ...]]:
         """Return how each microbatch runs on each stage."""
@@ -148,7 +198,7 @@ class StepRunner:
         )
 
     def _metric_calls(
-        self, run: MicrobatchRun, called: Sequence[tuple[MetricTrace, ...]]
+        self, run: MicrobatchRun, called: Sequence[tuple[MetricTrace, ...]], count: int
     ) -> MetricCalls:
         """Return what keeps the calls of metrics that a step makes."""
         of_batch: tuple[MetricTrace, ...] = ()
@@ -157,7 +207,7 @@ class StepRunner:
                 run.step, run.batch, *run.rest, kwargs=run.kwargs, seed=run.seeds[0]
             )
             of_batch = plans[0].plan.metrics
-        return MetricCalls(self._metrics, of_batch, len(run.parts))
+        return MetricCalls(self._metrics, of_batch, count)
 
     def _quiet(self, microbatch: int) -> AbstractContextManager[None]:
         return no_side_effects(self._module, self._metrics)

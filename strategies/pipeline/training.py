@@ -5,11 +5,13 @@ What microbatches' losses are multiplied by, so that gradients fit into their ty
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from boltmesh.strategies.pipeline.batch_tail import JoinedRun
 from boltmesh.strategies.pipeline.grad_handoff import GradHandoff
 from boltmesh.strategies.pipeline.loss.log_rules import (
     RETURNED,
@@ -20,7 +22,8 @@ from boltmesh.strategies.pipeline.loss.log_rules import (
     returned_numbers,
 )
 from boltmesh.strategies.pipeline.loss.loss_check import StepLossCheck
-from boltmesh.strategies.pipeline.loss.loss_weights import StepWeights
+from boltmesh.strategies.pipeline.loss.loss_weights import Read, StepWeights
+from boltmesh.strategies.pipeline.loss.reduction import BatchLossError, Form, Term
 from boltmesh.strategies.pipeline.loss.trial import TailTrial
 from boltmesh.strategies.pipeline.merge import merge
 from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun
@@ -82,10 +85,21 @@ def training_step(
     model.begin_batch()
     parts, sizes = model.cut(args[0])
     seeds = model.seeds(ordinal, len(parts))
-    proofs = model.proofs.of_step(lambda: _trial(model, args, kwargs, around, seeds[0]))
-    weights = StepWeights(proofs.read, is_single=len(parts) == 1)
+    run = MicrobatchRun("training_step", args[0], parts, args[1:], kwargs, seeds, sizes)
+
+    def trial() -> TailTrial:
+        return _trial(model, args, kwargs, around, seeds[0])
+
+    if len(parts) > 1 and model.has_open_schedule:
+        model.choose_schedule(run, around, trial)
+    joined = model.join(run, around) if len(parts) > 1 else None
+    proofs = model.proofs.of_step(trial)
+    if isinstance(joined, JoinedRun):
+        sizes = [sum(sizes)]
+        run = replace(run, sizes=())
+    weights = StepWeights(_reader(proofs, joined), is_single=len(sizes) == 1)
     results = _Results(sizes)
-    scale = gradient_scale(model.context, len(parts)) if model.holds_last_stage else 1.0
+    scale = gradient_scale(model.context, len(sizes)) if model.holds_last_stage else 1.0
 
     def finish(number: int, result: Any) -> tuple[Tensor, ...]:
         loss = result.get("loss") if isinstance(result, Mapping) else result
@@ -106,11 +120,12 @@ def training_step(
             results.loss(weights.total), total, logged, is_mapping=results.is_mapping
         )
 
-    run = MicrobatchRun("training_step", args[0], parts, args[1:], kwargs, seeds, sizes)
     deposit = GradHandoff(model.holdings.parameters)
     delayed = model.delayed
     with deposit.taking() if delayed is None else nullcontext():
-        logs, rows = model.runner.run_batch(run, finish, around, found)
+        logs, rows = model.runner.run_batch(
+            run, finish, around, found, joined if isinstance(joined, JoinedRun) else None
+        )
     loss, total = _hear(model, logs, rows, numbers)
     if delayed is not None:
         delayed.wait(len(parts), None if loss is None else total)
@@ -126,6 +141,26 @@ def training_step(
     if not model.sharing.is_mapping:
         return signed
     return {**results.merged(proofs), "loss": signed}
+
+
+def _reader(proofs: StepLossCheck, joined: JoinedRun | str | None) -> Read:
+    """Return what reads the loss of a microbatch.
+
+    Args:
+        proofs: Loss checks of the step.
+        joined: Why microbatches are not joined; None where their schedule never does it.
+    """
+    if not isinstance(joined, str):
+        return proofs.read
+    reason = joined
+
+    def read(loss: Tensor) -> tuple[Form, list[Term]] | None:
+        try:
+            return proofs.read(loss)
+        except BatchLossError as error:
+            raise error.without_joining(reason) from None
+
+    return read
 
 
 def _trial(

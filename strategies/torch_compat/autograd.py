@@ -52,6 +52,17 @@ def after_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> R
     return handle
 
 
+def after_backward(loss: Tensor, call: Callable[[], None]) -> None:
+    """Call once the backward pass is over that begins at a tensor, and before what follows it."""
+    engine: Any = torch.autograd.Variable._execution_engine
+
+    def queue(_: Tensor) -> None:
+        engine.queue_callback(call)
+
+    if loss.requires_grad:
+        loss.register_hook(queue)  # type: ignore[no-untyped-call]
+
+
 def backward_number() -> int | None:
     """The number of the backward pass that this thread is within, its own; None outside."""
     task: int = torch._C._current_graph_task_id()

@@ -23,7 +23,7 @@ def test_the_commands_and_their_options_are_these():
         for name, command in cli.boltmesh.commands.items()
     }  # fmt: skip
     assert found == {
-        "fit": RUN_OPTIONS,
+        "fit": {*RUN_OPTIONS, "--restarts"},
         "validate": RUN_OPTIONS,
         "test": RUN_OPTIONS,
         "predict": RUN_OPTIONS,
@@ -43,6 +43,7 @@ def test_the_commands_and_their_options_are_these():
         "export": {"--to", "--prefix", "--max-shard-size", "--force"},
         "import": {"--to", "--prefix", "--tie", "--force"},
         "verify": set(),
+        "prune": {"--dry-run", "--telemetry-days"},
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from boltmesh.strategies.torch_compat.elastic import agree
 from tests.cli.test_run_ranks import TINY, assert_same, boltmesh, checkpoint, fit
 
 ROOT = Path(__file__).parents[2]
-KILLS = f"{TINY.with_name('tiny.py')}:KillInAttempt"
+KILLS = f"{TINY.with_name('tiny.py')}:KillOnce"
 LAST = Path("runs/tiny/0/checkpoints/last.ckpt")
 
 

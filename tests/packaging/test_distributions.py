@@ -1,6 +1,5 @@
 """The wheel and the sdist hold all that runs, and a wheel works where there is no checkout."""
 
-import json
 import subprocess
 import sys
 import tarfile
@@ -123,20 +122,11 @@ def test_a_recipe_is_found_by_name_and_can_be_built(installed: Environment, tmp_
     assert not list(tmp_path.glob("runs/**/*.ckpt"))
 
 
-def test_lightning_finds_the_names_and_the_callbacks(
-    installed: Environment, tmp_path: Path
-) -> None:
+def test_lightning_finds_the_names(installed: Environment, tmp_path: Path) -> None:
     code = """
-import json
-from importlib.metadata import entry_points
 import boltmesh
 from lightning.pytorch.strategies import StrategyRegistry
-print(json.dumps([
-    [point.value for point in entry_points(group="lightning.pytorch.callbacks_factory")],
-    [name for name in StrategyRegistry.available_strategies() if name.startswith("bolt_")],
-]))
+print(*StrategyRegistry.available_strategies())
 """
     output = installed.run(installed.python, "-c", code, cwd=tmp_path).stdout
-    callbacks, names = json.loads(output)
-    assert "boltmesh.telemetry.callback:callbacks" in callbacks
-    assert "bolt_ddp" in names
+    assert "bolt_ddp" in output.split()

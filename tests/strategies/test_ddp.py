@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import DDPStrategy
+from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
 from tests.support.models import Regression, regression_data
 from tests.support.ranks import RankFailure, run_ranks
 
@@ -185,8 +186,25 @@ def fit_leaving_out(rank: int, world_size: int) -> None:
 
 @pytest.mark.ranks
 def test_unused_parameters_are_explained() -> None:
-    with pytest.raises(RankFailure, match="Set find_unused_parameters=True"):
+    message = (
+        "'side.weight', 'side.bias' took no part in .*"
+        "strategy='bolt_ddp_find_unused_parameters_true'"
+    )
+    with pytest.raises(RankFailure, match=message):
         run_ranks(fit_leaving_out, 2)
+
+
+def test_arguments_of_torch_are_named_as_ours() -> None:
+    error = RuntimeError(
+        "Expected to mark a variable ready only once. You can disable unused parameter detection "
+        "by passing the keyword argument `find_unused_parameters=False` to "
+        "`torch.nn.parallel.DistributedDataParallel`. You can try to use _set_static_graph() as a "
+        "workaround."
+    )
+    DdpAxis(DdpOptions(find_unused_parameters=True)).explain(error)
+    assert "torch" not in str(error)
+    assert "`find_unused_parameters=False` to `DDPStrategy`" in str(error)
+    assert "use `DDPStrategy(static_graph=True)` as" in str(error)
 
 
 class Draws(LightningModule):

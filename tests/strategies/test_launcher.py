@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +60,50 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, victim: int) ->
         assert "SIGKILL" in snapshot.cause
     else:
         assert code == -signal.SIGKILL
+
+
+FAILING = """
+import boltmesh
+from lightning.pytorch import Trainer
+from tests.support.models import Regression, regression_data
+
+class Fails(Regression):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == {rank}:
+            raise ValueError("a label is out of range: 99")
+        return super().training_step(batch, batch_idx)
+
+Trainer(accelerator="cpu", devices=2, strategy="bolt_ddp", max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir={folder!r}).fit(Fails(), regression_data(48, 4))
+"""
+
+
+@pytest.mark.sample("1")
+@pytest.mark.ranks
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_error_of_the_rank_that_failed_first_is_the_last_on_the_screen(
+    tmp_path: Path, rank: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILING.format(rank=rank, folder=str(tmp_path)))
+    command = [sys.executable, "-W", "ignore", str(script)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=100, env=environment
+    )
+    assert done.returncode == 1
+    *_, before, last = done.stderr.rstrip().splitlines()
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    if rank == 0:
+        assert last.endswith("ValueError: a label is out of range: 99")
+    else:
+        assert before == "ValueError: a label is out of range: 99"
+        assert last == (
+            "boltmesh: rank 1 failed: ValueError: a label is out of range: 99. "
+            f"Tracebacks of other ranks: {tmp_path}/error-rank-*.txt"
+        )
+        assert "peer" in (tmp_path / "error-rank-0.txt").read_text()
 
 
 @pytest.mark.sample("rank 0")

@@ -47,6 +47,7 @@ class Numbered(LightningModule):
         known = dict(settings)
         kind = known.pop("kind")
         known.pop("padded", None)
+        known.pop("length", None)
         config = getattr(transformers, f"{kind}Config")(**known)
         self.net = getattr(transformers, f"{kind}ForCausalLM")(config).train()
 
@@ -71,9 +72,10 @@ class Losses(Callback):
 def batches(settings: Settings) -> list[dict[str, Tensor]]:
     """Texts of the same length, for every rank alike; those that are ``padded`` have a mask."""
     generator = torch.Generator().manual_seed(1)
-    shape = (STEPS, 4, 9)
+    length = settings.get("length", 9)
+    shape = (STEPS, 4, length)
     texts = torch.randint(0, settings["vocab_size"], shape, generator=generator)
-    mask = torch.ones(4, 9, dtype=torch.long)
+    mask = torch.ones(4, length, dtype=torch.long)
     mask[0, 6:] = mask[2, 3:] = 0
     padded = settings.get("padded", [False] * STEPS)
     return [

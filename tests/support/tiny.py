@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -106,14 +107,18 @@ class SignalAt(Callback):
             os.kill(os.getpid(), self.signum)
 
 
-class KillInAttempt(Callback):
-    """Kills one rank in each of the first attempts of torchrun, after so many optimizer steps."""
+class KillOnce(Callback):
+    """Kills one rank after each of these optimizer steps, when a start of the run first gets there.
+
+    A file in the working directory says that it has been done.
+    """
 
     def __init__(self, steps: list[int], rank: int = 1) -> None:
         self.steps, self.rank = steps, rank
 
     def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
-        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        is_due = attempt < len(self.steps) and trainer.global_step == self.steps[attempt]
-        if is_due and trainer.global_rank == self.rank:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.global_rank == self.rank and trainer.global_step in self.steps:
+            done = Path(f"killed-{trainer.global_step}")
+            if not done.exists():
+                done.touch()
+                os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,6 @@
 """The callback follows Lightning's loops, with two ranks and a Trainer."""
 
 import contextlib
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -12,7 +10,9 @@ import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from boltmesh.telemetry.callback import TelemetryCallback, callbacks
+from boltmesh.strategies.lightning_compat.trainer import callbacks_of
+from boltmesh.strategies.telemetry import follow_loops
+from boltmesh.telemetry.callback import TelemetryCallback
 from boltmesh.telemetry.reader.reader import list_jobs, open_job
 from boltmesh.telemetry.writer.throughput import count
 from tests.support.ranks import run_ranks
@@ -265,28 +265,29 @@ def test_training_ends_as_ever_when_telemetry_breaks_and_one_warning_is_given():
         assert len(said) == 1
 
 
+def kinds_of(fit):
+    return [type(each) for each in callbacks_of(fit)]
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers
 def test_a_trainer_of_somebody_else_gets_nothing():
-    script = (
-        "import sys\n"
-        "import lightning.pytorch as lightning\n"
-        "from boltmesh.telemetry.callback import callbacks\n"
-        "assert callbacks() == []\n"
-        "assert 'boltmesh.strategies.engine' not in sys.modules\n"
-        "trainer = lightning.Trainer(accelerator='cpu', logger=False)\n"
-        "print([type(each).__name__ for each in trainer.callbacks])\n"
-    )
-    said = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True
-    )
-    assert "TelemetryCallback" not in said.stdout
+    fit = lightning.Trainer(**QUIET, max_epochs=1, devices=1)
+    fit.fit(Model(), loader(), loader(8))
+    assert TelemetryCallback not in kinds_of(fit)
 
 
-def test_the_environment_takes_the_callback_away(monkeypatch):
-    import boltmesh.strategies.engine  # noqa: F401
+def test_a_strategy_adds_the_callback_once_in_front_of_those_that_save(monkeypatch):
+    fit = lightning.Trainer(accelerator="cpu", logger=False, devices=1)
+    follow_loops(fit)
+    follow_loops(fit)
+    kinds = kinds_of(fit)
+    assert kinds.count(TelemetryCallback) == 1
+    assert kinds[-2:] == [TelemetryCallback, ModelCheckpoint]
 
-    assert [type(each) for each in callbacks()] == [TelemetryCallback]
     monkeypatch.setenv("BOLTMESH_TELEMETRY", "0")
-    assert callbacks() == []
+    fit = lightning.Trainer(accelerator="cpu", logger=False, devices=1)
+    follow_loops(fit)
+    assert TelemetryCallback not in kinds_of(fit)
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers

@@ -9,8 +9,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from boltmesh.telemetry.job import JobInfo, job_path, make_private_folder, run_dir, write_job
 from boltmesh.telemetry.reader.reader import open_job
 from boltmesh.telemetry.snapshot import AlertThresholds
-from boltmesh.telemetry.writer import throughput
-from boltmesh.telemetry.writer.throughput import flops_per_batch, peak_flops
+from boltmesh.telemetry.writer.throughput import flops_per_batch, peak_flops, peak_of
 from tests.support.ranks import run_ranks
 from tests.telemetry.test_callback import Model, loader, look, strategy, trainer
 
@@ -114,7 +113,41 @@ def test_the_peak_is_that_of_the_device_at_the_precision_of_the_run(monkeypatch)
     assert peak_flops(Placed()) is None
 
     def broken(*_):
-        raise IndexError
+        raise RuntimeError
 
-    monkeypatch.setattr(throughput, "get_available_flops", broken)
+    monkeypatch.setattr(torch.cuda, "get_device_name", broken)
     assert peak_flops(Placed()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA GH200 480GB", 989.4e12),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 5090", 209.5e12),
+        ("NVIDIA H100 NVL", 835.5e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("AMD Instinct MI300X", 1307.4e12),
+        ("Tesla T4", None),
+        ("Tesla V100-SXM2-32GB", None),
+    ],
+)
+def test_peaks_are_dense_ones_of_data_sheets(name, bf16):
+    assert peak_of(name, torch.bfloat16) == bf16
+
+
+def test_float32_products_run_as_tf32_where_torch_is_told_so(monkeypatch):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert peak_of("NVIDIA A100-SXM4-80GB", torch.float32) == 156e12
+    assert peak_of("Tesla V100-PCIE-16GB", torch.float32) == 14e12
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    assert peak_of("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12

@@ -121,7 +121,7 @@ def test_lines_are_broken_at_round_numbers_and_name_their_first_rank() -> None:
 
 def test_the_late_rank_stands_out_in_its_own_time_and_not_in_its_step() -> None:
     shown = _late()
-    own = heat(shown, "own time").values
+    own = heat(shown, "compute time").values
     assert [number for number, value in own.items() if value.level == 1.0] == [7]
     assert all(value.level == 0.0 for number, value in own.items() if number != 7)
     assert {value.level for value in heat(shown, "step time").values.values()} == {0.0}
@@ -130,7 +130,7 @@ def test_the_late_rank_stands_out_in_its_own_time_and_not_in_its_step() -> None:
 def test_a_scale_is_not_made_of_noise() -> None:
     generator = random.Random(2)
     noisy = [steady(forward=generator.gauss(0.06, 0.001)) for _ in range(64)]
-    values = heat(state(team(*noisy)), "own time").values
+    values = heat(state(team(*noisy)), "compute time").values
     assert all(value.level is not None and value.level < 0.2 for value in values.values())
 
 
@@ -196,14 +196,14 @@ def test_what_is_not_known_and_what_is_no_number_have_signs_of_their_own() -> No
 
 
 def test_the_ends_of_the_scale_and_its_shades_are_named() -> None:
-    lines = _draw(_late(), figure="own time")
+    lines = _draw(_late(), figure="compute time")
     assert lines[-1].startswith("184 ms ·░▒▓█ 284 ms")
-    digits = _draw(_late(), figure="own time", look=Style(ASCII))
+    digits = _draw(_late(), figure="compute time", look=Style(ASCII))
     assert digits[-1].startswith("184 ms 0123456789 284 ms")
 
 
 def test_without_colours_a_map_still_reads() -> None:
-    signs = {line.strip()[:2] for line in _draw(_late(2), 14, 6, figure="own time")[1:3]}
+    signs = {line.strip()[:2] for line in _draw(_late(2), 14, 6, figure="compute time")[1:3]}
     assert {"··", "██"} & signs
     assert all(line.isascii() for line in _draw(_late(), look=PLAIN))
 
@@ -285,7 +285,7 @@ def test_every_figure_fits_every_place(figure: str, look: Style) -> None:
 def test_a_rank_that_died_and_those_that_failed_with_it_look_different() -> None:
     ranks = (rank(0, state="dead"), rank(1, state="failed"))
     for look, dead in ((LOOK, "✗"), (PLAIN, "X")):
-        text = "\n".join(_draw(state(job(ranks=ranks)), figure="own time", look=look))
+        text = "\n".join(_draw(state(job(ranks=ranks)), figure="compute time", look=look))
         assert f"{dead} 1 dead" in text
         assert "! 1 failed" in text
         assert dead * 2 in text

@@ -74,7 +74,7 @@ def test_watching_leaves_the_job_alone_and_sees_it_die(
     processes = [device for device in document["devices"] if device["kind"] == "process"]
     assert {process["pid"] for process in processes} == pids
     assert all(process["utilization_percent"] is not None for process in processes)
-    assert "  equal " in _top("--once")
+    assert "  as expected " in _top("--once")
 
     terminal = Terminal([*BOLTMESH, "top"])
     terminal.read_until("DDPStrategy")

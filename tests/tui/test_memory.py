@@ -116,7 +116,7 @@ def test_the_limit_is_that_of_the_fullest_ranks_device_and_host() -> None:
     assert (device.limit, device.in_use) == (17 * GIB, 14 * GIB)
     assert (host.limit, disk.limit) == (32 * GIB, None)
     text = _drawn(seen)
-    assert "fullest, rank 1, 13.0 GiB" in text
+    assert "max, rank 1, 13.0 GiB" in text
     assert "the device 14.0 GiB of 17.0 GiB in use, 82%" in text
     assert "its host 31.0 GiB of 32.0 GiB in use, 97%, nearly full" in text
     assert "limit not known" in _drawn(state(mesh_job({"data": 4})))
@@ -142,7 +142,7 @@ def test_what_is_not_known_is_said_with_its_reason() -> None:
         in text
     )
     assert "optimizer (disk), measured: not known: no rank measures it" in text
-    assert "predicted for 3 of 5 kinds 8.00 GiB" in text
+    assert "predicted, 3 of 5 kinds 8.00 GiB" in text
 
 
 def test_a_rank_that_does_not_split_its_memory_shows_it_whole() -> None:

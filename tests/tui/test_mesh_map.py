@@ -176,7 +176,7 @@ def test_a_late_rank_is_seen_with_and_without_colour() -> None:
     shown = state(job(ranks=ranks, mesh={"pipeline": 2, "data": 2, "tensor": 2}))
     (line,) = [line for line in draw_map(shown, 30, 9, LOOK) if "██" in line.plain]
     assert [role for text, role in line.spans if "█" in text] == ["heat5"]
-    rows = {(row.axis, row.place): row for row in place_rows(shown, heat(shown, "own time"))}
+    rows = {(row.axis, row.place): row for row in place_rows(shown, heat(shown, "compute time"))}
     assert rows["pipeline", 1].worst == rows["data", 1].worst == rows["tensor", 0].worst == 6
     assert rows["pipeline", 1].share > 0.1 > 0 > rows["pipeline", 0].share
     assert rows["pipeline", 1].num_ranks == 4
@@ -208,7 +208,7 @@ def test_an_axis_is_the_sum_of_its_operators_beside_the_sum_that_is_stated() -> 
     assert list(rows) == ["data", "tensor", "world"]
     assert (rows["data"].payload_bytes, rows["data"].expected_bytes) == (2e6, 2e6)
     words = {axis: verdict(row, LOOK).plain for axis, row in rows.items()}
-    assert words == {"data": "✓ equal", "tensor": "≠ 2x", "world": "not stated"}
+    assert words == {"data": "✓ as expected", "tensor": "≠ 2x", "world": "no formula"}
 
 
 def test_an_axis_on_which_nothing_has_moved_is_shown_all_the_same() -> None:

@@ -28,7 +28,7 @@ async def test_map_places_and_axes_have_their_room(world: int, size: tuple[int, 
         names = [drawn.panel.name for drawn in job_screen(pilot).canvas.drawn]
         assert {"map", "places", "axes"} <= set(names)
         text = screen_text(pilot.app)
-        for words in ("own time", "data", "equal", "worst rank"):
+        for words in ("compute time", "data", "as expected", "worst rank"):
             assert words in text
         if size[0] >= 80:
             for axis, number in mesh_of(world).items():

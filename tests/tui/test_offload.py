@@ -104,7 +104,7 @@ def test_one_rank_is_shown_without_a_comparison() -> None:
     drawn = "\n".join(
         line.plain for line in draw_rank_detail(state(demo().job), 118, 60, LOOK, rank=2)
     )
-    assert "between the places" in drawn
+    assert "offload traffic" in drawn
     assert "from disk" in drawn
     assert "slowest" not in drawn
 

@@ -80,7 +80,7 @@ async def test_a_click_on_nothing_does_nothing() -> None:
     async with open_app(demo(), size=(120, 40)) as pilot:
         await pilot.press("2")
         before = screen_text(pilot.app)
-        for offset in ((0, 0), (60, 30), (119, 39), (60, 3), (60, 1)):
+        for offset in ((0, 0), (60, 30), (119, 39), (60, 4), (60, 2), (60, 1)):
             await pilot.click(offset=offset)
         assert screen_text(pilot.app) == before
 

@@ -52,7 +52,7 @@ def test_the_late_rank_has_its_share_and_its_cause() -> None:
     assert row.lstrip().startswith("3 ")
     assert "! +54%" in row
     assert "forward +100 ms" in row
-    assert "late" in _table(_late(4))[1]
+    assert "slower" in _table(_late(4))[1]
     assert not any("forward +" in line for line in _table(state(team(*[steady()] * 4))))
 
 
@@ -73,12 +73,12 @@ def test_ranks_are_sorted_by_any_column_in_both_directions() -> None:
         values = [cells[number] for number in up if cells[number] is not None]
         assert values == sorted(values, key=lambda value: (isinstance(value, str), value))
         assert sorted(up) == sorted(down) == list(range(8))
-    assert _order(_late(), sort="late", is_descending=True)[0] == 7
+    assert _order(_late(), sort="slower", is_descending=True)[0] == 7
 
 
 @pytest.mark.parametrize(
     ("words", "ranks"),
-    [("late>20", [7]), ("rank<=1", [0, 1]), ("state=running", list(range(8))), ("dead", []),
+    [("slower>20", [7]), ("rank<=1", [0, 1]), ("state=running", list(range(8))), ("dead", []),
      ("forward rank=7", [7]), ("cause=forward", []), ("waits>50", list(range(7)))],
 )  # fmt: skip
 def test_a_filter_keeps_the_ranks_that_fit(words: str, ranks: list[int]) -> None:
@@ -110,8 +110,8 @@ def test_the_selected_row_is_marked_and_scrolled_to() -> None:
 
 def test_the_sorted_column_has_an_arrow_and_a_click_finds_its_title() -> None:
     shown = _late()
-    header = _table(shown, sort="late", is_descending=True)[1]
-    assert "late ↓" in header
+    header = _table(shown, sort="slower", is_descending=True)[1]
+    assert "slower ↓" in header
     lines = draw_rank_table(shown, 200, 5, LOOK)
     x = lines[1].plain.index("step time")
     assert column_at(lines[1], x + 2, COLUMNS) == "step time"
@@ -179,10 +179,10 @@ def test_a_rank_stands_beside_its_peers_phase_by_phase() -> None:
     assert _row_of(text, "██ forward")[2:] == ["160", "ms", "60.0", "ms", "+100", "ms"]
     assert _row_of(text, "▒▒ exposed comm")[3:] == ["16.0", "ms", "116", "ms", "-100", "ms"]
     assert _row_of(text, "▓▓ backward")[-1] == "none"
-    assert "late: its own time is 284 ms, that of its peers 184 ms" in text
+    assert "slower: its compute time is 284 ms, that of its peers 184 ms" in text
     alone = _detail(team(steady()), rank=0, width=80)
     assert _row_of(alone, "██ forward")[-2:] == ["-", "-"]
-    assert "late:" not in alone
+    assert "slower:" not in alone
 
 
 def test_a_rank_tells_where_it_is_and_how_far_behind() -> None:

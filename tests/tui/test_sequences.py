@@ -356,7 +356,7 @@ def test_the_groups_are_a_table_with_the_ranks_of_the_selected_one() -> None:
     assert "#1,842 allreduce   rank 4 waits in it" in text
     healthy = _drawn(mesh_job(CUBE), table=TableView(selected=12))
     assert "#1,841 allreduce   ranks 0-7 have been in forward for 0s" in healthy
-    assert healthy.count("✓ in step") == 13
+    assert healthy.count("✓ in sync") == 13
 
 
 def test_the_groups_can_be_sorted_by_every_column_and_filtered() -> None:

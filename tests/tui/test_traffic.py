@@ -179,8 +179,8 @@ def test_the_note_comes_instead_of_figures_that_are_not_counted() -> None:
 def test_the_selected_row_is_told_in_full() -> None:
     snapshot = _of(1000.0, 4000.0, expected=2000.0)
     text = _drawn(snapshot, table=TableView(selected=0))
-    assert "least 1.00 kB on rank 0" in text
-    assert "most 4.00 kB on rank 1" in text
+    assert "min 1.00 kB on rank 0" in text
+    assert "max 4.00 kB on rank 1" in text
     assert "formula: gradients, once" in text
     assert "counted by 2 of 2 ranks" in text
 

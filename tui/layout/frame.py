@@ -8,6 +8,7 @@ from boltmesh.tui.layout.page import JOBS, Draw, Keys, Page, Panel, Scene, activ
 from boltmesh.tui.layout.region import Region, plan_frame
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.header import draw_header, draw_timeline
+from boltmesh.tui.panels.headline import draw_headline
 from boltmesh.tui.render.line import Line, fit
 from boltmesh.tui.render.style import Style, heading, sentence
 from boltmesh.tui.render.tabs import Tab, draw_keys, draw_tabs
@@ -39,6 +40,7 @@ def frame_panels(
         "header": lambda width, height: draw_header(
             state, width, height, look, is_paused=session.view.is_paused
         ),
+        "headline": lambda width, _: [draw_headline(state, width, look)],
         "tabs": lambda width, _: [
             draw_tabs(
                 frame_tabs(has_jobs=front.has_jobs), front.page.tab.name, width, look, empty=empty

@@ -96,6 +96,7 @@ def stack(region: Region, items: Sequence[Item]) -> Plan:
 
 MARGIN_FROM_WIDTH = 80
 """From here on a blank column is left at each side."""
+HEADLINE_FROM_HEIGHT = 20
 TABS_FROM_HEIGHT = 10
 PROGRESS_FROM_HEIGHT = 7
 
@@ -108,10 +109,10 @@ class Frame(NamedTuple):
 
 
 def plan_frame(width: int, height: int, *, has_time: bool = False) -> Frame:
-    """Place the header, the tabs, the line of time of a replay, and the keys.
+    """Place the header, the headline figures, the tabs, the time of a replay, and the keys.
 
     The lines that matter most are the last to go: the job's name, then the keys, then how far the
-    job has come, then the tabs, for digits work without them.
+    job has come, then the tabs, for digits work without them, then the headline figures.
     """
     panels: Plan = {}
     if width < 1 or height < 1:
@@ -119,6 +120,8 @@ def plan_frame(width: int, height: int, *, has_time: bool = False) -> Frame:
     margin = 1 if width >= MARGIN_FROM_WIDTH else 0
     rest = Region(margin, 0, width - 2 * margin, height)
     panels["header"], rest = rest.split_off_top(2 if height >= PROGRESS_FROM_HEIGHT else 1)
+    if height >= HEADLINE_FROM_HEIGHT:
+        panels["headline"], rest = rest.split_off_top(1)
     if has_time and height >= 3:
         panels["time"], rest = rest.split_off_top(1)
     if height >= TABS_FROM_HEIGHT:

@@ -113,7 +113,7 @@ _TIMES: Final = 0.2
 
 _FIGURES: Final[Mapping[str, _Figure]] = MappingProxyType(
     {
-        "own time": _Figure(
+        "compute time": _Figure(
             lambda row: None if row.profile is None else row.profile.own_s,
             units.seconds,
             least_span=_TIMES,
@@ -147,7 +147,7 @@ _FIGURES: Final[Mapping[str, _Figure]] = MappingProxyType(
 
 _TITLES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "own time": "own time (without waiting)",
+        "compute time": "compute time (without waiting)",
         "communication": "exposed communication, share of a step",
         "bubble": "bubble, idle share of the pipeline's last step",
         "bytes/s": "bytes/s, payload of all operators",

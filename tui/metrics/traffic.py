@@ -4,6 +4,7 @@ The payload of a gather-type operator is its full side. The factors from payload
 of the ring algorithms, which move the least that is possible; a tree moves no less.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -85,7 +86,7 @@ def explain(
     batches = batches_per_step(job)
     if batches > 1 and _is_near(ratio, batches):
         return f"once for each of the {batches} batches of a step: no_sync is missing"
-    if ratio >= 1.5 and _is_near(ratio, round(ratio)):
+    if 1.5 <= ratio < math.inf and _is_near(ratio, round(ratio)):
         return f"all of it is moved {round(ratio)} times a step"
     if _is_near(ratio, 0.5):
         return "half of the bytes: sent in 16 bits where 32 were expected?"

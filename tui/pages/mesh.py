@@ -42,7 +42,7 @@ class MeshPage(Page):
             ("hjkl", "choose a rank, also the arrows; enter shows it in full"),
         ),
         terms=(
-            ("own time", "of a step without waiting: the late rank has the longest"),
+            ("compute time", "of a step without waiting: the late rank has the longest"),
             ("bubble", "idle share of the newest step of a rank's pipeline"),
             ("bytes/s", "payload of all operators, over the time of a step"),
             ("by place", "mean of the ranks at one place of an axis, beside that of all"),

@@ -76,7 +76,7 @@ def _narrow_items(contents: Contents, title: int) -> tuple[Item, ...]:
     legend = 1 + (contents.phases > 4)
     return (
         Item("chart", 4, 10, 3, grows=True),
-        Item("throughput", 1, contents.units, 2),
+        Item("throughput", 1, contents.units, 8 if title else 2),  # in the headline as well
         Item("phases", 2, 1 + legend + title, 4),
         _heat(contents, title, 1),
         Item("ranks", title + 1 + min(2, contents.ranks), title + 1 + contents.ranks, 6),

@@ -111,8 +111,8 @@ def draw_axes(
         Column("expected", is_number=True, rank=1),
         Column(""),
         *([Column(f"rank {selected}", is_number=True, rank=2)] if own else []),
-        Column("of bytes", is_number=True, rank=6),
-        *([Column("of step", is_number=True, rank=3)] if has_time else []),
+        Column("share of bytes", is_number=True, rank=6),
+        *([Column("share of step", is_number=True, rank=3)] if has_time else []),
         Column("operators", rank=7, shrinks_to=12),
     ]
     cells: list[list[Cell]] = [
@@ -145,8 +145,8 @@ def verdict(row: AxisRow, look: Style) -> Line:
         return Line("counting", "muted")
     if "equal" in verdicts:
         rest = "" if verdicts == {"equal"} else ", as far as stated"
-        return Line(f"{look.sign(look.glyphs.equal)}equal{rest}", "good")
-    return Line("not stated" if row.rows else "nothing yet", "muted")
+        return Line(f"{look.sign(look.glyphs.equal)}as expected{rest}", "good")
+    return Line("no formula" if row.rows else "nothing yet", "muted")
 
 
 def _share(share: float | None) -> str:

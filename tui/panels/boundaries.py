@@ -103,13 +103,13 @@ def draw_borders(state: State, width: int, height: int, look: Style) -> list[Lin
         return []
     lines: list[Line] = []
     if look.has_headings and height >= 2:
-        lines.append(heading("over the borders of stages, bytes per step", width, look))
+        lines.append(heading("stage boundaries, bytes per step", width, look))
     columns = [
         Column("ranks"),
         Column("stages", rank=2),
-        Column("there", is_number=True),
+        Column("activations fwd", is_number=True),
         Column("expected", is_number=True, rank=1),
-        Column("back", is_number=True),
+        Column("gradients bwd", is_number=True),
         Column("expected", is_number=True, rank=1),
         Column("difference"),
     ]
@@ -137,5 +137,5 @@ def _verdict(there: Flow, back: Flow, look: Style) -> Line:
     if there.is_equal is None or back.is_equal is None:
         return Line("counting", "muted")
     if there.is_equal and back.is_equal:
-        return Line(look.sign(look.glyphs.equal) + "equal", "good")
+        return Line(look.sign(look.glyphs.equal) + "as expected", "good")
     return Line(look.sign(look.glyphs.differs) + "differs", "bad")

@@ -93,7 +93,7 @@ COLUMNS = (
     "power",
     "temp",
     "SM clock",
-    "held back by",
+    "throttle",
     "NVLink",
     "PCIe",
     "ECC",
@@ -154,7 +154,7 @@ def cells_of(row: GpuRow) -> Cells:
         "power": reading.power_watts,
         "temp": reading.temperature_celsius,
         "SM clock": reading.sm_clock_mhz,
-        "held back by": ", ".join(_limits(reading)),
+        "throttle": ", ".join(_limits(reading)),
         "NVLink": _sum(
             reading.nvlink_sent_bytes_per_second, reading.nvlink_received_bytes_per_second
         ),
@@ -193,7 +193,7 @@ def _columns(rows: Sequence[GpuRow]) -> list[Column]:
         Column("power", is_number=True, rank=3),
         Column("temp", is_number=True, rank=2),
         Column("SM clock", is_number=True, rank=6),
-        Column("held back by", rank=4, shrinks_to=24),
+        Column("throttle", rank=4, shrinks_to=24),
         Column("NVLink", is_number=True, rank=7, steady_width=12),
         Column("PCIe", is_number=True, rank=8, steady_width=12),
         Column("ECC", is_number=True, rank=9),
@@ -221,7 +221,7 @@ def _cells(row: GpuRow, rows: Sequence[GpuRow], width: int, look: Style) -> list
         "power": of_limit(reading.power_watts, reading.power_limit_watts, "W"),
         "temp": _temperature(reading, look),
         "SM clock": of_limit(reading.sm_clock_mhz, reading.sm_clock_max_mhz, "MHz"),
-        "held back by": _held_back(reading, look),
+        "throttle": _held_back(reading, look),
         "NVLink": both_ways(
             reading.nvlink_sent_bytes_per_second, reading.nvlink_received_bytes_per_second
         ),
@@ -305,7 +305,7 @@ def _held_back(reading: DeviceReading, look: Style) -> Line:
 
 def _reasons(reading: DeviceReading) -> str:
     reasons = reading.throttle_reasons
-    return units.UNKNOWN if reasons is None else ", ".join(reasons) or "nothing"
+    return units.UNKNOWN if reasons is None else ", ".join(reasons) or "none"
 
 
 def _ecc(reading: DeviceReading, look: Style) -> Line:
@@ -335,7 +335,7 @@ def _detail(rows: Sequence[GpuRow], table: TableView, width: int, look: Style) -
         labelled("memory in use by kernels", f"{units.percent(busy)} of the time"),
         labelled("memory clock", clock),
         labelled("power", units.percent(None if power is None else 100 * power) + " of its limit"),
-        labelled("held back by", _reasons(reading)),
+        labelled("throttle", _reasons(reading)),
         labelled("ECC errors corrected/lost", _ecc(reading, look).plain),
     ]
     for process in reading.processes or ():

@@ -126,7 +126,7 @@ def _progress(state: State, width: int, look: Style, *, has_bar: bool) -> Line:
         labelled("elapsed", units.duration(run.elapsed_s)),
     ]
     if run.left_s is not None:
-        parts.append(labelled("left", units.duration(run.left_s)))
+        parts.append(labelled("ETA", units.duration(run.left_s)))
     line = facts(parts, width)
     if run.fraction is not None:
         share = Line(units.percent(100 * run.fraction), "muted")

@@ -60,7 +60,7 @@ DEVICE_TERMS: Entries = (
 TRAFFIC_TERMS: Entries = (
     ("payload", "bytes that the operators were given in one optimizer step,"),
     ("", "the mean over the ranks"),
-    ("wire", "bytes on the wire while they ran, for a ring algorithm"),
+    ("busbw", "bytes on the wire while they ran, for a ring algorithm"),
     ("expected", "what the strategy says that a step moves; a difference is"),
     ("", "marked from the third step on"),
 )

@@ -210,7 +210,7 @@ def _reading(place: Place, number: int, state: State) -> DeviceReading | None:
     return None
 
 
-COLUMNS = ("place", "kind", "min", "median", "max", "fullest", "predicted", "difference")
+COLUMNS = ("place", "kind", "min", "median", "max", "max rank", "predicted", "difference")
 """Titles that the table can be sorted by."""
 
 NOT_KNOWN = "not known"
@@ -283,7 +283,7 @@ def cells_of(row: MemoryRow) -> Cells:
         "min": None if measured is None else measured.least,
         "median": None if measured is None else measured.median,
         "max": None if measured is None else measured.most,
-        "fullest": None if measured is None else measured.fullest,
+        "max rank": None if measured is None else measured.fullest,
         "predicted": row.predicted,
         "difference": difference_words(row),
     }
@@ -308,7 +308,7 @@ _COLUMNS = (
     Column("min", is_number=True, rank=6),
     Column("median", is_number=True, rank=5),
     Column("max", is_number=True),
-    Column("fullest", rank=4),
+    Column("max rank", rank=4),
     Column("predicted", is_number=True, rank=3),
     Column("difference", rank=1),
 )
@@ -378,16 +378,16 @@ def _headline(total: PlaceTotal, num_kinds: int, width: int) -> Line:
     elif measured.least == measured.most:
         parts.append(labelled("each rank", units.memory(measured.most), "strong"))
     else:
-        fullest = f"fullest, rank {measured.fullest},"
+        fullest = f"max, rank {measured.fullest},"
         parts.append(labelled(fullest, units.memory(measured.most), "strong"))
     parts.append(_limit(total))
     if total.predicted:
         known = len(total.predicted)
-        label = "predicted" if known == num_kinds else f"predicted for {known} of {num_kinds} kinds"
+        label = "predicted" if known == num_kinds else f"predicted, {known} of {num_kinds} kinds"
         parts.append(labelled(label, units.memory(sum(total.predicted.values()))))
     if measured is not None and measured.least != measured.most:
         parts.append(labelled("median", units.memory(measured.median)))
-        parts.append(labelled("least", units.memory(measured.least)))
+        parts.append(labelled("min", units.memory(measured.least)))
     return facts(parts, width) if parts[0].width <= width else parts[0].crop(width)
 
 

@@ -306,7 +306,7 @@ def _draw_phases(state: State, row: RankRow, width: int, look: Style) -> list[Li
     lines += draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
     cause = cause_words(row)
     if row.lateness is not None and row.lateness.is_late and cause is not None:
-        text = f"late: its own time is {units.seconds(row.lateness.own_s)}, "
+        text = f"slower: its compute time is {units.seconds(row.lateness.own_s)}, "
         text += f"that of its peers {units.seconds(row.lateness.peers_s)}"
         lines += sentence(text, width, look, mark=look.sign("!"), role="warn")
     return lines
@@ -353,7 +353,7 @@ def _draw_memory(
         "temperature": _unit(row.temperature_celsius, "C"),
         "power": _unit(row.power_watts, "W"),
         "allocated": units.memory(memory.device_allocated_bytes),
-        "held by torch": units.memory(memory.device_reserved_bytes),
+        "reserved": units.memory(memory.device_reserved_bytes),
         "peak": units.memory(memory.device_peak_bytes),
         "resident on host": units.memory(memory.host_rss_bytes),
     }
@@ -381,7 +381,7 @@ def _draw_memory(
 
 def _draw_offload(rank: RankSnapshot, width: int, look: Style) -> list[Line]:
     lines = draw_offload(rows_of_rank(rank), width, look)
-    return [heading("between the places", width, look), *lines] if lines else []
+    return [heading("offload traffic", width, look), *lines] if lines else []
 
 
 def _unit(value: float | None, unit: str) -> str:

@@ -30,7 +30,7 @@ MAX_NUMBERS = 8
 """Lines under the table, one for each number that ranks of the selected group are at."""
 
 STATE_WORDS: dict[Status, str] = {
-    "even": "in step",
+    "even": "in sync",
     "apart": "apart",
     "waiting": "waiting",
     "stuck": "stuck",

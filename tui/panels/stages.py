@@ -115,9 +115,9 @@ def draw_places(
         columns = [
             Column("place"),
             Column("mean", is_number=True),
-            Column("beside all", is_number=True, rank=1),
-            Column("least", is_number=True, rank=3),
-            Column("most", is_number=True, rank=3),
+            Column("vs mean", is_number=True, rank=1),
+            Column("min", is_number=True, rank=3),
+            Column("max", is_number=True, rank=3),
             Column("worst rank", is_number=True, rank=2),
             Column("ranks", is_number=True, rank=4),
         ]
@@ -145,7 +145,7 @@ def _worst(rows: list[PlaceRow], count: int, shown: Heat) -> list[PlaceRow]:
 def _cells(row: PlaceRow, shown: Heat, look: Style) -> list[Cell]:
     shade, role = shade_of(row.level, shown, look)
     is_alike = abs(row.share) < LEAST_SHARE
-    beside = "as all" if is_alike else f"{100 * row.share:+.0f}%"
+    beside = "same" if is_alike else f"{100 * row.share:+.0f}%"
     return [
         Line(shade * 2, role).add(f" {row.axis} {row.place}"),
         Line(shown.text(row.mean), "strong"),

@@ -20,12 +20,12 @@ COLUMNS = (
     "calls",
     "payload",
     "ranks",
-    "wire",
-    "of bytes",
-    "of step",
+    "busbw",
+    "share of bytes",
+    "share of step",
     "expected",
     "difference",
-    "because",
+    "formula",
 )
 """Titles that the table can be sorted by."""
 
@@ -88,12 +88,12 @@ def cells_of(row: TrafficRow) -> Cells:
         "calls": row.calls,
         "payload": row.payload_bytes,
         "ranks": row.num_ranks,
-        "wire": row.wire_bytes_per_second,
-        "of bytes": row.byte_share,
-        "of step": row.time_share,
+        "busbw": row.wire_bytes_per_second,
+        "share of bytes": row.byte_share,
+        "share of step": row.time_share,
         "expected": row.expected_bytes,
         "difference": difference_words(row),
-        "because": row.reason if row.is_wrong else row.why,
+        "formula": row.reason if row.is_wrong else row.why,
     }
 
 
@@ -102,10 +102,10 @@ def difference_words(row: TrafficRow) -> str:
     if row.verdict == "differs":
         return "unexpected" if row.ratio is None else f"{row.ratio:.3g}x"
     return {
-        "equal": "equal",
+        "equal": "as expected",
         "missing": "never seen",
         "pending": "counting",
-        "unstated": "not stated",
+        "unstated": "no formula",
     }[row.verdict]
 
 
@@ -159,12 +159,12 @@ def _columns(rows: Sequence[TrafficRow]) -> list[Column]:
         Column("calls", is_number=True, rank=3),
         Column("payload", is_number=True, rank=1),
         Column("ranks", rank=7),
-        *([Column("wire", is_number=True, rank=4)] if has_time else []),
-        Column("of bytes", is_number=True, rank=6),
-        *([Column("of step", is_number=True, rank=5)] if has_time else []),
+        *([Column("busbw", is_number=True, rank=4)] if has_time else []),
+        Column("share of bytes", is_number=True, rank=6),
+        *([Column("share of step", is_number=True, rank=5)] if has_time else []),
         Column("expected", is_number=True, rank=2),
         Column("difference"),
-        Column("because", rank=9, shrinks_to=14),
+        Column("formula", rank=9, shrinks_to=14),
     ]
 
 
@@ -258,12 +258,12 @@ def _detail(row: TrafficRow, state: State, width: int, look: Style) -> list[Line
         .add("  ")
         .join(difference(row, look)),
         labelled("takes", units.seconds(row.seconds)),
-        labelled("wire", wire_speed(row)),
+        labelled("busbw", wire_speed(row)),
         labelled("counted by", f"{row.num_ranks} of {state.job.world_size} ranks"),
     ]
     if row.least is not None and row.most is not None and row.has_uneven_ranks:
-        parts.append(labelled("least", f"{units.traffic(row.least[1])} on rank {row.least[0]}"))
-        parts.append(labelled("most", f"{units.traffic(row.most[1])} on rank {row.most[0]}"))
+        parts.append(labelled("min", f"{units.traffic(row.least[1])} on rank {row.least[0]}"))
+        parts.append(labelled("max", f"{units.traffic(row.most[1])} on rank {row.most[0]}"))
     lines = [Line(), *wrap_facts(parts, width)]
     for label, text in (("formula", row.why), ("because", row.reason)):
         if text:
@@ -310,10 +310,10 @@ def communication_table(rows: list[TrafficRow], width: int, look: Style) -> list
         Column("operator", shrinks_to=9),
         Column("calls", is_number=True, rank=2),
         Column("payload", is_number=True),
-        *([Column("wire", is_number=True, rank=3)] if has_speed else []),
+        *([Column("busbw", is_number=True, rank=3)] if has_speed else []),
         Column("expected", is_number=True, rank=1),
         Column(""),
-        Column("because", rank=4, shrinks_to=12),
+        Column("formula", rank=4, shrinks_to=12),
     ]
     cells: list[list[Cell]] = [
         [

@@ -96,6 +96,15 @@ def _namespace(pid: int) -> int:
     return pid_namespace()
 
 
+def is_written(path: Path) -> bool:
+    """Tell whether a process has a telemetry file open to write it."""
+    descriptor = open_private(path)
+    try:
+        return _is_locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _is_locked(descriptor: int) -> bool:
     """Try a shared lock for an instant; a writer that starts just then tries again."""
     try:
@@ -193,6 +202,7 @@ class Facts(msgspec.Struct, frozen=True):
     expected: list[dict[str, Any]] = []
     expected_memory: list[dict[str, Any]] = []
     flops_per_batch: float | None = None
+    hardware_flops_per_batch: float | None = None
     peak_flops_per_second: float | None = None
     checkpoint: str | None = None
     live_microbatches: list[tuple[int, int]] = []

@@ -46,8 +46,18 @@ class NullRecorder:
         """See ``Recorder``."""
 
     def compute(
-        self, *, flops_per_batch: float | None, peak_flops_per_second: float | None
+        self,
+        *,
+        flops_per_batch: float | None,
+        hardware_flops_per_batch: float | None,
+        peak_flops_per_second: float | None,
     ) -> None:
+        """See ``Recorder``."""
+
+    def count_flops(self) -> None:
+        """See ``Recorder``."""
+
+    def counted_flops(self) -> None:
         """See ``Recorder``."""
 
     def schedule(self, plan: PipelinePlan) -> None:

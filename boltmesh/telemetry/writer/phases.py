@@ -31,6 +31,7 @@ from typing import Final, NamedTuple, Protocol
 from boltmesh.telemetry.snapshot import PHASES
 
 DATA: Final = PHASES.index("data")
+FORWARD: Final = PHASES.index("forward")
 BACKWARD: Final = PHASES.index("backward")
 COMMUNICATION: Final = PHASES.index("communication")
 VALIDATION: Final = PHASES.index("validation")

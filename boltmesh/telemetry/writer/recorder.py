@@ -49,6 +49,7 @@ from boltmesh.telemetry.writer.phases import (
 from boltmesh.telemetry.writer.rank_file import RankFile
 from boltmesh.telemetry.writer.register import introduce, open_file, open_host
 from boltmesh.telemetry.writer.status_line import StatusLine
+from boltmesh.telemetry.writer.step_flops import BatchFlops, FlopCounter
 from boltmesh.telemetry.writer.step_queue import EndedStep, StepQueue
 from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES
 
@@ -112,7 +113,8 @@ class Recorder:
     def __init__(self, file: RankFile, *, local_rank: int, device: torch.device) -> None:
         self.is_on = True
         self._local_rank = local_rank
-        self._compute: tuple[float | None, float | None] = (None, None)
+        self._compute: dict[str, float | None] = {}
+        self._flops: FlopCounter | None = None
         self.path = file.path.parent
         self.last_checkpoint: str | None = None
         self._file = file
@@ -198,6 +200,8 @@ class Recorder:
             try:
                 self._clock.enter(index)
                 self._status.write_phase()
+                if self._flops is not None:
+                    self._flops.enter_phase()
             except Exception as error:  # noqa: BLE001 - telemetry never stops training
                 self.turn_off(error)
 
@@ -207,6 +211,8 @@ class Recorder:
             try:
                 if error is not None and (self._failing is None or self._failing[0] != id(error)):
                     self._failing = (id(error), self._clock.phase)
+                if self._flops is not None:
+                    self._flops.leave_phase()
                 self._clock.leave()
                 self._status.write_phase()
             except Exception as failure:  # noqa: BLE001 - telemetry never stops training
@@ -254,18 +260,31 @@ class Recorder:
 
     @guarded
     def compute(
-        self, *, flops_per_batch: float | None, peak_flops_per_second: float | None
+        self,
+        *,
+        flops_per_batch: float | None,
+        hardware_flops_per_batch: float | None,
+        peak_flops_per_second: float | None,
     ) -> None:
         """Say what one batch on this rank takes, and what its device can do at most."""
-        compute = (flops_per_batch, peak_flops_per_second)
+        compute = {
+            "flops_per_batch": flops_per_batch,
+            "hardware_flops_per_batch": hardware_flops_per_batch,
+            "peak_flops_per_second": peak_flops_per_second,
+        }
         if compute != self._compute:
             self._compute = compute
-            self._file.write_facts(
-                {
-                    "flops_per_batch": flops_per_batch,
-                    "peak_flops_per_second": peak_flops_per_second,
-                }
-            )
+            self._file.write_facts(compute)
+
+    @guarded
+    def count_flops(self) -> None:
+        """Count the operators of the batch that has begun, until ``counted_flops``."""
+        self._flops = FlopCounter(self._clock)
+
+    def counted_flops(self) -> BatchFlops | None:
+        """Stop counting; return what was counted, None if nothing was."""
+        counter, self._flops = self._flops, None
+        return None if counter is None else counter.stop()
 
     @guarded
     def schedule(self, plan: PipelinePlan) -> None:
@@ -435,6 +454,7 @@ class Recorder:
 
     def _end(self, state: str, phase: int, kind: str, message: str) -> None:
         """Write the end of the rank; also when telemetry is off, or it would look dead."""
+        self.counted_flops()  # an error may have left its phase entered
         if self._status.has_ended:
             return
         self._status.end(state)
@@ -465,6 +485,7 @@ class Recorder:
         if self.is_on:
             self.is_on = False
             self._counter.stop()
+            self.counted_flops()
             with contextlib.suppress(Exception):
                 self._file.event("warning", f"telemetry is off: {type(error).__name__}: {error}")
             warn_off(error)

@@ -15,6 +15,7 @@ from boltmesh.telemetry.job import (
     write_job,
 )
 from boltmesh.telemetry.plan_files import remove_plans
+from boltmesh.telemetry.pruning import remove_old_jobs
 from boltmesh.telemetry.writer import device as devices
 from boltmesh.telemetry.writer.nodes import NodeExchange, remove_nodes
 from boltmesh.telemetry.writer.rank_file import RankFile
@@ -43,6 +44,7 @@ def open_host(job: JobInfo, file: RankFile) -> NodeExchange:
     if file.is_new:
         remove_plans(folder)  # of an earlier run under the same id
         remove_nodes(folder)
+        remove_old_jobs(folder.parent)
     write_job(job, folder)
     return NodeExchange(
         folder,

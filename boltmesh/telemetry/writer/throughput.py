@@ -1,21 +1,27 @@
 """Counts what is in a batch without touching its values.
 
-What a batch takes and what the device can do, as Lightning's ThroughputMonitor reads them.
+``flops_per_batch`` is the attribute that Lightning's ThroughputMonitor reads. Lightning's table of
+devices is not used: some of its peaks are those with sparsity.
 """
 
 import math
-import warnings
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
+import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from boltmesh.telemetry.writer.lightning_compat import compute_dtype
 
+PEAKS = Path(__file__).with_name("peaks.yaml")
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
@@ -73,17 +79,34 @@ def flops_per_batch(module: LightningModule) -> float | None:
 
 
 def peak_flops(trainer: Trainer) -> float | None:
-    """Return what this rank's device can do at the run's precision, by its data sheet.
+    """Return what this rank's device can do a second at the run's precision, by its data sheet.
 
-    None on a CPU, and for devices that Lightning has no data sheet of.
+    None on a CPU, and for devices and precisions that ``peaks.yaml`` does not have.
     """
     device = trainer.strategy.root_device
-    if device.type == "cpu":
+    if device.type != "cuda":
         return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of devices that it does not know
-        try:
-            found = get_available_flops(device, compute_dtype(trainer))
-        except Exception:  # noqa: BLE001 - it parses the names of devices
-            return None
-    return float(found) if found else None
+    try:
+        return peak_of(torch.cuda.get_device_name(device), compute_dtype(trainer))
+    except Exception:  # noqa: BLE001 - telemetry never stops training
+        return None
+
+
+def peak_of(device: str, dtype: torch.dtype) -> float | None:
+    """Return the peak of a device's matrix products in FLOPs a second, None if it is not known.
+
+    Args:
+        device: Its name, as the driver reports it.
+        dtype: What is multiplied; float32 runs as TF32 where torch allows it.
+    """
+    row = next((row for name, row in _peaks() if re.search(name, device, re.IGNORECASE)), {})
+    name = _DTYPES.get(dtype)
+    if name == "fp32" and torch.get_float32_matmul_precision() != "highest":
+        name = "tf32" if "tf32" in row else name
+    found = row.get(name) if name is not None else None
+    return None if found is None else float(found) * 1e12
+
+
+@cache
+def _peaks() -> list[tuple[str, dict[str, float]]]:
+    return list(yaml.safe_load(PEAKS.read_text(encoding="utf-8")).items())

@@ -31,6 +31,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.loss.autograd_nodes import Factor, plain_name
 from boltmesh.strategies.pipeline.loss.loss_weights import StepWeights
 from boltmesh.strategies.pipeline.loss.reduction import (
+    BatchLossError,
     Form,
     Kind,
     Leaves,
@@ -103,9 +104,9 @@ def prove(trial: Trial, device: torch.device) -> LossProof | None:
                     cuts=[*proof.cuts, *_more_cuts(proof.form, trial, others, device, attempt)],
                 )
     if cause is not None and not is_run:
-        raise ConfigError(
+        raise BatchLossError(
             f"training_step's loss could not be tried on a few rows with made-up values, so "
-            f"nothing proves that microbatches give the batch's loss: {cause}. Use microbatches=1."
+            f"nothing proves that microbatches give the batch's loss: {cause}."
         ) from cause
     return None
 
@@ -197,7 +198,7 @@ def _form(cuts: Sequence[TrialRows]) -> Form | None:
     }
     for place, kinds in _kinds(form, cuts).items():
         if len(kinds) > 1:
-            raise ConfigError(_disproved("is divided by what is a count for some rows only"))
+            raise _disproved("is divided by what is a count for some rows only")
         if not kinds:
             return None
         form.kinds[place] = kinds.pop()
@@ -272,8 +273,8 @@ def _read(part: TrialPart, form: Form) -> list[Term]:
     try:
         return read(part.loss, form)
     except OtherFormError as error:
-        raise ConfigError(
-            _disproved(f"has another form for {part.count} rows than for more ({error})")
+        raise _disproved(
+            f"has another form for {part.count} rows than for more ({error})"
         ) from None
 
 
@@ -287,11 +288,9 @@ def _kind(term: Term, cut: TrialRows, *, is_count: bool, is_constant: bool) -> K
         return "mean"
     if is_constant:
         return "sum"
-    raise ConfigError(
-        _disproved(
-            f"divides {term.operator or plain_name(term.end)} by something that is neither a count "
-            f"of rows nor a constant ({float(term.count):g} for {cut.whole.count} rows)"
-        )
+    raise _disproved(
+        f"divides {term.operator or plain_name(term.end)} by something that is neither a count "
+        f"of rows nor a constant ({float(term.count):g} for {cut.whole.count} rows)"
     )
 
 
@@ -341,19 +340,15 @@ def _compare(form: Form, cut: TrialRows) -> bool:
     sizes = " and ".join(str(each.count) for each in cut.parts)
     scale = max(each for each in losses if math.isfinite(each))
     if not abs(loss / total - whole) <= tolerance * scale:
-        raise ConfigError(
-            _disproved(
-                f"is {whole:g} for {cut.whole.count} rows and {loss / total:g} for "
-                f"the same rows in microbatches of {sizes}"
-            )
+        raise _disproved(
+            f"is {whole:g} for {cut.whole.count} rows and {loss / total:g} for "
+            f"the same rows in microbatches of {sizes}"
         )
     if not difference <= tolerance * largest:
-        raise ConfigError(
-            _disproved(
-                f"has gradients for {cut.whole.count} rows that differ by "
-                f"{difference / max(largest, 1e-300):.1%} from those of the same rows in "
-                f"microbatches of {sizes}"
-            )
+        raise _disproved(
+            f"has gradients for {cut.whole.count} rows that differ by "
+            f"{difference / max(largest, 1e-300):.1%} from those of the same rows in "
+            f"microbatches of {sizes}"
         )
     return True
 
@@ -364,8 +359,9 @@ def _trained(loss: Tensor) -> list[Tensor]:
     return list({id(each): each for each in behind if isinstance(each, Parameter)}.values())
 
 
-def _disproved(what: str) -> str:
-    return (
+def _disproved(what: str) -> BatchLossError:
+    return BatchLossError(
         f"The loss of training_step {what}, so it is neither a mean nor a sum over rows, and no "
-        f"weights put it together from microbatches. Use microbatches=1, or such a mean or sum."
+        f"weights put it together from microbatches.",
+        ", or such a mean or sum",
     )

@@ -23,7 +23,13 @@ from boltmesh.strategies.pipeline.loss.log_rules import (
     rules,
     usual_rule,
 )
-from boltmesh.strategies.pipeline.loss.reduction import Form, OtherFormError, Term, read
+from boltmesh.strategies.pipeline.loss.reduction import (
+    BatchLossError,
+    Form,
+    OtherFormError,
+    Term,
+    read,
+)
 from boltmesh.strategies.pipeline.loss.trial import Trial, TrialPart, TrialRows
 
 MOST_TRIES = 8
@@ -71,6 +77,14 @@ class LossChecks:
             self._prove(trial())
             known = self._known(loss)
         return known
+
+    def find_problem(self, trial: Callable[[], Trial]) -> BatchLossError | None:
+        """Try a batch; return why no weights put its loss together, if that is so."""
+        try:
+            self._prove(trial())
+        except BatchLossError as error:
+            return error
+        return None
 
     def resolve_doubts(self, trial: Callable[[], Trial]) -> None:
         """Try a batch where the ones before have left open what a divisor is.

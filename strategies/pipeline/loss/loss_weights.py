@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.loss.reduction import (
+    BatchLossError,
     Form,
     Kind,
     Term,
@@ -65,7 +65,7 @@ class StepWeights:
             rows: Of the microbatch; what a scalar of a layer is worth.
 
         Raises:
-            ConfigError: When the loss has parts that count different things, which no one number
+            BatchLossError: When the loss has parts that count different things, which no one number
                 can weigh, or when it cannot be read.
         """
         if loss.dtype in {torch.float16, torch.bfloat16}:
@@ -79,17 +79,17 @@ class StepWeights:
         data = [each for each in found if each[1] != "penalty"]
         kinds = {kind for _, kind in data}
         if self._kind is not None and len(kinds) == 1 and not kinds <= {self._kind}:
-            raise ConfigError(
+            raise BatchLossError(
                 f"training_step's loss is a {next(iter(kinds))} over the rows of one microbatch, "
                 f"and looked like a {self._kind} for another one of the same batch and for those "
-                f"before: what it divides by was the same for all of them. Use microbatches=1, or "
-                f"divide by a number of rows, or of elements that batches have often."
+                f"before: what it divides by was the same for all of them.",
+                ", or divide by a number of rows, or of elements that batches have often",
             )
         if len(kinds) > 1:
-            raise ConfigError(
+            raise BatchLossError(
                 "training_step adds a mean and a sum over the batch, so its loss depends on how "
-                "the batch is cut into microbatches. Divide the sum by the number of its rows, or "
-                "use microbatches=1."
+                "the batch is cut into microbatches.",
+                ", or divide the sum by the number of its rows",
             )
         self._kind = self._kind or next(iter(kinds), None)
         if self._kind == "sum":
@@ -98,10 +98,10 @@ class StepWeights:
 
     def _weigh_sum(self, loss: Tensor, *, has_penalty: bool) -> tuple[Tensor, float]:
         if has_penalty:
-            raise ConfigError(
+            raise BatchLossError(
                 "training_step adds something that does not depend on the batch, such as a penalty "
-                "on weights, to a sum over the batch, so it would count once for every microbatch. "
-                "Divide the sum by the number of its rows, or use microbatches=1."
+                "on weights, to a sum over the batch, so it would count once for every microbatch.",
+                ", or divide the sum by the number of its rows",
             )
         self.total = 1.0
         return loss, 1.0
@@ -133,10 +133,10 @@ class StepWeights:
         )
         if not same:
             parts = ", ".join(f"{each.operator} over {float(each.count):g}" for each in found)
-            raise ConfigError(
+            raise BatchLossError(
                 f"training_step adds means over different things ({parts}), which microbatches "
-                f"hold in different proportions, so no weight makes their losses the batch's. "
-                f"Use microbatches=1, or take both means over the same elements."
+                f"hold in different proportions, so no weight makes their losses the batch's.",
+                ", or take both means over the same elements",
             )
 
 

@@ -36,6 +36,36 @@ from boltmesh.strategies.pipeline.loss.autograd_nodes import (
 )
 
 
+class BatchLossError(ConfigError):
+    """A loss that the losses of microbatches do not add up to.
+
+    Args:
+        what: What is true of it, as sentences.
+        instead: What else to write, as the end of a sentence.
+    """
+
+    def __init__(self, what: str, instead: str = "") -> None:
+        super().__init__(
+            f"{what} Other schedules than gpipe differentiate each microbatch by itself: use "
+            f"schedule='gpipe', which computes the loss of the whole batch at once{instead}."
+        )
+        self.what, self.instead = what, instead
+
+    def without_joining(self, reason: str) -> ConfigError:
+        """Return the same for a step whose microbatches cannot be joined.
+
+        Args:
+            reason: Why not.
+        """
+        return ConfigError(
+            f"{self.what} schedule='gpipe' cannot compute it for the whole batch either, since "
+            f"{reason}. Use microbatches=1{self.instead}."
+        )
+
+
+_MEAN = ", or a loss that is a mean or a sum over the rows of losses of single rows"
+
+
 @dataclass(frozen=True)
 class Leaves:
     """What a branch of a graph comes from."""
@@ -294,7 +324,7 @@ def _visit(position: _Position, leaves_of: Callable[[Node], Leaves], *, is_full:
         return Visit(name, tuple(operands(node))) if masks_of(node) else end
     found = leaves_of(node)
     if found.rows or found.scalars:
-        raise ConfigError(_not_linear(node, "is not linear in the batch's mean"))
+        raise BatchLossError(_not_linear(node, "is not linear in the batch's mean"), _MEAN)
     return end
 
 
@@ -321,14 +351,13 @@ def _visit_of_product(
     what = "divides by a number that is made of the batch and trained" if factor.is_division else (
         "multiplies two numbers that are made of the batch"
     )  # fmt: skip
-    raise ConfigError(_not_linear(node, what))
+    raise BatchLossError(_not_linear(node, what), _MEAN)
 
 
 def _not_linear(node: Node, what: str) -> str:
     return (
         f"The loss of training_step cannot be put together from microbatches: {plain_name(node)} "
-        f"{what}. Use microbatches=1, or a loss that is a mean or a sum over the rows of losses of "
-        f"single rows."
+        f"{what}."
     )
 
 
@@ -425,10 +454,10 @@ def kind_alone(term: Term, rows: int) -> tuple[Term, Kind]:
         doubt = f"{plain_name(term.end)}, which says nothing of rows"
     else:
         doubt = "a sum of means, or a mean of sums, over rows"
-    raise ConfigError(
+    raise BatchLossError(
         f"A part of training_step's loss is made of {doubt}. If a layer with parameters makes it, "
         f"return losses of single rows from there and take their mean in training_step, or take "
-        f"the mean with torch.mean or reduction='mean'; or use microbatches=1."
+        f"the mean with torch.mean or reduction='mean'."
     )
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError
 from boltmesh.strategies.deferred_initialization.operator_effects import is_random
+from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.torch_compat.tensors import DispatchMode, schema_of
 
@@ -147,13 +147,12 @@ def made_up(
         is_between_0_and_1: Whether they have to be probabilities, or positive.
 
     Raises:
-        ConfigError: When it cannot be told where a value has its rows.
+        BatchLossError: When it cannot be told where a value has its rows.
     """
     if len(specs) != len(smaller):
-        raise ConfigError(
+        raise BatchLossError(
             f"training_step uses {len(specs)} values of its layers for {rows[0]} rows and "
-            f"{len(smaller)} for {rows[1]}, so its loss cannot be put together from microbatches. "
-            f"Use microbatches=1."
+            f"{len(smaller)} for {rows[1]}, so its loss cannot be put together from microbatches."
         )
     generator = torch.Generator().manual_seed(SEED)
     made = []
@@ -184,10 +183,10 @@ def _dim_of_rows(spec: ValueSpec, less: ValueSpec, rows: tuple[int, int]) -> int
         # Others may be narrower where rows are padded to the longest.
         if is_rows and all(one <= other for other, one in others):
             return dim
-    raise ConfigError(
+    raise BatchLossError(
         f"{spec.origin} has the shape {list(spec.shape)} for {rows[0]} rows and "
         f"{list(less.shape)} for {rows[1]}, so it cannot be told how training_step's loss is put "
-        f"together from microbatches. Use microbatches=1."
+        f"together from microbatches."
     )
 
 

@@ -116,11 +116,26 @@ class RankPrograms:
         self._tables: dict[int, ScheduleTable] = {}
         self._programs: dict[int, RankProgram] = {}
         self._overlapped: dict[tuple[int, int], RankProgram] = {}
-        self._overlapped_step = schedule_kind(options.schedule).overlapped_step
+        self.schedule = options.first_schedule
+        """Its name."""
+        self._overlapped_step = schedule_kind(self.schedule).overlapped_step
         self.is_asynchronous = self._overlapped_step is not None
         full_batch = self._table(options.num_microbatches(num_ranks))
         self.num_stages = full_batch.num_stages
         self.rank_of_stage = full_batch.rank_of_stage
+
+    @property
+    def has_forwards_first(self) -> bool:
+        """Whether backward passes begin when all forward passes are done."""
+        return schedule_kind(self.schedule).has_forwards_first
+
+    def change_schedule(self, name: str) -> None:
+        """Take another one, which places stages on ranks in the same way."""
+        self.schedule = name
+        self._tables.clear()
+        self._programs.clear()
+        count = self._options.num_microbatches(self._num_ranks)
+        assert self._table(count).rank_of_stage == self.rank_of_stage
 
     def asynchronous(self, before: int, now: int) -> RankProgram:
         """Return the actions in a step that overlaps with the one before. Asynchronous schedules.
@@ -185,7 +200,7 @@ class RankPrograms:
     def _make_table(self, num_microbatches: int) -> ScheduleTable:
         try:
             return schedule_table(
-                self._options.schedule,
+                self.schedule,
                 num_ranks=self._num_ranks,
                 num_microbatches=num_microbatches,
                 stages_per_rank=self._options.stages_per_rank,
@@ -194,7 +209,7 @@ class RankPrograms:
             if not self._tables:
                 raise
         # A small batch at the end of an epoch: the schedule has no order for so few microbatches.
-        return all_forward_first(self._options.schedule, self.rank_of_stage, num_microbatches)
+        return all_forward_first(self.schedule, self.rank_of_stage, num_microbatches)
 
 
 def all_forward_first(

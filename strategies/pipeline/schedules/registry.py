@@ -55,6 +55,9 @@ class ScheduleKind:
     """What to use for a number of stages that this one does not have."""
     microbatch_rule: MicrobatchRule | None = None
     """None: any number, from 1 on."""
+    has_forwards_first: bool = False
+    """All forward passes of a batch come before its first backward pass, so the loss may be of the
+    whole batch."""
     splits_backward: bool = False
     """The gradients of inputs and weights are computed apart (I and W in place of B)."""
     overlapped_step: Callable[[int, int, int], Timetable] | None = None

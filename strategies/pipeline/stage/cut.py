@@ -3,7 +3,7 @@
 What one stage does at every event of a step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from boltmesh.errors import ConfigError
@@ -110,16 +110,24 @@ def plan_tail(
     stage_of_unit: Mapping[str, int],
     parameters_of_unit: Mapping[str, frozenset[str]],
     weight_only: frozenset[str] = frozenset(),
+    recomputed: frozenset[int] = frozenset(),
 ) -> tuple[StagePlan, StagePlan]:
     """Return the last stage without what follows its last unit, and that as a stage of its own.
 
-    The arguments are those of :func:`plan_stages`.
+    Args:
+        trace: As of :func:`plan_stages`.
+        stage_of_unit: As there.
+        parameters_of_unit: As there.
+        weight_only: As there.
+        recomputed: Values, by their number in the trace, that the second of them computes again
+            from those that they were made of, where code between units made them.
 
     Raises:
         ConfigError: When the step cannot be cut there.
     """
     begin = trace.unit_events()[-1] + 1
     cut = _StageCut(trace, stage_of_unit, weight_only, tail=begin)
+    cut.recompute({id(trace.values[number]) for number in recomputed})
     last, tail = (
         _StagePlanner(cut, stage, parameters_of_unit) for stage in (cut.count - 2, cut.count - 1)
     )
@@ -178,6 +186,35 @@ class _StageCut:
             self._refuse_unreachable(value, stage)
         self._refuse_shared_memory(alive, stage)
         return sorted(alive, key=lambda each: (each.made_at, each.leaf))
+
+    def recompute(self, chosen: Collection[int]) -> None:
+        """Give the tail what values were made of in their place, by identity of the values."""
+        waiting = self.alive[-1]
+        kept: list[Value] = []
+        on_last_stage = {id(each) for each in self.alive[-2]}
+        while waiting:
+            value, *waiting = waiting
+            event = self.trace.events[value.made_at]
+            if id(value) not in chosen or event.is_unit:
+                kept += [] if any(value is each for each in kept) else [value]
+                continue
+            sources = [
+                each
+                for each in self.trace.values
+                if each.made_at < value.made_at and value.made_at in each.uses
+            ]
+            is_here = all(
+                id(each) in on_last_stage or self.stage_of_event(each.made_at) >= self.count - 2
+                for each in sources
+            )
+            is_written = any(each.storage in self.trace.writes for each in (value, *sources))
+            if not is_here or is_written or event.parameters:
+                raise ConfigError(
+                    f"the {value.origin} ({event.place}) is computed between layers, of rows that "
+                    f"are not all on the last stage: compute it behind the last layer"
+                )
+            waiting += sources
+        self.alive[-1] = sorted(kept, key=lambda each: (each.made_at, each.leaf))
 
     def _reads(self, stage: int, value: Value) -> bool:
         """Whether a stage looks at a value before its own part of the step, as only a tail may."""

@@ -111,7 +111,7 @@ class _KnownSignature:
     outputs: dict[Any, UnitOutput] = field(default_factory=dict)
     """What units gave."""
     runs: dict[tuple[Any, ...], tuple[StageRun, ...]] = field(default_factory=dict)
-    tails: dict[tuple[Any, ...], Tail] = field(default_factory=dict)
+    tails: dict[tuple[Any, ...], dict[frozenset[int], Tail]] = field(default_factory=dict)
 
     def forget_oldest(self) -> None:
         """Keep so many runs: what is read, such as lengths, may differ from batch to batch."""
@@ -203,22 +203,24 @@ class StagePlans:
         *rest: Any,
         kwargs: Mapping[str, Any] | None = None,
         seed: int | None = None,
+        recomputed: frozenset[int] = frozenset(),
     ) -> Tail:
         """Return what ``step`` does with a batch like this one behind its last unit.
 
-        The arguments are those of :meth:`stages`.
+        The arguments are those of :meth:`stages`, and ``recomputed`` of :func:`plan_tail`.
 
         Raises:
             ConfigError: When the step cannot be cut so.
         """
         known, answers = self._known_of(self._state(step), step, batch, rest, kwargs, seed)
-        tail = known.tails.get(answers)
+        tails = known.tails.setdefault(answers, {})
+        tail = tails.get(recomputed)
         if tail is None:
             trace = known.traces[answers]
             last, end = plan_tail(
-                trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only
+                trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only, recomputed
             )
-            tail = known.tails[answers] = Tail(
+            tail = tails[recomputed] = Tail(
                 last=StageRun(self.root, self.units, step, last),
                 end=StageRun(self.root, self.units, step, end),
                 draws_before=any(each < end.begin for each in trace.draws),

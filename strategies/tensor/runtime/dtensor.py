@@ -56,22 +56,64 @@ def attend(
     the caller's to choose.
 
     Returns:
-        The output, divided as ``query`` is; None where it is not divided by heads.
+        The output, divided as ``query`` is, or as the channels of ``value``; None where neither is
+        divided.
+
+    Raises:
+        LayoutError: If tokens, or channels of queries or keys, are divided. DTensor decomposes
+            such attention, which may take minutes.
     """
     if not isinstance(query, DTensor):
         return None
+    settings: dict[str, Any] = {"enable_gqa": True} if enable_gqa else {}
     (placement,) = query.placements
-    if not isinstance(placement, Shard) or placement.dim >= query.dim() - 2:
+    inside = [each for each in (query, key, value) if _is_divided_inside(each)]
+    if any(each is not value or _shard_dim(each) != each.dim() - 1 for each in inside):
+        raise LayoutError("attention is divided otherwise than by heads or channels of values")
+    if inside:
+        out = _attend_to_channels(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **settings
+        )
+        return DTensor.from_local(out, query.device_mesh, [Shard(out.dim() - 1)])
+    if not isinstance(placement, Shard):
         return None
     own_key, own_value = (_like(query, each, placement) for each in (key, value))
     if own_key is None or own_value is None:
         return None
     mask = None if attn_mask is None else _mask(query, attn_mask, placement)
-    settings: dict[str, Any] = {"enable_gqa": True} if enable_gqa else {}
     out = F.scaled_dot_product_attention(
         query.to_local(), own_key, own_value, mask, dropout_p, is_causal, scale=scale, **settings
     )
     return DTensor.from_local(out, query.device_mesh, [placement])
+
+
+def _attend_to_channels(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **settings: Any
+) -> Tensor:
+    """Run attention on this rank's channels of all values: weights are those of all ranks."""
+    whole = [query, key] if mask is None else [query, key, mask]
+    own = [
+        each.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        if isinstance(each, DTensor)
+        else each
+        for each in whole
+    ]
+    part = value.to_local() if isinstance(value, DTensor) else value
+    return F.scaled_dot_product_attention(
+        own[0], own[1], part, None if mask is None else own[2], *args, **settings
+    )
+
+
+def _shard_dim(value: Tensor) -> int | None:
+    """The dim that ranks divide, if there is one."""
+    placement = value.placements[0] if isinstance(value, DTensor) else None
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def _is_divided_inside(value: Tensor) -> bool:
+    """Whether tokens or channels of a tensor of heads are divided."""
+    dim = _shard_dim(value)
+    return dim is not None and dim >= value.dim() - 2
 
 
 def multiply(left: Tensor, right: Tensor) -> DTensor | None:
@@ -262,7 +304,10 @@ class RegionMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             args, kwargs = tree_map_only(Tensor, self._as_dtensor, (args, kwargs))
-            with self._draws.own():
+            query = args[0] if args else kwargs["query"]
+            # All ranks weight their channels of values by the same probabilities.
+            is_own = _shard_dim(query) is not None
+            with self._draws.own() if is_own else self._draws.alike():
                 attended = attend(*args, **kwargs)
             if attended is not None:
                 return attended

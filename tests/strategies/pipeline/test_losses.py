@@ -281,7 +281,7 @@ def test_what_no_weights_put_together_is_refused(name: str) -> None:
     proofs = LossChecks(torch.device("cpu"))
     with pytest.raises(ConfigError, match=message) as error:
         weighed(loss, logits.detach().float().requires_grad_(), data, sizes, proofs)
-    assert "microbatches=1" in str(error.value)
+    assert "use schedule='gpipe'" in str(error.value)
 
 
 def test_what_no_weights_put_together_may_be_one_microbatch() -> None:

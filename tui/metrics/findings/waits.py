@@ -70,7 +70,7 @@ def _tell_late(
 ) -> tuple[str, ...]:
     evidence = [
         f"{phase} {units.seconds(worst.phase_s)}, its peers {units.seconds(worst.phase_peers_s)}",
-        f"{worst.share:+.0%} own time",
+        f"{worst.share:+.0%} compute time",
     ]
     if worst.peers_wait_s > worst.wait_s:
         evidence.append(

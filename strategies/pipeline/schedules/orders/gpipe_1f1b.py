@@ -48,6 +48,7 @@ register(
         "Huang et al. 2019, https://arxiv.org/abs/1811.06965",
         gpipe,
         instead="looped_bfs",
+        has_forwards_first=True,
         wait_per_rank=_wait_per_rank,
     )
 )
@@ -71,6 +72,7 @@ register(
         least_stages_per_rank=2,
         most_stages_per_rank=None,
         instead="gpipe",
+        has_forwards_first=True,
         wait_per_rank=_wait_if_filled,
     )
 )

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from boltmesh.strategies.pipeline.merge import find_joints, join
+from boltmesh.strategies.pipeline.merge import NoJoints, find_joints, join
 from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
@@ -45,7 +45,7 @@ def run_divided(module: LightningModule, batch: Any, wanted: int) -> tuple[Any, 
     parts, sizes = MicrobatchSplitter().cut(batch, wanted)
     tails = [plans.tail(step, part, 0) for part in parts]
     joints = find_joints(tail.end.plan, [each.end.plan for each in tails], sizes)
-    if joints is None:
+    if isinstance(joints, NoJoints):
         return None, None
     given = []
     for part, own in zip(parts, tails, strict=True):

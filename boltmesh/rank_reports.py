@@ -34,6 +34,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str = ""
     run_folder: str | None = None
     checkpoint: str | None = None
+    is_restarted: bool = True
+    """Whether ranks may be started again after this failure."""
     signum: int = 0
     """The signal that stopped the rank; 0 for none."""
 
@@ -82,6 +84,7 @@ def report_of_error(error: BaseException, *, rank: int, run_folder: Path | None)
         message=describe_error(error),
         traceback=encodable("".join(traceback.format_exception(error))),
         run_folder=None if run_folder is None else str(run_folder),
+        is_restarted=not isinstance(error, BoltMeshError) or error.is_restarted,
     )
 
 

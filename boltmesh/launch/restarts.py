@@ -1,0 +1,107 @@
+"""Whether ranks that have failed are started again, when, and from which step.
+
+Only what another try can change is tried again: not an error in a config (exit code 2), and not a
+run that a signal stopped. A run ends when its budget is used, and when it failed twice with neither
+a further step nor a newer checkpoint between.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from boltmesh.errors import TelemetryError
+from boltmesh.launch.launch import Supervisor
+from boltmesh.launch.rank import CONTINUE_VARIABLE
+from boltmesh.launch.stopping import StoppedBySignal, describe_stop
+from boltmesh.process import write_stderr
+
+FIRST_WAIT_S = 1.0
+"""Seconds before the first restart; each further one waits twice as long."""
+LONGEST_WAIT_S = 60.0
+
+FindCheckpoint = Callable[[Path], tuple[Path, int | None] | None]
+"""Returns the newest checkpoint in the folder of a run, and the step after which it was saved."""
+
+
+class Restarts:
+    """Runs a job, and starts its ranks again after a failure.
+
+    Args:
+        most: Number of restarts.
+        make: Makes the supervisor of one start. Its ranks get these further variables.
+        find_checkpoint: See ``FindCheckpoint``.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        make: Callable[[dict[str, str]], Supervisor],
+        find_checkpoint: FindCheckpoint,
+    ) -> None:
+        self._most = most
+        self._make = make
+        self._find_checkpoint = find_checkpoint
+        self._num_restarts = 0
+        self._folder: Path | None = None
+        self._wait_s: float | None = None
+        """Seconds until the next start; None: there is none."""
+        self._progress: tuple[int, int] | None = None
+        """At the failure before: the furthest step, and when the newest checkpoint was written."""
+
+    def run(self) -> int:
+        """Run the job to its end, and return its exit code."""
+        while True:
+            supervisor = self._next_start()
+            code = supervisor.run()
+            if self._wait_s is None:
+                return code
+            try:
+                time.sleep(self._wait_s)
+            except StoppedBySignal as stopped:
+                name = describe_stop(stopped.signum).removesuffix(" before the first step")
+                resume = supervisor.resume_command
+                write_stderr(f"\nboltmesh: {name} before the restart; resume with: {resume}\n")
+                return stopped.exit_code
+
+    def _next_start(self) -> Supervisor:
+        self._wait_s = None
+        is_there = self._folder is not None and self._folder.is_dir()
+        supervisor = self._make({CONTINUE_VARIABLE: str(self._folder)} if is_there else {})
+        supervisor.after_failure = self._decide
+        return supervisor
+
+    def _decide(self, supervisor: Supervisor) -> str:
+        """Return what happens after a failure, in words."""
+        self._folder = supervisor.run_folder or self._folder
+        found = None if self._folder is None else self._find_checkpoint(self._folder)
+        if self._num_restarts == self._most:
+            return f"no restart is left of {self._most}; resume with: {supervisor.resume_command}"
+        saved = 0 if found is None else found[0].stat().st_mtime_ns
+        progress = furthest_step(supervisor.job_id), saved
+        if self._progress is not None:
+            step_before, saved_before = self._progress
+            if progress[0] <= step_before and saved <= saved_before:
+                return (
+                    f"no further restart, because no step was gained since the failure before; "
+                    f"resume with: {supervisor.resume_command}"
+                )
+            progress = max(progress[0], step_before), saved
+        self._progress = progress
+        self._wait_s = min(FIRST_WAIT_S * 2**self._num_restarts, LONGEST_WAIT_S)
+        self._num_restarts += 1
+        start = "from the beginning, as there is no checkpoint yet"
+        if found is not None:
+            path, step = found
+            start = f"from {path}" if step is None else f"from step {step} ({path})"
+        return f"restart {self._num_restarts} of {self._most} in {self._wait_s:g} s {start}"
+
+
+def furthest_step(job_id: str) -> int:
+    """Return the furthest step of a job's ranks as telemetry has it; 0 without telemetry."""
+    from boltmesh.telemetry.reader.reader import open_job
+
+    try:
+        with open_job(job_id) as job:
+            return max((rank.global_step for rank in job.snapshot().ranks), default=0)
+    except (TelemetryError, OSError):
+        return 0

@@ -1,0 +1,281 @@
+"""The expert axis: divides the experts of a model over ranks that have batches of their own.
+
+It folds the data axis: groups of neighbouring data ranks have all experts together, and ranks at
+the same place of such groups have the same ones. Everything else of the model is what the data axis
+makes of it.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch.nn import Module
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.strategies.dry_run.sample import sample_batch
+from boltmesh.strategies.dry_run.step import DryRun
+from boltmesh.strategies.engine.axis import Axis
+from boltmesh.strategies.engine.data_axis import OwnedRows
+from boltmesh.strategies.expert.divided import DividedExperts
+from boltmesh.strategies.expert.expected_traffic import expected_traffic
+from boltmesh.strategies.expert.find import Experts, Findings, find_experts
+from boltmesh.strategies.expert.verify import prove
+from boltmesh.strategies.lightning_compat.loops import step_arguments
+from boltmesh.strategies.lightning_compat.trainer import autocast_dtype
+from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_CPU = torch.device("cpu")
+_MOST_NAMED = 3
+
+
+class ExpertAxis(Axis):
+    """Keeps experts on some ranks each, and sends rows to them.
+
+    Args:
+        asked: Ranks that have all experts together, or ``"node"``.
+    """
+
+    name = "expert"
+    folds = "data"
+    shares_batches = False
+
+    def __init__(self, asked: int | str) -> None:
+        self.asked = asked
+        self.divided: dict[str, DividedExperts] = {}
+        """By the name of the module."""
+        self._module: LightningModule | None = None
+        """The module that has them."""
+        self._replicas: ProcessGroup | None = None
+        """The ranks that have the same experts."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Spawned ranks make their own groups.
+        return {**vars(self), "_replicas": None}
+
+    # Set-up.
+
+    @property
+    @override
+    def size(self) -> int:
+        return self._size_in(self.strategy.layout.data)
+
+    def _size_in(self, num_ranks: int) -> int:
+        """Return the ranks of a group of a data axis of so many."""
+        if isinstance(self.asked, int):
+            return self.asked
+        return min(self.strategy.num_processes or num_ranks, num_ranks)
+
+    @override
+    def check_layout(self, layout: MeshLayout) -> None:
+        size = self._size_in(layout.data)
+        if layout.data % size:
+            fitting = [each for each in range(1, layout.data + 1) if layout.data % each == 0]
+            raise LayoutError(
+                f"expert={size} needs a multiple of {size} ranks with batches of their own, and "
+                f"there are {layout.data}. Use {' or '.join(map(str, fitting))}."
+            )
+
+    def _groups(self) -> list[list[int]]:
+        size = self.size
+        return [
+            ranks[start : start + size]
+            for ranks in self.strategy.layout.groups("data")
+            for start in range(0, len(ranks), size)
+        ]
+
+    def _replica_groups(self) -> list[list[int]]:
+        size = self.size
+        return [
+            ranks[start::size]
+            for ranks in self.strategy.layout.groups("data")
+            for start in range(size)
+        ]
+
+    @override
+    def near_groups(self) -> dict[str, list[list[int]]]:
+        if self.size in {1, self.strategy.layout.world_size}:
+            return {}
+        return {self.name: self._groups()}
+
+    @override
+    def build_groups(self) -> None:
+        timeout = self.strategy.timeout
+        for kind, groups in (("expert", self._groups()), ("replicas", self._replica_groups())):
+            group: ProcessGroup
+            group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                groups, timeout=timeout, group_desc=kind
+            )
+            if kind == "expert":
+                self.strategy.groups[self.name] = group
+            else:
+                self._replicas = group
+
+    @override
+    def refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        for name, each in module.named_parameters():
+            if each.is_meta:
+                raise ConfigError(
+                    f"{name!r} has no values yet, and experts are found in a step on values. Build "
+                    f"the model without deferred_init, or leave expert out."
+                )
+
+    @override
+    def place(self, trainer: Trainer) -> None:
+        strategy = self.strategy
+        module = strategy.lightning_module
+        assert module is not None
+        assert self._replicas is not None
+        strategy.recorder.name_group(self._replicas, "data")
+        if self.size == 1 or self._module is module:
+            return
+        step = strategy.step_name
+        batch = sample_batch(trainer).batch
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if autocast_dtype(strategy.precision_plugin) is not None:
+            around = strategy.host_step_context(step)
+        run = DryRun(module, step, (batch, *step_arguments(module, step)), _CPU, around=around)
+        # Under manual optimisation backward passes are part of the step.
+        has_backward = not module.automatic_optimization
+        found = find_experts(module, partial(run.run, has_backward=has_backward))
+        experts = self._agreed(found)
+        self._prove_and_divide(module, experts, found, step)
+        self._module = module
+
+    def _agreed(self, found: Findings) -> list[Experts]:
+        """Return the experts that all ranks have found; note the others. Collective."""
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, (found.experts, found.whole))
+        experts: list[Experts] = []
+        for each in told[0][0]:
+            if all(each in theirs for theirs, _ in told):
+                experts.append(each)
+            else:
+                found.whole[each.name] = "not all ranks have called it in the same way"
+        for _, whole in told:
+            found.whole.update(whole)
+        if not experts and not found.whole:
+            raise ConfigError(
+                f"expert={self.asked!r} was asked for, and {self.strategy.step_name} calls no "
+                f"experts: no module is given rows and, for each, which of several it has to go "
+                f"through (from topk, argmax or sort), and has parameters that begin with as many. "
+                f"Leave expert out."
+            )
+        for each in experts:
+            if each.num_experts % self.size:
+                fitting = [
+                    n
+                    for n in range(2, each.num_experts + 1)
+                    if each.num_experts % n == 0 and self.strategy.layout.data % n == 0
+                ]
+                instead = f"Use {' or '.join(map(str, fitting))}" if fitting else "Leave it out"
+                raise ConfigError(
+                    f"expert={self.size} does not divide the {each.num_experts} experts of "
+                    f"{each.name!r}. {instead}."
+                )
+        return experts
+
+    def _prove_and_divide(
+        self, module: LightningModule, experts: Sequence[Experts], found: Findings, step: str
+    ) -> None:
+        """Divide what is proven; say what stays whole. Collective.
+
+        Raises:
+            ConfigError: When everything stays whole.
+        """
+        strategy, group = self.strategy, self.strategy.groups[self.name]
+        is_mixed = autocast_dtype(strategy.precision_plugin) is not None
+        around = strategy.step_context(step) if is_mixed else nullcontext
+        faults: dict[Any, str | None] = {}
+        for each in experts:
+            part, call = module.get_submodule(each.name), found.calls[each.name]
+            kind = _kind(part, each)
+            if kind not in faults:
+                fault = prove(
+                    part,
+                    each,
+                    call,
+                    group,
+                    around=around,
+                    device=strategy.root_device,
+                    is_mixed=is_mixed,
+                )
+                told: list[str | None] = [None] * dist.get_world_size()
+                dist.all_gather_object(told, fault)
+                faults[kind] = next((text for text in told if text), None)
+            if (reason := faults[kind]) is None:
+                self.divided[each.name] = DividedExperts(part, each, call, group, around)
+            else:
+                found.whole[each.name] = reason
+        texts = list(_reasons(found.whole))
+        if not self.divided:
+            raise ConfigError(
+                f"expert={self.asked!r} was asked for, and no experts can be divided: "
+                f"{'; '.join(texts)}. Leave expert out."
+            )
+        if strategy.is_global_zero:
+            for text in texts:
+                warnings.warn(f"Experts that are not divided: {text}.", stacklevel=2)
+        for divided in self.divided.values():
+            divided.put_on()
+        one = next(iter(self.divided.values()))
+        rank_zero_info(
+            f"Experts: {len(self.divided)} modules such as {one.name!r}, "
+            f"{one.exchange.num_local} of {one.experts.num_experts} experts on each rank."
+        )
+
+    @override
+    def owned_rows(self) -> OwnedRows | None:
+        if not self.divided:
+            return None
+        assert self._module is not None
+        assert self._replicas is not None
+        names = {name for each in self.divided.values() for name in each.experts.parameters}
+        own = frozenset(p for n, p in self._module.named_parameters() if n in names)
+        exchanges = list(self.divided.values())
+        return OwnedRows(own, self.strategy.groups[self.name], self._replicas, exchanges)
+
+    # Forecasts.
+
+    @override
+    def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
+        return expected_traffic(
+            self.divided.values(),
+            size=self.size,
+            num_batches=self.strategy.trainer.accumulate_grad_batches,
+            recomputed={
+                part for block in self.strategy.recomputation.blocks for part in block.modules()
+            },
+        )
+
+
+def _kind(module: Module, experts: Experts) -> tuple[Any, ...]:
+    """Return a key for experts that one proof covers."""
+    shapes = tuple((name, each.shape) for name, each in module.named_parameters())
+    slots = tuple(experts.slots.items())
+    return type(module), experts.kind, experts.num_experts, slots, shapes
+
+
+def _reasons(whole: dict[str, str]) -> "list[str]":
+    """Return a text for each reason, with the first modules that it holds for."""
+    names: dict[str, list[str]] = {}
+    for name, reason in whole.items():
+        names.setdefault(reason, []).append(name)
+    texts = []
+    for reason, several in names.items():
+        more = len(several) - _MOST_NAMED
+        named = ", ".join(map(repr, several[:_MOST_NAMED])) + (
+            f" and {more} more" if more > 0 else ""
+        )
+        texts.append(f"{named}: {reason}")
+    return texts

@@ -1,0 +1,190 @@
+"""Runs the experts of a module on the ranks that own them, in the place of its ``forward``.
+
+The author's own code runs there, with one expert for each row: its activation, biases, clamps and
+weighting, and the kernel it has chosen, stay what they are. Only its whole numbers that count
+experts are set to those of a rank.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+from boltmesh.strategies.expert.exchange import ExpertExchange, with_unused
+from boltmesh.strategies.expert.find import Call, Experts, Slot, arguments
+
+
+class DividedExperts:
+    """The experts of one module, of which each rank of a group runs its own.
+
+    Args:
+        module: Whose ``forward`` this takes the place of.
+        experts: What was found of it.
+        call: A call of it: widths and types of rows.
+        group: The ranks that have all experts together.
+        around: Context in which a step of the run computes, such as autocast.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        experts: Experts,
+        call: Call,
+        group: ProcessGroup,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.module, self.experts, self.name = module, experts, experts.name
+        self.exchange = ExpertExchange(experts.name, experts.num_experts, group)
+        self._forward = module.forward
+        self._around = around
+        given = arguments(call.args, call.kwargs)
+        rows: Tensor = given[experts.slots["rows"]]
+        self.width, self._rows_type = rows.shape[-1], rows.dtype
+        output: Tensor = call.output
+        self._output_type = None if output.dtype == rows.dtype else output.dtype
+        weights = given.get(experts.slots.get("weights", ""))
+        self._weights_type = rows.dtype if weights is None else weights.dtype
+        self.num_rows = rows.numel() // self.width
+        """Rows of the call that was watched."""
+        self.row_itemsize, self.weight_itemsize = rows.itemsize, self._weights_type.itemsize
+        self.num_choices = 1
+        if experts.kind == "routed":
+            self.num_choices = given[experts.slots["experts"]].shape[-1]
+
+    @property
+    def note(self) -> Callable[[str], None]:
+        """Called before each exchange with what this rank is about to do."""
+        return self.exchange.note
+
+    @note.setter
+    def note(self, note: Callable[[str], None]) -> None:
+        self.exchange.note = note
+
+    def put_on(self) -> None:
+        """Take the place of the module's ``forward``; parameters are those of this rank's part."""
+        vars(self.module)["forward"] = self
+        self._set_counts(self.exchange.num_local)
+
+    def take_off(self) -> None:
+        """Undo ``put_on``."""
+        vars(self.module).pop("forward", None)
+        self._set_counts(self.experts.num_experts)
+
+    def _set_counts(self, number: int) -> None:
+        inside = dict(self.module.named_modules())
+        for path, key in self.experts.counts:
+            owner = inside[path[len(self.experts.name) :].lstrip(".")]
+            setattr(owner, key, number)
+
+    def attend(self) -> None:
+        """Run this rank's experts for the others, which have rows where it has none. Collective."""
+        device = next(self.module.parameters()).device
+        rows = torch.empty((0, self.width), dtype=self._rows_type, device=device)
+        chosen = torch.empty((0, 1), dtype=torch.long, device=device)
+        weights = torch.empty((0, 1), dtype=self._weights_type, device=device)
+        with torch.no_grad(), self._around():
+            self.exchange.run(rows, chosen, weights, self._computing((), {}))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the module's forward with rows of all ranks of the group. Collective over it."""
+        given, slots = arguments(args, kwargs), self.experts.slots
+        rows: Tensor = given[slots["rows"]]
+        flat = rows.reshape(-1, rows.shape[-1])
+        self._rows_type = rows.dtype
+        if self.experts.kind == "sorted":
+            sizes = torch.tensor(given[slots["sizes"]], device=rows.device)
+            numbers = torch.arange(len(sizes), device=rows.device)
+            chosen = numbers.repeat_interleave(sizes, output_size=flat.shape[0])[:, None]
+            weights = flat.new_ones(chosen.shape)
+        else:
+            chosen = given[slots["experts"]].flatten(0, -2)
+            weights = self._weights(given, chosen, flat)
+        self._weights_type = weights.dtype
+        result = self.exchange.run(flat, chosen.long(), weights, self._computing(args, kwargs))
+        return result.reshape(rows.shape)
+
+    def _weights(self, given: Mapping[Slot, Any], chosen: Tensor, rows: Tensor) -> Tensor:
+        """Return the weight of each choice."""
+        slot = self.experts.slots.get("weights")
+        if slot is None:
+            return rows.new_ones(chosen.shape)
+        weights: Tensor = given[slot]
+        if not chosen.numel():
+            return weights.reshape(chosen.shape)
+        flat = weights.reshape(rows.shape[0], -1)
+        return flat.gather(1, chosen.long()) if self._is_dense(flat, chosen) else flat
+
+    def _is_dense(self, weights: Tensor, chosen: Tensor) -> bool:
+        """Whether there is a weight of each expert, also of those that were not chosen."""
+        return weights.shape[-1] != chosen.shape[-1]
+
+    def _computing(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        def compute(rows: Tensor, local: Tensor, weights: Tensor) -> Tensor:
+            return self.compute(args, kwargs, rows, local, weights)
+
+        return compute
+
+    def compute(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rows: Tensor,
+        local: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        """Run the author's code on this rank's experts.
+
+        Args:
+            args: That the module was called with on this rank.
+            kwargs: Likewise.
+            rows: ``[P, H]``, of all ranks.
+            local: ``[P]``, which of this rank's experts each wants.
+            weights: ``[P]``.
+        """
+        if not rows.shape[0]:
+            return self.empty(rows)
+        slots = self.experts.slots
+        given = arguments(args, kwargs)
+        if self.experts.kind == "sorted":
+            order = local.argsort(stable=True)
+            sizes = torch.bincount(local, minlength=self.exchange.num_local).tolist()
+            as_given = type(given.get(slots["sizes"], []))
+            given |= {slots["rows"]: rows[order], slots["sizes"]: as_given(sizes)}
+            result = self._call(given)
+            return torch.zeros_like(result).index_copy(0, order, result)
+        # A rank that only attends has no call of its own to copy the rest of.
+        chosen = given.get(slots["experts"])
+        kind = torch.long if chosen is None else chosen.dtype
+        own_weights = self._own_weights(given, chosen, local, weights)
+        given |= {slots["rows"]: rows, slots["experts"]: local[:, None].to(kind)}
+        if "weights" in slots:
+            given[slots["weights"]] = own_weights
+        return self._call(given).reshape(rows.shape)
+
+    def _own_weights(
+        self, given: Mapping[Slot, Any], chosen: Tensor | None, local: Tensor, weights: Tensor
+    ) -> Tensor:
+        dense = given.get(self.experts.slots.get("weights", ""))
+        if chosen is None or dense is None or not self._is_dense(dense, chosen):
+            return weights[:, None]
+        wide = weights.new_zeros((len(weights), self.exchange.num_local))
+        return wide.scatter(1, local[:, None], weights[:, None])
+
+    def empty(self, rows: Tensor) -> Tensor:
+        """Return the result of no rows, on which everything depends that computes one."""
+        result = rows.new_zeros(rows.shape, dtype=self._output_type or rows.dtype)
+        return with_unused(result, self.module.parameters())
+
+    def _call(self, given: Mapping[Slot, Any]) -> Tensor:
+        positions = sorted(slot for slot in given if isinstance(slot, int))
+        result: Tensor = self._forward(
+            *(given[each] for each in positions),
+            **{slot: value for slot, value in given.items() if isinstance(slot, str)},
+        )
+        return result

@@ -1,0 +1,184 @@
+"""Sends rows to the ranks that have their experts, and brings the results back.
+
+``ExpertExchange.run`` is a forward pass of one layer's experts. Each rank has tokens of its own,
+and chooses experts for them that may be on other ranks:
+
+1. ``RoutePlan``: how many rows and choices go to each rank. The numbers are exchanged first.
+2. ``_Dispatch``: a row goes to a rank once, however many of its experts are there, with the weight
+   of each choice; in the backward pass their gradients come back.
+3. There every choice becomes a row, with one local expert and its weight.
+4. ``_Return``: the sum of each row's results goes back, and is added to those of other ranks.
+
+[Note: Each rank takes part in each exchange]
+The exchanges of the backward pass are collectives as well, so a rank to which no row was sent has
+to be in the graph like any other. Rows and weights are one node, which sends zeros where there is
+no gradient, and ``_Unused`` connects what was not computed with: zeros as gradients of unused
+weights, as one process has for a stacked parameter.
+
+Source: GShard, Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typing_extensions import override
+
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Returns ``[P, H]`` for rows ``[P, H]``, one local expert each ``[P]`` and its weight ``[P]``."""
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """Numbers of rows and choices in one exchange. Ranks are those of the group, in its order."""
+
+    group: ProcessGroup
+    sent_rows: list[int]
+    """Rows to each rank."""
+    received_rows: list[int]
+    sent_choices: list[int]
+    """Choices whose expert is on each rank; at least as many as rows."""
+    received_choices: list[int]
+
+    def swap(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send parts of a tensor along its first dim; return what came. Collective."""
+        came = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        dist.all_to_all_single(came, tensor.contiguous(), received, sent, group=self.group)
+        return came
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows and weights to the owners, see [Note: Each rank takes part in each exchange]."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, plan: RoutePlan) -> tuple[Tensor, Tensor]:
+        ctx.plan = plan
+        return (
+            plan.swap(rows, plan.sent_rows, plan.received_rows),
+            plan.swap(weights, plan.sent_choices, plan.received_choices),
+        )
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        plan: RoutePlan = ctx.plan
+        rows = weights = None
+        if ctx.needs_input_grad[0]:
+            rows = plan.swap(gradients[0], plan.received_rows, plan.sent_rows)
+        if ctx.needs_input_grad[1]:
+            weights = plan.swap(gradients[1], plan.received_choices, plan.sent_choices)
+        return rows, weights, None
+
+
+class _Return(torch.autograd.Function):
+    """Results to the ranks that the rows are from."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, results: Tensor, plan: RoutePlan) -> Tensor:
+        ctx.plan = plan
+        return plan.swap(results, plan.received_rows, plan.sent_rows)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        plan: RoutePlan = ctx.plan
+        return plan.swap(gradients[0], plan.sent_rows, plan.received_rows), None
+
+
+class _Unused(torch.autograd.Function):
+    """The first tensor as it is; the others get gradients of zero."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, result: Tensor, *unused: Tensor) -> Tensor:
+        ctx.save_for_backward(*unused)
+        return result.view_as(result)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients[0], *(torch.zeros_like(each) for each in ctx.saved_tensors)
+
+
+def with_unused(result: Tensor, unused: Iterable[Tensor]) -> Tensor:
+    """Return the result, on which tensors that it was not computed with depend from now on."""
+    connected: Tensor = _Unused.apply(result, *unused)  # type: ignore[no-untyped-call]
+    return connected
+
+
+class ExpertExchange:
+    """The exchanges of one module's experts.
+
+    Args:
+        name: The module, for messages.
+        num_experts: Experts of all ranks of the group; each has as many as any other, in order.
+        group: The ranks that have all experts together.
+    """
+
+    def __init__(self, name: str, num_experts: int, group: ProcessGroup) -> None:
+        self.name, self.num_experts, self.group = name, num_experts, group
+        self.num_local = num_experts // group.size()
+        self.note: Callable[[str], None] = _nothing
+        """Called before each exchange with what this rank is about to do."""
+
+    def run(self, rows: Tensor, experts: Tensor, weights: Tensor, compute: Compute) -> Tensor:
+        """Return the sums of what the experts of each row give. Collective over the group.
+
+        Args:
+            rows: ``[T, H]``; another T on each rank, or 0.
+            experts: ``[T, k]``, numbers of experts.
+            weights: ``[T, k]``.
+            compute: Runs the experts of this rank; also called where no row came.
+        """
+        self.note(f"exchanged the rows of {self.name!r}")
+        size, num_rows = self.group.size(), rows.shape[0]
+        owner = experts // self.num_local
+        wanted = torch.zeros(num_rows, size, dtype=torch.bool, device=experts.device)
+        wanted.scatter_(1, owner, True)
+        to_rank, row = wanted.T.nonzero(as_tuple=True)
+        # Which of the rows that go to its owner is a choice's.
+        place = (wanted.cumsum(0).gather(1, owner) - 1).reshape(-1)
+        in_order = owner.reshape(-1).argsort(stable=True)
+        sent = torch.stack((place, experts.reshape(-1) % self.num_local), 1)[in_order]
+        plan = self._plan(
+            torch.bincount(to_rank, minlength=size),
+            torch.bincount(owner.reshape(-1), minlength=size),
+        )
+        came, weight = _Dispatch.apply(rows[row], weights.reshape(-1)[in_order], plan)  # type: ignore[no-untyped-call]
+        place, local = plan.swap(sent, plan.sent_choices, plan.received_choices).unbind(1)
+        place = place + _first_rows(plan, place.device)
+        results = compute(came[place], local, weight)
+        if not came.shape[0]:
+            results = with_unused(results, (came, weight))
+        sums = results.new_zeros((came.shape[0], *results.shape[1:])).index_add(0, place, results)
+        back: Tensor = _Return.apply(sums, plan)  # type: ignore[no-untyped-call]
+        return back.new_zeros((num_rows, *back.shape[1:])).index_add(0, row, back)
+
+    def _plan(self, rows: Tensor, choices: Tensor) -> RoutePlan:
+        """Exchange how many rows and choices go to each rank. Waits for the device, once."""
+        sent = torch.stack((rows, choices), 1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        (sent_rows, sent_choices), (received_rows, received_choices) = (
+            torch.stack((sent, received)).transpose(1, 2).tolist()
+        )
+        return RoutePlan(self.group, sent_rows, received_rows, sent_choices, received_choices)
+
+
+def _first_rows(plan: RoutePlan, device: torch.device) -> Tensor:
+    """Return for each choice that came where the rows of its rank begin."""
+    rows = torch.tensor(plan.received_rows, device=device)
+    choices = torch.tensor(plan.received_choices, device=device)
+    return (rows.cumsum(0) - rows).repeat_interleave(
+        choices, output_size=sum(plan.received_choices)
+    )
+
+
+def _nothing(_: str) -> None:
+    """Ignore a note."""

@@ -1,0 +1,202 @@
+"""Proves before the first step that experts give the same when their rows are exchanged.
+
+For the first module of each kind: its first call of the watched step is repeated on every rank,
+with all experts there and with rows exchanged. The output, the gradients of rows and weights, and
+those of each rank's experts (summed over the ranks that sent rows) have to be equal. Ranks leave
+out another number of rows each, so that parts of different size are exchanged.
+
+An error in an author's code does not keep a rank from the exchange that the others wait in.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
+from boltmesh.strategies.dry_run.step import without_dropout
+from boltmesh.strategies.expert.divided import DividedExperts
+from boltmesh.strategies.expert.exchange import with_unused
+from boltmesh.strategies.expert.find import Call, Experts, arguments, detached
+from boltmesh.strategies.random_state import capture_random_state, restore_random_state
+from boltmesh.strategies.torch_compat.modules import swapped_state
+from boltmesh.strategies.torch_compat.tensors import tree_map
+
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+_COARSE_TOLERANCE = 5e-2
+"""In bf16 and fp16, whose sums depend on their order."""
+
+_MOST_TEXT = 200
+
+
+def prove(
+    module: Module,
+    experts: Experts,
+    call: Call,
+    group: ProcessGroup,
+    *,
+    around: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+    is_mixed: bool,
+) -> str | None:
+    """Return how exchanged rows change what the experts give; None if they do not.
+
+    Collective over ``group``; ranks may return different texts.
+
+    Args:
+        module: With all experts on this rank.
+        experts: What was found of it.
+        call: Its first call on this rank.
+        group: The ranks that would have all experts together.
+        around: Context in which a step computes.
+        device: Where the run computes.
+        is_mixed: Whether matrices are multiplied in a type below that of the rows.
+    """
+    call = _shortened(call, experts, group.rank())
+    call = detached(call, device)
+    names = [name for name, _ in module.named_parameters()]
+    whole = {name: p.detach().to(device) for name, p in module.named_parameters()}
+    buffers = {name: each.to(device) for name, each in module.named_buffers()}
+    state = capture_random_state(device)
+    first: dict[str, Tensor] = {}
+    fault: str | None = None
+    try:
+        with _alone(module), around():
+            first = _outcome(module, module.forward, experts, call, {**whole, **buffers}, names)
+            again = _outcome(module, module.forward, experts, call, {**whole, **buffers}, names)
+    except Exception as error:  # noqa: BLE001 - the author's code, called by itself
+        fault = _raised(error)
+    else:
+        if not _difference(first["output"], again["output"]) <= _COARSE_TOLERANCE:
+            fault = "draws random numbers"
+    faults: list[str | None] = [None] * group.size()
+    dist.all_gather_object(faults, fault, group=group)
+    if any(faults):
+        restore_random_state(state, device)
+        return fault or next(each for each in faults if each)
+    divided = DividedExperts(module, experts, call, group)
+    raised = _guard(divided)
+    local = {
+        name: each.tensor_split(group.size())[group.rank()].clone() for name, each in whole.items()
+    }
+    with _alone(module), around():
+        divided.put_on()
+        try:
+            got = _outcome(module, divided, experts, call, {**local, **buffers}, names)
+        finally:
+            divided.take_off()
+    restore_random_state(state, device)
+    tolerance = _TOLERANCES.get(first["output"].dtype, _COARSE_TOLERANCE)
+    tolerance = _COARSE_TOLERANCE if is_mixed else tolerance
+    for name in names:
+        dist.all_reduce(first[name], group=group)
+        first[name] = first[name].tensor_split(group.size())[group.rank()]
+    if raised:
+        return raised[0]
+    for what, expected in first.items():
+        gap = _difference(expected, got[what])
+        if not gap <= tolerance:
+            return f"gives another {_what(what)} when rows are exchanged ({gap:.1e} off)"
+    return None
+
+
+def _shortened(call: Call, experts: Experts, rank: int) -> Call:
+    """Leave out as many rows as the rank's number, where rows are in no order."""
+    given = arguments(call.args, call.kwargs)
+    rows: Tensor = given[experts.slots["rows"]]
+    if experts.kind == "sorted" or rows.ndim != 2 or rows.shape[0] <= rank + 1:
+        return call
+    count = rows.shape[0]
+
+    def cut(value: Any) -> Any:
+        is_by_row = isinstance(value, Tensor) and value.ndim and value.shape[0] == count
+        return value[rank:] if is_by_row else value
+
+    return Call(tree_map(cut, call.args), tree_map(cut, dict(call.kwargs)), cut(call.output))
+
+
+def _outcome(
+    module: Module,
+    forward: Callable[..., Tensor],
+    experts: Experts,
+    call: Call,
+    state: Mapping[str, Tensor],
+    names: list[str],
+) -> dict[str, Tensor]:
+    """Return the output and the gradients of a call, those of parameters by name."""
+    given = arguments(call.args, call.kwargs)
+    leaves = {}
+    for what in ("rows", "weights"):
+        if what in experts.slots:
+            slot = experts.slots[what]
+            leaves[what] = given[slot] = given[slot].clone().requires_grad_()
+    tensors = dict(state)
+    for name in names:
+        leaves[name] = tensors[name] = state[name].clone().requires_grad_()
+    positions = sorted(slot for slot in given if isinstance(slot, int))
+    keywords = {slot: value for slot, value in given.items() if isinstance(slot, str)}
+    with torch.enable_grad(), swapped_state(module, tensors):
+        # Copies: an author may write to what it is given.
+        copies = {id(each): each.view_as(each) for each in leaves.values()}
+        output = forward(
+            *(copies.get(id(given[each]), given[each]) for each in positions),
+            **{slot: copies.get(id(value), value) for slot, value in keywords.items()},
+        )
+        direction = torch.arange(output.numel(), device=output.device).cos().to(output.dtype)
+        gradients = torch.autograd.grad(
+            (output * direction.view_as(output)).sum(),
+            list(leaves.values()),
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    return {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def _guard(divided: DividedExperts) -> list[str]:
+    """Let a rank whose experts raise go on with zeros; return where the reason will be."""
+    compute, raised = divided.compute, []
+
+    def guarded(*given: Any) -> Tensor:
+        rows: Tensor = given[2]
+        try:
+            result = compute(*given)
+            if result.shape[0] == rows.shape[0]:
+                return result
+            raised.append(f"gives {result.shape[0]} rows for {rows.shape[0]}")
+        except Exception as error:  # noqa: BLE001 - the author's code, called with one choice a row
+            raised.append(_raised(error))
+        return with_unused(divided.empty(rows), given[2::2])
+
+    divided.compute = guarded  # type: ignore[assignment,method-assign]
+    return raised
+
+
+@contextmanager
+def _alone(module: Module) -> Iterator[None]:
+    """Context without dropout, in which what calls of a module leave behind is undone."""
+    with modules_unchanged(module.modules()), without_dropout(module.modules()):
+        yield
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    gap = (one - other).double()
+    if gap.numel() and gap.abs().max() <= 1e-9:
+        return 0.0
+    return float(gap.norm() / (one.double().norm() + 1e-12))
+
+
+def _what(name: str) -> str:
+    if name == "output":
+        return "output"
+    return f"gradient of {'its ' + name if name in {'rows', 'weights'} else repr(name)}"
+
+
+def _raised(error: Exception) -> str:
+    return f"raises {type(error).__name__}: {error}".replace("\n", " ")[:_MOST_TEXT]

@@ -1,0 +1,80 @@
+"""Mixtures of experts on ranks equal one process that sees the batches of all of them.
+
+Batches are of different size on each rank, gradients are clipped by their norm, and auxiliary
+losses are on. 1e-6 is fp32; sums of rows and of gradients have another order.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies import ZeROStrategy
+from tests.support.expert_runs import differences, train, train_alone
+from tests.support.ranks import RankFailure, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "mixtral, zero1": ("mixtral", 2, {"stage": 1}, {"optimizer": "adamw"}),
+    "mixtral, zero3": ("mixtral", 2, {"stage": 3}, {"accumulate": 2}),
+    "mixtral, grouped_mm": ("mixtral:grouped_mm", 2, {"stage": 3}, {}),
+    "qwen3, zero2": ("qwen3_moe", 2, {"stage": 2}, {"optimizer": "adamw", "accumulate": 2}),
+    "qwen3, batched_mm, starved": ("qwen3_moe:batched_mm", 2, {"stage": 3}, {"is_starved": True}),
+    "gpt_oss": ("gpt_oss", 2, {"stage": 2}, {}),
+    "stacked, starved": ("stacked", 2, {"stage": 1}, {"is_starved": True, "optimizer": "adamw"}),
+    "mixtral, 2 of 4": ("mixtral", 4, {"stage": 3, "expert": 2}, {"accumulate": 2}),
+    "mixtral, 4 of 4": ("mixtral", 4, {"stage": 3, "expert": 4}, {}),
+    "qwen3, 2 of 4, starved": (
+        "qwen3_moe",
+        4,
+        {"stage": 1, "expert": 2},
+        {"is_starved": True, "optimizer": "adamw"},
+    ),
+    "recomputed": ("mixtral", 2, {"stage": 3, "activation_checkpointing": "full"}, {}),
+}
+
+
+@pytest.mark.sample(
+    "mixtral, zero1", "mixtral, zero3", "stacked, starved", "mixtral, 2 of 4", "recomputed"
+)
+@pytest.mark.parametrize("case", CASES)
+def test_runs_equal_one_process(case: str) -> None:
+    kind, world_size, strategy, options = CASES[case]
+    worker = partial(train, kind=kind, strategy=strategy, **options)
+    gaps = differences(run_ranks(worker, world_size), train_alone(world_size, kind, **options))
+    assert max(gaps.values()) < 2e-6, gaps
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        ("coupled", {}, "gives another output when rows are exchanged"),
+        ("dense", {}, "calls no experts"),
+        ("stacked", {"expert": 3}, "expert=3 needs a multiple of 3 ranks"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(kind: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(RankFailure, match=text):
+        run_ranks(partial(train, kind=kind, strategy=options), 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload_optimizer": "cpu"},
+        {"tile_linear_bytes": 8192},
+        {"shard_size": 2},
+    ],
+)
+def test_options_that_experts_exclude_are_refused(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"{name}=.* is not possible beside it"):
+        ZeROStrategy(expert=2, **options)
+
+
+@pytest.mark.parametrize("expert", [0, "host"])
+def test_sizes_that_do_not_exist_are_refused(expert: Any) -> None:
+    with pytest.raises(ConfigError, match="expert="):
+        ZeROStrategy(expert=expert)

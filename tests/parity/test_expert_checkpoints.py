@@ -1,0 +1,101 @@
+"""Checkpoints of divided experts go on to the bit, in other layouts, and evaluations give the same.
+
+All ranks train on equal batches here, so that any number of them gives the numbers of one.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from boltmesh.strategies import ZeROStrategy
+from tests.support.expert_models import MoeModule, tokens
+from tests.support.expert_runs import loader, trainer
+from tests.support.ranks import run_ranks
+from tests.support.shard_runs import whole_parameters
+
+pytestmark = pytest.mark.ranks
+
+
+def fit(
+    rank: int,
+    world_size: int,
+    options: dict[str, Any],
+    epochs: int,
+    start: str | None,
+    save: str | None,
+) -> dict[str, Tensor]:
+    """Train epochs of two batches; return the parameters."""
+    module = MoeModule("mixtral", "adamw")
+    strategy = ZeROStrategy(telemetry=False, **options)
+    run = trainer(world_size, strategy, max_epochs=epochs, gradient_clip_val=0.5)
+    run.fit(module, loader(0, 2), ckpt_path=start)
+    if save is not None:
+        run.save_checkpoint(save)
+    return whole_parameters(module)
+
+
+def largest_gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).detach().abs().max()) for name in one)
+
+
+def test_a_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+    options = {"stage": 2, "expert": 2}
+    path = str(tmp_path / "half.ckpt")
+    run_ranks(fit, 2, options, 1, None, path)
+    whole = run_ranks(fit, 2, options, 2, None, None)
+    resumed = run_ranks(fit, 2, options, 2, path, None)
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "2 of 4": (4, {"stage": 1, "expert": 2}),
+    "4 of 4": (4, {"stage": 3, "expert": 4}),
+    "2 of 2": (2, {"stage": 3, "expert": 2}),
+    "shards": (2, {"stage": 3}),
+    "one": (1, {"stage": 1}),
+}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("4 of 4", "one"), ("one", "2 of 4"), ("2 of 4", "2 of 2"), ("2 of 2", "shards"),
+     ("shards", "4 of 4")],
+)  # fmt: skip
+def test_a_run_goes_on_in_another_layout(one: str, other: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "half.ckpt")
+    expected = run_ranks(fit, 1, LAYOUTS["one"][1], 2, None, None)[0]
+    run_ranks(fit, LAYOUTS[one][0], LAYOUTS[one][1], 1, None, path)
+    world_size, options = LAYOUTS[other]
+    for got in run_ranks(fit, world_size, options, 2, path, None):
+        assert largest_gap(got, expected) < 3e-6
+
+
+def evaluate(rank: int, world_size: int, options: dict[str, Any], counts: list[int]) -> list[float]:
+    """Predict another number of batches on each rank."""
+    module = MoeModule("mixtral")
+    run = trainer(world_size, ZeROStrategy(telemetry=False, **options))
+    predicted: Any = run.predict(module, loader(rank, counts[rank]))
+    return [float(each) for each in predicted]
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [({"stage": 1, "expert": 2}, [1, 3]), ({"stage": 3, "expert": 2}, [1, 3, 2, 4])],
+)
+def test_ranks_predict_different_numbers_of_batches(
+    options: dict[str, Any], counts: list[int]
+) -> None:
+    found = run_ranks(evaluate, len(counts), options, counts)
+    module = MoeModule("mixtral")
+    with torch.no_grad():
+        expected = [
+            [float(module.predict_step(tokens(number, rank), 0)) for number in range(count)]
+            for rank, count in enumerate(counts)
+        ]
+    for got, values in zip(found, expected, strict=True):
+        assert got == pytest.approx(values, rel=1e-6)

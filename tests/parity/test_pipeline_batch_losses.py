@@ -1,0 +1,67 @@
+"""Losses over the whole batch train in a pipeline with microbatches as in one process."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
+from boltmesh.errors import BoltMeshError
+from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
+from tests.support.batch_losses import Balanced, Contrastive, Ratio, uneven_data
+from tests.support.ranks import run_ranks
+from tests.support.stack import Stack, token_data
+
+pytestmark = pytest.mark.ranks
+
+DATA = {Contrastive: token_data, Balanced: token_data, Ratio: uneven_data}
+
+
+def problem(model: type[Stack]) -> Problem:
+    return Problem(
+        module=model,
+        train=partial(DATA[model], 35, 10),
+        validation=partial(DATA[model], 9, 5) if model is Contrastive else None,
+        steps=4,
+        trainer={"accelerator": "cpu", "gradient_clip_val": 0.7},
+    )
+
+
+def one_process(rank: int, world_size: int, model: type[Stack]) -> Trace:
+    return trace_one_process(problem(model), data_size=1, is_dealt=False)
+
+
+def pipeline(
+    rank: int, world_size: int, model: type[Stack], options: dict[str, Any]
+) -> Trace | str:
+    strategy = PipelineParallelStrategy(**{"telemetry": False, "microbatches": 4, **options})
+    try:
+        return trace_layout(problem(model), strategy, devices=world_size)
+    except BoltMeshError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (Contrastive, {}),
+        (Contrastive, {"schedule": "gpipe", "microbatches": 3}),
+        (Contrastive, {"schedule": "looped_bfs"}),
+        (Ratio, {"schedule": "gpipe"}),
+        (Balanced, {}),
+    ],
+)
+def test_a_loss_over_the_whole_batch_trains_as_in_one_process(
+    model: type[Stack], options: dict[str, Any]
+) -> None:
+    reference = run_ranks(one_process, 1, model)[0]
+    for trace in run_ranks(pipeline, 2, model, options, timeout_s=110):
+        assert find_differences(reference, trace) == []
+
+
+@pytest.mark.parametrize("model", [Contrastive, Ratio, Balanced])
+def test_1f1b_refuses_such_a_loss_and_names_the_schedule(model: type[Stack]) -> None:
+    for told in run_ranks(pipeline, 2, model, {"schedule": "1f1b"}, timeout_s=110):
+        assert isinstance(told, str)
+        assert "use schedule='gpipe'" in told

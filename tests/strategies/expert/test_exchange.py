@@ -1,0 +1,107 @@
+"""Experts on two ranks give what they give in one process, forward and backward."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from boltmesh.strategies.expert.divided import DividedExperts
+from boltmesh.strategies.expert.exchange import ExpertExchange
+from boltmesh.strategies.expert.expected_traffic import expected_rows
+from boltmesh.strategies.expert.find import Call, Experts
+from tests.support.expert_models import Experts as Stacked
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+WIDTH, EXPERTS, CHOICES = 6, 8, 3
+FOUND = Experts(
+    "routed",
+    "experts",
+    EXPERTS,
+    ("experts.up", "experts.bias", "experts.down"),
+    {"rows": 0, "experts": 1, "weights": 2},
+    (("experts", "num_experts"),),
+)
+ROUTES = ("spread", "one", "first", "none")
+
+
+def made(route: str, rank: int) -> tuple[Stacked, Tensor, Tensor, Tensor]:
+    """Return experts, and rows with their choices, another number of them on each rank."""
+    torch.manual_seed(0)
+    module = Stacked(WIDTH, EXPERTS).double()
+    torch.manual_seed(1 + rank)
+    count = 0 if route == "none" and rank else 5 + 2 * rank
+    rows = torch.randn(count, WIDTH, dtype=torch.float64)
+    weights, chosen = torch.randn(count, EXPERTS, dtype=torch.float64).topk(CHOICES, -1)
+    if route == "one":  # rank 1 owns no expert that somebody wants
+        weights, chosen = weights[:, :1], torch.full((count, 1), 2)
+    elif route == "first":
+        chosen = torch.arange(CHOICES).expand(count, CHOICES).contiguous()
+    return module, rows, chosen, weights
+
+
+def exchanged(rank: int, world_size: int, route: str) -> dict[str, Tensor]:
+    module, rows, chosen, weights = made(route, rank)
+    assert dist.group.WORLD is not None
+    call = Call((rows, chosen, weights), {}, rows)
+    divided = DividedExperts(module, FOUND, call, dist.group.WORLD)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.tensor_split(world_size)[rank].clone()
+    divided.put_on()
+    rows.requires_grad_()
+    weights.requires_grad_()
+    output = module(rows, chosen, weights)
+    (output * output.detach().cos()).sum().backward()
+    assert rows.grad is not None
+    assert weights.grad is not None
+    gradients = {name: each.grad for name, each in module.named_parameters()}
+    return {"output": output.detach(), "rows": rows.grad, "weights": weights.grad, **gradients}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_output_and_gradients_are_those_of_one_process(route: str) -> None:
+    ranks = run_ranks(exchanged, 2, route)
+    totals: dict[str, Any] = {}
+    for rank, got in enumerate(ranks):
+        module, rows, chosen, weights = made(route, rank)
+        rows.requires_grad_()
+        weights.requires_grad_()
+        output = module(rows, chosen, weights)
+        (output * output.detach().cos()).sum().backward()
+        for name, expected in (("output", output), ("rows", rows.grad), ("weights", weights.grad)):
+            torch.testing.assert_close(got[name], expected, rtol=1e-12, atol=1e-12)
+        for name, each in module.named_parameters():
+            totals[name] = totals.get(name, 0) + each.grad
+    for name, total in totals.items():
+        parts = torch.cat([got[name] for got in ranks])
+        torch.testing.assert_close(parts, total, rtol=1e-12, atol=1e-12)
+
+
+def counted(rank: int, world_size: int) -> tuple[int, int]:
+    """Return how many rows come to a rank of which every row wants all experts."""
+    assert dist.group.WORLD is not None
+    exchange = ExpertExchange("experts", EXPERTS, dist.group.WORLD)
+    came = []
+
+    def compute(rows: Tensor, local: Tensor, weights: Tensor) -> Tensor:
+        came.append((rows.unique(dim=0).shape[0], rows.shape[0]))
+        return rows
+
+    torch.manual_seed(rank)
+    rows = torch.randn(7, WIDTH)
+    exchange.run(rows, torch.arange(EXPERTS).expand(7, EXPERTS), rows.new_ones(7, EXPERTS), compute)
+    return came[0]
+
+
+def test_a_row_comes_once_for_all_of_its_experts() -> None:
+    for rows, choices in run_ranks(counted, 2):
+        assert (rows, choices) == (14, 14 * EXPERTS // 2)
+
+
+def test_expected_rows_of_published_layers() -> None:
+    # Rows sent to other ranks for each token: Qwen3-30B-A3B and Mixtral, 8 ranks.
+    assert expected_rows(1, 128, 8, 8) * 7 / 8 == pytest.approx(4.67, abs=0.01)
+    assert expected_rows(1, 8, 2, 8) * 7 / 8 == pytest.approx(1.75)

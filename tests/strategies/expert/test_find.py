@@ -1,0 +1,82 @@
+"""Experts are found by what they are given, and what is not found has a reason."""
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from boltmesh.strategies.expert.find import Findings, find_experts
+from tests.support.expert_models import MoeModule, tokens
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def found(module: MoeModule) -> Findings:
+    return find_experts(module, lambda: module.training_step(tokens(0, 0), 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("mixtral", ["net.model.layers.0.mlp.experts", "net.model.layers.1.mlp.experts"]),
+        ("stacked", ["net.blocks.0.2.experts", "net.blocks.1.2.experts"]),
+    ],
+)
+def test_stacked_experts_are_found(kind: str, names: list[str]) -> None:
+    experts = found(MoeModule(kind)).experts
+    assert [each.name for each in experts] == names
+    for each in experts:
+        assert (each.kind, each.num_experts) == ("routed", 8)
+        assert each.counts == ((each.name, "num_experts"),)
+        assert dict(each.slots) == {"rows": 0, "experts": 1, "weights": 2}
+
+
+def test_a_list_of_experts_has_a_reason() -> None:
+    findings = found(MoeModule("list"))
+    assert not findings.experts
+    assert "modules of a list" in findings.whole["net.blocks.0.2.experts"]
+
+
+def test_a_model_without_experts_has_none() -> None:
+    findings = found(MoeModule("dense"))
+    assert (findings.experts, findings.whole) == ([], {})
+
+
+def test_experts_with_a_shared_norm_stay_whole() -> None:
+    module = MoeModule("stacked")
+    module.net.get_submodule("blocks.0.2.experts").norm = nn.LayerNorm(
+        30
+    )  # 8 experts do not share its rows
+    findings = found(module)
+    assert [each.name for each in findings.experts] == ["net.blocks.1.2.experts"]
+    assert findings.whole["net.blocks.0.2.experts"] == (
+        "its experts share 'net.blocks.0.2.experts.norm.weight'"
+    )
+
+
+class Sorted(nn.Module):
+    """Rows in order, and how many each expert has, as JetMoe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6, 6))
+
+    @override
+    def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
+        parts = rows.split(sizes)
+        return torch.cat([part @ each for part, each in zip(parts, self.weight, strict=True)])
+
+
+def test_rows_in_order_are_found() -> None:
+    model = nn.ModuleDict({"experts": Sorted()})
+
+    def step() -> object:
+        experts: Module = model["experts"]
+        return experts(torch.randn(9, 6), [2, 0, 4, 3])
+
+    (experts,) = find_experts(model, step).experts
+    assert (experts.kind, experts.num_experts) == ("sorted", 4)
+    assert dict(experts.slots) == {"rows": 0, "sizes": 1}

@@ -1,0 +1,91 @@
+"""Models whose loss is of the whole batch, so that losses of microbatches do not add up to it."""
+
+from typing import Any
+
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.stack import VOCABULARY, Stack
+
+
+class Contrastive(Stack):
+    """Every row against every other one, as in CLIP, with a trained temperature of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+        self.scale = nn.Parameter(torch.tensor(1.2))
+        self.accuracy = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, targets = batch
+        states = functional.normalize(self(tokens).mean(1), dim=-1)
+        others = functional.normalize(
+            functional.one_hot(targets, VOCABULARY).float().mean(1), dim=-1
+        )
+        scores = states @ others.T * self.scale.exp()
+        labels = torch.arange(len(scores))
+        loss = functional.cross_entropy(scores, labels) + functional.cross_entropy(scores.T, labels)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("rows", len(tokens), reduce_fx="sum")
+        self.log_dict({"spread": scores.detach().std(), "hits": (scores.argmax(1) == labels).sum()})
+        self.accuracy(scores.detach().max())
+        self.log("accuracy", self.accuracy)
+        return {"loss": loss, "scale": self.scale.detach().clone()}
+
+
+class Ratio(Stack):
+    """Overlap over the size of both, beside a loss of tokens that are unevenly masked."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        logits = self(tokens)
+        mask = targets != -100
+        chosen = functional.one_hot(targets.clamp(min=0), VOCABULARY) * mask[..., None]
+        shares = logits.softmax(-1)
+        dice = 1 - 2 * (shares * chosen).sum() / (shares.square().sum() + chosen.sum())
+        weighted = functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), torch.linspace(0.5, 2, VOCABULARY)
+        )
+        loss = dice + weighted
+        self.log_dict({"train_loss": loss, "dice": dice})
+        return loss
+
+
+class Balanced(Stack):
+    """Means over the batch that are multiplied, as of experts' shares of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+        self.steps_seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        x, routes = self.embedding(tokens), []
+        for block in self.blocks:
+            x = block(x)
+            routes.append(x.softmax(-1))
+        shares = torch.stack(routes).flatten(0, 2)
+        chosen = functional.one_hot(shares.argmax(-1), shares.shape[-1]).float()
+        balance = (shares.mean(0) * chosen.mean(0)).sum()
+        logits = self.head(self.norm(x))
+        self.steps_seen.append(len(tokens))
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) + balance
+        self.log_dict({"train_loss": loss, "balance": balance})
+        return loss
+
+
+def uneven_data(count: int, batch_size: int) -> DataLoader[Any]:
+    """Texts of random tokens; rows have between none and all of their tokens masked."""
+    generator = torch.Generator().manual_seed(8)
+    tokens = torch.randint(VOCABULARY, (count, 6), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[
+        torch.rand(targets.shape, generator=generator) < torch.arange(count)[:, None] % 4 / 3
+    ] = -100
+    return DataLoader(TensorDataset(tokens[:, :-1], targets), batch_size=batch_size)

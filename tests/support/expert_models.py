@@ -1,0 +1,187 @@
+"""Tiny mixtures of experts: of transformers as they are, and some as people write them by hand."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+WORDS = 61
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def language_model(kind: str) -> Any:
+    """Return a causal language model of transformers with random weights."""
+    import transformers as hf
+
+    kind, _, kernel = kind.partition(":")
+    if kind == "mixtral":
+        config = hf.MixtralConfig(
+            **SIZES,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            output_router_logits=True,
+            router_aux_loss_coef=0.02,
+        )
+        config._experts_implementation = kernel or "eager"
+        return hf.MixtralForCausalLM(config)
+    if kind == "qwen3_moe":
+        config = hf.Qwen3MoeConfig(
+            **SIZES,
+            head_dim=8,
+            num_experts=8,
+            num_experts_per_tok=3,
+            output_router_logits=True,
+            router_aux_loss_coef=0.02,
+        )
+        config._experts_implementation = kernel or "eager"
+        return hf.Qwen3MoeForCausalLM(config)
+    assert kind == "gpt_oss"
+    more = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 16}
+    config = hf.GptOssConfig(**{**SIZES, **more}, output_router_logits=True)
+    config._experts_implementation = kernel or "eager"
+    return hf.GptOssForCausalLM(config)
+
+
+class Experts(nn.Module):
+    """Stacked experts, written by hand; ``is_coupled`` makes a row's result depend on others."""
+
+    def __init__(self, width: int, num_experts: int, *, is_coupled: bool = False) -> None:
+        super().__init__()
+        self.num_experts, self.is_coupled = num_experts, is_coupled
+        self.up = nn.Parameter(torch.randn(num_experts, width, 24) * 0.2)
+        self.bias = nn.Parameter(torch.randn(num_experts, 24) * 0.2)
+        self.down = nn.Parameter(torch.randn(num_experts, 24, width) * 0.2)
+
+    @override
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(self.num_experts):
+            row, slot = torch.where(chosen == expert)
+            hidden = functional.gelu(x[row] @ self.up[expert] + self.bias[expert])
+            made = hidden @ self.down[expert] * weights[row, slot, None]
+            if self.is_coupled:
+                made = made / max(1, len(row)) ** 0.5
+            out = out.index_add(0, row, made)
+        return out
+
+
+class Mixture(nn.Module):
+    """A router and its experts."""
+
+    def __init__(self, width: int, num_experts: int, num_choices: int, **options: Any) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, num_experts, bias=False)
+        self.experts = Experts(width, num_experts, **options)
+        self.num_choices = num_choices
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.gate(rows).softmax(-1).topk(self.num_choices, -1)
+        return self.experts(rows, chosen, weights).view(x.shape)
+
+
+class ListMixture(nn.Module):
+    """Experts as modules of a list, called one by one."""
+
+    def __init__(self, width: int, num_experts: int, num_choices: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, num_experts, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(num_experts))
+        self.num_choices = num_choices
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.gate(rows).softmax(-1).topk(self.num_choices, -1)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            row, slot = torch.where(chosen == number)
+            if len(row):
+                out.index_add_(0, row, expert(rows[row]) * weights[row, slot, None])
+        return out.view(x.shape)
+
+
+class ByHand(nn.Module):
+    """A language model of two blocks, with the interface of transformers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        make = {
+            "stacked": lambda: Mixture(32, 8, 2),
+            "coupled": lambda: Mixture(32, 8, 2, is_coupled=True),
+            "list": lambda: ListMixture(32, 8, 2),
+            "dense": lambda: nn.Linear(32, 32),
+        }[kind]
+        self.embed, self.head = nn.Embedding(WORDS, 32), nn.Linear(32, WORDS)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), make()) for _ in range(2)
+        )
+
+    @override
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        logits = self.head(x)[:, :-1]
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        return type("Output", (), {"loss": loss, "logits": logits})()
+
+
+class MoeModule(LightningModule):
+    """An ordinary LightningModule around such a model."""
+
+    def __init__(self, kind: str, optimizer: str = "sgd") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        is_own = kind in {"stacked", "coupled", "list", "dense"}
+        self.net = ByHand(kind) if is_own else language_model(kind)
+        with torch.no_grad():  # zeros of some initialisations
+            for name, each in self.net.named_parameters():
+                if each.ndim > 1:
+                    each.normal_(0, 0.15)
+                elif "norm" not in name:
+                    each.normal_(0, 0.05)
+        self.optimizer = optimizer
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(input_ids=batch, labels=batch).loss
+        return loss
+
+    @override
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.net(input_ids=batch, labels=batch).loss, sync_dist=True)
+
+    @override
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(input_ids=batch, labels=batch).loss
+        return loss
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def tokens(number: int, rank: int) -> Tensor:
+    """Return a batch, of another size on every rank."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randint(3, WORDS, (2 + rank % 2, 11 + 2 * (rank % 3)), generator=generator)

@@ -1,0 +1,171 @@
+"""Runs of mixtures of experts: on ranks with a Trainer, and in one process with all batches."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from boltmesh.strategies import ZeROStrategy
+from tests.support.expert_models import MoeModule, tokens
+from tests.support.shard_runs import QUIET, whole_parameters
+
+Starve = Callable[[MoeModule], None]
+
+
+@dataclass
+class Outcome:
+    """What a run gave."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the first step, clipped."""
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Watch(Callback):
+    """Keeps losses, norms and the first gradients."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome()
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        batches = trainer.accumulate_grad_batches
+        self.outcome.losses.append(float(args[1]["loss"]) * batches)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
+        strategy: Any = trainer.strategy
+        self.outcome.norms.append(float(strategy.gradient_norm(args[1])))
+        if not self.outcome.gradients:
+            module = trainer.lightning_module
+            self.outcome.gradients = {
+                name: _whole(each.grad)
+                for name, each in module.named_parameters()
+                if each.grad is not None
+            }
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def loader(rank: int, count: int) -> DataLoader[Any]:
+    """Return batches of one rank."""
+    batches: Any = [tokens(number, rank) for number in range(count)]
+    return DataLoader(batches, batch_size=None)
+
+
+def starve(module: LightningModule) -> None:
+    """Make every token want the first experts, so that other ranks get no row."""
+    for name, each in module.named_modules():
+        if name.endswith(("gate", "router")) and hasattr(each, "weight"):
+            with torch.no_grad():
+                each.weight.mul_(0.01)
+                each.weight[:3] += 0.2 * torch.arange(3, 0, -1)[:, None].to(each.weight)
+        if isinstance(each, torch.nn.LayerNorm) or type(each).__name__.endswith("RMSNorm"):
+            each.register_forward_hook(lambda _, __, out: out.abs())
+
+
+def trainer(world_size: int, strategy: Any, **options: Any) -> Trainer:
+    """Return a quiet Trainer on the CPU."""
+    arguments = {**QUIET, "use_distributed_sampler": False, **options}
+    return Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **arguments)
+
+
+def train(
+    rank: int,
+    world_size: int,
+    kind: str,
+    optimizer: str = "sgd",
+    is_starved: bool = False,
+    accumulate: int = 1,
+    strategy: dict[str, Any] | None = None,
+    **options: Any,
+) -> Outcome:
+    """Train three steps on a rank."""
+    module = MoeModule(kind, optimizer)
+    if is_starved:
+        starve(module)
+    chosen = ZeROStrategy(**{"telemetry": False, "expert": world_size, **(strategy or {})})
+    watch = Watch()
+    run = trainer(
+        world_size,
+        chosen,
+        max_steps=3,
+        callbacks=[watch],
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+        **options,
+    )
+    run.fit(module, loader(rank, 3 * accumulate))
+    watch.outcome.parameters = whole_parameters(module)
+    return watch.outcome
+
+
+def train_alone(
+    world_size: int,
+    kind: str,
+    optimizer: str = "sgd",
+    is_starved: bool = False,
+    accumulate: int = 1,
+    steps: int = 3,
+) -> Outcome:
+    """Train in one process with the batches of all ranks; losses are those of all in turn."""
+    module = MoeModule(kind, optimizer)
+    if is_starved:
+        starve(module)
+    stepper = module.configure_optimizers()
+    outcome = Outcome()
+    for step in range(steps):
+        stepper.zero_grad()
+        for part in range(accumulate):
+            for rank in range(world_size):
+                loss = module.training_step(tokens(step * accumulate + part, rank), 0)
+                (loss / world_size / accumulate).backward()
+                outcome.losses.append(float(loss.detach()))
+        own = [each for each in module.parameters() if each.grad is not None]
+        norm = torch.stack([each.grad.double().norm() for each in own]).norm()
+        outcome.norms.append(float(norm))
+        if not outcome.gradients:
+            outcome.gradients = {
+                n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None
+            }
+        for each in own:
+            each.grad.mul_(min(1.0, 0.5 / (float(norm) + 1e-6)))
+        stepper.step()
+    outcome.parameters = {name: each.detach().clone() for name, each in module.named_parameters()}
+    return outcome
+
+
+def differences(ranks: list[Outcome], alone: Outcome) -> dict[str, float]:
+    """Return the largest relative difference of losses and norms, the largest of values."""
+    steps = len(ranks[0].losses)
+    losses = [ranks[n % len(ranks)].losses[n // len(ranks)] for n in range(steps * len(ranks))]
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, alone.losses, strict=True)),
+        "norm": max(
+            abs(a - b) / abs(b)
+            for each in ranks
+            for a, b in zip(each.norms, alone.norms, strict=True)
+        ),
+        "gradient": _largest(ranks, alone, "gradients"),
+        "parameter": _largest(ranks, alone, "parameters"),
+    }
+
+
+def _largest(ranks: list[Outcome], alone: Outcome, what: str) -> float:
+    expected: dict[str, Tensor] = getattr(alone, what)
+    gaps = []
+    for each in ranks:
+        found: dict[str, Tensor] = getattr(each, what)
+        assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+        gaps += [float((found[name] - expected[name]).detach().abs().max()) for name in expected]
+    return max(gaps)

@@ -1,0 +1,129 @@
+"""FLOPs of a batch are those that its operators have, forward and backward, by hand."""
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode as current_mode
+from torch.utils.checkpoint import checkpoint
+
+from boltmesh.telemetry.snapshot import PHASES
+from boltmesh.telemetry.writer.phases import PhaseClock
+from boltmesh.telemetry.writer.step_flops import FlopCounter
+from boltmesh.telemetry.writer.torch_compat.flops import OperatorFlops, can_count
+from tests.support.ranks import run_ranks
+from tests.telemetry.test_callback import Model, loader, look, trainer
+
+ROWS, WIDTH, HIDDEN = 5, 8, 16
+FORWARD = 2 * ROWS * WIDTH * HIDDEN
+"""One product of (ROWS, WIDTH) with (WIDTH, HIDDEN)."""
+
+
+def counted(step):
+    operators = OperatorFlops(lambda: True)
+    with operators:
+        step()
+    return operators.total, operators.recomputed
+
+
+def test_a_linear_layer_takes_one_product_forward_and_two_backward():
+    layer, x = nn.Linear(WIDTH, HIDDEN), torch.randn(ROWS, WIDTH, requires_grad=True)
+    assert counted(lambda: layer(x)) == (FORWARD, 0)
+    assert counted(lambda: layer(x).sum().backward()) == (3 * FORWARD, 0)
+    # What nobody wants the gradient of is not computed.
+    assert counted(lambda: layer(x.detach()).sum().backward()) == (2 * FORWARD, 0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_activations_are_told_apart(use_reentrant):
+    layers = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def step():
+        checkpoint(layers, x, use_reentrant=use_reentrant).sum().backward()
+
+    total, recomputed = counted(step)
+    assert total - recomputed == 6 * FORWARD
+    # Without a loss that needs its output the last product is not computed again.
+    assert recomputed in {FORWARD, 2 * FORWARD}
+
+
+@pytest.mark.parametrize(("is_causal", "share"), [(False, 1.0), (True, 0.5)])
+def test_attention_counts_its_two_products_and_five_backward(is_causal, share):
+    batch, heads, tokens, width = 2, 3, 16, 8
+    q, k, v = (torch.randn(batch, heads, tokens, width, requires_grad=True) for _ in range(3))
+
+    def step():
+        attend = functional.scaled_dot_product_attention
+        attend(q, k, v, is_causal=is_causal).sum().backward()
+
+    product = 2 * batch * heads * tokens * tokens * width
+    assert counted(step) == (7 * product * share, 0)
+
+
+def test_a_convolution_counts():
+    layer = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+    x = torch.randn(2, 3, 8, 8)
+    forward = 2 * 2 * 4 * 8 * 8 * 3 * 9
+    assert counted(lambda: layer(x).sum().backward()) == (2 * forward, 0)
+
+
+def test_numbers_of_a_counted_step_are_those_of_any_other():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.1)
+    x = torch.randn(3, 7, 16)
+
+    def gradients(is_counted):
+        torch.manual_seed(1)
+        layer.zero_grad()
+        with OperatorFlops(lambda: True) if is_counted else torch.enable_grad():
+            layer(x).square().mean().backward()
+        return [each.grad.clone() for each in layer.parameters()]
+
+    for one, other in zip(gradients(is_counted=True), gradients(is_counted=False), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_only_forward_and_backward_phases_count():
+    clock = PhaseClock()
+    counter = FlopCounter(clock)
+    a = torch.randn(4, 4)
+    for name in ("optimizer", "forward", "backward", "data"):
+        clock.enter(PHASES.index(name))
+        counter.enter_phase()
+        a @ a
+        counter.leave_phase()
+        clock.leave()
+    assert counter.stop().model == 2 * 2 * 4**3
+    assert current_mode() is None
+
+
+def test_an_error_in_a_phase_leaves_no_counter_behind():
+    clock = PhaseClock()
+    counter = FlopCounter(clock)
+    clock.enter(PHASES.index("backward"))
+    counter.enter_phase()
+    counter.stop()
+    assert current_mode() is None
+
+
+def test_compiled_parts_cannot_be_counted():
+    module = lightning.LightningModule()
+    module.layer = nn.Linear(2, 2)
+    assert can_count(module)
+    module.layer.compile(backend="eager")
+    assert not can_count(module)
+
+
+def worker(rank, world_size):
+    trainer(max_epochs=1, limit_val_batches=0, devices=1).fit(Model(), loader())
+    return look()
+
+
+@pytest.mark.ranks
+def test_a_run_counts_its_second_batch_by_default():
+    (seen,) = run_ranks(worker, 1)
+    (rank,) = seen.ranks
+    # One product of (4, 4) with (4, 4) forward, and one for the gradient of the weight.
+    assert rank.flops_per_batch == rank.hardware_flops_per_batch == 2 * 2 * 4**3

@@ -1,0 +1,48 @@
+"""The headline figures are on every screen, with a level that is also a mark."""
+
+import pytest
+
+from boltmesh.tui.pages.registry import PAGES
+from boltmesh.tui.panels.headline import BUBBLE, MFU, Limits, draw_headline
+from boltmesh.tui.render.style import UNICODE, Style
+from boltmesh.tui.state import fold
+from tests.tui.samples import demo
+from tests.tui.screens import open_app, screen_text
+
+
+@pytest.mark.parametrize(
+    ("limits", "value", "level"),
+    [
+        (MFU, 0.5, "good"),
+        (MFU, 0.35, "warn"),
+        (MFU, 0.2, "warn"),
+        (MFU, 0.15, "bad"),
+        (BUBBLE, 0.1, "good"),
+        (BUBBLE, 0.2, "warn"),
+        (BUBBLE, 0.4, "bad"),
+    ],
+)
+def test_levels_follow_the_limits_in_both_directions(
+    limits: Limits, value: float, level: str
+) -> None:
+    assert limits.level(value) == level
+
+
+def test_as_many_of_the_first_figures_as_fit() -> None:
+    state = fold(None, demo())
+    text = draw_headline(state, 200, Style(UNICODE)).plain
+    labels = ["tokens/s", "MFU", "util", "memory", "bubble", "exposed comm", "step"]
+    assert [text.index(label) for label in labels] == sorted(text.index(label) for label in labels)
+    short = draw_headline(state, 30, Style(UNICODE)).plain
+    assert short.split()[0] == "tokens/s"
+    assert len(short) <= 30
+    assert text.startswith(short[:8])
+
+
+@pytest.mark.parametrize("page", PAGES)
+async def test_every_screen_has_them(page: str) -> None:
+    async with open_app(demo(), size=(80, 24)) as pilot:
+        await pilot.press(PAGES[page].tab.key)
+        line = screen_text(pilot.app).splitlines()[2]
+        for label in ("tokens/s", "MFU", "util", "memory", "bubble"):
+            assert label in line
