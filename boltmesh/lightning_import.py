@@ -10,6 +10,7 @@ Importing this module loads neither.
 
 import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -19,6 +20,9 @@ from types import ModuleType
 from typing_extensions import override
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+ROOTS = frozenset({"lightning", "lightning_fabric", "pytorch_lightning"})
+"""First parts of the names of modules that are Lightning's."""
 
 _TWINS = {
     "lightning.pytorch": "pytorch_lightning",
@@ -40,6 +44,11 @@ OnLoad = Callable[[str], None]
 def loaded_packages() -> list[str]:
     """Return which of ``PACKAGES`` are loaded; a name that refers to the other one is not."""
     return [name for name in PACKAGES if _is_loaded(name)]
+
+
+def logger() -> logging.Logger:
+    """Return the logger whose messages Lightning prints."""
+    return logging.getLogger(next(iter(loaded_packages()), PACKAGES[0]))
 
 
 def on_load(call: OnLoad) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from boltmesh.strategies.context_parallel import ContextParallelStrategy
     from boltmesh.strategies.ddp import DDPStrategy
     from boltmesh.strategies.deferred_initialization.deferred import deferred_init
+    from boltmesh.strategies.detect_non_finite import DetectNonFinite
     from boltmesh.strategies.engine import MeshStrategy
     from boltmesh.strategies.init_from_checkpoint import StartingWeights
     from boltmesh.strategies.mesh import MeshLayout
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ContextParallelStrategy",
     "DDPStrategy",
+    "DetectNonFinite",
     "MeshLayout",
     "MeshStrategy",
     "Parallel3DStrategy",
@@ -45,6 +47,7 @@ __all__ = [
 _HOMES = {
     "ContextParallelStrategy": "boltmesh.strategies.context_parallel",
     "DDPStrategy": "boltmesh.strategies.ddp",
+    "DetectNonFinite": "boltmesh.strategies.detect_non_finite",
     "MeshLayout": "boltmesh.strategies.mesh",
     "MeshStrategy": "boltmesh.strategies.engine",
     "Parallel3DStrategy": "boltmesh.strategies.parallel_3d",

@@ -6,9 +6,12 @@ blocks of a tensor plan.
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 from torch import nn
 from torch.nn import Module
+
+from boltmesh.lightning_import import ROOTS
 
 LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 """Containers of repeated blocks."""
@@ -36,7 +39,7 @@ def has_forward(module: Module) -> bool:
     """
     for kind in type(module).__mro__:
         if "forward" in vars(kind):
-            return kind is not Module and not kind.__module__.startswith("lightning.")
+            return kind is not Module and kind.__module__.partition(".")[0] not in ROOTS
     return False
 
 
@@ -78,14 +81,23 @@ class _Search:
 
 
 def _repeated_kinds(root: Module) -> set[object]:
-    """Return the kinds that occur twice in one list with the same shape."""
+    """Return the kinds that occur twice in one list with the same shape, or all but one's extra."""
     kinds: set[object] = set()
     for each in root.modules():
         if isinstance(each, LISTS):
             # Iterating a list yields a block that it holds twice; ``children()`` does not.
             members = each.values() if isinstance(each, nn.ModuleDict) else each
-            counts = Counter(_kind_and_shapes(child) for child in members if can_be_block(child))
+            candidates = [child for child in members if can_be_block(child)]
+            counts = Counter(map(_kind_and_shapes, candidates))
             kinds.update(kind for (kind, _), count in counts.items() if count > 1)
+            # The first block of T5 has one more parameter than the others.
+            kinds.update(
+                type(one)
+                for one, other in pairwise(candidates)
+                if type(one) is type(other)
+                and not _is_torch_class(one)
+                and set(_shapes(one)) > set(_shapes(other)) != set()
+            )
     return kinds
 
 

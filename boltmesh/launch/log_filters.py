@@ -5,6 +5,8 @@ import warnings
 
 from typing_extensions import override
 
+from boltmesh.lightning_import import ROOTS
+
 _LOGGED = (
     "GPU available: ",
     "TPU available: ",
@@ -35,7 +37,7 @@ class _KnownBefore(logging.Filter):
 
 def quiet_lightning() -> None:
     """Install the filters; call it after Lightning is imported."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
+    for name in ("lightning.pytorch", "lightning.fabric", *ROOTS):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(_KnownBefore())
     for message in _WARNED:

@@ -54,9 +54,10 @@ KNOWN_MODEL = (RECIPE_FOLDER.parent / "examples" / "gpt.py").resolve()
 KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
 TENSOR = "bolt_tensor"
 CONTEXT = "bolt_context"
-DIVIDING = (PIPELINE, TENSOR, CONTEXT, SEVERAL_AXES)
-"""What has plans of its own: ``stage_plan.py``, ``tensor_plan.py``, ``context_plan.py`` and
-``mesh_plan.py``."""
+EXPERT = "bolt_expert"
+DIVIDING = (PIPELINE, TENSOR, CONTEXT, SEVERAL_AXES, EXPERT)
+"""What has plans of its own: ``stage_plan.py``, ``tensor_plan.py``, ``context_plan.py``,
+``mesh_plan.py`` and ``expert_plan.py``."""
 
 REPLICATED = "bolt_replicated"
 """Of one process over several devices, of which none is like another."""
@@ -112,10 +113,12 @@ def plan(
             f"process over several devices. Plan --strategy ddp, whose ranks have as much."
         )
     named = loaded.strategy.get("name") if wanted is None else f"{PREFIX}{wanted}"
+    if wanted is None and loaded.strategy.get("expert") is not None:
+        named = EXPERT  # also of ZeRO by another name
     if named in DIVIDING:
         source = str(find(config))
         check_strategy_name(loaded.strategy.get("name"), source=source)
-        given = given_to(named, loaded, overrides)
+        given = given_to(loaded.strategy.name if wanted is None else named, loaded, overrides)
         per_node = ranks_per_node(loaded, devices, source)
         print(_plan_divided(named, loaded, per_node, given, cluster, source, as_json=as_json))
         return 0
@@ -229,6 +232,11 @@ def _plan_divided(
         count = per_node * config.trainer.num_nodes
         sequence = plan_context(config, count, given, source=source)
         return json.dumps(sequence.as_data()) if as_json else write_context(sequence)
+    if name == EXPERT:
+        from boltmesh.plan.expert_plan import plan_expert, write_expert
+
+        experts = plan_expert(config, per_node, given, source=source)
+        return json.dumps(experts.as_data()) if as_json else write_expert(experts)
     mesh = plan_mesh(config, per_node, given, _read_machine(cluster), source=source)
     return json.dumps(mesh.as_data()) if as_json else write_mesh(mesh)
 

@@ -5,6 +5,7 @@ placed; during a step the entries cut, and results are made whole. Gradients are
 it averages over ``data x context``.
 """
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,10 @@ from boltmesh.strategies.context.cut import ContextState, step_ended
 from boltmesh.strategies.context.dispatch import watch_functions
 from boltmesh.strategies.context.entries import Entries, SequenceEntry, find_entries
 from boltmesh.strategies.context.exchange import ContextGroup
-from boltmesh.strategies.context.expected_traffic import expected_context_traffic
 from boltmesh.strategies.context.options import SEQUENCES, ContextOptions, refuse_modules
 from boltmesh.strategies.context.verify import ContextProof, results_whole
 from boltmesh.strategies.deferred_initialization.materialize import own_modules, prepare_modules
-from boltmesh.strategies.dry_run.batch_check import BatchDigest, SameBatchCheck
+from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK, BatchDigest, SameBatchCheck
 from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
@@ -37,12 +37,17 @@ from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic, count_s
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 _CPU = torch.device("cpu")
 
 _PATIENCE = timedelta(seconds=120)
 """Timeout of a proof if a rank has raised and others have not."""
+
+_WHY = {
+    "allreduce": "sums over the sequence and their gradients, digests of batches",
+    "alltoall_base": "keys of attention and gathered positions, and their gradients",
+}
 
 
 class ContextAxis(Axis):
@@ -265,3 +270,29 @@ class ContextAxis(Axis):
 
 def _nothing() -> None:
     """Replaces an undo function if there is nothing to undo."""
+
+
+def expected_context_traffic(
+    counted: Mapping[str, OperatorTraffic], *, size: int, accumulated: int
+) -> list[ExpectedTraffic]:
+    """Return the collectives of one optimizer step on one rank.
+
+    Args:
+        counted: Traffic of one batch by operator; batches of other lengths move other bytes.
+        size: Ranks of the context group.
+        accumulated: Batches per optimizer step.
+    """
+    digest = OperatorTraffic(BYTES_PER_RANK * size, 1)
+    found = {"allreduce": OperatorTraffic(0, 0), **counted}
+    own = found["allreduce"]
+    found["allreduce"] = OperatorTraffic(own.num_bytes + digest.num_bytes, own.calls + digest.calls)
+    return [
+        ExpectedTraffic(
+            axis="context",
+            operator=operator,
+            payload_bytes=float(each.num_bytes * accumulated),
+            calls=float(each.calls * accumulated),
+            why=_WHY.get(operator, "positions of the sequence"),
+        )
+        for operator, each in found.items()
+    ]

@@ -108,7 +108,7 @@ def total(value: Tensor, group: ContextGroup) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _RowExchange:
+class _RowFetch:
     """Rows along a dim: the ranks that have them, and those that want them."""
 
     dim: int
@@ -190,15 +190,15 @@ def fetch(
         group: The ranks.
         purpose: For the count of bytes.
     """
-    rows = _RowExchange(dim, positions.parts, tuple(wants), group, purpose)
+    rows = _RowFetch(dim, positions.parts, tuple(wants), group, purpose)
     return _fetched(local, rows)
 
 
-def _fetched(local: Tensor, rows: _RowExchange) -> Tensor:
+def _fetched(local: Tensor, rows: _RowFetch) -> Tensor:
     return _mapped(local, rows.run, lambda gradient: _added_back(gradient, rows))
 
 
-def _added_back(gradient: Tensor, rows: _RowExchange) -> Tensor:
+def _added_back(gradient: Tensor, rows: _RowFetch) -> Tensor:
     return _mapped(gradient, rows.add_back, lambda value: _fetched(value, rows))
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import Module
 
+from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.metrics import MetricCall, MetricKind, answer, metrics_replaced
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat.tensors import is_equal, times_written
@@ -23,7 +24,7 @@ CONTAINERS = (dict, list, set, OrderedDict, defaultdict, Counter, deque)
 MOST_MEMBERS = 256
 """Larger containers are not searched: lists for several loaders are small, datasets are not."""
 
-_FRAMEWORKS = ("torch", "lightning")
+_FRAMEWORKS = ROOTS | {"torch"}
 """Packages whose classes keep no state of a step."""
 
 

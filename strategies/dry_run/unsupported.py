@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from boltmesh.errors import UnsupportedError
+from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.lightning_compat.loops import draws_from_iterator
 from boltmesh.strategies.lightning_compat.trainer import callbacks_of
 
@@ -42,21 +43,25 @@ _LOCAL_NORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-def refuse_local_norms(owner: object, *, sees: str) -> None:
+def refuse_local_norms(
+    owner: object, *, sees: str, names: Iterable[str] = tuple(_LOCAL_NORMS)
+) -> None:
     """Refuse hooks that would use one rank's gradients as those of the model.
 
     Args:
         owner: The module, or a callback.
         sees: Description of the gradients that such a hook would see.
+        names: Functions of ``_LOCAL_NORMS`` that it may not call.
 
     Raises:
         UnsupportedError: Naming the hook and what to call instead.
     """
     for hook in _GRADIENT_HOOKS:
         function = getattr(type(owner), hook, None)
-        if function is None or function.__module__.startswith("lightning."):
+        if function is None or function.__module__.partition(".")[0] in ROOTS:
             continue
-        for name, norm in _LOCAL_NORMS.items():
+        for name in names:
+            norm = _LOCAL_NORMS[name]
             if _uses(function, name, norm) and not hasattr(owner, name):
                 raise UnsupportedError(
                     f"{type(owner).__name__}.{hook} calls {name}, which would see {sees}. Take "
@@ -150,15 +155,26 @@ def refuse_undividable(module: LightningModule, *, instead: str, sparse: str) ->
             raise UnsupportedError(
                 f"{name!r} of {kind} is sharded already, by another strategy. {instead}"
             )
-        if isinstance(parameter, UninitializedParameter):
-            raise UnsupportedError(
-                f"{name!r} of {kind} has no shape yet, so its shards are unknown. Run "
-                f"a forward pass of the lazy module in configure_model, or name its sizes."
-            )
+    refuse_lazy(module)
     for name, each in module.named_modules():
         if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse:
             raise UnsupportedError(
                 f"{name!r} of {kind} makes sparse gradients, {sparse}. Build it with sparse=False."
+            )
+
+
+def refuse_lazy(module: LightningModule) -> None:
+    """Refuse parameters that have no shape yet.
+
+    Raises:
+        UnsupportedError: Naming the parameter.
+    """
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise UnsupportedError(
+                f"{name!r} of {type(module).__name__} has no shape yet, so its part for each rank "
+                f"is unknown. Run a forward pass of the lazy module in configure_model, or name "
+                f"its sizes."
             )
 
 

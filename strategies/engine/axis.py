@@ -275,6 +275,10 @@ class Axis:
         """Return the whole model's state of what inner axes have made whole. Collective."""
         return state
 
+    def keeps_whole_state(self, parameter: Tensor) -> bool | None:
+        """Whether this rank keeps whole state of a parameter; None: state of what it has of it."""
+        return None
+
     def join_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Add to an optimizer's state what is stored once for all. Collective over all ranks."""
         return state

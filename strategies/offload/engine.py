@@ -10,7 +10,6 @@ What waits for what: a shard that is gathered, read or written waits for the ste
 bucket. ``step`` returns while steps are pending.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import OffloadError
+from boltmesh.lightning_import import logger
 from boltmesh.strategies.grad_norm import NormShare
 from boltmesh.strategies.offload.adam import AdamRule
 from boltmesh.strategies.offload.bucket_layout import (
@@ -46,7 +46,7 @@ from boltmesh.telemetry.writer.memory import StoredBytes
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
 
-log = logging.getLogger("lightning.pytorch")
+log = logger()
 
 
 class OffloadEngine(StepBarrier):

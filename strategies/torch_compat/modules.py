@@ -1,7 +1,7 @@
 """Parameters and buffers as modules hold them."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -67,14 +67,45 @@ class ParametersInPlace(Collection[Parameter]):
         return any(registered is parameter for registered in self)
 
 
-def swapped_state(module: Module, tensors: dict[str, Tensor]) -> AbstractContextManager[Any]:
-    """Within it, a module has other parameters and buffers, by dotted name; ties are kept."""
-    return _reparametrize_module(module, tensors, tie_weights=True)
+@contextmanager
+def swapped_state(module: Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Within it, a module has other parameters and buffers, by dotted name; ties are kept.
+
+    A module that has two names is changed once. torch's own search for ties would change it under
+    each name, and put the tensor of the first change back at the end.
+    """
+    new = {_held(module, name): value for name, value in tensors.items()}
+    swapped = {
+        f"{path}.{key}" if path else key: new[old]
+        for path, owner in module.named_modules()
+        for held in (owner._parameters, owner._buffers)
+        for key, old in held.items()
+        if old is not None and old in new
+    }
+    with _reparametrize_module(module, swapped):
+        yield
+
+
+def _held(module: Module, name: str) -> Tensor:
+    owner, _, key = name.rpartition(".")
+    held: Tensor = getattr(module.get_submodule(owner), key)
+    return held
 
 
 def set_parameter(module: Module, name: str, value: Tensor) -> None:
     """Put a tensor where a module's parameter is, also one that autograd has made."""
     module._parameters[name] = value  # type: ignore[assignment]
+
+
+def is_compiled(module: Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def has_full_backward_hooks(module: Module) -> bool:
+    """Whether a module has hooks for the gradients of its inputs and outputs."""
+    hooks = module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) and module._is_full_backward_hook is not False
 
 
 def refuse_fused_attention(

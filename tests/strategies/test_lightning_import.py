@@ -14,6 +14,7 @@ import sys, warnings
 import torch
 
 assert pl.LightningModule is boltmesh.strategies.engine.strategy.LightningModule
+assert not boltmesh.strategies.blocks.has_forward(pl.LightningModule())
 
 class Model(pl.LightningModule):
     def __init__(self):

@@ -3,7 +3,6 @@
 All ranks of a host measure at the same time, since that is how they will use the disk.
 """
 
-import logging
 import resource
 import socket
 import time
@@ -16,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from boltmesh.file_system import IN_MEMORY, file_system_of
+from boltmesh.lightning_import import logger
 from boltmesh.strategies.offload.disk.file import Extent
 from boltmesh.strategies.offload.disk.swap_file import Swap
 from boltmesh.strategies.offload.disk.transfer import BLOCK_BYTES, Ticket
@@ -28,7 +28,7 @@ from boltmesh.strategies.offload.host_memory import (
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
 
-log = logging.getLogger("lightning.pytorch")
+log = logger()
 """Where people look for what a run says about itself."""
 
 SAMPLE_BYTES = 64 << 20

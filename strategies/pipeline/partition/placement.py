@@ -27,7 +27,7 @@ from boltmesh.strategies.pipeline.partition.cost import (
     units_in_model_order,
 )
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
-from boltmesh.strategies.pipeline.partition.split import UnitCost
+from boltmesh.strategies.pipeline.partition.split import UnitCost, refuse_too_few
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.trace import StepTrace
 from boltmesh.strategies.pipeline.stage.trace_step import probe
@@ -198,6 +198,8 @@ def divide(
         ConfigError: When the model cannot be cut so.
     """
     units = find_stage_units(module)
+    if units:
+        refuse_too_few(list(units), len(rank_of_stage))
     with silent():
         trace = _probe_costs(module, units, step, args, seed)
     uses = units_in_model_order(units) if trace is None else units_in_call_order(trace, units)

@@ -49,12 +49,7 @@ def balanced_split(
             "The model has no layers with parameters, so there is nothing to make stages of. Use "
             "bolt_ddp or one process."
         )
-    if len(units) < num_stages:
-        raise ConfigError(
-            f"stages={num_stages} was asked, but the model has {len(units)} parts that can stand "
-            f"in a stage of their own ({_listed([each.name for each in units])}). "
-            f"Use stages={len(units)} or fewer."
-        )
+    refuse_too_few([each.name for each in units], num_stages)
     seconds = _prefix_sums([each.seconds for each in units])
     live = [0] * num_stages if live is None else live
     memory = [
@@ -146,6 +141,22 @@ def _prefix_sums(values: Sequence[float]) -> list[float]:
     for value in values:
         sums.append(sums[-1] + value)
     return sums
+
+
+def refuse_too_few(units: Sequence[str], num_stages: int) -> None:
+    """Refuse a model with fewer units than stages.
+
+    Raises:
+        ConfigError: Naming the units.
+    """
+    if len(units) >= num_stages:
+        return
+    instead = f"Use stages={len(units)} or fewer." if len(units) > 1 else "Use bolt_zero3."
+    raise ConfigError(
+        f"stages={num_stages} was asked, but the model has {len(units)} parts that can stand in a "
+        f"stage of their own ({_listed(units)}): layers outside of repeated blocks, and each of "
+        f"several blocks of one class and shape in a list. {instead}"
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

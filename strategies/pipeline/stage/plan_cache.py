@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
+from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.unsupported import with_inner
 from boltmesh.strategies.pipeline.stage.cut import plan_stages, plan_tail
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun, Tail
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 EPOCH: Final = "current_epoch"
 """By which steps add a term from some epoch on, or leave a layer out."""
 
-_FRAMEWORKS: Final = frozenset({"torch", "lightning"})
+_FRAMEWORKS: Final = ROOTS | {"torch"}
 
 _PLAIN: Final = frozenset({int, float, bool, str, type(None)})
 

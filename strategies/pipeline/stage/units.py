@@ -8,7 +8,9 @@ from typing import Any
 
 from torch.nn import Module, Parameter
 
+from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.blocks import find_blocks, has_forward
+from boltmesh.strategies.torch_compat.modules import has_full_backward_hooks, is_compiled
 
 
 def find_stage_units(root: Module) -> dict[str, Module]:
@@ -57,6 +59,27 @@ def _keeps_statistics(module: Module) -> bool:
         getattr(each, "track_running_stats", False) and next(each.buffers(), None) is not None
         for each in module.modules()
     )
+
+
+def refuse_wrapped_calls(root: Module, units: Mapping[str, Module]) -> None:
+    """Refuse modules whose calls do more than hooks around their forward.
+
+    Raises:
+        UnsupportedError: Naming the module.
+    """
+    inside = {each for unit in units.values() for each in unit.modules()} - set(units.values())
+    for path, module in root.named_modules():
+        name = path or type(root).__name__
+        if is_compiled(module):
+            raise UnsupportedError(
+                f"{name!r} was compiled by its method compile(), and a pipeline runs layers on "
+                f"tensors without data first, and on stages of its own. Leave compile() out."
+            )
+        if module not in inside and has_full_backward_hooks(module):
+            raise UnsupportedError(
+                f"{name!r} has a full backward hook, which changes what its stage is given. Put "
+                f"the hook on a layer inside of it, or call register_hook on a tensor there."
+            )
 
 
 Forward = Callable[..., Any]
