@@ -53,10 +53,11 @@ if TYPE_CHECKING:
 KNOWN_MODEL = (RECIPE_FOLDER.parent / "examples" / "gpt.py").resolve()
 KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
 TENSOR = "bolt_tensor"
+CONTEXT = "bolt_context"
 EXPERT = "bolt_expert"
-DIVIDING = (PIPELINE, TENSOR, SEVERAL_AXES, EXPERT)
-"""What has plans of its own: ``stage_plan.py``, ``tensor_plan.py``, ``mesh_plan.py`` and
-``expert_plan.py``."""
+DIVIDING = (PIPELINE, TENSOR, CONTEXT, SEVERAL_AXES, EXPERT)
+"""What has plans of its own: ``stage_plan.py``, ``tensor_plan.py``, ``context_plan.py``,
+``mesh_plan.py`` and ``expert_plan.py``."""
 
 REPLICATED = "bolt_replicated"
 """Of one process over several devices, of which none is like another."""
@@ -225,6 +226,12 @@ def _plan_divided(
 
         division = plan_tensor(config, per_node, given, source=source)
         return json.dumps(division.as_data()) if as_json else write_tensor(division)
+    if name == CONTEXT:
+        from boltmesh.plan.context_plan import plan_context, write_context
+
+        count = per_node * config.trainer.num_nodes
+        sequence = plan_context(config, count, given, source=source)
+        return json.dumps(sequence.as_data()) if as_json else write_context(sequence)
     if name == EXPERT:
         from boltmesh.plan.expert_plan import plan_expert, write_expert
 

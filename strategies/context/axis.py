@@ -32,6 +32,7 @@ from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis, StepFunction
 from boltmesh.strategies.lightning_compat.loops import step_arguments
+from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic, count_step
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -89,6 +90,15 @@ class ContextAxis(Axis):
         return {**vars(self), "_control": None, "_judges": None}
 
     # Set-up.
+
+    @override
+    def check_layout(self, layout: MeshLayout) -> None:
+        others = [axis for axis in ("pipeline", "tensor") if layout.size(axis) > 1]
+        if layout.size(self.name) > 1 and others:
+            raise ConfigError(
+                f"{layout} has a context axis beside a {others[0]} axis, and a sequence is divided "
+                f"beside a data axis alone. Set {others[0]}=1, or context=1."
+            )
 
     @override
     def build_groups(self) -> None:

@@ -6,10 +6,18 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
-from boltmesh.strategies import ContextParallelStrategy, gathered_parameters
+from boltmesh.errors import ConfigError, LayoutError, UnsupportedError
+from boltmesh.strategies import ContextParallelStrategy, DDPStrategy, gathered_parameters
+from boltmesh.strategies.context.axis import ContextAxis
+from boltmesh.strategies.context.cut import ContextState, CutTensor, cut
+from boltmesh.strategies.context.options import ContextOptions
+from boltmesh.strategies.context.rules.table import CUT_RULES
+from boltmesh.strategies.mesh import MeshLayout
 from tests.support.context_models import Trained, batch_of, built
+from tests.support.context_runs import world
 from tests.support.pipelines import quiet_trainer
 from tests.support.ranks import run_ranks
 
@@ -109,3 +117,146 @@ def test_blocks_may_be_run_again(kind: str) -> None:
     strategy = {"activation_checkpointing": kind}
     for found in run_ranks(fit_beside, 2, "llama", strategy, {"limit_train_batches": 2}):
         assert max(found.values()) < 2e-5, found
+
+
+# Refused before the first step.
+
+
+def refused(rank: int, size: int, kind: str) -> str:
+    """Return the error of a fit."""
+    strategy = context()
+    module: LightningModule = AdamW(built("llama"))
+    texts: Any = loader(0, 1)
+    if kind == "wrong rule":  # attention that counts its queries from the first one given
+        CUT_RULES["scaled_dot_product_attention"] = lambda *_: NotImplemented
+    elif kind == "reentrant":
+        model: Any = module.model.model
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    elif kind == "compiled":
+        inner: Any = module.model.model
+        module.model.model = torch.compile(inner)
+    elif kind == "no sequence":
+        module, texts = Trained(Classifier()), DataLoader(Points(), batch_size=2)
+    elif kind == "gather":
+        module, strategy = AdamW(built("gpt")), context(max_gather_bytes=1000)
+    elif kind == "other batches":
+        texts = DataLoader(Subset(Texts(), range(rank, 16)), batch_size=2)
+    with pytest.raises((ConfigError, UnsupportedError)) as caught:
+        quiet_trainer(size, strategy).fit(module, texts)
+    return str(caught.value)
+
+
+class Points(torch.utils.data.Dataset[Any]):
+    """Points in a plane."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        return {"x": torch.ones(2) * row, "y": torch.tensor(row % 2)}
+
+
+class Classifier(nn.Module):
+    """No axis of the data but the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(self.layer(batch["x"]), batch["y"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("wrong rule", "computes something else than whole: it gives a value"),
+        ("reentrant", "Reentrant activation checkpointing hides"),
+        ("compiled", "is compiled, which a divided sequence cannot pass through"),
+        ("no sequence", "has no sequence that could be divided over 2 ranks"),
+        ("gather", "max_gather_bytes=1,000"),
+        ("other batches", "All ranks of a context group have to get the same batch"),
+    ],
+)
+def test_what_would_be_wrong_is_refused_before_the_first_step(kind: str, text: str) -> None:
+    for error in run_ranks(refused, 2, kind):
+        assert text in error
+        assert len(error) < 800
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"size": 0}, "size=0 holds no rank"),
+        ({"attention": "rings"}, "attention='rings' does not exist"),
+        ({"balance": "even"}, "balance='even' does not exist"),
+        ({"zero_stage": 4}, "zero_stage=4 is no ZeRO stage"),
+        ({"max_gather_bytes": 0}, "max_gather_bytes=0 allows no gather"),
+    ],
+)
+def test_bad_options_are_refused_by_name(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ContextParallelStrategy(**options)
+
+
+def test_a_size_that_the_ranks_do_not_have_is_refused_with_one_that_fits() -> None:
+    with pytest.raises(LayoutError, match="Set size=3, or start a multiple of 4 ranks"):
+        ContextParallelStrategy(size=4).choose_layout(6)
+
+
+def test_a_context_axis_beside_a_tensor_axis_is_refused() -> None:
+    axis = ContextAxis(ContextOptions())
+    with pytest.raises(ConfigError, match="has a context axis beside a tensor axis"):
+        axis.check_layout(MeshLayout(context=2, tensor=2))
+
+
+# Dropout.
+
+
+def dropped(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Dropout of a cut tensor, of a whole one behind it, and of the cut one again."""
+    state = ContextState(world())
+    torch.manual_seed(3)
+    cut_ones = cut(torch.ones(2, 32, 4), 1, state)
+    first = functional.dropout(cut_ones, 0.5)
+    whole = functional.dropout(torch.ones(64), 0.5)
+    torch.manual_seed(3)
+    again = functional.dropout(cut_ones, 0.5)
+    assert isinstance(first, CutTensor)
+    assert isinstance(again, CutTensor)
+    return first.local, whole, again.local
+
+
+def test_dropout_differs_where_cut_and_repeats() -> None:
+    (one, whole, again), (other, other_whole, _) = run_ranks(dropped, 2)
+    assert not torch.equal(one, other)
+    assert torch.equal(whole, other_whole)
+    assert torch.equal(one, again)
+
+
+# Checkpoints.
+
+
+def saved(rank: int, size: int, path: str, stage: int) -> None:
+    """Train an epoch and save."""
+    strategy = context(zero_stage=stage)
+    _, trainer = trained("llama", strategy, size, loader(0, 1))
+    trainer.save_checkpoint(path)
+
+
+def resumed(rank: int, size: int, path: str) -> float:
+    """Train a second one in one process; compare with one that was never stopped."""
+    one, _ = trained("llama", "auto", 1, loader(0, 1), max_epochs=2)
+    module = AdamW(built("llama"))
+    strategy = DDPStrategy(telemetry=False)
+    trainer = quiet_trainer(1, strategy, max_epochs=2)
+    trainer.fit(module, loader(0, 1), ckpt_path=path)
+    pairs = zip(module.parameters(), one.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_process_goes_on_from_a_checkpoint(tmp_path: Any, stage: int) -> None:
+    path = str(tmp_path / "epoch.ckpt")
+    run_ranks(saved, 2, path, stage)
+    assert max(run_ranks(resumed, 1, path)) < 2e-5

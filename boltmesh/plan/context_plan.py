@@ -1,0 +1,165 @@
+"""Plan of context parallelism before a rank is started: where the sequence is cut, what it sends.
+
+The model is built from fake tensors. One batch of the data runs through it for each rank of a
+context group, with a process group that only counts.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.launch.log_filters import quiet_lightning
+from boltmesh.plan.dry_model import NumberTypes, build_fake, first_batch
+from boltmesh.plan.dry_step import STEP, put_stand_ins
+from boltmesh.plan.text import align, size_text
+from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.context.cut import ContextState, step_ended
+from boltmesh.strategies.context.dispatch import functions_watched
+from boltmesh.strategies.context.entries import Entries, find_entries
+from boltmesh.strategies.context.exchange import ContextGroup
+from boltmesh.strategies.context.options import ContextOptions, refuse_modules
+from boltmesh.strategies.context.positions import divide
+from boltmesh.strategies.context.verify import results_whole
+from boltmesh.strategies.dry_run.step import DryRun
+from boltmesh.strategies.lightning_compat.loops import step_arguments
+from boltmesh.strategies.tensor.analysis.analyse import analyse
+from boltmesh.strategies.tensor.expected_traffic import CountingGroup, count_step
+from boltmesh.strategies.torch_compat.tensors import fake_tensors
+
+
+@dataclass(frozen=True)
+class ContextSummary:
+    """A sequence divided over ranks, before it runs."""
+
+    model: str
+    size: int
+    entries: dict[str, int]
+    """Modules whose input is cut, and its dim."""
+    length: int
+    """Positions of the longest sequence of the batch."""
+    positions: tuple[int, ...]
+    """Positions of it by rank."""
+    sent: tuple[dict[str, int], ...]
+    """Bytes that each rank sends for a batch, forward and backward, by purpose."""
+    gathered: dict[str, int]
+    """Bytes of tensors that every rank makes whole, by the function that needs it."""
+    notes: tuple[str, ...]
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the same as JSON has it."""
+        return {"schema": 1, "context": asdict(self)}
+
+
+def plan_context(
+    config: DictConfig, num_ranks: int, given: Mapping[str, Any], *, source: str
+) -> ContextSummary:
+    """Divide the sequence of a config's model as its strategy will.
+
+    Raises:
+        ConfigError: When there is no sequence, or the model cannot be built.
+    """
+    names = ("size", "attention", "balance", "max_gather_bytes")
+    options = ContextOptions(**{name: given[name] for name in names if name in given})
+    size = options.size or num_ranks
+    if num_ranks % size:
+        raise LayoutError(f"{source}: strategy.size={size} does not divide {num_ranks} ranks.")
+    quiet_lightning()
+    batch, complaint = first_batch(config, source)
+    if complaint is not None:
+        raise ConfigError(f"{source}: a sequence is found by a batch, and {complaint}.")
+    types = NumberTypes.of(config.trainer.precision)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a module without a Trainer
+        with fake_tensors():
+            module, notes = build_fake(config, types, source)
+        put_stand_ins(module)
+        refuse_modules(module)
+        run = DryRun(module, STEP, (batch, *step_arguments(module, STEP)), torch.device("cpu"))
+        blocks = find_blocks(module)
+        analysis = analyse(module, run.forward, blocks=blocks)
+        entries = find_entries(module, analysis, tuple(blocks))
+        if not entries:
+            raise ConfigError(
+                f"{source}: {type(module).__name__}.{STEP} has no sequence that could be divided. "
+                f"Plan another strategy, such as --strategy zero3."
+            )
+        sent, lengths, gathered = [], set[int](), dict[str, int]()
+        hooks = Entries(module, entries, _state(options, 0, size), on_length=lengths.add)
+        analyse(module, run.forward, blocks=blocks)
+        hooks.remove()
+        for rank in range(size):
+            state = _state(options, rank, size)
+            sent.append(_counted(run, entries, state, source))
+            gathered.update(state.gathered)
+    length = max(lengths)
+    division = divide(length, size, options.balance)
+    return ContextSummary(
+        model=type(module).__name__,
+        size=size,
+        entries={each.module: each.dim for each in entries},
+        length=length,
+        positions=tuple(division.count(rank) for rank in range(size)),
+        sent=tuple(sent),
+        gathered=gathered,
+        notes=tuple(notes),
+    )
+
+
+def _state(options: ContextOptions, rank: int, size: int) -> ContextState:
+    group = ContextGroup(CountingGroup(rank, size), torch.device("cpu"))
+    return ContextState(group, options.attention, options.balance, options.max_gather_bytes)
+
+
+def _counted(run: DryRun, entries: Any, state: ContextState, source: str) -> dict[str, int]:
+    hooks = Entries(run.module, entries, state)
+
+    def fake(_: object) -> object:
+        with hooks.on(), results_whole(run.module, STEP), step_ended(state), functions_watched():
+            return run.run()
+
+    counted = count_step(run.module, fake, state.group, nullcontext, torch.device("cpu"))
+    hooks.remove()
+    if counted is None:
+        raise ConfigError(
+            f"{source}: {STEP} needs values of tensors, so its bytes cannot be counted before a "
+            f"run. boltmesh fit proves the step and shows them."
+        )
+    purposes: Counter[str] = Counter()
+    for purpose, num_bytes in state.group.sent.items():
+        purposes[purpose] += num_bytes
+    return dict(purposes)
+
+
+def write_context(summary: ContextSummary) -> str:
+    """Return the plan as text."""
+    places = ", ".join(f"{module} (dim {dim})" for module, dim in summary.entries.items())
+    lines = [
+        f"{summary.model} with {summary.length:,} positions over {summary.size} ranks",
+        f"cut at {places}",
+        "",
+    ]
+    purposes = sorted({purpose for each in summary.sent for purpose in each})
+    ranks = range(summary.size)
+    columns = [
+        ("rank", [str(rank) for rank in ranks]),
+        ("positions", [f"{count:,}" for count in summary.positions]),
+    ]
+    columns += [
+        (purpose, [size_text(each.get(purpose, 0)) for each in summary.sent])
+        for purpose in purposes
+    ]
+    lines += [*align(columns), "", "bytes that a rank sends for one batch"]
+    if summary.gathered:
+        lines += ["", "made whole on every rank:"]
+        for why, num_bytes in sorted(summary.gathered.items(), key=lambda each: -each[1]):
+            lines.append(f"  {size_text(num_bytes)}  {why.rstrip(',')}")
+    lines += ["", *summary.notes]
+    lines.append("memory of parameters and gradients: boltmesh plan with --strategy zero3 or ddp")
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""Models of transformers that no rule was written for, with their sequence divided."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.support.context_models import SMALL, HuggingFace, causal_lm
+from tests.support.context_runs import compare_model
+from tests.support.ranks import run_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow(20)]
+
+
+def texts(length: int, **more: Tensor) -> dict[str, Tensor]:
+    ids = torch.randint(1, 61, (2, length))
+    labels = ids.clone()
+    labels[0, : length // 3] = -100
+    return {"input_ids": ids, "labels": labels, **more}
+
+
+class Encoder(nn.Module):
+    """torch's own encoder layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+        self.embed, self.head = nn.Embedding(61, 32), nn.Linear(32, 61)
+        self.layers = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.head(self.layers(self.embed(batch["input_ids"])))
+        return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def packed() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Three documents in one row, by positions that begin again."""
+    places = torch.cat([torch.arange(9), torch.arange(11), torch.arange(4)]).expand(2, -1)
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2)
+    return causal_lm(config), texts(24, position_ids=places)
+
+
+def mixtral() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = transformers.MixtralConfig(
+        **SMALL, num_key_value_heads=2, num_local_experts=4, output_router_logits=True
+    )
+    return causal_lm(config), texts(24)
+
+
+def opt() -> tuple[nn.Module, dict[str, Tensor]]:
+    sizes = {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}
+    return causal_lm(transformers.OPTConfig(**sizes)), texts(24)
+
+
+def bloom() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
+    return causal_lm(config, "eager"), texts(24)
+
+
+def t5() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = transformers.T5Config(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    batch = {"input_ids": torch.randint(1, 61, (2, 24)), "labels": torch.randint(1, 61, (2, 12))}
+    return HuggingFace(transformers.T5ForConditionalGeneration(config)), batch
+
+
+def mamba() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = transformers.MambaConfig(
+        vocab_size=61, hidden_size=16, num_hidden_layers=2, state_size=4
+    )
+    return causal_lm(config, None), texts(20)
+
+
+def encoder() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Encoder(), texts(21)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
+    each.__name__: each for each in (packed, mixtral, opt, bloom, t5, mamba, encoder)
+}
+
+
+def run_models(rank: int, size: int, names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        torch.manual_seed(3)
+        model, batch = MODELS[name]()
+        found[name] = compare_model(model, [batch])
+    return found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["packed", "mixtral"], pytest.param(["opt", "bloom", "t5", "mamba", "encoder"],
+                                         marks=pytest.mark.full)],
+    ids=str,
+)  # fmt: skip
+def test_models_without_a_rule_are_those_of_one_process(names: list[str]) -> None:
+    for each in run_ranks(run_models, 2, names):
+        for name, found in each.items():
+            assert found["loss"] < 1e-6, name
+            assert found["gradient"] < 1e-6, name
