@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TelemetryError,
     )
     from boltmesh.strategies import (
+        ContextParallelStrategy,
         DDPStrategy,
         MeshStrategy,
         Parallel3DStrategy,
@@ -36,6 +37,7 @@ __all__ = [
     "BoltMeshError",
     "CheckpointError",
     "ConfigError",
+    "ContextParallelStrategy",
     "DDPStrategy",
     "DivergenceError",
     "LayoutError",
@@ -55,6 +57,7 @@ _HOMES = {
     "BoltMeshError": "boltmesh.errors",
     "CheckpointError": "boltmesh.errors",
     "ConfigError": "boltmesh.errors",
+    "ContextParallelStrategy": "boltmesh.strategies",
     "DDPStrategy": "boltmesh.strategies",
     "DivergenceError": "boltmesh.errors",
     "LayoutError": "boltmesh.errors",

@@ -7,8 +7,18 @@ outermost axis first. Global ranks are node-major, so the innermost axis stays i
 import math
 from collections.abc import Mapping
 
-AXES: tuple[str, ...] = ("pipeline", "data", "tensor")
+AXES: tuple[str, ...] = ("pipeline", "data", "context", "tensor")
 """Outermost to innermost."""
+
+OPTIONAL = frozenset({"context"})
+"""Axes that are named only where they have several ranks."""
+
+
+def named_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of axes, outermost first, without optional ones of one rank."""
+    return {
+        axis: size for axis, size in full_sizes(sizes).items() if size > 1 or axis not in OPTIONAL
+    }
 
 
 def full_sizes(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -13,6 +13,7 @@ SHARED = (
     "telemetry",
     "seed",
     "async_save",
+    "verify_replicas_every",
     "activation_checkpointing",
     "process_group_backend",
 )

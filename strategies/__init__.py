@@ -1,10 +1,11 @@
 """The strategies: Lightning ``Strategy`` classes that split a model over many ranks.
 
 One file per strategy (``ddp``, ``zero``, ``pipeline_parallel``, ``tensor_parallel``,
-``parallel_3d``) checks its arguments and chooses axes; ``registry`` knows them by name. ``engine``
+``context_parallel``, ``parallel_3d``) checks its arguments and chooses axes; ``registry`` knows
+them by name. ``engine``
 is what every strategy does for Lightning: mesh, process groups, loops, checkpoints. It calls one
 object per axis: ``data_parallel`` (replicas or shards, with ``offload`` and ``tiling``),
-``pipeline``, ``tensor``.
+``pipeline``, ``context``, ``tensor``.
 
 Shared below the axes: ``dry_run``, ``cost_model``, ``checkpoint``, ``deferred_initialization``,
 ``topology``, and modules such as ``grad_norm``, ``blocks`` and ``activation_checkpointing``.
@@ -15,8 +16,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from boltmesh.strategies.context_parallel import ContextParallelStrategy
     from boltmesh.strategies.ddp import DDPStrategy
     from boltmesh.strategies.deferred_initialization.deferred import deferred_init
+    from boltmesh.strategies.detect_non_finite import DetectNonFinite
     from boltmesh.strategies.engine import MeshStrategy
     from boltmesh.strategies.init_from_checkpoint import StartingWeights
     from boltmesh.strategies.mesh import MeshLayout
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
     from boltmesh.strategies.zero import ZeROStrategy
 
 __all__ = [
+    "ContextParallelStrategy",
     "DDPStrategy",
+    "DetectNonFinite",
     "MeshLayout",
     "MeshStrategy",
     "Parallel3DStrategy",
@@ -40,7 +45,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ContextParallelStrategy": "boltmesh.strategies.context_parallel",
     "DDPStrategy": "boltmesh.strategies.ddp",
+    "DetectNonFinite": "boltmesh.strategies.detect_non_finite",
     "MeshLayout": "boltmesh.strategies.mesh",
     "MeshStrategy": "boltmesh.strategies.engine",
     "Parallel3DStrategy": "boltmesh.strategies.parallel_3d",

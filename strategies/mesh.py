@@ -53,7 +53,7 @@ class MeshLayout:
         if world_size % inner:
             fewer = world_size - world_size % inner
             start = f"start {fewer} or {fewer + inner}" if fewer else f"start {inner}"
-            given = axes.full_sizes(sizes)
+            given = axes.named_sizes(sizes)
             named = " x ".join(f"{axis}={size}" for axis, size in given.items() if axis != "data")
             raise LayoutError(
                 f"{named} needs a multiple of {inner} ranks, but the job has {world_size}; {start}."
@@ -62,8 +62,12 @@ class MeshLayout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name to size, outermost first."""
-        return dict(zip(AXES, self._sizes, strict=True))
+        """Axis name to size, outermost first; without optional axes of one rank."""
+        return axes.named_sizes(dict(zip(AXES, self._sizes, strict=True)))
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis."""
+        return self._sizes[AXES.index(axis)]
 
     @property
     def pipeline(self) -> int:
@@ -95,14 +99,14 @@ class MeshLayout:
         """The rank with these coordinates, by axis; 0 where they are left out."""
         return axes.rank_at(place, self.sizes)
 
-    def groups(self, axis: str) -> list[list[int]]:
-        """Every group of ranks that differ along ``axis`` alone; each rank is in exactly one."""
-        sizes = self.sizes
-        return [
-            list(axes.group_of(rank, axis, sizes))
-            for rank in range(self.world_size)
-            if axes.coordinates(rank, sizes)[axis] == 0
-        ]
+    def groups(self, *along: str) -> list[list[int]]:
+        """Every group of ranks that differ along these axes alone; each rank is in exactly one."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            others = tuple(at for axis, at in place.items() if axis not in along)
+            found.setdefault(others, []).append(rank)
+        return list(found.values())
 
     @override
     def __str__(self) -> str:

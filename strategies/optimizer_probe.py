@@ -6,16 +6,20 @@ Each question compares runs of some steps over the same values and gradients. An
 
 ``mixes_elements``: the steps of two halves of a parameter are not the halves of its step. Muon and
 Shampoo need full matrices, LARS and LAMB norms of full parameters, Adafactor rows and columns, and
-whatever mixes parameters mixes their halves too. Refused by the tensor axis and by offload.
+whatever mixes parameters mixes their halves too. The tensor axis steps whole parameters then;
+refused by offload.
 
 ``mixes_parameters``: the step of one parameter depends on another one. Prodigy, D-Adaptation, SAM,
 an Adam that clips by its own norm. Refused by the pipeline, where a rank has its stages alone.
 
 ``matrix_use``: it takes products or factors of matrices. On shards torch would gather, in
-another order and precision for each number of ranks. Refused by ZeRO.
+another order and precision for each number of ranks. ZeRO steps whole parameters then.
 
 ``misjudges_shards``: steps of shards as DTensors fail, or are not the shards of the step. Norms and
-sums of DTensors are those of the whole; flat views, items and rows often are not. Refused by ZeRO.
+sums of DTensors are those of the whole; flat views, items and rows often are not. Likewise.
+
+``needs_all_ranks``: its step calls collectives itself, or draws random numbers. Refused where
+each rank steps whole parameters of its own.
 
 [Note: Gradients of a trial]
 Gradients have a lasting part and a changing part, whose signs and sizes differ by element. With
@@ -31,6 +35,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,20 +77,32 @@ _MIX_ELEMENTS = _MIX_PARAMETERS | {
 }
 
 
-def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that step parts of parameters differently from the whole.
+def find_mixing(optimizers: Iterable[Optimizer], *, has_shards: bool) -> list[Optimizer]:
+    """Return the optimizers that step parts of parameters differently from the whole.
+
+    Args:
+        optimizers: The user's.
+        has_shards: Whether the parts are in shards of the data axis besides.
 
     Raises:
-        UnsupportedError: Naming the optimizer.
+        UnsupportedError: Naming an optimizer that cannot step whole parameters one by one.
     """
-    for optimizer in optimizers:
-        if mixes_elements(optimizer):
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} steps a parameter by more than the elements that a "
-                f"rank of a tensor group has of it: norms, rows or products of the whole, all "
-                f"gradients at once, or random numbers. Use bolt_ddp, or an optimizer that works "
-                f"on each element by itself, such as AdamW."
+    found = [each for each in optimizers if mixes_elements(each)]
+    for optimizer in found:
+        why = needs_all_ranks(optimizer)
+        if why is None and (has_shards or mixes_parameters(optimizer)):
+            why = (
+                "steps a parameter by more than the elements that a rank of a tensor group has of "
+                "it: norms, rows or products of the whole, or all gradients at once"
             )
+            if has_shards:
+                why += ", which ZeRO shards besides"
+        if why is not None:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} {why}. Use bolt_ddp, or an optimizer that works on "
+                f"each element by itself, such as AdamW."
+            )
+    return found
 
 
 def mixes_elements(optimizer: Optimizer) -> bool:
@@ -124,7 +141,7 @@ def matrix_use(optimizer: Optimizer) -> str | None:
     """Return what a step needs whole matrices for: products or factors. None: nothing is known."""
 
     def multiplies(group: _Group) -> bool:
-        seen = _Products()
+        seen = _Operators(_is_product)
         try:
             with seen:
                 _run(group, [each for each in group.leaves if each.value.dim() > 1])
@@ -175,6 +192,30 @@ def misjudges_shards(
 
     _is_any(optimizer, fails, inner, {})
     return why[0] if why else None
+
+
+def needs_all_ranks(optimizer: Optimizer) -> str | None:
+    """Return why ranks cannot each step other parameters; None where they can.
+
+    Some forms of Muon call collectives in their step, and other optimizers draw random numbers,
+    which would be other ones.
+    """
+    reasons = {
+        "communicates in its step, and ranks step other parameters here": _is_collective,
+        "draws random numbers in its step, and ranks step other parameters here": _is_random,
+    }
+
+    def runs(is_one: Callable[[Any], bool], group: _Group) -> bool:
+        seen, leaves = _Operators(is_one), group.leaves
+        with seen:
+            _run(group, leaves)
+        return seen.is_any
+
+    for why, is_one in reasons.items():
+        of_inner: Any = needs_all_ranks
+        if _is_any(optimizer, partial(runs, is_one), of_inner, {}):
+            return why
+    return None
 
 
 def initial_state(like: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
@@ -440,11 +481,29 @@ _FACTORS = ("linalg_", "_linalg_")
 _NORMS = {"linalg_vector_norm"}
 
 
-class _Products(DispatchMode):  # type: ignore[no-untyped-call]
-    """Records whether a matrix was multiplied or factored."""
+def _is_collective(func: Any) -> bool:
+    return func.namespace in {"c10d", "_c10d_functional"}
 
-    def __init__(self) -> None:
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _is_product(func: Any) -> bool:
+    name: str = func.overloadpacket.__name__
+    return name in _PRODUCTS or (name.startswith(_FACTORS) and name not in _NORMS)
+
+
+class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
+    """Records whether one of some operators ran.
+
+    Args:
+        is_one: Whether an operator is one of them.
+    """
+
+    def __init__(self, is_one: Callable[[Any], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_one = is_one
         self.is_any = False
 
     @override
@@ -455,8 +514,6 @@ class _Products(DispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name: str = func.overloadpacket.__name__
-        if name in _PRODUCTS or (name.startswith(_FACTORS) and name not in _NORMS):
-            self.is_any = True
+        self.is_any = self.is_any or self._is_one(func)
         result: Tensor = func(*args, **(kwargs or {}))
         return result

@@ -85,6 +85,11 @@ STRATEGIES: dict[str, Entry] = {
         "TensorParallelStrategy",
         "Tensor parallelism: the ranks of a host share each layer, by a plan that finds itself.",
     ),
+    "bolt_context": Entry(
+        "boltmesh.strategies.context_parallel",
+        "ContextParallelStrategy",
+        "Context parallelism: the ranks of a group divide the sequence of each batch.",
+    ),
     "bolt_3d": Entry(
         "boltmesh.strategies.parallel_3d",
         "Parallel3DStrategy",

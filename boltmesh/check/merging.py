@@ -43,11 +43,23 @@ def merge_over_ranks(trace: Trace, chosen: Sequence[int] | None) -> Trace:
         gradient_norms=[[each[0] for each in call] for call in zip(*norms, strict=True)],
         metrics=[mean_of_mappings(step) for step in zip(*metrics, strict=True)],
         parameters=trace.parameters,
-        optimizer_state=trace.optimizer_state,
+        optimizer_state=_join_states(trace.optimizer_state),
         validation=mean_of_mappings(validation),
         predictions=interleave(predictions),
         disagreement=disagreement,
     )
+
+
+def _join_states(own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add optimizer state that other ranks keep whole. Collective over all ranks."""
+    names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(names, sorted(own))
+    common = set(names[0]).intersection(*names)
+    if all(len(each) == len(common) for each in names):
+        return own
+    apart: list[dict[str, Tensor]] = [{} for _ in names]
+    dist.all_gather_object(apart, {name: own[name] for name in own if name not in common})
+    return own | {name: state for each in apart for name, state in each.items()}
 
 
 def _find_stray(all_ranks: Sequence[Any], chosen: Sequence[int]) -> str | None:

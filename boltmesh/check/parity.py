@@ -284,13 +284,19 @@ class _TraceRecorder(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
+        used = trainer.strategy
         for number, optimizer in enumerate(trainer.optimizers):
             for parameter, state in optimizer.state.items():
+                is_whole = isinstance(used, MeshStrategy) and (
+                    used.checkpoints.keeps_whole_state(parameter)
+                )
                 for key, value in state.items():
                     if isinstance(value, Tensor):
                         name = f"{names[id(parameter)]}.{key}"
                         name = f"{number}.{name}" if number else name
-                        self.optimizer_state[name] = _copy(value, parameter)
+                        self.optimizer_state[name] = (
+                            value.detach().cpu().clone() if is_whole else _copy(value, parameter)
+                        )
 
 
 def _gradient_norm(trainer: Trainer, optimizer: Optimizer) -> float:

@@ -106,7 +106,8 @@ def _prepare(
 def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> int:
     loaded, placement, source = _prepare(verb, config, overrides, for_show=True)
 
-    from boltmesh.plan.command import TENSOR
+    from boltmesh.plan.command import EXPERT, TENSOR
+    from boltmesh.plan.expert_plan import plan_expert, write_expert
     from boltmesh.plan.mesh_plan import SEVERAL_AXES, plan_mesh
     from boltmesh.plan.mesh_text import write_mesh
     from boltmesh.plan.stage_plan import PIPELINE, plan_stages, write_stages
@@ -123,6 +124,9 @@ def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> in
     if verb == "fit" and loaded.strategy.name == TENSOR:
         made = plan_tensor(loaded, placement.num_local_ranks, given, source=source)
         print(f"\n{write_tensor(made)}")
+    if verb == "fit" and (loaded.strategy.name == EXPERT or given.get("expert") is not None):
+        per_host = placement.world_size // loaded.trainer.num_nodes
+        print(f"\n{write_expert(plan_expert(loaded, per_host, given, source=source))}")
     if verb == "fit" and loaded.strategy.name == SEVERAL_AXES:
         per_host = placement.world_size // loaded.trainer.num_nodes
         print(f"\n{write_mesh(plan_mesh(loaded, per_host, given, Machine(), source=source))}")

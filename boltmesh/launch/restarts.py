@@ -18,6 +18,8 @@ from boltmesh.process import write_stderr
 FIRST_WAIT_S = 1.0
 """Seconds before the first restart; each further one waits twice as long."""
 LONGEST_WAIT_S = 60.0
+STEADY_S = 30.0
+"""Seconds after which a start has run for so long that the next wait is the first one again."""
 
 FindCheckpoint = Callable[[Path], tuple[Path, int | None] | None]
 """Returns the newest checkpoint in the folder of a run, and the step after which it was saved."""
@@ -43,6 +45,8 @@ class Restarts:
         self._find_checkpoint = find_checkpoint
         self._num_restarts = 0
         self._folder: Path | None = None
+        self._started_s = 0.0
+        self._next_wait_s = FIRST_WAIT_S
         self._wait_s: float | None = None
         """Seconds until the next start; None: there is none."""
         self._progress: tuple[int, int] | None = None
@@ -68,6 +72,7 @@ class Restarts:
         is_there = self._folder is not None and self._folder.is_dir()
         supervisor = self._make({CONTINUE_VARIABLE: str(self._folder)} if is_there else {})
         supervisor.after_failure = self._decide
+        self._started_s = time.monotonic()
         return supervisor
 
     def _decide(self, supervisor: Supervisor) -> str:
@@ -87,7 +92,10 @@ class Restarts:
                 )
             progress = max(progress[0], step_before), saved
         self._progress = progress
-        self._wait_s = min(FIRST_WAIT_S * 2**self._num_restarts, LONGEST_WAIT_S)
+        if time.monotonic() - self._started_s > STEADY_S:
+            self._next_wait_s = FIRST_WAIT_S
+        self._wait_s = self._next_wait_s
+        self._next_wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
         self._num_restarts += 1
         start = "from the beginning, as there is no checkpoint yet"
         if found is not None:

@@ -53,8 +53,10 @@ if TYPE_CHECKING:
 KNOWN_MODEL = (RECIPE_FOLDER.parent / "examples" / "gpt.py").resolve()
 KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
 TENSOR = "bolt_tensor"
-DIVIDING = (PIPELINE, TENSOR, SEVERAL_AXES)
-"""What has plans of its own: ``stage_plan.py``, ``tensor_plan.py`` and ``mesh_plan.py``."""
+EXPERT = "bolt_expert"
+DIVIDING = (PIPELINE, TENSOR, SEVERAL_AXES, EXPERT)
+"""What has plans of its own: ``stage_plan.py``, ``tensor_plan.py``, ``mesh_plan.py`` and
+``expert_plan.py``."""
 
 REPLICATED = "bolt_replicated"
 """Of one process over several devices, of which none is like another."""
@@ -110,10 +112,12 @@ def plan(
             f"process over several devices. Plan --strategy ddp, whose ranks have as much."
         )
     named = loaded.strategy.get("name") if wanted is None else f"{PREFIX}{wanted}"
+    if wanted is None and loaded.strategy.get("expert") is not None:
+        named = EXPERT  # also of ZeRO by another name
     if named in DIVIDING:
         source = str(find(config))
         check_strategy_name(loaded.strategy.get("name"), source=source)
-        given = given_to(named, loaded, overrides)
+        given = given_to(loaded.strategy.name if wanted is None else named, loaded, overrides)
         per_node = ranks_per_node(loaded, devices, source)
         print(_plan_divided(named, loaded, per_node, given, cluster, source, as_json=as_json))
         return 0
@@ -221,6 +225,11 @@ def _plan_divided(
 
         division = plan_tensor(config, per_node, given, source=source)
         return json.dumps(division.as_data()) if as_json else write_tensor(division)
+    if name == EXPERT:
+        from boltmesh.plan.expert_plan import plan_expert, write_expert
+
+        experts = plan_expert(config, per_node, given, source=source)
+        return json.dumps(experts.as_data()) if as_json else write_expert(experts)
     mesh = plan_mesh(config, per_node, given, _read_machine(cluster), source=source)
     return json.dumps(mesh.as_data()) if as_json else write_mesh(mesh)
 

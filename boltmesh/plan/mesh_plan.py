@@ -113,7 +113,7 @@ class MeshPlan:
                 "model": self.model,
                 "parameters": self.parameters,
                 "sizes": self.layout.sizes,
-                "groups": {axis: self.layout.groups(axis) for axis in AXES},
+                "groups": {axis: self.layout.groups(axis) for axis in self.layout.sizes},
                 "zero_stage": self.zero_stage,
                 "batches": self.num_batches,
                 "microbatches": self.num_microbatches,

@@ -52,15 +52,15 @@ def _title(plan: MeshPlan) -> str:
 
 
 def _mesh_table(plan: MeshPlan) -> list[str]:
-    groups = {axis: plan.layout.groups(axis) for axis in AXES}
     sizes = plan.layout.sizes
+    groups = {axis: plan.layout.groups(axis) for axis in sizes}
     return align(
         [
-            ("axis", list(AXES)),
-            ("size", [str(sizes[axis]) for axis in AXES]),
-            ("groups", [str(len(groups[axis])) for axis in AXES]),
+            ("axis", list(sizes)),
+            ("size", [str(size) for size in sizes.values()]),
+            ("groups", [str(len(groups[axis])) for axis in sizes]),
         ],
-        ("the first of them", [f"ranks {_numbers(groups[axis][0])}" for axis in AXES]),
+        ("the first of them", [f"ranks {_numbers(groups[axis][0])}" for axis in sizes]),
     )
 
 

@@ -47,8 +47,8 @@ def estimate_layout_memory(model: Transformer, layout: Layout) -> LayoutMemory:
     of_parameter, of_gradient, of_optimizer = layout.state_bytes
     parameters = of_parameter * numel / (shards if layout.zero == 3 else 1)
     if of_parameter > HALF:  # kept in fp32, and computed with in bf16
-        if layout.zero == 0:  # autocast casts for each microbatch
-            parameters += HALF * live_microbatches(layout) * numel
+        if layout.zero == 0:
+            parameters += HALF * numel
         elif layout.zero < 3:
             parameters = (HALF + of_parameter / shards) * numel
     is_accumulated = layout.num_microbatches > 1 or layout.pipeline > 1

@@ -10,13 +10,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint.chunks import DimDivision, OffloadedChunk, TensorPart, own_part
+from boltmesh.strategies.checkpoint.chunks import (
+    DimDivision,
+    ElementStretch,
+    OffloadedChunk,
+    TensorPart,
+    own_part,
+)
 from boltmesh.strategies.checkpoint.shard_reader import divided, held
 
 PARAMS = "params"
@@ -31,6 +38,10 @@ Take = Callable[[torch.nn.Parameter, Tensor], None]
 Divide = Callable[[str], DimDivision | None]
 """Returns the division of a parameter by name, if this rank has a part of it in a plain tensor."""
 
+KeepsWhole = Callable[[Tensor], bool | None]
+"""Returns whether this rank keeps the whole state of a parameter of which it has a shard; None
+where each rank keeps the state of its shard."""
+
 
 def parameter_names(module: Module, optimizer: Optimizer) -> list[list[str]]:
     """Names of an optimizer's parameters by group; the position for those not in the module."""
@@ -42,11 +53,16 @@ def parameter_names(module: Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def named_state(
-    module: Module, optimizer: Optimizer, *, divide: Divide = lambda _: None
+    module: Module,
+    optimizer: Optimizer,
+    *,
+    divide: Divide = lambda _: None,
+    keeps_whole: KeepsWhole = lambda _: None,
 ) -> dict[str, Any]:
     """An optimizer's state like its ``state_dict``, with names in place of numbers. No copies.
 
-    Tensors with the shape of a parameter that ``divide`` knows become a ``TensorPart``.
+    Tensors with the shape of a parameter that ``divide`` knows become a ``TensorPart``, and those
+    that this rank alone keeps, whole.
 
     Raises:
         CheckpointError: For a state tensor with another division than its parameter, which no other
@@ -55,6 +71,10 @@ def named_state(
     names = parameter_names(module, optimizer)
     state: dict[str, dict[str, Any]] = {}
     for name, parameter in _pairs(names, optimizer):
+        if keeps_whole(parameter):
+            own = optimizer.state.get(parameter)
+            state |= {name: as_parts(own)} if own else {}
+            continue
         division = divide(name)
         for key, value in optimizer.state.get(parameter, {}).items():
             is_large = isinstance(value, Tensor) and value.dim() > 0
@@ -75,6 +95,51 @@ def named_state(
     return {"state": state, "param_groups": groups}
 
 
+def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[str, Any]:
+    """Return an optimizer's state with other ranks' counters and the like. Collective over all.
+
+    Args:
+        state: By names of parameters, with ``param_groups``; tensors of this rank alone.
+        stores: Whether this rank writes what belongs to a parameter into checkpoints.
+
+    Returns:
+        The same with the small values of all ranks, which the first rank writes into one file, and
+        the tensors that this rank writes.
+    """
+    own = {name: values for name, values in state["state"].items() if stores(name)}
+    small = {
+        name: {key: each for key, each in values.items() if not _is_stored_apart(each)}
+        for name, values in own.items()
+    }
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, small)
+    joined = {name: values for others in told for name, values in others.items()}
+    names = sorted({*joined, *own})
+    return {**state, "state": {name: joined.get(name, {}) | own.get(name, {}) for name in names}}
+
+
+def _is_stored_apart(value: Any) -> bool:
+    return isinstance(value, DTensor) or (isinstance(value, Tensor) and value.dim() > 0)
+
+
+def as_parts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of one parameter that this rank owns, as checkpoints take it.
+
+    Args:
+        state: By key.
+    """
+    return {
+        key: _as_part(value) if isinstance(value, Tensor) and value.dim() > 0 else value
+        for key, value in state.items()
+    }
+
+
+def _as_part(value: Tensor) -> TensorPart:
+    """Return a whole tensor that one rank alone has."""
+    rows = (ElementStretch(0, 0, value.shape[0]),)
+    return TensorPart.of(value, DimDivision(value.shape, 0, rows))
+
+
 def is_named(saved: Mapping[str, Any]) -> bool:
     """Whether a saved state uses names, rather than torch's numbers."""
     members = [each for group in saved["param_groups"] for each in group[PARAMS]]
@@ -89,6 +154,7 @@ def load_states(
     holds: Callable[[str], bool] = lambda _: True,
     take: Take | None = None,
     divide: Divide = lambda _: None,
+    keeps_whole: KeepsWhole = lambda _: None,
 ) -> None:
     """Load the saved states of all optimizers; see ``load_state``."""
     if take is None and any(PENDING in each for state in saved for each in _values(state)):
@@ -103,7 +169,15 @@ def load_states(
             f"makes {len(optimizers)}. Make the same, or load the weights alone into a new run."
         )
     for optimizer, state in zip(optimizers, saved, strict=True):
-        load_state(module, optimizer, state, holds=holds, take=take, divide=divide)
+        load_state(
+            module,
+            optimizer,
+            state,
+            holds=holds,
+            take=take,
+            divide=divide,
+            keeps_whole=keeps_whole,
+        )
 
 
 def _values(saved: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -118,12 +192,14 @@ def load_state(
     holds: Callable[[str], bool] = lambda _: True,
     take: Take | None = None,
     divide: Divide = lambda _: None,
+    keeps_whole: KeepsWhole = lambda _: None,
 ) -> None:
     """Load a saved state of any layout into an optimizer.
 
     Groups keep their identity, because schedulers and offload refer to them. Parameters that this
     rank does not hold, according to ``holds`` by name, get none; those that ``divide`` knows get
-    their part. Pending gradients are not state of the optimizer: ``take`` receives them.
+    their part. Parameters that ``keeps_whole`` knows get whole state on one rank, and none on the
+    others. Pending gradients are not state of the optimizer: ``take`` receives them.
 
     Raises:
         CheckpointError: If the groups are not those of the optimizer.
@@ -140,8 +216,10 @@ def load_state(
     }
     with torch.no_grad():
         for name, parameter in _pairs(names, optimizer):
-            values = dict(stored.get(name, {})) if holds(name) else {}
-            if (division := divide(name)) is not None:
+            is_whole = keeps_whole(parameter)
+            is_here = holds(name) and is_whole is not False
+            values = dict(stored.get(name, {})) if is_here else {}
+            if (division := divide(name)) is not None and not is_whole:
                 values = {
                     key: divided(each, division, f"The optimizer state {name}.{key}")
                     for key, each in values.items()
@@ -162,6 +240,7 @@ def load_state(
                     f"{name}.{key}",
                     is_step=is_step,
                     stays=is_step and keeps_step_on_cpu[id(parameter)],
+                    is_whole=bool(is_whole),
                 )
 
 
@@ -184,7 +263,14 @@ def _forget(optimizer: Optimizer, parameter: Tensor, *, keeps: Collection[str]) 
 
 
 def _load_value(
-    value: Any, parameter: Tensor, current: Any, name: str, *, is_step: bool, stays: bool
+    value: Any,
+    parameter: Tensor,
+    current: Any,
+    name: str,
+    *,
+    is_step: bool,
+    stays: bool,
+    is_whole: bool = False,
 ) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -196,8 +282,13 @@ def _load_value(
     ):
         # As torch does, also for a checkpoint of another precision.
         dtype = parameter.dtype if value.is_floating_point() else value.dtype
-        destination = torch.empty_like(parameter.detach(), dtype=dtype)
-    elif isinstance(parameter, DTensor) and value.numel() > 1:
+        like = parameter.detach()
+        destination = (
+            torch.empty(value.shape, dtype=dtype, device=like.device)
+            if is_whole
+            else torch.empty_like(like, dtype=dtype)
+        )
+    elif not is_whole and isinstance(parameter, DTensor) and value.numel() > 1:
         raise CheckpointError(
             f"The optimizer state {name} has the shape {tuple(value.shape)} and its parameter "
             f"{tuple(parameter.shape)}: nothing says how it would be cut into shards. Resume "

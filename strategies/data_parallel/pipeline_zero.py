@@ -73,6 +73,7 @@ from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
 from boltmesh.strategies.torch_compat.modules import set_parameter
 from boltmesh.strategies.torch_compat.tensors import dtensor_like, local_tensor
+from boltmesh.strategies.whole_steps import add_whole_steps
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -290,7 +291,7 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        return self.describe_traffic().expected()
+        return add_whole_steps(self.describe_traffic().expected(), self._whole_steps, self.name)
 
     def describe_traffic(self) -> PipelineZeroTraffic:
         """What the axis moves in an optimizer step, and what it would in another stage."""

@@ -14,31 +14,47 @@ from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.unsupported import refuse_undividable
-from boltmesh.strategies.optimizer_probe import matrix_use, misjudges_shards
+from boltmesh.strategies.optimizer_probe import (
+    matrix_use,
+    misjudges_shards,
+    mixes_parameters,
+    needs_all_ranks,
+)
 from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
 
 
-def refuse_optimizers(optimizers: Iterable[Optimizer], model: Module) -> None:
-    """Refuse optimizers that need more of a gradient than a shard of it.
+def find_whole_steppers(
+    optimizers: Iterable[Optimizer], model: Module, *, has_offload: bool
+) -> list[Optimizer]:
+    """Return the optimizers that step whole parameters, each by itself, and not shards.
 
     Collective over the ranks of the model's shards.
 
     Raises:
-        UnsupportedError: Naming the optimizer.
+        UnsupportedError: Naming an optimizer that steps a parameter by more than that parameter,
+            or that communicates itself, or whose state is offloaded.
     """
     shard = next((each for each in model.parameters() if isinstance(each, DTensor)), None)
+    found = []
     for optimizer in optimizers:
         why = matrix_use(optimizer)
         if why is None and shard is not None:
             why = misjudges_shards(optimizer, shard.device_mesh, shard.placements)
-        if why is not None:
-            raise _refused(optimizer, why)
+        if why is None:
+            continue
+        if has_offload or mixes_parameters(optimizer):
+            raise _refused(optimizer, f"{why}, and with ZeROStrategy a rank has its shards alone")
+        apart = needs_all_ranks(optimizer)
+        if apart is not None:
+            raise _refused(optimizer, apart)
+        found.append(optimizer)
+    return found
 
 
 def _refused(optimizer: Optimizer, why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{type(optimizer).__name__} {why}, and with ZeROStrategy a rank has its shards alone. Use "
-        f"bolt_ddp, or an optimizer that works on each element by itself, such as AdamW."
+        f"{type(optimizer).__name__} {why}. Use bolt_ddp, or an optimizer that works on each "
+        f"element by itself, such as AdamW."
     )
 
 

@@ -32,7 +32,7 @@ from boltmesh.strategies.data_parallel.order_check import OrderCheck
 from boltmesh.strategies.data_parallel.param_state import follow_toggles, forget_toggles
 from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
 from boltmesh.strategies.data_parallel.shard_shape import held_tensors
-from boltmesh.strategies.data_parallel.unsupported import refuse_empty_share, refuse_optimizers
+from boltmesh.strategies.data_parallel.unsupported import find_whole_steppers, refuse_empty_share
 from boltmesh.strategies.dry_run.unsupported import refuse_local_norms
 from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
 from boltmesh.strategies.grad_norm import NormShare, ShardShare
@@ -44,6 +44,7 @@ from boltmesh.strategies.torch_compat.autograd import after_backward
 from boltmesh.strategies.torch_compat.fsdp import forget_step
 from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
+from boltmesh.strategies.whole_steps import ShardExchange, WholeSteps, add_whole_steps
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer.memory import StoredBytes
@@ -104,6 +105,8 @@ class ZeroAxis(DataAxis):
         self._offload: OffloadEngine | None = None
         self._forget_scaler: Callable[[], None] = _nothing
         self._step_hooks: list[RemovableHandle] = []
+        self._whole_steps: list[WholeSteps] = []
+        """Steps of the optimizers that need whole parameters."""
         self._has_ended_step = False
         self._lost: Exception | None = None
         """Why there are no parameters until a checkpoint is loaded: a step of a run before this
@@ -230,9 +233,16 @@ class ZeroAxis(DataAxis):
     @override
     def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
         assert self._context is not None
-        refuse_optimizers(optimizers, self._model.module)
-        self._model.successors.take_over(optimizers, self._model.module)
         self._forget_steps()
+        whole_steppers = find_whole_steppers(
+            optimizers, self._model.module, has_offload=self.options.has_offload
+        )
+        self._model.successors.take_over(optimizers, self._model.module)
+        if optimizers:  # else an evaluation: state of the run before may still be saved
+            exchange = ShardExchange(self._model.mesh.shard_group)
+            self._whole_steps = [
+                WholeSteps(each, exchange, self._record) for each in whole_steppers
+            ]
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_post_hook"):  # Lightning takes all that can step
                 self._step_hooks += [
@@ -268,6 +278,8 @@ class ZeroAxis(DataAxis):
         for hook in self._step_hooks:
             hook.remove()
         self._step_hooks.clear()
+        for each in self._whole_steps:
+            each.release()
 
     # Within a step.
 
@@ -354,6 +366,11 @@ class ZeroAxis(DataAxis):
         if self._lost is not None:
             return False
         return self._offload is None or self._offload.has_whole_steps
+
+    @override
+    def keeps_whole_state(self, parameter: Tensor) -> bool | None:
+        known = (each.owns(parameter) for each in self._whole_steps)
+        return next((owns for owns in known if owns is not None), None)
 
     @override
     def prepare_state(self, optimizer: Optimizer) -> None:
@@ -451,7 +468,7 @@ class ZeroAxis(DataAxis):
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        return self._expectations.traffic()
+        return add_whole_steps(self._expectations.traffic(), self._whole_steps, self.name)
 
     @override
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:

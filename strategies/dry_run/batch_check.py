@@ -155,14 +155,16 @@ class _PendingCheck(NamedTuple):
 
 
 class SameBatchCheck:
-    """Compares each batch within a tensor group.
+    """Compares each batch within a group of ranks that share it.
 
     Args:
         group: Its ranks, on the CPU and of its own, so that no kernel is waited for.
+        name: Kind of the group, for errors.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, name: str = "tensor group") -> None:
         self._group = group
+        self._name = name
         self._pending: _PendingCheck | None = None
 
     def start(self, batch: Any, digest: BatchDigest) -> None:
@@ -196,4 +198,4 @@ class SameBatchCheck:
         digests: list[BatchDigest] = [BatchDigest()] * self._group.size()
         dist.all_gather_object(digests, digest, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
-        return explain_difference(dict(zip(ranks, digests, strict=True)), group="tensor group")
+        return explain_difference(dict(zip(ranks, digests, strict=True)), group=self._name)

@@ -55,6 +55,9 @@ class Axis:
 
     shares_batches = True
     """Whether the ranks of the axis get the same batches, and draw the same random numbers."""
+    averages_gradients = False
+    """Whether a parameter's gradient is the mean over the ranks of this axis, too: the data axis
+    then averages, shards and replicates over both."""
     divides_modules = False
     """Whether parameters are whole, each on some of the ranks."""
     reasons: Reasons | None = None
@@ -73,7 +76,7 @@ class Axis:
     @property
     def size(self) -> int:
         """Ranks along the axis in this job."""
-        return self.strategy.layout.sizes[self.name]
+        return self.strategy.layout.size(self.name)
 
     # Set-up, in this order.
 
@@ -271,6 +274,10 @@ class Axis:
     def join_model_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the whole model's state of what inner axes have made whole. Collective."""
         return state
+
+    def keeps_whole_state(self, parameter: Tensor) -> bool | None:
+        """Whether this rank keeps whole state of a parameter; None: state of what it has of it."""
+        return None
 
     def join_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Add to an optimizer's state what is stored once for all. Collective over all ranks."""

@@ -20,6 +20,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerStatus
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -34,7 +35,12 @@ from boltmesh.strategies.checkpoint.directory import (
     save_directory,
 )
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO, load_file, put_file, write_file
-from boltmesh.strategies.checkpoint.optimizer_state import is_named, load_states, named_state
+from boltmesh.strategies.checkpoint.optimizer_state import (
+    is_named,
+    joined_state,
+    load_states,
+    named_state,
+)
 from boltmesh.strategies.checkpoint.safe_load import check_weights_only
 from boltmesh.strategies.checkpoint.shard_reader import Placeholder, divided, held, passed_over
 from boltmesh.strategies.checkpoint.storage.addresses import path_or_address
@@ -85,6 +91,11 @@ class Checkpointing:
         """
         found = (axis.division(name) for axis in self._strategy.axes)
         return next((division for division in found if division is not None), None)
+
+    def keeps_whole_state(self, parameter: Tensor) -> bool | None:
+        """Whether this rank keeps whole state of a parameter; None: state of what it has of it."""
+        found = (axis.keeps_whole_state(parameter) for axis in self._strategy.axes)
+        return next((owns for owns in found if owns is not None), None)
 
     def model_state(self) -> dict[str, Any]:
         """Return what this rank stores of a model in shards, by name. Collective over all ranks.
@@ -154,7 +165,16 @@ class Checkpointing:
         assert strategy.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        state = named_state(strategy.lightning_module, optimizer, divide=self.division)
+        module = strategy.lightning_module
+        state = named_state(
+            module, optimizer, divide=self.division, keeps_whole=self.keeps_whole_state
+        )
+        owned = {
+            name: self.keeps_whole_state(each)
+            for name, each in module.named_parameters(remove_duplicate=False)
+        }
+        if any(each is not None for each in owned.values()):  # on all ranks
+            state = joined_state(state, lambda name: owned.get(name) is not False)
         for axis in strategy.axes:
             state = axis.join_optimizer_state(state)
         return state
@@ -389,6 +409,7 @@ class Checkpointing:
             holds=strategy.holds,
             take=next((take for take in pending if take is not None), None),
             divide=self.division,
+            keeps_whole=self.keeps_whole_state,
         )
         all_or_none(load)
         for optimizer in strategy.optimizers:

@@ -69,7 +69,7 @@ class AxisContext:
     """Where a data axis finds itself."""
 
     group: ProcessGroup
-    """The ranks of the axis that this rank belongs to."""
+    """The ranks that average gradients: those of the axis, and of axes that average with it."""
     device: torch.device
     compute_dtype: torch.dtype | None = None
     """What autocast computes in under ``bf16-mixed`` and ``16-mixed``; None without autocast."""
@@ -129,7 +129,7 @@ class DataAxis(Axis, ABC):
         ranks_per_node = self.strategy.num_processes
         shards = [
             shard
-            for ranks in self.strategy.layout.groups(self.name)
+            for ranks in self.strategy.layout.groups(*self.strategy.gradient_axes)
             for shard in self.shard_groups(ranks, ranks_per_node=ranks_per_node)
         ]
         return {**found, "shard": shards} if shards else found
@@ -168,7 +168,7 @@ class DataAxis(Axis, ABC):
         strategy = self.strategy
         assert strategy.lightning_module is not None
         return AxisContext(
-            group=strategy.groups[self.name],
+            group=strategy.gradient_group,
             device=strategy.root_device,
             compute_dtype=autocast_dtype(strategy.precision_plugin),
             ranks_per_node=strategy.num_processes,

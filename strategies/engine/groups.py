@@ -83,6 +83,7 @@ class RankMeshStrategy(ParallelStrategy):
         self.timeout_s = timeout_s
         self.groups: dict[str, ProcessGroup] = {}
         """Of this rank, by axis."""
+        self._joint_group: ProcessGroup | None = None
         self.recorder: Recorder | NullRecorder = NullRecorder()
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -230,6 +231,8 @@ class RankMeshStrategy(ParallelStrategy):
         )
         if not self.groups:
             self.groups = self._build_groups()
+            if len(self.gradient_axes) > 1:
+                self._joint_group = self.new_group(self.gradient_axes)
             for axis in self.axes:
                 axis.build_groups()
             self._check_placement()
@@ -279,20 +282,34 @@ class RankMeshStrategy(ParallelStrategy):
             groups[axis.name] = group
         return groups
 
+    @property
+    def gradient_axes(self) -> tuple[str, ...]:
+        """The axes over which gradients are averaged, outermost first."""
+        return tuple(
+            axis.name
+            for axis in self.axes
+            if isinstance(axis, DataAxis) or (axis.averages_gradients and axis.size > 1)
+        )
+
+    @property
+    def gradient_group(self) -> ProcessGroup:
+        """The ranks that average gradients with this one. Loaders and logs divide by ``data``."""
+        return self.groups["data"] if self._joint_group is None else self._joint_group
+
     def new_group(
         self,
-        axis: str,
+        axis: str | tuple[str, ...],
         members: Sequence[int] | None = None,
         *,
         backend: str | None = None,
         timeout: timedelta | None = None,
     ) -> ProcessGroup | None:
-        """Return one more group along an axis, beside those of the other ranks.
+        """Return one more group along an axis or several, beside those of the other ranks.
 
-        Collective over all ranks: each group of the axis gets one of its own at the same time.
+        Collective over all ranks: each group of the axes gets one of its own at the same time.
 
         Args:
-            axis: Along which its ranks lie.
+            axis: Along which its ranks lie; several make one group over all of them.
             members: Places on the axis of those that are in it; None: all.
             backend: None: as the other groups.
             timeout: How long its collectives may take; None: as of the other groups.
@@ -300,13 +317,14 @@ class RankMeshStrategy(ParallelStrategy):
         Returns:
             The one that this rank is in, None where it is in none.
         """
+        along = (axis,) if isinstance(axis, str) else axis
         chosen = [
             [ranks[each] for each in (range(len(ranks)) if members is None else members)]
-            for ranks in self.layout.groups(axis)
+            for ranks in self.layout.groups(*along)
         ]
         group: ProcessGroup | None
         group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            chosen, timeout=timeout or self.timeout, backend=backend, group_desc=axis
+            chosen, timeout=timeout or self.timeout, backend=backend, group_desc=" x ".join(along)
         )
         return group
 
@@ -360,7 +378,12 @@ class RankMeshStrategy(ParallelStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Spawned ranks make their own groups and files.
-        return {**super().__getstate__(), "groups": {}, "recorder": NullRecorder()}
+        return {
+            **super().__getstate__(),
+            "groups": {},
+            "_joint_group": None,
+            "recorder": NullRecorder(),
+        }
 
 
 def in_order(axes: Iterable[Axis]) -> tuple[Axis, ...]:

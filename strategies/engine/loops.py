@@ -23,6 +23,7 @@ from boltmesh.strategies.dry_run.batch_check import batch_digest
 from boltmesh.strategies.dry_run.metrics import gather_over, let_gather
 from boltmesh.strategies.dry_run.step import Around
 from boltmesh.strategies.engine.groups import RankMeshStrategy
+from boltmesh.strategies.engine.replica_check import ReplicaCheck
 from boltmesh.strategies.engine.resume import ResumeManager
 from boltmesh.strategies.grad_norm import NormShare
 from boltmesh.strategies.lightning_compat.launchers import SigtermAgreement
@@ -58,6 +59,8 @@ class LoopStrategy(RankMeshStrategy):
 
     resume: ResumeManager | None = None
     """None before ``setup_environment``."""
+    replica_check: ReplicaCheck | None = None
+    """Where it was asked for."""
     sigterm: SigtermAgreement | None = None
     """None before the first loop, and in a job of one rank."""
 
@@ -153,15 +156,21 @@ class LoopStrategy(RankMeshStrategy):
         self._find_metrics()
         for axis in self.axes:
             axis.begin_training()
+        if self.replica_check is not None:
+            self.replica_check.start(self.trainer.global_step)
 
     @override
     def on_train_end(self) -> None:
         self.drain()
+        if self.replica_check is not None:
+            self.replica_check.after_step(self.trainer.global_step, is_last=True)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.resume is not None:
             self.resume.point.settle()
+        if self.replica_check is not None:
+            self.replica_check.after_step(self.trainer.global_step)
 
     @override
     def on_validation_start(self) -> None:

@@ -40,6 +40,7 @@ from boltmesh.strategies.engine.checkpointing import (
 )
 from boltmesh.strategies.engine.groups import StartMethod, in_order
 from boltmesh.strategies.engine.loops import LoopStrategy
+from boltmesh.strategies.engine.replica_check import ReplicaCheck
 from boltmesh.strategies.engine.resume import ResumeManager
 from boltmesh.strategies.lightning_compat.trainer import (
     callbacks_of,
@@ -75,11 +76,8 @@ class MeshStrategy(LoopStrategy):
         process_group_backend: ``gloo`` or ``nccl``; by default the one that fits the device.
         start_method: ``popen`` runs the script again for each rank; ``spawn``, ``fork`` and
             ``forkserver`` start functions, for notebooks and tests.
+        verify_replicas_every: Steps after which to compare replicas, see ``replica_check.py``.
         accelerator: As in any Lightning strategy, like the arguments below.
-        parallel_devices: The devices of this host's ranks.
-        cluster_environment: Tells ranks and addresses.
-        checkpoint_io: Writes and reads checkpoint files.
-        precision_plugin: Set by ``Trainer(precision=...)``.
     """
 
     strategy_name = "bolt_mesh"
@@ -93,6 +91,7 @@ class MeshStrategy(LoopStrategy):
         activation_checkpointing: Recompute | None = None,
         seed: int | None = None,
         async_save: bool = False,
+        verify_replicas_every: int | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
@@ -118,6 +117,8 @@ class MeshStrategy(LoopStrategy):
         self.recomputation = ActivationCheckpointing(activation_checkpointing)
         self.seed = seed
         self.async_save = async_save
+        if verify_replicas_every is not None:
+            self.replica_check = ReplicaCheck(self, verify_replicas_every)
         self.checkpoints = Checkpointing(self)
         self.recipe: str | None = None
         """Which config the run was made from; set by ``boltmesh fit``, shown by the dashboard."""
@@ -218,7 +219,7 @@ class MeshStrategy(LoopStrategy):
             axis.refuse(trainer, module)
         if self.shares_batches:
             self._share_randomness(trainer, module)
-            if self.layout.data == 1:
+            if self.gradient_group.size() == 1:
                 self.add_axis(self.data_axis.for_one_rank())
         for axis in reversed(self.axes):
             axis.place(trainer)

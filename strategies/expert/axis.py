@@ -24,7 +24,7 @@ from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.data_axis import OwnedRows
 from boltmesh.strategies.expert.divided import DividedExperts
-from boltmesh.strategies.expert.expected_traffic import expected_traffic
+from boltmesh.strategies.expert.expected_traffic import expected_bytes
 from boltmesh.strategies.expert.find import Experts, Findings, find_experts
 from boltmesh.strategies.expert.verify import prove
 from boltmesh.strategies.lightning_compat.loops import step_arguments
@@ -249,14 +249,19 @@ class ExpertAxis(Axis):
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        return expected_traffic(
-            self.divided.values(),
-            size=self.size,
-            num_batches=self.strategy.trainer.accumulate_grad_batches,
-            recomputed={
-                part for block in self.strategy.recomputation.blocks for part in block.modules()
-            },
+        if not self.divided:
+            return []
+        blocks = self.strategy.recomputation.blocks
+        recomputed = {part for block in blocks for part in block.modules()}
+        divided = self.divided.values()
+        batch = expected_bytes(((e.shape, e.module in recomputed) for e in divided), self.size)
+        num_batches = self.strategy.trainer.accumulate_grad_batches
+        why = (
+            "rows to the ranks of their experts and back, once for a rank, in both passes; for "
+            "batches like the first, as if all experts were as likely"
         )
+        payload, calls = num_batches * batch.payload, num_batches * batch.calls
+        return [ExpectedTraffic(self.name, "alltoall_base", payload, calls, why)]
 
 
 def _kind(module: Module, experts: Experts) -> tuple[Any, ...]:

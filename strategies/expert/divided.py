@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.strategies.expert.exchange import ExpertExchange, with_unused
-from boltmesh.strategies.expert.find import Call, Experts, Slot, arguments
+from boltmesh.strategies.expert.expected_traffic import ExchangeShape
+from boltmesh.strategies.expert.find import ExpertCall, Experts, Slot, arguments
 
 
 class DividedExperts:
@@ -33,7 +34,7 @@ class DividedExperts:
         self,
         module: Module,
         experts: Experts,
-        call: Call,
+        call: ExpertCall,
         group: ProcessGroup,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
@@ -43,17 +44,12 @@ class DividedExperts:
         self._around = around
         given = arguments(call.args, call.kwargs)
         rows: Tensor = given[experts.slots["rows"]]
-        self.width, self._rows_type = rows.shape[-1], rows.dtype
+        self._rows_type = rows.dtype
         output: Tensor = call.output
         self._output_type = None if output.dtype == rows.dtype else output.dtype
         weights = given.get(experts.slots.get("weights", ""))
         self._weights_type = rows.dtype if weights is None else weights.dtype
-        self.num_rows = rows.numel() // self.width
-        """Rows of the call that was watched."""
-        self.row_itemsize, self.weight_itemsize = rows.itemsize, self._weights_type.itemsize
-        self.num_choices = 1
-        if experts.kind == "routed":
-            self.num_choices = given[experts.slots["experts"]].shape[-1]
+        self.shape = ExchangeShape.of(experts, call)
 
     @property
     def note(self) -> Callable[[str], None]:
@@ -83,7 +79,7 @@ class DividedExperts:
     def attend(self) -> None:
         """Run this rank's experts for the others, which have rows where it has none. Collective."""
         device = next(self.module.parameters()).device
-        rows = torch.empty((0, self.width), dtype=self._rows_type, device=device)
+        rows = torch.empty((0, self.shape.width), dtype=self._rows_type, device=device)
         chosen = torch.empty((0, 1), dtype=torch.long, device=device)
         weights = torch.empty((0, 1), dtype=self._weights_type, device=device)
         with torch.no_grad(), self._around():
@@ -105,7 +101,7 @@ class DividedExperts:
             weights = self._weights(given, chosen, flat)
         self._weights_type = weights.dtype
         result = self.exchange.run(flat, chosen.long(), weights, self._computing(args, kwargs))
-        return result.reshape(rows.shape)
+        return result.reshape(*rows.shape[:-1], self.shape.output_width)
 
     def _weights(self, given: Mapping[Slot, Any], chosen: Tensor, rows: Tensor) -> Tensor:
         """Return the weight of each choice."""
@@ -165,7 +161,7 @@ class DividedExperts:
         given |= {slots["rows"]: rows, slots["experts"]: local[:, None].to(kind)}
         if "weights" in slots:
             given[slots["weights"]] = own_weights
-        return self._call(given).reshape(rows.shape)
+        return self._call(given).reshape(rows.shape[0], self.shape.output_width)
 
     def _own_weights(
         self, given: Mapping[Slot, Any], chosen: Tensor | None, local: Tensor, weights: Tensor
@@ -178,7 +174,8 @@ class DividedExperts:
 
     def empty(self, rows: Tensor) -> Tensor:
         """Return the result of no rows, on which everything depends that computes one."""
-        result = rows.new_zeros(rows.shape, dtype=self._output_type or rows.dtype)
+        shape = rows.shape[0], self.shape.output_width
+        result = rows.new_zeros(shape, dtype=self._output_type or rows.dtype)
         return with_unused(result, self.module.parameters())
 
     def _call(self, given: Mapping[Slot, Any]) -> Tensor:

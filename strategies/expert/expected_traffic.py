@@ -1,12 +1,14 @@
 """Bytes that exchanges of rows move in an optimizer step, if all experts are as likely."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch.nn import Module
+from boltmesh.strategies.expert.find import ExpertCall, Experts, arguments
 
-from boltmesh.strategies.expert.divided import DividedExperts
-from boltmesh.telemetry.traffic import ExpectedTraffic
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NUMBER_BYTES = 8
 
@@ -25,39 +27,73 @@ def expected_rows(num_rows: int, num_experts: int, num_choices: int, size: int) 
     return num_rows * size * (1 - none_there)
 
 
-def expected_traffic(
-    divided: Iterable[DividedExperts],
-    *,
-    size: int,
-    num_batches: int,
-    recomputed: Collection[Module],
-) -> list[ExpectedTraffic]:
-    """Return what an optimizer step moves on one rank; empty where nothing is divided.
+class ExchangeBytes(NamedTuple):
+    """One batch of one module."""
+
+    calls: int
+    payload: float
+
+
+@dataclass(frozen=True)
+class ExchangeShape:
+    """Sizes of one module's exchanges, as a watched call shows them."""
+
+    num_experts: int
+    num_rows: int
+    num_choices: int
+    width: int
+    """Elements of a row."""
+    output_width: int
+    row_bytes: int
+    """Bytes of an element of rows."""
+    weight_bytes: int
+    """Bytes of a choice's weight."""
+    is_weighted: bool
+    """Whether weights get gradients."""
+
+    @classmethod
+    def of(cls, experts: Experts, call: ExpertCall) -> "ExchangeShape":
+        """Return the sizes of a call."""
+        given = arguments(call.args, call.kwargs)
+        rows: Tensor = given[experts.slots["rows"]]
+        output: Tensor = call.output
+        weights: Tensor | None = given.get(experts.slots.get("weights", ""))
+        is_routed = experts.kind == "routed"
+        return cls(
+            experts.num_experts,
+            rows.numel() // rows.shape[-1],
+            given[experts.slots["experts"]].shape[-1] if is_routed else 1,
+            rows.shape[-1],
+            output.shape[-1],
+            rows.itemsize,
+            rows.itemsize if weights is None else weights.itemsize,
+            weights is not None,
+        )
+
+    def expected(self, size: int, *, is_recomputed: bool) -> ExchangeBytes:
+        """Return what a batch moves, forward and backward.
+
+        Args:
+            size: Ranks that have all experts together.
+            is_recomputed: Whether the forward pass runs once more in the backward pass.
+        """
+        passes = 1 + is_recomputed
+        choices = self.num_rows * self.num_choices
+        rows = expected_rows(self.num_rows, self.num_experts, self.num_choices, size)
+        there_and_back = rows * (self.width + self.output_width) * self.row_bytes
+        weights = choices * self.weight_bytes
+        places, counts = 2 * choices * _NUMBER_BYTES, 2 * size * _NUMBER_BYTES
+        forward = there_and_back + weights + places + counts
+        backward = there_and_back + self.is_weighted * weights
+        return ExchangeBytes(5 * passes + 2 + self.is_weighted, passes * forward + backward)
+
+
+def expected_bytes(shapes: Iterable[tuple[ExchangeShape, bool]], size: int) -> ExchangeBytes:
+    """Return what a batch moves in several modules.
 
     Args:
-        divided: The experts.
+        shapes: With whether the forward pass runs once more in the backward pass.
         size: Ranks that have all experts together.
-        num_batches: Batches of an optimizer step, each like the one that was watched.
-        recomputed: Modules whose forward pass runs once more in the backward pass.
     """
-    calls, moved = 0, 0.0
-    for each in divided:
-        passes = 1 + (each.module in recomputed)
-        choices = each.num_rows * each.num_choices
-        rows = expected_rows(each.num_rows, each.experts.num_experts, each.num_choices, size)
-        row_bytes = rows * each.width * each.row_itemsize
-        weight_bytes = choices * each.weight_itemsize
-        is_weighted = each.experts.kind == "routed"
-        counts_bytes = 2 * size * _NUMBER_BYTES
-        forward = 2 * row_bytes + weight_bytes + 2 * choices * _NUMBER_BYTES + counts_bytes
-        moved += passes * forward + 2 * row_bytes + is_weighted * weight_bytes
-        calls += passes * 5 + 2 + is_weighted
-    if not calls:
-        return []
-    why = (
-        "rows to the ranks of their experts and back, once for a rank, in both passes; for batches "
-        "like the first, as if all experts were as likely"
-    )
-    return [
-        ExpectedTraffic("expert", "alltoall_base", num_batches * moved, num_batches * calls, why)
-    ]
+    each = [shape.expected(size, is_recomputed=again) for shape, again in shapes]
+    return ExchangeBytes(sum(one.calls for one in each), sum(one.payload for one in each))

@@ -49,7 +49,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Call:
+class ExpertCall:
     """One call of experts: what the proof repeats."""
 
     args: tuple[Any, ...]
@@ -69,7 +69,7 @@ class Findings:
     """Results of watching a step."""
 
     experts: list[Experts] = field(default_factory=list)
-    calls: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, ExpertCall] = field(default_factory=dict)
     """The first call of each, by name."""
     whole: dict[str, str] = field(default_factory=dict)
     """Why modules that choose among parameters stay whole, by name."""
@@ -104,7 +104,7 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
         model: Whose modules are looked at.
         step: Runs it.
     """
-    seen: dict[str, Call] = {}
+    seen: dict[str, ExpertCall] = {}
     names = {module: name for name, module in model.named_modules()}
     mode = WidthMode()
     with ExitStack() as stack:
@@ -133,27 +133,27 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
     return found
 
 
-def detached(call: Call, device: torch.device | None = None) -> Call:
+def detached(call: ExpertCall, device: torch.device | None = None) -> ExpertCall:
     """Return a call without its graph, on a device if one is given."""
 
     def changed(value: Any) -> Any:
         return value.detach().to(device) if isinstance(value, Tensor) else value
 
-    return Call(
+    return ExpertCall(
         tree_map(changed, call.args), tree_map(changed, dict(call.kwargs)), changed(call.output)
     )
 
 
 def _keep_call(
-    seen: dict[str, Call], name: str, module: Module, args: Any, kwargs: Any, output: Any
+    seen: dict[str, ExpertCall], name: str, module: Module, args: Any, kwargs: Any, output: Any
 ) -> None:
     values = [*args, *kwargs.values()]
     has_experts = any(_are_choices(each) or _are_sizes(each) for each in values)
     is_first = name not in seen
     if isinstance(output, Tensor) and is_first and has_experts:
-        seen[name] = detached(Call(args, dict(kwargs), output))
+        seen[name] = detached(ExpertCall(args, dict(kwargs), output))
     elif is_first:
-        seen.setdefault(name, Call((), {}, None))
+        seen.setdefault(name, ExpertCall((), {}, None))
 
 
 def _are_choices(value: Any) -> bool:
@@ -166,7 +166,7 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) > 1 and all(type(n) is int for n in value)
 
 
-def _routed(model: Module, name: str, call: Call, widths: set[int]) -> "Experts | str | None":
+def _routed(model: Module, name: str, call: ExpertCall, widths: set[int]) -> "Experts | str | None":
     given = arguments(call.args, call.kwargs)
     output = call.output
     if not isinstance(output, Tensor) or not output.ndim:
@@ -208,7 +208,7 @@ def _routed(model: Module, name: str, call: Call, widths: set[int]) -> "Experts 
     return None
 
 
-def _sorted(model: Module, name: str, call: Call) -> "Experts | str | None":
+def _sorted(model: Module, name: str, call: ExpertCall) -> "Experts | str | None":
     given = arguments(call.args, call.kwargs)
     rows = [s for s, v in given.items() if isinstance(v, Tensor) and v.is_floating_point()]
     sizes = [slot for slot, value in given.items() if _are_sizes(value)]
@@ -246,7 +246,9 @@ def _checked(
     return Experts(kind, name, number, parameters, slots, counts)
 
 
-def _are_experts(module: Module, seen: Mapping[str, Call], name: str, found: Findings) -> bool:
+def _are_experts(
+    module: Module, seen: Mapping[str, ExpertCall], name: str, found: Findings
+) -> bool:
     """Whether a list holds as many equal modules as something was chosen from.
 
     Not blocks that are experts' neighbours: those of a list are leaves of what was found.

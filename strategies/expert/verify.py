@@ -22,7 +22,7 @@ from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.dry_run.step import without_dropout
 from boltmesh.strategies.expert.divided import DividedExperts
 from boltmesh.strategies.expert.exchange import with_unused
-from boltmesh.strategies.expert.find import Call, Experts, arguments, detached
+from boltmesh.strategies.expert.find import ExpertCall, Experts, arguments, detached
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.tensors import tree_map
@@ -37,7 +37,7 @@ _MOST_TEXT = 200
 def prove(
     module: Module,
     experts: Experts,
-    call: Call,
+    call: ExpertCall,
     group: ProcessGroup,
     *,
     around: Callable[[], AbstractContextManager[Any]],
@@ -86,8 +86,11 @@ def prove(
     }
     with _alone(module), around():
         divided.put_on()
+        got: dict[str, Tensor] = {}
         try:
             got = _outcome(module, divided, experts, call, {**local, **buffers}, names)
+        except RuntimeError as error:
+            raised.append(_raised(error))
         finally:
             divided.take_off()
     restore_random_state(state, device)
@@ -105,7 +108,7 @@ def prove(
     return None
 
 
-def _shortened(call: Call, experts: Experts, rank: int) -> Call:
+def _shortened(call: ExpertCall, experts: Experts, rank: int) -> ExpertCall:
     """Leave out as many rows as the rank's number, where rows are in no order."""
     given = arguments(call.args, call.kwargs)
     rows: Tensor = given[experts.slots["rows"]]
@@ -117,14 +120,14 @@ def _shortened(call: Call, experts: Experts, rank: int) -> Call:
         is_by_row = isinstance(value, Tensor) and value.ndim and value.shape[0] == count
         return value[rank:] if is_by_row else value
 
-    return Call(tree_map(cut, call.args), tree_map(cut, dict(call.kwargs)), cut(call.output))
+    return ExpertCall(tree_map(cut, call.args), tree_map(cut, dict(call.kwargs)), cut(call.output))
 
 
 def _outcome(
     module: Module,
     forward: Callable[..., Tensor],
     experts: Experts,
-    call: Call,
+    call: ExpertCall,
     state: Mapping[str, Tensor],
     names: list[str],
 ) -> dict[str, Tensor]:

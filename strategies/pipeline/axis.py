@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.checkpoint.optimizer_state import Take
+from boltmesh.strategies.checkpoint.optimizer_state import Take, joined_state
 from boltmesh.strategies.dry_run.batch_check import BatchDigest, batch_digest
 from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
 from boltmesh.strategies.dry_run.fake_optimizers import fake_optimizers
@@ -33,10 +33,15 @@ from boltmesh.strategies.lightning_compat.loops import (
     loggers_follow,
     step_arguments,
 )
-from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping, zeroes_gradients
+from boltmesh.strategies.lightning_compat.trainer import (
+    autocast_dtype,
+    has_norm_clipping,
+    zeroes_gradients,
+)
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.pipeline.evaluation import Evaluation
 from boltmesh.strategies.pipeline.expected_traffic import with_second_version
+from boltmesh.strategies.pipeline.microbatch_runs import cast_once
 from boltmesh.strategies.pipeline.options import (
     STAGES,
     PipelineContext,
@@ -51,7 +56,7 @@ from boltmesh.strategies.pipeline.options import (
 )
 from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
 from boltmesh.strategies.pipeline.stage.units import find_stage_units, refuse_wrapped_calls
-from boltmesh.strategies.pipeline.stage_params import add_pending, gathered, joined_state
+from boltmesh.strategies.pipeline.stage_params import add_pending, gathered
 from boltmesh.strategies.pipeline.staged_model import StagedModel
 from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.strategies.progress import long_phase
@@ -326,13 +331,18 @@ class PipelineAxis(Axis):
         self._free_stale_gradients()
         schedule = staged.programs.schedule
         told = staged.sharing.length, staged.sharing.size_per_batch()
-        with strategy.recorder.phase("forward"), total_norm_replaced(TOTAL_NORM):
+        around = strategy.step_context("training_step")
+        with ExitStack() as stack:
+            stack.enter_context(strategy.recorder.phase("forward"))
+            stack.enter_context(total_norm_replaced(TOTAL_NORM))
+            if self._casts_once:
+                around = stack.enter_context(cast_once(around, strategy.root_device))
             output = training_step(
                 staged,
                 args,
                 kwargs,
                 ordinal=strategy.trainer.fit_loop.total_batch_idx,
-                around=strategy.step_context("training_step"),
+                around=around,
             )
         if schedule != staged.programs.schedule:
             staged.tell(strategy.trainer.accumulate_grad_batches)
@@ -340,6 +350,13 @@ class PipelineAxis(Axis):
             strategy.recorder.expect(strategy.expected_traffic())  # it logs something else
         self._log_bubble()
         return output
+
+    @property
+    def _casts_once(self) -> bool:
+        """Whether weights stay where they are, and what they are, for a whole batch."""
+        strategy = self.strategy
+        is_autocast = autocast_dtype(strategy.precision_plugin) is not None
+        return is_autocast and self.staged.delayed is None and not strategy.data_axis.is_sharded
 
     def _free_stale_gradients(self) -> None:
         """Let go of the gradients of the step before where the Trainer is going to zero them.

@@ -8,11 +8,12 @@ over what grows with the rows.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from boltmesh.errors import ConfigError
@@ -64,6 +65,32 @@ class SentScalars:
 
 Around = Callable[[], AbstractContextManager[None]]
 """The precision plugin's context of a step."""
+
+
+@contextmanager
+def cast_once(around: Around, device: torch.device) -> Iterator[Around]:
+    """Within, autocast casts each weight once for all microbatches, and keeps one copy of it.
+
+    By itself every microbatch in flight keeps a copy for its backward pass. Weights must not change
+    within.
+
+    Args:
+        around: Precision.
+        device: Where the step runs.
+
+    Yields:
+        ``around`` with autocast's cache, which Lightning switches off.
+    """
+
+    @contextmanager
+    def cached() -> Iterator[None]:
+        with around():
+            torch.set_autocast_cache_enabled(True)
+            yield
+
+    with torch.autocast(device.type, enabled=False):  # the cache lasts as long as the outermost
+        yield cached
+
 
 During = Callable[[int], AbstractContextManager[None]]
 """Takes a microbatch's number; what its run of the step lies in."""

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from boltmesh.strategies.checkpoint.optimizer_state import PARAMS, PENDING
@@ -84,29 +83,6 @@ def gathered(
     return whole
 
 
-def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[str, Any]:
-    """Return an optimizer's state with other ranks' counters and the like. Collective over all.
-
-    Args:
-        state: By names of parameters, with ``param_groups``; tensors of this rank alone.
-        stores: Whether this rank writes what belongs to a parameter into checkpoints.
-
-    Returns:
-        The same with the small values of all ranks, which the first rank writes into one file, and
-        the tensors that this rank writes.
-    """
-    own = {name: values for name, values in state["state"].items() if stores(name)}
-    small = {
-        name: {key: each for key, each in values.items() if not _is_stored_apart(each)}
-        for name, values in own.items()
-    }
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, small)
-    joined = {name: values for others in told for name, values in others.items()}
-    names = sorted({*joined, *own})
-    return {**state, "state": {name: joined.get(name, {}) | own.get(name, {}) for name in names}}
-
-
 def add_pending(
     state: dict[str, Any], parameters: Mapping[str, Parameter], pending: Mapping[int, Tensor]
 ) -> None:
@@ -122,10 +98,6 @@ def add_pending(
             gradient = pending.get(id(parameters.get(name)))
             if gradient is not None:
                 state["state"][name] = {**state["state"].get(name, {}), PENDING: gradient}
-
-
-def _is_stored_apart(value: Any) -> bool:
-    return isinstance(value, DTensor) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 _FLAG = torch.int32

@@ -31,7 +31,7 @@ from boltmesh.strategies.engine.axis import Axis, FakeRun
 from boltmesh.strategies.grad_norm import NormShare, PartShare
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping
-from boltmesh.strategies.optimizer_probe import refuse_optimizers
+from boltmesh.strategies.optimizer_probe import find_mixing
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
 from boltmesh.strategies.progress import long_phase
 from boltmesh.strategies.tensor.expected_traffic import (
@@ -53,6 +53,7 @@ from boltmesh.strategies.tensor.runtime.apply import AppliedPlan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.verify import StepPrecision
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
+from boltmesh.strategies.whole_steps import PartExchange, WholeSteps, add_whole_steps
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 _CPU = torch.device("cpu")
@@ -85,6 +86,8 @@ class TensorAxis(Axis):
         self._sample: tuple[Any, tuple[Any, ...]] = None, ()
         """A batch of the run that is set up, and what a step is called with behind it."""
         self._forget_scaler: Callable[[], None] = _nothing
+        self._whole_steps: list[WholeSteps] = []
+        """Steps of the optimizers that need whole parameters."""
         self._counted: dict[str, OperatorTraffic] | None = None
         """What a batch of training moves, by operator; None where that is unknown."""
 
@@ -239,14 +242,16 @@ class TensorAxis(Axis):
                 parameter.grad = None
 
     def _register_parts(self) -> None:
+        register_shards(self._joinings())
+
+    def _joinings(self) -> dict[Parameter, "_Joining"]:
+        """Return how divided parameters are joined."""
         assert self.placement is not None
         applied, divisions = self.placement.applied, self.placement.divisions
-        register_shards(
-            {
-                each: _Joining(applied, entry.name, divisions[entry.name])
-                for each, entry in applied.sharded.items()
-            }
-        )
+        return {
+            each: _Joining(applied, entry.name, divisions[entry.name])
+            for each, entry in applied.sharded.items()
+        }
 
     @override
     def cut_into_stages(self, units: Mapping[str, Module]) -> None:
@@ -305,8 +310,21 @@ class TensorAxis(Axis):
 
     @override
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        if self.size > 1:
-            refuse_optimizers(optimizers)
+        for each in self._whole_steps:
+            each.release()
+        self._whole_steps = []
+        if self.size == 1:
+            return
+        mixing = find_mixing(optimizers, has_shards=self.strategy.data_axis.is_sharded)
+        assert self.placement is not None
+        parts = self._joinings() if mixing else {}
+        exchange = PartExchange(self.context.group, parts)
+        self._whole_steps = [WholeSteps(each, exchange) for each in mixing]
+
+    @override
+    def keeps_whole_state(self, parameter: Tensor) -> bool | None:
+        known = (each.owns(parameter) for each in self._whole_steps)
+        return next((owns for owns in known if owns is not None), None)
 
     @override
     def start(self, trainer: Trainer) -> None:
@@ -316,7 +334,8 @@ class TensorAxis(Axis):
 
     def _follow_scaler(self) -> None:
         """Make all ranks skip a step when gradients of one have overflown, until ``close``."""
-        self.close()
+        self._forget_scaler()
+        self._forget_scaler = _nothing
         if self.context.scaler is not None and self.context.group.size() > 1:
             self._forget_scaler = agree_on_overflow(
                 self.context.scaler, self.context.group, self.context.device
@@ -391,13 +410,14 @@ class TensorAxis(Axis):
         if self._counted is None or self.size == 1:
             return []
         trainer = self.strategy.trainer
-        return expected_traffic(
+        expected = expected_traffic(
             self._counted,
             size=self.group.size,
             accumulated=trainer.accumulate_grad_batches,
             num_norms=int(has_norm_clipping(trainer)),
             agrees_on_overflow=self.context.scaler is not None,
         )
+        return add_whole_steps(expected, self._whole_steps, self.name)
 
     # Ending.
 
@@ -406,6 +426,8 @@ class TensorAxis(Axis):
         """Let ranks step by themselves again. The model stays divided."""
         self._forget_scaler()
         self._forget_scaler = _nothing
+        for each in self._whole_steps:
+            each.release()
 
 
 @dataclass(frozen=True)

@@ -142,9 +142,14 @@ class CountingGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
         return self._count("_reduce_scatter_base", whole)
 
+    @override
+    def alltoall_base(self, output: Tensor, sent: Tensor, *sizes: Any) -> Any:
+        return self._count("alltoall_base", sent)
+
     # The names of torch.distributed from torch 2.13 on.
     all_gather_single = _allgather_base  # type: ignore[assignment]
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
 
 
 class GroupWithoutRanks(TensorGroup):

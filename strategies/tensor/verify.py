@@ -137,8 +137,8 @@ class _Proof:
         device, precision = self.rehearsal.device, self.stage.precision
         with parameters_lent(self.stage.blocks, self.stage.passed), full_float32():
             try:
-                with _converted(self.root, device, _at_least_fp32):
-                    args = _single(self.rehearsal.args)
+                with converted(self.root, device, at_least_fp32):
+                    args = in_single_precision(self.rehearsal.args)
                     self.rehearsal = replace(self.rehearsal, args=args)
                     self._run_whole(first)
                     return self._searched()
@@ -149,7 +149,7 @@ class _Proof:
             # Some kernels are for 16 bits only, such as those of FlashAttention.
             self.rehearsal = replace(self.stage.rehearsal, around=precision.around)
             self.tolerance = ROUGH
-            with _converted(
+            with converted(
                 self.root, device, lambda before: before if precision.is_mixed else precision.dtype
             ):
                 self._run_whole(first)
@@ -277,7 +277,7 @@ class _Proof:
         return None
 
     def _compare(self, plan: TensorPlan, run: _Run, group: TensorGroup) -> str | None:
-        with self._passed(run), _parameters_kept(self.root):
+        with self._passed(run), parameters_kept(self.root):
             applied = apply_plan(self.root, plan, group)
             try:
                 outcome = self.rehearsal.run(has_backward=run.has_backward)
@@ -293,8 +293,8 @@ class _Proof:
     def _nudged(self, run: _Run) -> DryRunOutcome:
         """Return the outcome of the whole model with nudged parameters."""
         if run not in self.nudged:
-            with self._passed(run), _parameters_kept(self.root):
-                _nudge(self.root.parameters())
+            with self._passed(run), parameters_kept(self.root):
+                nudge(self.root.parameters())
                 self.nudged[run] = self.rehearsal.run(has_backward=run.has_backward)
         return self.nudged[run]
 
@@ -312,7 +312,7 @@ class _Proof:
 
 
 @contextmanager
-def _parameters_kept(root: Module) -> Iterator[None]:
+def parameters_kept(root: Module) -> Iterator[None]:
     """Restore parameters afterwards, which are replaced by shards meanwhile."""
     before = {each: each.data for each in root.parameters()}
     try:
@@ -323,7 +323,7 @@ def _parameters_kept(root: Module) -> Iterator[None]:
             each.grad = None
 
 
-def _nudge(parameters: Iterable[Parameter]) -> None:
+def nudge(parameters: Iterable[Parameter]) -> None:
     """Change floating parameters by up to ``NUDGE`` of themselves, equally on all ranks."""
     generator = torch.Generator().manual_seed(0)
     for each in parameters:
@@ -337,7 +337,7 @@ class _NotRunError(ConfigError):
 
 
 @contextmanager
-def _converted(
+def converted(
     root: Module, device: torch.device, to: Callable[[torch.dtype], torch.dtype]
 ) -> Iterator[None]:
     """Context in which a model is on a device, with its floats in other dtypes."""
@@ -353,15 +353,16 @@ def _converted(
             each.data = value
 
 
-def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """Return a floating dtype, fp32 for one of 16 bits."""
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
 
 
-def _single(args: Any) -> Any:
+def in_single_precision(args: Any) -> Any:
     """Return arguments of a step with their floats in fp32."""
     return replace_tensors(
         args,
-        lambda each: each.to(_at_least_fp32(each.dtype)) if each.is_floating_point() else each,
+        lambda each: each.to(at_least_fp32(each.dtype)) if each.is_floating_point() else each,
     )
 
 

@@ -73,6 +73,7 @@ Groups = Sequence[Sequence[int]]
 
 CARRIED = {
     "tensor": "sums of every layer",
+    "context": "the keys of every attention",
     "shard": "the gathered parameters and reduced gradients of every block",
     "data": "the gradients of each step",
 }

@@ -18,8 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
-    tree_flatten,
-    tree_unflatten,
+    tree_flatten as tree_flatten,
 )
 from torch.utils._pytree import (
     tree_leaves as tree_leaves,
@@ -29,6 +28,9 @@ from torch.utils._pytree import (
 )
 from torch.utils._pytree import (
     tree_map_only as tree_map_only,
+)
+from torch.utils._pytree import (
+    tree_unflatten as tree_unflatten,
 )
 
 from boltmesh.errors import ConfigError

@@ -160,7 +160,7 @@ def test_a_run_whose_ranks_are_killed_twice_equals_one_that_was_not(workplace, s
         assert ") was killed by signal 9 (SIGKILL) in" in line
         assert line.endswith(
             f"; restart {number} of 3 in {2 ** (number - 1)} s from step {step} ({last})"
-        )
+        ), line
     assert out.count(f"from {last} into runs/tiny/1; ") == 2
     assert not Path("runs/tiny/2").exists()
     assert newest_step(Path("runs/tiny/1")) == (last, 24)

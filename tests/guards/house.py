@@ -24,7 +24,7 @@ FOLDERS = {
 }
 """Folders at the root, and the package that each of them is."""
 
-AXES = {"pipeline", "data", "tensor"}
+AXES = {"pipeline", "data", "context", "tensor"}
 MANY_ARGUMENTS = 7
 SMALL_MODULE_LINES = 40
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from boltmesh.errors import LayoutError
-from boltmesh.strategies.mesh import AXES, MeshLayout
+from boltmesh.strategies.mesh import MeshLayout
 
 LAYOUTS = [
     MeshLayout(pipeline=p, data=d, tensor=t)
@@ -23,7 +23,7 @@ def test_every_rank_has_its_own_coordinates(layout: MeshLayout) -> None:
 def test_groups_cover_every_rank_once_and_differ_along_their_axis_alone(
     layout: MeshLayout,
 ) -> None:
-    for axis in AXES:
+    for axis in layout.sizes:
         groups = layout.groups(axis)
         assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
         for group in groups:
@@ -55,3 +55,11 @@ def test_sizes_that_do_not_divide_are_refused_with_numbers_that_fit() -> None:
 def test_an_empty_axis_is_refused() -> None:
     with pytest.raises(LayoutError, match="The tensor axis has size 0"):
         MeshLayout(tensor=0)
+
+
+def test_an_optional_axis_is_named_only_where_it_has_ranks() -> None:
+    assert MeshLayout(data=2).sizes == {"pipeline": 1, "data": 2, "tensor": 1}
+    layout = MeshLayout(data=2, context=2)
+    assert layout.sizes == {"pipeline": 1, "data": 2, "context": 2, "tensor": 1}
+    assert layout.groups("context") == [[0, 1], [2, 3]]
+    assert layout.groups("data", "context") == [[0, 1, 2, 3]]

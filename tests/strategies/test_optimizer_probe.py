@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn import Parameter
@@ -228,11 +229,34 @@ def fit(rank: int, world_size: int, kind: type[Stack], stage: int) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("kind", "stage"), [(Distant, 3), (Rows, 1)])
-def test_what_fails_on_shards_is_refused_before_the_first_step(
-    kind: type[Stack], stage: int
-) -> None:
-    name = kind().configure_optimizers().__class__.__name__
-    for said in run_ranks(fit, 2, kind, stage):
-        assert said.startswith(f"0 {name} computes with whole parameters, and fails on shards")
+def test_what_fails_on_shards_is_refused_before_the_first_step() -> None:
+    for said in run_ranks(fit, 2, Distant, 3):
+        assert said.startswith("0 DistanceAdam computes with whole parameters, and fails on shards")
         assert "Use bolt_ddp, or" in said
+
+
+@pytest.mark.ranks
+def test_what_needs_one_whole_parameter_at_a_time_is_not_refused() -> None:
+    assert run_ranks(fit, 2, Rows, 1) == ["fitted", "fitted"]
+
+
+class Gathering(Optimizer):
+    """Shares out its work itself, as forms of Muon for several ranks do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            gradient = each.grad @ each.grad.T @ each.grad
+            dist.all_reduce(gradient)
+            each.sub_(gradient, alpha=1e-3)
+
+
+class Gathers(Stack):
+    def configure_optimizers(self) -> Any:
+        return Gathering([{"params": [each for each in self.parameters() if each.dim() == 2]}], {})
+
+
+@pytest.mark.ranks
+def test_a_matrix_optimizer_that_communicates_itself_is_refused() -> None:
+    for said in run_ranks(fit, 2, Gathers, 2):
+        assert said.startswith("0 Gathering communicates in its step, and ranks step other")

@@ -354,12 +354,6 @@ def test_a_run_goes_on_to_the_bit_with_dropout_and_shuffled_data(tmp_path: Path)
 # What is refused.
 
 
-class Muon(TinyGPT):
-    def configure_optimizers(self) -> Any:
-        matrices = [each for name, each in self.named_parameters() if each.dim() == 2]
-        return torch.optim.Muon(matrices, lr=0.01)
-
-
 class OwnData(TinyGPT):
     batch_size = 4
 
@@ -394,8 +388,6 @@ def refuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "dataloader_iter": (FromIterator(), {}),
         "grad_norm": (GradNorm(), {}),
     }  # fmt: skip
-    if hasattr(torch.optim, "Muon"):
-        cases["Muon"] = Muon(), {}
     return {name: _refusal(world_size, *each) for name, each in cases.items()}
 
 

@@ -87,10 +87,11 @@ def train(
     optimizer: str = "sgd",
     is_starved: bool = False,
     accumulate: int = 1,
+    steps: int = 3,
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> Outcome:
-    """Train three steps on a rank."""
+    """Train some steps on a rank."""
     module = MoeModule(kind, optimizer)
     if is_starved:
         starve(module)
@@ -99,13 +100,13 @@ def train(
     run = trainer(
         world_size,
         chosen,
-        max_steps=3,
+        max_steps=steps,
         callbacks=[watch],
         accumulate_grad_batches=accumulate,
         gradient_clip_val=0.5,
         **options,
     )
-    run.fit(module, loader(rank, 3 * accumulate))
+    run.fit(module, loader(rank, steps * accumulate))
     watch.outcome.parameters = whole_parameters(module)
     return watch.outcome
 

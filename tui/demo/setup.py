@@ -52,7 +52,7 @@ class Setup(msgspec.Struct, frozen=True):
     @property
     def mesh(self) -> dict[str, int]:
         """Axis to size, outermost first."""
-        return dict(zip(AXES, self.sizes, strict=True))
+        return axes.named_sizes(dict(zip(AXES, self.sizes, strict=True)))
 
     @property
     def pipeline(self) -> int:
@@ -124,7 +124,7 @@ class Setup(msgspec.Struct, frozen=True):
         """Return the groups that a rank is in, by axis; ``world`` has all ranks."""
         mesh, place = self.mesh, self.place(rank)
         found = {"world": Membership("world", _world(self.world_size))}
-        for axis in AXES:
+        for axis in mesh:
             others = [
                 f"{other} {at}" for other, at in place.items() if other != axis and mesh[other] > 1
             ]
@@ -146,7 +146,7 @@ def _world(size: int) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=8)
 def _places(sizes: tuple[int, ...]) -> tuple[dict[str, int], ...]:
     """Return the coordinates of all ranks."""
-    mesh = dict(zip(AXES, sizes, strict=True))
+    mesh = axes.named_sizes(dict(zip(AXES, sizes, strict=True)))
     return tuple(axes.coordinates(rank, mesh) for rank in range(math.prod(sizes)))
 
 

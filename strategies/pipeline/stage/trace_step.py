@@ -178,7 +178,8 @@ class SavedTensorWatch:
                 self._note(each)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self._note(tensor)
+        if not _is_weight_cast(tensor):  # one for all microbatches, so none of this one
+            self._note(tensor)
         # Itself, an operator's output would hold the operator that holds it.
         return tensor.detach()
 
@@ -190,6 +191,17 @@ class SavedTensorWatch:
             self._alive.append(tensor.detach())
             kept = self._trace.kept.setdefault(self._unit, {})
             kept[key] = tensor.untyped_storage().nbytes()
+
+
+def _is_weight_cast(tensor: Tensor) -> bool:
+    """Whether autocast made a tensor of a trained parameter, transposed or not."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in {"TBackward0", "TransposeBackward0"}:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    source = node.next_functions[0][0]
+    return source is not None and source.name() == "torch::autograd::AccumulateGrad"
 
 
 Key = tuple[Hashable, ...]

@@ -196,20 +196,16 @@ def fit(rank: int, world_size: int) -> list[str]:
 @pytest.mark.ranks
 def test_models_and_optimizers_that_cannot_be_sharded_are_refused_by_name() -> None:
     (said,) = run_ranks(fit, 1)
-    assert len(said) == 11
+    assert len(said) == 8
     assert "'head.weight' of Lazy has no shape yet" in said[0]
     assert "'embedding' of Sparse makes sparse gradients" in said[1]
     assert "LBFGS takes products of whole gradients" in said[2]
     assert "blocks='layers.*' matches no module of Stack. Did you mean 'blocks.*'?" in said[3]
-    assert "Adafactor squares norms of rows in place" in said[4]
-    assert "'temperature' of Stack is a scalar, and offloaded state is kept by rows." in said[5]
-    if hasattr(torch.optim, "Muon"):
-        assert "Muon makes whole matrices orthogonal, and with ZeROStrategy a rank has" in said[6]
-    assert "Preconditioner multiplies or factors whole matrices" in said[7]
-    assert "Use bolt_ddp, or an optimizer that works on each element by itself" in said[7]
-    assert "'embedding' of Shortened has max_norm=1.0, and would shorten" in said[8]
-    assert "'head.weight' of Told has a post-accumulate-grad hook" in said[9]
-    assert "'embedding.weight' of Stack is sharded already, by another strategy." in said[10]
+    assert "Use bolt_ddp, or an optimizer that works on each element by itself" in said[2]
+    assert "'temperature' of Stack is a scalar, and offloaded state is kept by rows." in said[4]
+    assert "'embedding' of Shortened has max_norm=1.0, and would shorten" in said[5]
+    assert "'head.weight' of Told has a post-accumulate-grad hook" in said[6]
+    assert "'embedding.weight' of Stack is sharded already, by another strategy." in said[7]
 
 
 class Bypassed(Stack):

@@ -10,7 +10,7 @@ from torch import Tensor
 from boltmesh.strategies.expert.divided import DividedExperts
 from boltmesh.strategies.expert.exchange import ExpertExchange
 from boltmesh.strategies.expert.expected_traffic import expected_rows
-from boltmesh.strategies.expert.find import Call, Experts
+from boltmesh.strategies.expert.find import ExpertCall, Experts
 from tests.support.expert_models import Experts as Stacked
 from tests.support.ranks import run_ranks
 
@@ -46,7 +46,7 @@ def made(route: str, rank: int) -> tuple[Stacked, Tensor, Tensor, Tensor]:
 def exchanged(rank: int, world_size: int, route: str) -> dict[str, Tensor]:
     module, rows, chosen, weights = made(route, rank)
     assert dist.group.WORLD is not None
-    call = Call((rows, chosen, weights), {}, rows)
+    call = ExpertCall((rows, chosen, weights), {}, rows)
     divided = DividedExperts(module, FOUND, call, dist.group.WORLD)
     for parameter in module.parameters():
         parameter.data = parameter.data.tensor_split(world_size)[rank].clone()

@@ -291,8 +291,8 @@ class Gated(nn.Module):
 def decide(rank: int, world_size: int) -> tuple[list[str], tuple[str, ...], int]:
     seed_everything(1, verbose=False)
     nudges: list[object] = []
-    nudge = verify._nudge
-    vars(verify)["_nudge"] = lambda each: nudges.append(nudge(each))
+    nudge = verify.nudge
+    vars(verify)["nudge"] = lambda each: nudges.append(nudge(each))
     strategy = TensorParallelStrategy(telemetry=False)
     Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=1, logger=False,

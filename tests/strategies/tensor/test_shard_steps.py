@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.optimizer_probe import mixes_elements, refuse_optimizers
+from boltmesh.strategies.optimizer_probe import find_mixing, mixes_elements
 
 
 class Lars(torch.optim.SGD):
@@ -85,19 +85,20 @@ ELEMENTWISE: list[Callable[[], Optimizer]] = [
     lambda: torch.optim.Rprop(mixed(), lr=0.1),
     lambda: Lookahead(torch.optim.AdamW(mixed())),
 ]
-OTHERS: list[Callable[[], Optimizer]] = [
+OF_WHOLE_PARAMETERS: list[Callable[[], Optimizer]] = [
     lambda: torch.optim.Adafactor(mixed(), lr=0.1),
-    lambda: torch.optim.LBFGS(mixed()),
     lambda: Lars(mixed(), lr=0.1),
     lambda: Lars(mixed(), lr=0.0),
     lambda: Lars(matrices(), lr=0.1),
+]
+if hasattr(torch.optim, "Muon"):
+    OF_WHOLE_PARAMETERS.append(lambda: torch.optim.Muon(matrices(), lr=0.1))
+OTHERS: list[Callable[[], Optimizer]] = [
+    lambda: torch.optim.LBFGS(mixed()),
     lambda: ClippedAdam(mixed()),
     lambda: Estimating(mixed(), lr=0.1),
     lambda: Noisy(mixed(), lr=0.1),
-    lambda: Lookahead(Lars(mixed(), lr=0.1)),
 ]
-if hasattr(torch.optim, "Muon"):
-    OTHERS.append(lambda: torch.optim.Muon(matrices(), lr=0.1))
 
 
 @pytest.mark.parametrize("build", ELEMENTWISE)
@@ -117,4 +118,13 @@ def test_optimizers_of_more_than_elements_are_refused_by_name(
 ) -> None:
     optimizer = build()
     with pytest.raises(ConfigError, match=type(optimizer).__name__):
-        refuse_optimizers([torch.optim.SGD(mixed(), lr=0.1), optimizer])
+        find_mixing([torch.optim.SGD(mixed(), lr=0.1), optimizer], has_shards=False)
+
+
+@pytest.mark.parametrize("build", OF_WHOLE_PARAMETERS)
+def test_optimizers_of_whole_parameters_are_found(build: Callable[[], Optimizer]) -> None:
+    optimizer = build()
+    plain = torch.optim.SGD(mixed(), lr=0.1)
+    assert find_mixing([plain, optimizer], has_shards=False) == [optimizer]
+    with pytest.raises(ConfigError, match="which ZeRO shards besides"):
+        find_mixing([plain, optimizer], has_shards=True)

@@ -1,0 +1,191 @@
+"""Plans expert parallelism before a rank is started.
+
+The model is built from fake tensors, and one batch of the data runs through stand-ins of almost no
+memory: experts are found as at the start of a run. What a run does beside that is to prove them.
+"""
+
+import textwrap
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError
+from boltmesh.launch.log_filters import quiet_lightning
+from boltmesh.plan.dry_model import NumberTypes, build_fake, first_batch
+from boltmesh.plan.dry_step import STEP, put_stand_ins
+from boltmesh.plan.text import align, size_text
+from boltmesh.strategies.dry_run.step import DryRun
+from boltmesh.strategies.expert.expected_traffic import ExchangeShape
+from boltmesh.strategies.expert.find import find_experts
+from boltmesh.strategies.lightning_compat.loops import step_arguments
+from boltmesh.strategies.torch_compat.tensors import fake_tensors
+
+_WIDTH = 96
+
+
+@dataclass(frozen=True)
+class ExpertModule:
+    """The experts of one module."""
+
+    name: str
+    kind: str
+    num_experts: int
+    num_choices: int
+    whole_bytes: int
+    """Bytes of their parameters."""
+    sent_bytes: float
+    """Bytes that one rank gives to exchanges of one batch, forward and backward."""
+
+
+@dataclass(frozen=True)
+class ExpertSummary:
+    """Experts that are divided over ranks, and the part of each rank."""
+
+    model: str
+    size: int
+    """Ranks that have all experts together."""
+    num_ranks: int
+    stage: int
+    """ZeRO stage of all that is no expert."""
+    experts: tuple[ExpertModule, ...]
+    other_bytes: int
+    """Bytes of all other parameters, whole."""
+    whole: Mapping[str, str]
+    """Why modules that choose stay whole, by name."""
+    notes: tuple[str, ...]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the parameters of all experts."""
+        return sum(each.whole_bytes for each in self.experts)
+
+    def as_data(self) -> dict[str, Any]:
+        """The same as JSON has it."""
+        return {"schema": 1, "expert": asdict(self)}
+
+
+def plan_expert(
+    config: DictConfig, ranks_per_node: int, given: Mapping[str, Any], *, source: str
+) -> ExpertSummary:
+    """Find what a config's model gives each rank.
+
+    Args:
+        config: The whole.
+        ranks_per_node: Ranks of each host.
+        given: Options of the strategy.
+        source: The config's file, for errors.
+
+    Raises:
+        ConfigError: When model or data cannot be built, or nothing can be divided.
+    """
+    num_ranks = ranks_per_node * config.trainer.num_nodes
+    asked = given.get("expert") or "node"
+    size = min(ranks_per_node, num_ranks) if asked == "node" else int(asked)
+    if num_ranks % size:
+        raise ConfigError(
+            f"{source}: strategy.expert={size} does not divide the {num_ranks} ranks of the plan. "
+            f"Plan for other ranks with --devices, or set strategy.expert."
+        )
+    quiet_lightning()
+    batch, complaint = first_batch(config, source)
+    if complaint is not None:
+        raise ConfigError(f"{source}: experts are found by a batch, and {complaint}.")
+    types = NumberTypes.of(config.trainer.precision)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a module without a Trainer
+        with fake_tensors():
+            module, notes = build_fake(config, types, source)
+        put_stand_ins(module)
+        run = DryRun(module, STEP, (batch, *step_arguments(module, STEP)), torch.device("cpu"))
+        with _DenseWeights():
+            found = find_experts(module, lambda: run.run(has_backward=False))
+    sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
+    experts = []
+    for each in found.experts:
+        if each.num_experts % size:
+            raise ConfigError(
+                f"{source}: strategy.expert={size} does not divide the {each.num_experts} experts "
+                f"of {each.name!r}."
+            )
+        shape = ExchangeShape.of(each, found.calls[each.name])
+        sent = shape.expected(size, is_recomputed=False).payload
+        whole = sum(sizes.pop(name) for name in each.parameters)
+        experts.append(
+            ExpertModule(each.name, each.kind, each.num_experts, shape.num_choices, whole, sent)
+        )
+    if not experts:
+        reasons = "; ".join(f"{name!r}: {why}" for name, why in found.whole.items())
+        raise ConfigError(
+            f"{source}: no experts of {type(module).__name__} can be divided"
+            f"{': ' + reasons if reasons else ', for training_step calls none'}."
+        )
+    return ExpertSummary(
+        type(module).__name__,
+        size,
+        num_ranks,
+        int(given.get("stage") or 1),
+        tuple(experts),
+        sum(sizes.values()),
+        found.whole,
+        tuple(notes),
+    )
+
+
+class _DenseWeights(TorchFunctionMode):
+    """Gives kernels that need memory of their weights that of one at a time."""
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if "grouped_mm" in getattr(func, "__name__", ""):
+            args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)
+        return func(*args, **(kwargs or {}))
+
+
+def write_expert(summary: ExpertSummary) -> str:
+    """Return the experts that each rank keeps, and the bytes that exchanges move."""
+    experts, size = summary.experts, summary.size
+    columns = [
+        ("experts of", [each.name for each in experts]),
+        ("experts", [str(each.num_experts) for each in experts]),
+        ("of a row", [str(each.num_choices) for each in experts]),
+        ("on a rank", [str(each.num_experts // size) for each in experts]),
+        ("per rank", [size_text(each.whole_bytes // size) for each in experts]),
+        ("exchanged", [size_text(round(each.sent_bytes)) for each in experts]),
+    ]
+    kept = f"{size_text(summary.expert_bytes // size)} of {size_text(summary.expert_bytes)}"
+    copies = summary.num_ranks // size
+    same = (
+        f"; {copies} ranks have the same experts, and add up their gradients" if copies > 1 else ""
+    )
+    exchanged = sum(each.sent_bytes for each in experts)
+    text = (
+        f"Exchanged are bytes of one rank in the forward and backward pass of one batch, if all "
+        f"experts are as likely: {size_text(round(exchanged))} in all. The other "
+        f"{size_text(summary.other_bytes)} of parameters are those of ZeRO stage {summary.stage} "
+        f"over {summary.num_ranks} ranks: boltmesh plan CONFIG --strategy zero{summary.stage} "
+        f"counts them."
+    )
+    proof = (
+        "A run proves each kind of experts on a batch before its first step. What differs when "
+        "rows are exchanged stays whole, and the run says so."
+    )
+    whole = [f"whole: {name}: {why}" for name, why in summary.whole.items()]
+    return "\n".join(
+        [
+            f"{summary.model} over {size} ranks: each keeps {kept} of experts{same}",
+            "",
+            *align(columns),
+            "",
+            *(line for each in (*whole, *summary.notes) for line in textwrap.wrap(each, _WIDTH)),
+            *textwrap.wrap(f"{text} {proof}", _WIDTH),
+        ]
+    )

@@ -1,0 +1,299 @@
+"""Attention over a cut sequence: keys are fetched, heads are swapped for positions, or a ring.
+
+Every rank knows the masks whole, so each can compute which keys the queries of every rank see, and
+the bytes of each way. All ranks choose the one with the fewest bytes in sum, which is the same on
+all of them.
+
+Sources: gathered keys, Llama 3, Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783; heads,
+DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509; ring attention, Liu et al.
+2023, https://arxiv.org/abs/2310.01889
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from boltmesh.errors import UnsupportedError
+from boltmesh.strategies.context.cut import ContextState, CutTensor, make_whole, taken_along
+from boltmesh.strategies.context.exchange import fetch, swap_to_heads, swap_to_positions
+from boltmesh.strategies.context.positions import (
+    Positions,
+    Stretches,
+    common,
+    merged,
+    num_positions,
+)
+from boltmesh.strategies.context.ring import ring_attention
+from boltmesh.strategies.context.rules.table import cut_rule, named
+from boltmesh.strategies.torch_compat.tensors import subclasses_unasked, times_written
+
+MOST_STRETCHES = 64
+"""Keys that a mask shows in more pieces are fetched from the first to the last one."""
+
+
+@cut_rule("scaled_dot_product_attention")
+def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Attention of cut queries; of whole ones with cut keys, the keys are gathered."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = named(names, args, kwargs)
+    query, key, value = (given.pop(each) for each in names[:3])
+    mask = make_whole(given.pop("attn_mask", None), "a mask of attention")
+    is_causal = bool(given.pop("is_causal", False))
+    has_groups = bool(given.pop("enable_gqa", False))
+    if mask is not None and type(mask) is not Tensor:
+        raise UnsupportedError(
+            f"attention with a mask of class {type(mask).__name__} cannot be divided over the "
+            f"sequence. Use is_causal=True, or a mask that is a plain tensor."
+        )
+    if not isinstance(query, CutTensor) or not _is_at_place(query):
+        whole = [make_whole(each, "keys of attention") for each in (query, key, value)]
+        return func(*whole, attn_mask=mask, is_causal=is_causal, enable_gqa=has_groups, **given)
+    if is_causal and mask is not None:
+        raise ValueError("attn_mask and is_causal=True cannot be given together")
+    state = query.state
+    draws = given.get("dropout_p", 0.0) > 0.0
+    with state.draws.own() if draws else nullcontext():
+        local = _Attention(query, key, value, mask, is_causal, has_groups, given).run()
+    return query.like(local)
+
+
+def _is_at_place(value: Any) -> bool:
+    return isinstance(value, CutTensor) and value.cut_dim == value.ndim - 2 and value.is_simple
+
+
+class _Attention:
+    """One call of attention."""
+
+    def __init__(
+        self,
+        query: CutTensor,
+        key: Any,
+        value: Any,
+        mask: Tensor | None,
+        is_causal: bool,
+        has_groups: bool,
+        options: dict[str, Any],
+    ) -> None:
+        self.query, self.key, self.value = query, key, value
+        self.mask, self.is_causal = mask, is_causal
+        self.options = {**options, "enable_gqa": has_groups}
+        self.state: ContextState = query.state
+        self.group = self.state.group
+
+    def run(self) -> Tensor:
+        """Return this rank's positions of the output."""
+        key, value = self.key, self.value
+        if (
+            not (_is_at_place(key) and _is_at_place(value))
+            or key.positions.parts != value.positions.parts
+            or key.shape[:-1] != value.shape[:-1]
+        ):
+            keys, values = make_whole(key, "keys of attention"), make_whole(value, "values")
+            with subclasses_unasked():
+                return self._rows(keys, values, merged([(0, keys.shape[-2])]))
+        way, wants = self._way()
+        with subclasses_unasked():
+            if way == "heads":
+                return self._by_heads()
+            if way == "ring":
+                return self._by_ring()
+            both = torch.cat([key.local, value.local], -1)
+            fetched = fetch(both, both.ndim - 2, key.positions, wants, self.group, "keys")
+            keys, values = fetched.split([key.shape[-1], value.shape[-1]], -1)  # type: ignore[no-untyped-call]
+            return self._rows(keys, values, wants[self.group.rank])
+
+    def _way(self) -> tuple[str, Sequence[Stretches]]:
+        """Choose a mechanism, and tell which keys each rank wants. The same on all ranks."""
+        asked = self.state.attention
+        wants = self._wants()
+        ways = {"keys": self.bytes_of_keys(wants)}
+        if self._can_swap:
+            ways["heads"] = self.bytes_of_heads()
+        if asked == "ring" and self._can_ring:
+            return "ring", wants
+        if asked in ways:
+            return asked, wants
+        return min(ways, key=lambda way: ways[way]), wants
+
+    @property
+    def _can_swap(self) -> bool:
+        query, key = self.query, self.key
+        return (
+            query.ndim == 4
+            and query.shape[1] >= self.group.size
+            and query.shape[1] % key.shape[1] == 0
+            and key.shape[0] == query.shape[0]
+            and query.positions.parts == key.positions.parts
+            and (
+                self.mask is None or self.mask.ndim < 4 or self.mask.shape[1] in (1, query.shape[1])
+            )
+            and (self.mask is None or self.mask.ndim != 3)
+        )
+
+    @property
+    def _can_ring(self) -> bool:
+        query, key = self.query, self.key
+        return (
+            query.ndim == 4
+            and query.shape[1] % key.shape[1] == 0
+            and query.shape[-1] == self.value.shape[-1]
+            and key.shape[0] == query.shape[0]
+            and not self.options.get("dropout_p")
+            and (self.mask is None or self.mask.dtype == torch.bool)
+        )
+
+    def bytes_of_keys(self, wants: Sequence[Stretches]) -> int:
+        """Return what all ranks send in the forward pass, where keys are fetched."""
+        key, value = self.key, self.value
+        row: int = key.shape[:-2].numel() * (key.shape[-1] + value.shape[-1]) * key.element_size()
+        ranks = range(self.group.size)
+        parts = key.positions.parts
+        pairs = ((r, s) for r in ranks for s in ranks if r != s)
+        return sum(num_positions(common(parts[r], wants[s])) for r, s in pairs) * row
+
+    def bytes_of_heads(self) -> int:
+        """Return what all ranks send in the forward pass, where heads are swapped."""
+        query, key, value = self.query, self.key, self.value
+        heads, key_heads = self._heads()
+        batch, item = query.shape[0], query.element_size()
+        ranks = range(self.group.size)
+        sent = 0
+        for r in ranks:
+            own = query.positions.count(r)
+            others = [s for s in ranks if s != r]
+            sent += own * query.shape[-1] * sum(len(heads[s]) for s in others)
+            channels = key.shape[-1] + value.shape[-1]
+            sent += key.positions.count(r) * channels * sum(len(key_heads[s]) for s in others)
+            sent += len(heads[r]) * value.shape[-1] * (query.positions.length - own)
+        return sent * batch * item
+
+    def _heads(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the heads of queries and of keys that each rank gets."""
+        count, ranks = self.query.shape[1], self.group.size
+        repeat = count // self.key.shape[1]
+        heads = [list(range(count * r // ranks, count * (r + 1) // ranks)) for r in range(ranks)]
+        return heads, [sorted({head // repeat for head in each}) for each in heads]
+
+    def _wants(self) -> Sequence[Stretches]:
+        """Return the keys that each rank's queries see."""
+        query, length = self.query, self.key.shape[-2]
+        parts = query.positions.parts
+        everything = merged([(0, length)])
+        if self.is_causal:
+            ends = [min(own[-1][1], length) if own else 0 for own in parts]
+            return [merged([(0, end)]) for end in ends]
+        mask = self.mask
+        if mask is None or mask.dtype != torch.bool or mask.shape[-2] == 1:
+            return [everything if own else () for own in parts]
+        key = id(mask), times_written(mask), parts, length
+        known = self.state.wanted.get(key)
+        if known is None:
+            known = mask, [_seen(mask, own, length) for own in parts]
+            self.state.wanted[key] = known
+        return known[1]
+
+    def _rows(self, keys: Tensor, values: Tensor, have: Stretches) -> Tensor:
+        """Attend with this rank's queries to fetched keys, at the positions ``have``."""
+        query, own = self.query.local, self.query.positions.parts[self.group.rank]
+        if not query.shape[-2]:
+            shape = (*query.shape[:-1], values.shape[-1])
+            return query.new_zeros(shape) + 0 * (query.sum() + keys.sum() + values.sum())
+        if not self.is_causal:
+            mask = self._part_of_mask(own, have)
+            return _sdpa(query, keys, values, mask, self.options)
+        found, at = [], 0
+        for start, stop in own:
+            # Keys are those from the first one on, so a stretch sees the first ``stop`` of them.
+            count = min(stop, keys.shape[-2])
+            mask = None
+            if start or stop > count:
+                rows = torch.arange(start, stop, device=query.device)[:, None]
+                mask = rows >= torch.arange(count, device=query.device)
+            rows_of_query = query.narrow(-2, at, stop - start)
+            seen = keys.narrow(-2, 0, count), values.narrow(-2, 0, count)
+            options = self.options if mask is not None else {**self.options, "is_causal": True}
+            found.append(_sdpa(rows_of_query, *seen, mask, options))
+            at += stop - start
+        return torch.cat(found, -2) if len(found) > 1 else found[0]
+
+    def _part_of_mask(self, own: Stretches, have: Stretches) -> Tensor | None:
+        mask = self.mask
+        if mask is None:
+            return None
+        key = id(mask), times_written(mask), "mask", own, have
+        known = self.state.parts.get(key)
+        if known is not None and not mask.requires_grad:
+            return known[1]
+        taken = mask if mask.shape[-2] == 1 else taken_along(mask, mask.ndim - 2, own)
+        taken = taken if mask.shape[-1] == 1 else taken_along(taken, mask.ndim - 1, have)
+        if not mask.requires_grad:
+            self.state.parts[key] = mask, taken
+        return taken
+
+    def _by_heads(self) -> Tensor:
+        query, key, value, group = self.query, self.key, self.value, self.group
+        heads, key_heads = self._heads()
+        positions: Positions = query.positions
+        queries = swap_to_heads(query.local, positions, heads, group, "heads: queries")
+        keys, values = (
+            swap_to_heads(each.local, positions, key_heads, group, "heads: keys")
+            for each in (key, value)
+        )
+        mine, repeat = heads[group.rank], query.shape[1] // key.shape[1]
+        of_query = [key_heads[group.rank].index(head // repeat) for head in mine]
+        mask = self.mask
+        if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+            mask = mask[:, mine]
+        options = {**self.options, "enable_gqa": False, "is_causal": self.is_causal}
+        out = _sdpa(queries, keys[:, of_query], values[:, of_query], mask, options)
+        return swap_to_positions(out, positions, heads, group, "heads: output")
+
+    def _by_ring(self) -> Tensor:
+        query, key, group = self.query, self.key, self.group
+        own = query.positions.parts[group.rank]
+        device = query.local.device
+        allowed: list[Tensor | bool] = []
+        for rank in range(group.size):
+            theirs = key.positions.parts[rank]
+            seen: Tensor | bool = True
+            if self.is_causal:
+                seen = _index(own, device)[:, None] >= _index(theirs, device)[None, :]
+            elif self.mask is not None:
+                rows = self.mask
+                rows = rows if rows.shape[-2] == 1 else taken_along(rows, rows.ndim - 2, own)
+                seen = rows if rows.shape[-1] == 1 else taken_along(rows, rows.ndim - 1, theirs)
+            allowed.append(seen)
+        counts = [key.positions.count(rank) for rank in range(group.size)]
+        scale = self.options.get("scale") or query.shape[-1] ** -0.5
+        return ring_attention(
+            query.local, key.local, self.value.local, scale, allowed, counts, group
+        )
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+
+
+def _index(stretches: Stretches, device: torch.device) -> Tensor:
+    found = [torch.arange(start, stop, device=device) for start, stop in stretches]
+    return torch.cat(found) if found else torch.arange(0, device=device)
+
+
+def _seen(mask: Tensor, own: Stretches, length: int) -> Stretches:
+    """Return the keys that a boolean mask shows to some queries; one where it shows none."""
+    if not own:
+        return ()
+    if mask.shape[-1] != length:
+        return merged([(0, length)])
+    rows = taken_along(mask, mask.ndim - 2, own)
+    shown = rows.reshape(-1, length).any(0).nonzero().flatten().tolist()
+    if not shown:
+        return ((0, 1),)
+    found = merged((each, each + 1) for each in shown)
+    return found if len(found) <= MOST_STRETCHES else ((found[0][0], found[-1][1]),)

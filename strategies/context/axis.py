@@ -1,0 +1,298 @@
+"""The context axis: ranks that share a batch, each with some positions of its sequence.
+
+What the engine calls. Where the sequence begins is found and the step is proven when a model is
+placed; during a step the entries cut, and results are made whole. Gradients are the data axis's:
+it averages over ``data x context``.
+"""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from typing_extensions import override
+
+from boltmesh.errors import BoltMeshError, ConfigError
+from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.context.cut import ContextState, step_ended
+from boltmesh.strategies.context.dispatch import watch_functions
+from boltmesh.strategies.context.entries import Entries, SequenceEntry, find_entries
+from boltmesh.strategies.context.exchange import ContextGroup
+from boltmesh.strategies.context.options import SEQUENCES, ContextOptions, refuse_modules
+from boltmesh.strategies.context.verify import ContextProof, results_whole
+from boltmesh.strategies.deferred_initialization.materialize import own_modules, prepare_modules
+from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK, BatchDigest, SameBatchCheck
+from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
+from boltmesh.strategies.dry_run.sample import sample_batch
+from boltmesh.strategies.dry_run.step import DryRun
+from boltmesh.strategies.engine.axis import Axis, StepFunction
+from boltmesh.strategies.lightning_compat.loops import step_arguments
+from boltmesh.strategies.tensor.analysis.analyse import analyse
+from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic, count_step
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_CPU = torch.device("cpu")
+
+_PATIENCE = timedelta(seconds=120)
+"""Timeout of a proof if a rank has raised and others have not."""
+
+_WHY = {
+    "allreduce": "sums over the sequence and their gradients, digests of batches",
+    "alltoall_base": "keys of attention and gathered positions, and their gradients",
+}
+
+
+class ContextAxis(Axis):
+    """Divides the sequence of each batch over its ranks. With one rank it divides nothing.
+
+    Args:
+        options: What the user asked of the axis.
+        size: Ranks that divide a sequence; None: what the strategy chooses.
+    """
+
+    name = "context"
+    averages_gradients = True
+    reasons = SEQUENCES
+
+    def __init__(self, options: ContextOptions, size: int | None = None) -> None:
+        self.options = options
+        self.wanted_size = size
+        self.entries: tuple[SequenceEntry, ...] = ()
+        """Where the sequence begins; empty before a model was placed."""
+        self.state: ContextState | None = None
+        """None before a model was placed."""
+        self._module: LightningModule | None = None
+        self._steps: set[str] = set()
+        """Steps of the module that were proven."""
+        self._hooks: Entries | None = None
+        self._control: ProcessGroup | None = None
+        """The ranks of the context group on the CPU."""
+        self._judges: ProcessGroup | None = None
+        """All ranks of the job on the CPU."""
+        self._batches: SameBatchCheck | None = None
+        self._sample: tuple[Any, ...] = ()
+        """A batch of the run, and what a step is called with behind it."""
+        self._counted: Mapping[str, OperatorTraffic] | None = None
+        """Traffic of a batch of training by operator; None where that is unknown."""
+        self._forget_functions: Callable[[], None] = _nothing
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Spawned ranks make their own groups.
+        return {**vars(self), "_control": None, "_judges": None}
+
+    # Set-up.
+
+    @override
+    def build_groups(self) -> None:
+        self._control = self.strategy.new_group(self.name, backend="gloo")
+        self._judges = dist.new_group(backend="gloo", timeout=self.strategy.timeout)
+
+    @property
+    @override
+    def sharing_group(self) -> ProcessGroup:
+        assert self._control is not None
+        return self._control
+
+    @override
+    def refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.size > 1:
+            refuse_modules(module)
+
+    @override
+    def place(self, trainer: Trainer) -> None:
+        strategy = self.strategy
+        assert self._control is not None
+        assert self._judges is not None
+        strategy.recorder.name_group(self._control, self.name)
+        strategy.recorder.name_group(strategy.gradient_group, "data")
+        self._batches = SameBatchCheck(self._control, "context group")
+        if self.size == 1:
+            return
+        module, step = strategy.lightning_module, strategy.step_name
+        assert module is not None
+        if module is not self._module:
+            self._forget()
+            self._module = module
+        self.state = self._new_state(strategy.groups[self.name])
+        if step not in self._steps:
+            self._prove(trainer, module, step)
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks = Entries(module, self.entries, self.state)
+        self._forget_functions()
+        self._forget_functions = watch_functions()
+
+    def _new_state(self, group: ProcessGroup | None) -> ContextState:
+        assert group is not None
+        options = self.options
+        return ContextState(
+            ContextGroup(group, self.strategy.root_device),
+            attention=options.attention,
+            balance=options.balance,
+            max_gather_bytes=options.max_gather_bytes,
+        )
+
+    def _prove(self, trainer: Trainer, module: LightningModule, step: str) -> None:
+        """Find where the sequence begins, and prove the step. Collective over all ranks.
+
+        Raises:
+            ConfigError: When there is no sequence, or the step is not the same with it divided.
+        """
+        strategy = self.strategy
+        assert self._judges is not None
+        if any(isinstance(each, DTensor) for each in module.parameters()):
+            if self.entries:
+                return  # an evaluation of what a fit has proven and left in shards
+            raise ConfigError(
+                f"{type(module).__name__} is in shards of an earlier run, so its {step} cannot be "
+                f"proven with its sequence divided. Call Trainer.fit first, or build a new module."
+            )
+        batch = broadcast_from_rank0(sample_batch(trainer).batch, self._judges)
+        self._sample = batch, *step_arguments(module, step)
+        # Makes what is deferred, and gives all ranks the first one's values.
+        prepare_modules(own_modules([module], ""), device=_CPU, group=self._judges)
+        run = DryRun(module, step, self._sample, _CPU, around=strategy.host_step_context(step))
+        blocks = find_blocks(module)
+        self.entries = self._found(run, blocks)
+        group = strategy.new_group(self.name, timeout=min(strategy.timeout, _PATIENCE))
+        on_device = DryRun(module, step, self._sample, strategy.root_device)
+        ContextProof(on_device, self.entries, self._new_state(group), self._judges, blocks).check()
+        self._steps.add(step)
+
+    def _found(self, run: DryRun, blocks: dict[str, Module]) -> tuple[SequenceEntry, ...]:
+        """Return where the sequence begins, as the first rank finds it. Collective."""
+        assert self._judges is not None
+        entries: tuple[SequenceEntry, ...] = ()
+        failure: Exception | None = None
+        text = ""
+        try:
+            analysis = analyse(run.module, run.forward, blocks=blocks)
+            entries = find_entries(run.module, analysis, tuple(blocks))
+        except Exception as error:  # noqa: BLE001 - the user's step may raise anything
+            failure = error
+            is_ours = isinstance(error, BoltMeshError)
+            text = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        entries, text = broadcast_from_rank0((entries, text), self._judges)
+        kind = type(run.module).__name__
+        if text:
+            raise ConfigError(
+                f"{kind}.{run.step} could not be run on tensors without data, to find where its "
+                f"sequence begins: {text}"
+            ) from failure
+        if not entries:
+            raise ConfigError(
+                f"{kind}.{run.step} has no sequence that could be divided over {self.size} ranks: "
+                f"nothing looks along an axis of the data behind an Embedding, a Linear or the "
+                f"first of several blocks. Use a strategy without a context axis, such as "
+                f"bolt_zero3."
+            )
+        return entries
+
+    @property
+    @override
+    def has_equal_weights(self) -> bool:
+        return False  # parameters that a hook of a later run has changed are still shared
+
+    # Forecasts.
+
+    @override
+    def before_wrap(self) -> None:
+        """Count what a step moves while parameters are plain tensors, before they are shards."""
+        module, self._counted = self.strategy.lightning_module, None
+        assert module is not None
+        if self.size == 1 or not self.strategy.is_fitting or not module.automatic_optimization:
+            return
+        if any(isinstance(each, DTensor) for each in module.parameters()) or not self._sample:
+            return
+        hooks, state = self._hooks, self.state
+        assert hooks is not None
+        assert state is not None
+        run = DryRun(module, "training_step", self._sample, _CPU)
+
+        def fake(_: object) -> object:
+            with hooks.on(), results_whole(module, run.step), step_ended(state):
+                return run.run()
+
+        around = self.strategy.host_step_context("training_step")
+        self._counted = count_step(module, fake, state.group, around, _CPU)
+
+    @override
+    def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
+        if self._counted is None or self.size == 1:
+            return []
+        accumulated = self.strategy.trainer.accumulate_grad_batches
+        return expected_context_traffic(self._counted, size=self.size, accumulated=accumulated)
+
+    # Steps.
+
+    @override
+    def announce_batch(self, batch: Any, digest: BatchDigest) -> None:
+        if self.size > 1 and self._batches is not None:
+            self._batches.start(batch, digest)
+
+    @override
+    def check_batch(self, batch: Any) -> None:
+        if self.size > 1 and self._batches is not None:
+            self._batches.wait(batch)
+
+    @override
+    def run_step(self, step: str, run: StepFunction, args: Any, kwargs: Any) -> Any:
+        if self._hooks is None or self.size == 1:
+            return run(args, kwargs)
+        assert self._module is not None
+        assert self.state is not None
+        self.state.end_step()  # what a backward pass that ran blocks again has left
+        with self._hooks.on(), results_whole(self._module, step):
+            return run(args, kwargs)
+
+    # Ending.
+
+    @override
+    def close(self) -> None:
+        self._forget_functions()
+        self._forget_functions = _nothing
+        if self.state is not None:
+            self.state.end_step()
+
+    def _forget(self) -> None:
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks, self.entries, self._steps = None, (), set()
+
+
+def _nothing() -> None:
+    """Replaces an undo function if there is nothing to undo."""
+
+
+def expected_context_traffic(
+    counted: Mapping[str, OperatorTraffic], *, size: int, accumulated: int
+) -> list[ExpectedTraffic]:
+    """Return the collectives of one optimizer step on one rank.
+
+    Args:
+        counted: Traffic of one batch by operator; batches of other lengths move other bytes.
+        size: Ranks of the context group.
+        accumulated: Batches per optimizer step.
+    """
+    digest = OperatorTraffic(BYTES_PER_RANK * size, 1)
+    found = {"allreduce": OperatorTraffic(0, 0), **counted}
+    own = found["allreduce"]
+    found["allreduce"] = OperatorTraffic(own.num_bytes + digest.num_bytes, own.calls + digest.calls)
+    return [
+        ExpectedTraffic(
+            axis="context",
+            operator=operator,
+            payload_bytes=float(each.num_bytes * accumulated),
+            calls=float(each.calls * accumulated),
+            why=_WHY.get(operator, "positions of the sequence"),
+        )
+        for operator, each in found.items()
+    ]

@@ -1,0 +1,275 @@
+"""A tensor of which each rank of a context group has some positions of one dim.
+
+To the code of a model it has the shape of the whole; inside is a plain tensor of this rank's
+positions with autograd of its own. So the gradient of a local tensor is always a local tensor of
+the same positions, and no operator needs a rule for its backward pass.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, override
+
+from boltmesh.errors import UnsupportedError
+from boltmesh.strategies.context.exchange import ContextGroup, all_of, fetch
+from boltmesh.strategies.context.positions import Balance, Positions, divide
+from boltmesh.strategies.tensor.runtime.dropout import Draws
+from boltmesh.strategies.torch_compat.tensors import (
+    make_wrapper,
+    subclasses_unasked,
+    times_written,
+    tree_map_only,
+)
+
+Mechanism = Literal["auto", "keys", "heads", "ring"]
+
+
+@dataclass
+class ContextState:
+    """State that all cut tensors of a run share."""
+
+    group: ContextGroup
+    attention: Mechanism = "auto"
+    balance: Balance = "contiguous"
+    max_gather_bytes: int | None = None
+    """A gather of more is refused; None: no limit."""
+    gathered: dict[str, int] = field(default_factory=dict)
+    """Bytes of tensors that were made whole, by the function that needed it."""
+    parts: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """This rank's part of whole tensors, which are kept as long. For one step."""
+    wanted: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
+    """The keys that each rank's queries see, by mask, which is kept as long. For one step."""
+
+    def __post_init__(self) -> None:
+        self.draws = Draws(self.group)
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the group."""
+        return self.group.rank
+
+    def end_step(self) -> None:
+        """Let go of what was kept for the layers of one step."""
+        self.parts.clear()
+        self.wanted.clear()
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Self:
+        return self
+
+
+class CutTensor(Tensor):
+    """Has, of the positions of dim ``cut_dim``, this rank's in ``local``.
+
+    The dim is ``(num_outer, length, num_inner)``, as where batch and sequence are one dim.
+    """
+
+    local: Tensor
+    cut_dim: int
+    positions: Positions
+    num_outer: int
+    num_inner: int
+    state: ContextState
+    gathered: tuple[Tensor, int, bool] | None
+    """Result of a gather, how often ``local`` was written by then, and if it has a graph."""
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    @classmethod
+    @override
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise UnsupportedError(
+            f"{func} got a tensor whose sequence is divided over ranks from code that hides its "
+            f"arguments from torch functions. Compiled and scripted modules, and objects that hold "
+            f"tensors, do; run this part as plain PyTorch."
+        )
+
+    def like(
+        self,
+        local: Tensor,
+        *,
+        dim: int | None = None,
+        positions: Positions | None = None,
+        num_outer: int | None = None,
+        num_inner: int | None = None,
+    ) -> "CutTensor":
+        """Return a tensor that is cut in the same way, but for what is given."""
+        return make_cut(
+            local,
+            self.cut_dim if dim is None else dim,
+            positions or self.positions,
+            self.state,
+            self.num_outer if num_outer is None else num_outer,
+            self.num_inner if num_inner is None else num_inner,
+        )
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether the sequence is a dim of its own."""
+        return self.num_outer == self.num_inner == 1
+
+
+_run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def run_functions_by(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Say what runs functions on cut tensors; called once, by the module that does."""
+    global _run  # noqa: PLW0603 - the class is below the rules that make tensors of it
+    _run = run
+
+
+def make_cut(
+    local: Tensor,
+    dim: int,
+    positions: Positions,
+    state: ContextState,
+    num_outer: int = 1,
+    num_inner: int = 1,
+) -> CutTensor:
+    """Return a cut tensor.
+
+    Args:
+        local: This rank's positions, plain.
+        dim: That is cut.
+        positions: Which rank has which.
+        state: State of the run.
+        num_outer: Elements of the dim that have the sequence once each, as a flattened batch.
+        num_inner: Elements of the dim for each position, as flattened channels.
+    """
+    shape = list(local.shape)
+    own = num_outer * positions.count(state.rank) * num_inner
+    if shape[dim] != own:
+        raise AssertionError(
+            f"dim {dim} of {tuple(shape)} is not {num_outer} x {positions} x {num_inner}"
+        )
+    shape[dim] = num_outer * positions.length * num_inner
+    made: CutTensor = make_wrapper(CutTensor, local, shape)
+    made.local, made.cut_dim, made.positions, made.state = local, dim, positions, state
+    made.num_outer, made.num_inner, made.gathered = num_outer, num_inner, None
+    return made
+
+
+def cut(tensor: Tensor, dim: int, state: ContextState) -> CutTensor:
+    """Return the cut tensor of one that every rank has whole. Local."""
+    positions = divide(tensor.shape[dim], state.group.size, state.balance)
+    return make_cut(part_of(tensor, dim, positions, state), dim, positions, state)
+
+
+def rows_of(cut_tensor: CutTensor) -> Tensor:
+    """Return ``local`` with the positions as a dim of their own, at ``cut_dim + 1``."""
+    own = cut_tensor.positions.count(cut_tensor.state.rank)
+    sizes = cut_tensor.num_outer, own, cut_tensor.num_inner
+    rows: Tensor = cut_tensor.local.unflatten(cut_tensor.cut_dim, sizes)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def make_whole(value: Any, why: str) -> Any:
+    """Return all positions of a cut tensor; anything else as it is. Collective over the group.
+
+    Args:
+        value: Maybe cut.
+        why: The function that needs it, and for what.
+
+    Raises:
+        UnsupportedError: When it is larger than ``max_gather_bytes``.
+    """
+    if not isinstance(value, CutTensor):
+        return value
+    state, local = value.state, value.local
+    version = times_written(local)
+    has_graph = local.requires_grad and torch.is_grad_enabled()
+    if value.gathered is not None and value.gathered[1:] == (version, has_graph):
+        return value.gathered[0]
+    with subclasses_unasked():
+        num_bytes = value.shape.numel() * local.element_size()
+        if state.max_gather_bytes is not None and num_bytes > state.max_gather_bytes:
+            raise UnsupportedError(
+                f"{why} of a tensor of shape {tuple(value.shape)} would gather {num_bytes:,} bytes "
+                f"on each rank, and max_gather_bytes={state.max_gather_bytes:,}. Set it higher, or "
+                f"write this part without looking along the whole sequence."
+            )
+        state.gathered[why] = max(state.gathered.get(why, 0), num_bytes)
+        joined = fetch(
+            rows_of(value),
+            value.cut_dim + 1,
+            value.positions,
+            all_of(value.positions, state.group),
+            state.group,
+            "gather",
+        ).flatten(value.cut_dim, value.cut_dim + 2)
+    value.gathered = joined, version, has_graph
+    return joined
+
+
+def make_all_whole(tree: Any, why: str) -> Any:
+    """Return a tree with every cut tensor whole. Collective over the group."""
+    return tree_map_only(CutTensor, lambda each: make_whole(each, why), tree)
+
+
+def moved_to(value: CutTensor, positions: Positions) -> CutTensor:
+    """Return the same in another division of as many positions. Collective where they differ."""
+    if value.positions.parts == positions.parts:
+        return value
+    state = value.state
+    moved = fetch(
+        rows_of(value), value.cut_dim + 1, value.positions, positions.parts, state.group, "move"
+    )
+    return value.like(moved.flatten(value.cut_dim, value.cut_dim + 2), positions=positions)
+
+
+def part_of(
+    tensor: Tensor,
+    dim: int,
+    positions: Positions,
+    state: ContextState,
+    num_outer: int = 1,
+    num_inner: int = 1,
+) -> Tensor:
+    """Return this rank's positions of a tensor that every rank has. Local.
+
+    Layers of a step that cut the same mask or table share one part.
+    """
+    own = positions.parts[state.rank]
+    key = id(tensor), times_written(tensor), dim, own, num_outer, num_inner
+    keeps = not tensor.requires_grad
+    if keeps and key in state.parts:
+        return state.parts[key][1]
+    sizes = num_outer, positions.length, num_inner
+    rows: Tensor = tensor.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+    if len(own) == 1:
+        start, stop = own[0]
+        taken = rows.narrow(dim + 1, start, stop - start)
+    else:
+        pieces = [rows.narrow(dim + 1, start, stop - start) for start, stop in own]
+        taken = torch.cat(pieces, dim + 1) if pieces else rows.narrow(dim + 1, 0, 0)
+    taken = taken.flatten(dim, dim + 2)
+    if keeps:
+        state.parts[key] = tensor, taken
+    return taken
+
+
+def taken_along(tensor: Tensor, dim: int, stretches: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the elements of some stretches of a dim."""
+    if len(stretches) == 1 and stretches[0] == (0, tensor.shape[dim]):
+        return tensor
+    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in stretches]
+    return torch.cat(pieces, dim) if pieces else tensor.narrow(dim, 0, 0)
+
+
+@contextmanager
+def step_ended(state: ContextState) -> Iterator[None]:
+    """Context of a step, after which nothing is kept for its layers."""
+    try:
+        yield
+    finally:
+        state.end_step()

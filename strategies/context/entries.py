@@ -1,0 +1,203 @@
+"""Where the sequence of a model begins: found by running its step on tensors without data.
+
+A sequence is an axis of the data along which something other than a loss looks, preferably
+attention or a softmax. It is cut where the data first meet a parameter, in an ``Embedding`` or
+``Linear``; where these see each position by a layer that cannot be cut, such as patches of images
+by a convolution, the first of the repeated blocks cuts what it takes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Module
+
+from boltmesh.strategies.context.cut import ContextState, CutTensor, cut
+from boltmesh.strategies.tensor.analysis.analyse import Analysis
+from boltmesh.strategies.tensor.analysis.symbolic_dims import (
+    Dim,
+    Reason,
+    SymbolicDim,
+    leaves,
+    representative,
+)
+from boltmesh.strategies.torch_compat.autograd import is_in_backward
+
+_LOSSES = ("nll_loss", "mse_loss", "smooth_l1", "huber", "binary_cross")
+_ENTRIES = (nn.Embedding, nn.Linear)
+
+
+@dataclass(frozen=True)
+class SequenceEntry:
+    """A module that takes the sequence first."""
+
+    module: str
+    """Its dotted name."""
+    argument: int | str
+    """Place or keyword of what it takes."""
+    dim: int
+    """Dim of that argument, which is cut."""
+
+
+def find_entries(
+    model: Module, analysis: Analysis, blocks: Sequence[str]
+) -> tuple[SequenceEntry, ...]:
+    """Return where the sequence begins; empty where no axis of the data is one.
+
+    Args:
+        model: The model that was analysed.
+        analysis: Analysis of the step.
+        blocks: Names of the repeated blocks.
+    """
+    trace = analysis.trace
+    axes, modules = _sequences(analysis)
+    found: dict[str, SequenceEntry] = {}
+    for name in modules:
+        if not isinstance(model.get_submodule(name), _ENTRIES):
+            continue
+        for each in trace.module_outputs.get(name, {}).values():
+            for dim, row in enumerate(each.dims):
+                if len(_tops(row)) == 1 and _tops(row)[0] in axes:
+                    found.setdefault(name, SequenceEntry(name, 0, dim))
+    if found:
+        return tuple(found.values())
+    return tuple(_of_blocks(analysis, blocks, axes))
+
+
+def _of_blocks(
+    analysis: Analysis, blocks: Sequence[str], axes: Sequence[SymbolicDim]
+) -> Iterator[SequenceEntry]:
+    """Yield the first block of each row of blocks that takes a sequence."""
+    seen = set()
+    for block in blocks:
+        parent = block.rpartition(".")[0]
+        taken = analysis.trace.module_inputs.get(block, {})
+        if parent in seen or not taken:
+            continue
+        seen.add(parent)
+        argument, operand = next(iter(taken.items()))
+        dims = [dim for dim, row in enumerate(operand.dims) if any(a in axes for a in _tops(row))]
+        dim = dims[0] if len(dims) == 1 else _usual_dim(analysis, block, len(operand.dims))
+        if dim is not None:
+            yield SequenceEntry(block, argument, dim)
+
+
+def _usual_dim(analysis: Analysis, block: str, ndim: int) -> int | None:
+    """The dim of positions of ``(batch, length, channels)``."""
+    return 1 if ndim == 3 else None
+
+
+def _sequences(analysis: Analysis) -> tuple[list[SymbolicDim], list[str]]:
+    """Return axes of the data that something looks along, and modules that data meet first."""
+    made: set[int] = set()
+    found: list[SymbolicDim] = []
+    modules: list[str] = []
+    for step in analysis.trace.steps:
+        data = [each for each in step.inputs if each.parameter is None]
+        has_parameter = len(data) < len(step.inputs)
+        if has_parameter and data and not any(each.key in made for each in data):
+            own = {
+                representative(atom)
+                for each in step.inputs
+                if each.parameter
+                for dim in each.dims
+                for atom in leaves(dim)
+            }
+            for dim in step.outputs[0].dims:
+                atoms = {*_tops(dim), *map(representative, leaves(dim))} - own
+                found += [each for each in atoms if any(not _is_loss(r) for r in _reasons(each))]
+            modules.append(step.module)
+        made |= {each.key for each in step.outputs}
+    looked = [each for each in found if any(_is_attention(reason) for reason in _reasons(each))]
+    return looked or found, modules
+
+
+def _is_loss(reason: Reason) -> bool:
+    return reason.operator.startswith((*_LOSSES, "the result of the step"))
+
+
+def _is_attention(reason: Reason) -> bool:
+    return "attention" in reason.operator or "softmax" in reason.operator
+
+
+def _tops(dim: Dim) -> list[SymbolicDim]:
+    """The axes of a dim as the data brought them, whatever a view has divided since."""
+    return [representative(each) for each in dim if each.size > 1]
+
+
+def _reasons(atom: SymbolicDim) -> list[Reason]:
+    found = representative(atom)
+    return [*found.reasons, *(reason for each in found.parts for reason in _reasons(each))]
+
+
+class Entries:
+    """Cuts what the entries of a model take, while it is switched on.
+
+    Args:
+        model: The model.
+        entries: Where its sequence begins.
+        state: State of the run.
+        on_length: Called with the length of each sequence that an entry takes.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        entries: Sequence[SequenceEntry],
+        state: ContextState,
+        *,
+        on_length: Callable[[int], None] | None = None,
+    ) -> None:
+        self.is_on = False
+        self._state = state
+        self._on_length = on_length
+        self._handles = [
+            model.get_submodule(each.module).register_forward_pre_hook(
+                self._hook(each), with_kwargs=True
+            )
+            for each in entries
+        ]
+
+    def _hook(self, entry: SequenceEntry) -> Any:
+        def call(
+            module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if self._on_length is None and not (self.is_on or is_in_backward()):
+                return None
+            given, named = list(args), dict(kwargs)
+            place = entry.argument
+            if isinstance(place, int) and place >= len(given):
+                place = next(iter(named), 0)
+            value = given[place] if isinstance(place, int) else named.get(place)
+            if not isinstance(value, Tensor) or isinstance(value, CutTensor):
+                return None
+            if value.ndim <= entry.dim:
+                return None
+            if self._on_length is not None:
+                self._on_length(value.shape[entry.dim])
+                return None
+            taken = cut(value, entry.dim, self._state)
+            if isinstance(place, int):
+                given[place] = taken
+            else:
+                named[place] = taken
+            return tuple(given), named
+
+        return call
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Context in which entries cut, as in backward passes that run a block again."""
+        before, self.is_on = self.is_on, True
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for each in self._handles:
+            each.remove()
+        self._handles.clear()

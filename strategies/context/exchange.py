@@ -1,0 +1,307 @@
+"""Communication of a context group, each function with its exact adjoint as backward pass.
+
+Every rank starts its backward pass from the same loss. So the sum over the ranks of a parameter's
+gradients is that of as many losses, and their *mean* is the gradient of one process: for what is
+cut, for what every rank computes whole, and for a parameter used in both. An all-reduce with the
+identity as its backward pass would be right only where nothing behind it has parameters.
+
+All functions are collective over the group. Bytes that a rank sends, with ``row`` the bytes of one
+position: ``fetch`` sends ``row`` for each position that another rank wants, and in the backward
+pass for each that it wanted of another; ``total`` of n bytes is an all-reduce of n bytes, both
+ways; ``swap_to_heads`` sends other ranks' heads of its positions, ``swap_to_positions`` its heads
+of other ranks' positions.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from typing_extensions import override
+
+from boltmesh.strategies.context.positions import (
+    Positions,
+    Stretches,
+    common,
+    merged,
+    num_positions,
+    places,
+)
+from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
+
+
+@dataclass(frozen=True)
+class ContextGroup(TensorGroup):
+    """The ranks that divide one sequence, and the rank of this process."""
+
+    sent: Counter[str] = field(default_factory=Counter)
+    """Bytes that this rank sent to others, by purpose."""
+
+    @override
+    def _fix_mesh(self) -> None:
+        pass  # there are no DTensors on this group
+
+    def exchange(
+        self, pieces: Sequence[Tensor], numels: Sequence[int], purpose: str
+    ) -> list[Tensor]:
+        """Send ``pieces[r]`` to rank r and return what each rank has sent, flat.
+
+        Args:
+            pieces: One for each rank, of one dtype.
+            numels: Elements that each rank sends to this one.
+            purpose: For the count of bytes.
+        """
+        dtype = pieces[0].dtype
+        away = (each.nbytes for rank, each in enumerate(pieces) if rank != self.rank)
+        self.sent[purpose] += sum(away)
+        # As bytes: backends do not send every dtype.
+        flat = [each.reshape(-1).contiguous().view(torch.uint8) for each in pieces]
+        sizes = [numel * dtype.itemsize for numel in numels]
+        got = pieces[0].new_empty(sum(sizes), dtype=torch.uint8)
+        dist.all_to_all_single(
+            got, torch.cat(flat), sizes, [each.numel() for each in flat], group=self.process_group
+        )
+        return [each.view(dtype) for each in got.split(sizes)]  # type: ignore[no-untyped-call]
+
+
+class _LinearMap(Function):
+    """A linear function by its forward pass, and by the differentiable one of its gradient."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        run: Callable[[Tensor], Tensor],
+        adjoint: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.adjoint = adjoint
+        return run(value.detach())
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.adjoint(gradient), None, None
+
+
+def _mapped(
+    value: Tensor, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+) -> Tensor:
+    result: Tensor = _LinearMap.apply(value, run, adjoint)  # type: ignore[no-untyped-call]
+    return result
+
+
+def total(value: Tensor, group: ContextGroup) -> Tensor:
+    """Return the sum over the ranks; so is the gradient."""
+
+    def run(part: Tensor) -> Tensor:
+        whole = part.clone(memory_format=torch.contiguous_format)
+        group.sent["total"] += whole.nbytes
+        dist.all_reduce(whole, group=group.process_group)
+        return whole
+
+    return _mapped(value, run, lambda gradient: total(gradient, group))
+
+
+@dataclass(frozen=True)
+class _RowFetch:
+    """Rows along a dim: the ranks that have them, and those that want them."""
+
+    dim: int
+    has: tuple[Stretches, ...]
+    wants: tuple[Stretches, ...]
+    group: ContextGroup
+    purpose: str
+
+    def run(self, local: Tensor) -> Tensor:
+        """Return the rows that this rank wants. Several ranks may want one."""
+        me, ranks = self.group.rank, range(self.group.size)
+        rows = local.movedim(self.dim, 0)
+        row = rows.shape[1:].numel()
+        send = [
+            _taken(rows, places(common(self.has[me], self.wants[r]), self.has[me])) for r in ranks
+        ]
+        come = [common(self.has[r], self.wants[me]) for r in ranks]
+        numels = [num_positions(each) * row for each in come]
+        pieces: dict[int, Tensor] = {}
+        for stretches, got in zip(
+            come, self.group.exchange(send, numels, self.purpose), strict=True
+        ):
+            at = 0
+            came = got.view(-1 if row else 0, *rows.shape[1:])
+            for start, stop in stretches:
+                pieces[start] = came.narrow(0, at, stop - start) if row else came
+                at += stop - start
+        if not row:
+            made = rows.new_empty(num_positions(self.wants[me]), *rows.shape[1:])
+        else:
+            found = [pieces[start] for start in sorted(pieces)]
+            made = torch.cat(found) if found else rows.new_empty(0, *rows.shape[1:])
+        return made.movedim(0, self.dim).contiguous()
+
+    def add_back(self, gradient: Tensor) -> Tensor:
+        """Return to each rank the sum of the gradients of its rows: the adjoint of ``run``."""
+        me, ranks = self.group.rank, range(self.group.size)
+        rows = gradient.movedim(self.dim, 0)
+        row = rows.shape[1:].numel()
+        wants = self.wants[me]
+        send = [_taken(rows, places(common(self.has[r], wants), wants)) for r in ranks]
+        come = [common(self.has[me], self.wants[r]) for r in ranks]
+        numels = [num_positions(each) * row for each in come]
+        made = rows.new_zeros(num_positions(self.has[me]), *rows.shape[1:])
+        purpose = f"{self.purpose} (backward)"
+        for stretches, got in zip(come, self.group.exchange(send, numels, purpose), strict=True):
+            at = 0
+            for start, stop in places(stretches, self.has[me]) if row else ():
+                count = stop - start
+                part = got.narrow(0, at * row, count * row).view(count, *rows.shape[1:])
+                made.narrow(0, start, count).add_(part)
+                at += count
+        return made.movedim(0, self.dim).contiguous()
+
+
+def _taken(rows: Tensor, stretches: Stretches) -> Tensor:
+    parts = [rows.narrow(0, start, stop - start) for start, stop in stretches]
+    return torch.cat(parts) if parts else rows.narrow(0, 0, 0)
+
+
+def fetch(
+    local: Tensor,
+    dim: int,
+    positions: Positions,
+    wants: Sequence[Stretches],
+    group: ContextGroup,
+    purpose: str,
+) -> Tensor:
+    """Return the positions that this rank wants, wherever they are.
+
+    A gather where every rank wants all, a halo where it wants its neighbour's, another division,
+    or one row. The gradient of a position goes to its owner, summed over those who wanted it.
+
+    Args:
+        local: This rank's positions along ``dim``.
+        dim: The dim.
+        positions: Which rank has which.
+        wants: By rank, ascending.
+        group: The ranks.
+        purpose: For the count of bytes.
+    """
+    rows = _RowFetch(dim, positions.parts, tuple(wants), group, purpose)
+    return _fetched(local, rows)
+
+
+def _fetched(local: Tensor, rows: _RowFetch) -> Tensor:
+    return _mapped(local, rows.run, lambda gradient: _added_back(gradient, rows))
+
+
+def _added_back(gradient: Tensor, rows: _RowFetch) -> Tensor:
+    return _mapped(gradient, rows.add_back, lambda value: _fetched(value, rows))
+
+
+@dataclass(frozen=True)
+class _HeadSwap:
+    """Which rank has which positions, and which heads it gets of all positions."""
+
+    positions: Positions
+    heads: tuple[tuple[int, ...], ...]
+    """By rank; several ranks may get one head."""
+    num_heads: int
+    group: ContextGroup
+    purpose: str
+
+    def to_heads(self, local: Tensor) -> Tensor:
+        """Own positions of all heads to all positions of own heads."""
+        batch, _, _, channels = local.shape
+        ranks = range(self.group.size)
+        own = len(self.heads[self.group.rank])
+        send = [local[:, list(self.heads[r])] for r in ranks]
+        counts = [self.positions.count(r) for r in ranks]
+        got = self.group.exchange(
+            send, [batch * own * count * channels for count in counts], self.purpose
+        )
+        made = local.new_empty(batch, own, self.positions.length, channels)
+        for r, each in enumerate(got):
+            part, at = each.view(batch, own, counts[r], channels), 0
+            for start, stop in self.positions.parts[r]:
+                made[:, :, start:stop] = part[:, :, at : at + stop - start]
+                at += stop - start
+        return made
+
+    def to_positions(self, whole: Tensor) -> Tensor:
+        """The adjoint of ``to_heads``: heads that several ranks have are summed."""
+        batch, _, _, channels = whole.shape
+        ranks = range(self.group.size)
+        mine = self.positions.count(self.group.rank)
+        send = [
+            torch.cat([whole[:, :, start:stop] for start, stop in parts] or [whole[:, :, :0]], 2)
+            for parts in self.positions.parts
+        ]
+        numels = [batch * len(self.heads[r]) * mine * channels for r in ranks]
+        got = self.group.exchange(send, numels, self.purpose)
+        made = whole.new_zeros(batch, self.num_heads, mine, channels)
+        for r, each in enumerate(got):
+            part = each.view(batch, len(self.heads[r]), mine, channels)
+            for at, head in enumerate(self.heads[r]):
+                made[:, head] += part[:, at]
+        return made
+
+
+def swap_to_heads(
+    local: Tensor,
+    positions: Positions,
+    heads: Sequence[Sequence[int]],
+    group: ContextGroup,
+    purpose: str,
+) -> Tensor:
+    """Return some heads of all positions for all heads of this rank's positions.
+
+    Args:
+        local: Shape ``(batch, heads, own positions, channels)``.
+        positions: Which rank has which.
+        heads: The heads that each rank gets.
+        group: The ranks.
+        purpose: For the count of bytes.
+
+    Returns:
+        Shape ``(batch, own heads, length, channels)``.
+    """
+    swap = _HeadSwap(positions, tuple(map(tuple, heads)), local.shape[1], group, purpose)
+    return _to_heads(local, swap)
+
+
+def swap_to_positions(
+    whole: Tensor,
+    positions: Positions,
+    heads: Sequence[Sequence[int]],
+    group: ContextGroup,
+    purpose: str,
+) -> Tensor:
+    """Return all heads of this rank's positions; the way back of ``swap_to_heads``."""
+    num_heads = sum(map(len, heads))
+    swap = _HeadSwap(positions, tuple(map(tuple, heads)), num_heads, group, purpose)
+    return _to_positions(whole, swap)
+
+
+def _to_heads(local: Tensor, swap: _HeadSwap) -> Tensor:
+    return _mapped(local, swap.to_heads, lambda gradient: _to_positions(gradient, swap))
+
+
+def _to_positions(whole: Tensor, swap: _HeadSwap) -> Tensor:
+    return _mapped(whole, swap.to_positions, lambda gradient: _to_heads(gradient, swap))
+
+
+def send_around(tensor: Tensor, numel: int, group: ContextGroup, purpose: str) -> Tensor:
+    """Send a tensor to the next rank and return the previous rank's, flat. Not differentiable."""
+    following, previous = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    pieces = [tensor if r == following else tensor.new_empty(0) for r in range(group.size)]
+    numels = [numel if r == previous else 0 for r in range(group.size)]
+    return group.exchange(pieces, numels, purpose)[previous]
+
+
+def all_of(positions: Positions, group: ContextGroup) -> tuple[Stretches, ...]:
+    """Return what each rank wants of a gather."""
+    return (merged([(0, positions.length)]),) * group.size

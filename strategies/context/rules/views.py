@@ -1,0 +1,266 @@
+"""Rules for functions that name sizes or positions: views, slices, joins, padding."""
+
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from boltmesh.strategies.context.cut import (
+    CutTensor,
+    make_all_whole,
+    make_cut,
+    make_whole,
+    part_of,
+)
+from boltmesh.strategies.context.exchange import fetch
+from boltmesh.strategies.context.positions import Positions, common, joined, of_one, places
+from boltmesh.strategies.context.rules.table import cut_rule, named
+from boltmesh.strategies.torch_compat.tensors import subclasses_unasked
+
+
+def _place_in(value: CutTensor, shape: torch.Size) -> tuple[int, int, int] | None:
+    """Return dim, outer and inner of the sequence in a view; None where the view divides it."""
+    num_outer = prod(value.shape[: value.cut_dim]) * value.num_outer
+    length = value.positions.length
+    done = 1
+    for dim, size in enumerate(shape):
+        after = done * size
+        if (
+            num_outer % done == 0
+            and after % max(num_outer * length, 1) == 0
+            and after >= num_outer * length
+        ):
+            return dim, num_outer // done, after // (num_outer * length)
+        done = after
+    return None
+
+
+@cut_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as",
+          "ravel")  # fmt: skip
+def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The sequence stays where all elements of it are in one dim."""
+    value = args[0]
+    if not isinstance(value, CutTensor) or not value.shape.numel():
+        return NotImplemented
+    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
+        return NotImplemented
+    with subclasses_unasked():
+        given = [_meta(each) if isinstance(each, Tensor) else each for each in args]
+        shape = func(*given, **kwargs).shape
+    found = _place_in(value, shape)
+    if found is None:
+        why = f"{func.__name__}, which divides the sequence,"
+        return func(make_whole(value, why), *args[1:], **kwargs)
+    dim, num_outer, num_inner = found
+    sizes = list(shape)
+    sizes[dim] = num_outer * value.positions.count(value.state.rank) * num_inner
+    strict = func.__name__ in {"view", "view_as"}
+    local = value.local.view(sizes) if strict else value.local.reshape(sizes)
+    return value.like(local, dim=dim, num_outer=num_outer, num_inner=num_inner)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, device="meta")
+
+
+@cut_rule("type_as", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+def of_the_kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Only type and device of the tensor count."""
+    if func.__name__ == "type_as":
+        return args[0].to(dtype=args[1].dtype, device=args[1].device)
+    return func(args[0].local.new_empty(0), *args[1:], **kwargs)
+
+
+@cut_rule("expand", "expand_as", "broadcast_to")
+def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Other dims are repeated, and the sequence is as it is."""
+    value = args[0]
+    if not isinstance(value, CutTensor):
+        return NotImplemented
+    sizes = kwargs.get("size", args[1:])
+    sizes = sizes[0] if sizes and not isinstance(sizes[0], int) else sizes
+    sizes = list(sizes.shape if isinstance(sizes, Tensor) else sizes)
+    dim = value.cut_dim + len(sizes) - value.ndim
+    if sizes[dim] not in (-1, value.shape[value.cut_dim]):
+        return NotImplemented  # a sequence of one position, which is repeated
+    sizes[dim] = -1
+    return value.like(value.local.expand(sizes), dim=dim)
+
+
+@cut_rule("__getitem__")
+def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A slice: every rank keeps what it has of it. One position: its owner sends it to all."""
+    value, index = args
+    if not isinstance(value, CutTensor):
+        return NotImplemented
+    index = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(each, (Tensor, list, bool)) for each in index):
+        if any(isinstance(each, bool) for each in index):
+            return func(make_whole(value, "indexing by a boolean"), index)
+        return _indexed(func, value, index)
+    index = tuple(
+        each if isinstance(each, slice) or each is None or each is Ellipsis else int(each)
+        for each in index
+    )
+    return _sliced(value, _full(index, value.ndim))
+
+
+def _indexed(func: Any, value: CutTensor, index: tuple[Any, ...]) -> Any:
+    return func(make_whole(value, "indexing by tensors"), make_all_whole(index, "an index"))
+
+
+def _full(index: tuple[Any, ...], ndim: int) -> list[Any]:
+    """Return an index with an entry for each dim."""
+    count = sum(each is not None and each is not Ellipsis for each in index)
+    full: list[Any] = []
+    for each in index:
+        full += [slice(None)] * (ndim - count) if each is Ellipsis else [each]
+    missing = ndim - sum(each is not None for each in full)
+    return full + [slice(None)] * missing
+
+
+def _sliced(value: CutTensor, index: list[Any]) -> Any:
+    dim = out = 0
+    for each in index:
+        if each is None:
+            out += 1
+        elif dim == value.cut_dim:
+            break
+        else:
+            dim, out = dim + 1, out + (not isinstance(each, int))
+    place = [at for at, each in enumerate(index) if each is not None][value.cut_dim]
+    asked = index[place]
+    if asked == slice(None):
+        return value.like(value.local[tuple(index)], dim=out)
+    if not value.is_simple or (isinstance(asked, slice) and asked.step not in (None, 1)):
+        return make_whole(value, "indexing with a stride or of a flattened dim")[tuple(index)]
+    state, length = value.state, value.positions.length
+    if isinstance(asked, int):
+        if not -length <= asked < length:
+            raise IndexError(f"index {asked} is out of bounds for a sequence of {length}")
+        wants = [((asked % length, asked % length + 1),)] * state.group.size
+        row = fetch(value.local, value.cut_dim, value.positions, wants, state.group, "select")
+        index[place] = 0
+        return row[tuple(index)]
+    start, stop, _ = asked.indices(length)
+    positions = value.positions.narrowed(start, max(stop, start))
+    own = value.positions.parts[state.rank]
+    kept = places(common(own, ((start, max(stop, start)),)), own)
+    first, last = (kept[0][0], kept[-1][1]) if kept else (0, 0)
+    index[place] = slice(first, last)
+    return value.like(value.local[tuple(index)], dim=out, positions=positions)
+
+
+@cut_rule("narrow")
+def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As the slice."""
+    given = named(("input", "dim", "start", "length"), args, kwargs)
+    value, dim, start = given["input"], given["dim"], int(given["start"])
+    if not isinstance(value, CutTensor):
+        return NotImplemented
+    start = start % value.shape[dim] if start < 0 else start
+    index: list[Any] = [slice(None)] * value.ndim
+    index[dim] = slice(start, start + int(given["length"]))
+    return value[tuple(index)]
+
+
+@cut_rule("select")
+def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As the index."""
+    given = named(("input", "dim", "index"), args, kwargs)
+    if not isinstance(given["input"], CutTensor):
+        return NotImplemented
+    index: list[Any] = [slice(None)] * given["input"].ndim
+    index[given["dim"]] = int(given["index"])
+    return given["input"][tuple(index)]
+
+
+@cut_rule("split", "chunk", "tensor_split", "unbind")
+def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Along another dim on local tensors; along the sequence by slices."""
+    value = args[0]
+    if not isinstance(value, CutTensor):
+        return NotImplemented
+    is_unbind = func.__name__ == "unbind"
+    at = 1 if is_unbind else 2
+    dim = kwargs.get("dim", args[at] if len(args) > at else 0) % value.ndim
+    if dim != value.cut_dim:
+        moved = value.cut_dim - (is_unbind and dim < value.cut_dim)
+        return tuple(value.like(each, dim=moved) for each in func(value.local, *args[1:], **kwargs))
+    if is_unbind:
+        whole = make_whole(value, "unbind along the sequence")
+        return func(whole, *args[1:], **kwargs)
+    with subclasses_unasked():
+        shapes = func(_meta(value), *args[1:], **kwargs)
+    found, start = [], 0
+    for each in shapes:
+        found.append(value.narrow(dim, start, each.shape[dim]))
+        start += each.shape[dim]
+    return tuple(found)
+
+
+@cut_rule("cat", "concat", "concatenate")
+def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Along the sequence: every rank keeps what it has; a prefix goes to the first rank."""
+    given = named(("tensors", "dim"), args, kwargs)
+    pieces, dim = list(given["tensors"]), given.get("dim", 0)
+    first = next((each for each in pieces if isinstance(each, CutTensor)), None)
+    if first is None or given.get("out") is not None:
+        return NotImplemented
+    dim %= first.ndim
+    pieces = [each for each in pieces if each.ndim == first.ndim]  # torch allows empty vectors
+    if dim != first.cut_dim or any(
+        isinstance(each, CutTensor) and (each.cut_dim != dim or not each.is_simple)
+        for each in pieces
+    ):
+        return NotImplemented
+    state = first.state
+    divisions: list[Positions] = []
+    local: list[Tensor] = []
+    for place, each in enumerate(pieces):
+        if isinstance(each, CutTensor):
+            divisions.append(each.positions)
+            local.append(each.local)
+            continue
+        owner = 0 if place == 0 else state.group.size - 1
+        division = of_one(each.shape[dim], state.group.size, owner)
+        divisions.append(division)
+        local.append(part_of(each, dim, division, state))
+    positions = joined(divisions)
+    return make_cut(torch.cat(local, dim), dim, positions, state)
+
+
+@cut_rule("pad")
+def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Along the sequence: constants are put in front and behind, or positions taken away."""
+    given = named(("input", "pad", "mode", "value"), args, kwargs)
+    value, sizes = given["input"], [int(each) for each in given["pad"]]
+    if not isinstance(value, CutTensor) or given.get("mode", "constant") != "constant":
+        return NotImplemented
+    at = 2 * (value.ndim - 1 - value.cut_dim)
+    if not value.is_simple:
+        return NotImplemented if any(sizes[at : at + 2]) else _padded(value, sizes, given)
+    sizes += [0] * (at + 2 - len(sizes))
+    front, back = sizes[at : at + 2]
+    sizes[at : at + 2] = [0, 0]
+    out = _padded(value, sizes, given) if any(sizes) else value
+    dim = out.cut_dim
+    if front < 0 or back < 0:
+        start = max(-front, 0)
+        less = start + max(-back, 0)
+        out = cast("CutTensor", out.narrow(dim, start, out.shape[dim] - less))
+    fill = given.get("value") or 0
+    pieces: list[Tensor] = [out]
+    for count, place in ((front, 0), (back, 1)):
+        if count > 0:
+            shape = list(out.shape)
+            shape[dim] = count
+            made = torch.full(shape, fill, dtype=value.dtype, device=value.device)
+            pieces.insert(place * len(pieces), made)
+    return torch.cat(pieces, dim) if len(pieces) > 1 else out
+
+
+def _padded(value: CutTensor, sizes: list[int], given: dict[str, Any]) -> CutTensor:
+    return value.like(functional.pad(value.local, sizes, value=given.get("value")))

@@ -1,0 +1,215 @@
+"""Verifies before the first step that the step gives the same whole and with its sequence cut.
+
+One batch of the run is run both ways, and the loss, what is logged, outputs of a block and the mean
+over the ranks of every gradient have to agree. Long sequences are shortened for it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+from boltmesh.errors import BoltMeshError, ConfigError
+from boltmesh.strategies.context.cut import ContextState, make_all_whole, step_ended
+from boltmesh.strategies.context.dispatch import functions_watched
+from boltmesh.strategies.context.entries import Entries, SequenceEntry
+from boltmesh.strategies.dry_run.step import DryRun, DryRunOutcome
+from boltmesh.strategies.pytree import replace_tensors
+from boltmesh.strategies.tensor.comparison import difference
+from boltmesh.strategies.tensor.verify import (
+    at_least_fp32,
+    converted,
+    in_single_precision,
+    nudge,
+    parameters_kept,
+)
+from boltmesh.strategies.torch_compat.float32 import full_float32
+
+SHORT = 1024
+"""Positions of a sequence that is verified; longer ones are shortened where the step allows it."""
+
+
+@dataclass(frozen=True)
+class ContextProof:
+    """A step to be verified.
+
+    Args:
+        dry_run: The step with a batch of the run, equal on all ranks.
+        entries: Where its sequence begins.
+        state: On a group of its own: a failure on one rank leaves the group unusable.
+        judges: All ranks of the job, on the CPU: they agree on the result.
+        blocks: Repeated blocks by name.
+    """
+
+    dry_run: DryRun
+    entries: tuple[SequenceEntry, ...]
+    state: ContextState
+    judges: ProcessGroup
+    blocks: Mapping[str, Module]
+
+    def check(self) -> int:
+        """Compare the step whole and cut; return the longest sequence that was cut.
+
+        Collective over all ranks of the job, whose models are equal and whole. Models
+        do not change.
+
+        Raises:
+            ConfigError: When they differ, or the step cannot be run.
+        """
+        module, device = self.dry_run.module, self.dry_run.device
+        probes = dict(list(self.blocks.items())[-1:])
+        with converted(module, device, at_least_fp32), full_float32():
+            run = replace(self.dry_run, args=_on(device, self.dry_run.args), probes=probes)
+            run, lengths, whole = self._run_whole(run)
+            if not lengths:
+                raise ConfigError(
+                    f"{type(module).__name__}.{run.step} does not call "
+                    f"{' or '.join(repr(each.module) for each in self.entries)}, where its "
+                    f"sequence would be divided. Use a strategy without a context axis."
+                )
+            fault, cut = None, DryRunOutcome()
+            try:
+                cut = self._run_cut(run)
+                fault = difference(whole, cut, {})
+            except Exception as error:  # noqa: BLE001 - the user's step may raise anything
+                fault = f"raises {_told(error)}"
+            fault = self._first(fault)
+            if fault is not None and not fault.startswith("raises"):
+                nudged = self._run_nudged(run)
+                fault = self._first(difference(whole, cut, {}, nudged))
+        if fault is not None:
+            raise ConfigError(
+                f"{type(module).__name__}.{run.step} with its sequence divided over "
+                f"{self.state.group.size} ranks computes something else than whole: it {fault}. "
+                f"Use a strategy without a context axis, such as bolt_zero3."
+            )
+        return max(lengths)
+
+    def _run_whole(self, run: DryRun) -> tuple[DryRun, set[int], DryRunOutcome]:
+        """Run the step whole, with a shortened batch where that is possible."""
+        lengths = self._lengths(run)
+        longest = max(lengths, default=0)
+        short = max(SHORT, 4 * self.state.group.size)
+        if longest > short:
+            shorter = replace(run, args=_shortened(run.args, longest, longest - short))
+            try:
+                found, outcome, fault = self._lengths(shorter), shorter.run(), None
+            except Exception as error:  # noqa: BLE001 - as of a table of positions of fixed size
+                found, outcome, fault = set(), DryRunOutcome(), _told(error)
+            if self._first(fault) is None and found and max(found) < longest:
+                return shorter, found, outcome
+        return run, lengths, run.run()
+
+    def _lengths(self, run: DryRun) -> set[int]:
+        """Return the lengths of the sequences of a step; raise its error on all ranks."""
+        lengths: set[int] = set()
+
+        def keep(length: int) -> None:
+            lengths.add(length)
+
+        entries = Entries(run.module, self.entries, self.state, on_length=keep)
+        fault: str | None = None
+        cause: Exception | None = None
+        try:
+            run.run(has_backward=False)
+        except Exception as error:  # noqa: BLE001 - the user's step may raise anything
+            fault, cause = _told(error), error
+        finally:
+            entries.remove()
+        fault = self._first(fault)
+        if fault is not None:
+            raise ConfigError(
+                f"{type(run.module).__name__}.{run.step} could not be run before the first step, "
+                f"to compare it whole and with its sequence divided: {fault}"
+            ) from cause
+        return lengths
+
+    def _run_cut(self, run: DryRun) -> DryRunOutcome:
+        entries = Entries(run.module, self.entries, self.state)
+        try:
+            with entries.on(), functions_watched(), step_ended(self.state):
+                outcome = _run_with_whole_results(run, self.state)
+        finally:
+            entries.remove()
+        names = sorted(outcome.gradients)
+        told: list[list[str]] = [[]] * self.judges.size()
+        dist.all_gather_object(told, names, group=self.judges)
+        if any(each != names for each in told):
+            raise ConfigError("gives gradients to other parameters on some ranks")
+        for name in names:
+            gradient = outcome.gradients[name].contiguous()
+            dist.all_reduce(gradient, group=self.state.group.process_group)
+            outcome.gradients[name] = gradient / self.state.group.size
+        return outcome
+
+    def _run_nudged(self, run: DryRun) -> DryRunOutcome:
+        with parameters_kept(run.module):
+            nudge(run.module.parameters())
+            return run.run()
+
+    def _first(self, text: str | None) -> str | None:
+        """Return the text of the first rank that has one. Collective over all ranks."""
+        told: list[str | None] = [None] * self.judges.size()
+        dist.all_gather_object(told, text, group=self.judges)
+        return next((each for each in told if each is not None), None)
+
+
+def _run_with_whole_results(run: DryRun, state: ContextState) -> DryRunOutcome:
+    """Run a step and return its outcome with every tensor whole. Collective over the group."""
+    with results_whole(run.module, run.step):
+        outcome = run.run()
+    outcome.probed = {
+        name: make_all_whole(several, "an output") for name, several in outcome.probed.items()
+    }
+    return outcome
+
+
+@contextmanager
+def results_whole(module: Module, step: str) -> Iterator[None]:
+    """Context in which a step of a module returns what it gives whole."""
+    own = vars(module)
+    before = own.get(step)
+    method = getattr(module, step)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return make_all_whole(method(*args, **kwargs), f"the result of {step}")
+
+    own[step] = run
+    try:
+        yield
+    finally:
+        if before is None:
+            del own[step]
+        else:
+            own[step] = before
+
+
+def _told(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0][:400]
+    return text if isinstance(error, BoltMeshError) else f"{type(error).__name__}: {text}"
+
+
+def _on(device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(in_single_precision(move_data_to_device(args, device)))
+
+
+def _shortened(args: tuple[Any, ...], length: int, less: int) -> tuple[Any, ...]:
+    """Take positions from the end of each dim that is as long as the sequence, or one off.
+
+    One off, for targets that a dataset has shifted.
+    """
+
+    def shorten(tensor: Tensor) -> Tensor:
+        for dim, size in enumerate(tensor.shape):
+            if abs(size - length) <= 1 and (dim or tensor.ndim == 1):
+                tensor = tensor.narrow(dim, 0, size - less)
+        return tensor
+
+    return tuple(replace_tensors(args, shorten))

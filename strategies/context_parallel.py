@@ -1,0 +1,93 @@
+"""``ContextParallelStrategy``: ranks that share a batch divide its sequence."""
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from boltmesh.errors import LayoutError
+from boltmesh.strategies.context.axis import ContextAxis
+from boltmesh.strategies.context.cut import Mechanism
+from boltmesh.strategies.context.options import ContextOptions
+from boltmesh.strategies.context.positions import Balance
+from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
+from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.data_parallel.zero import ZeroAxis
+from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.mesh import MeshLayout
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.engine.data_axis import DataAxis
+
+
+class ContextParallelStrategy(MeshStrategy):
+    """Context parallelism for a LightningModule as its author wrote it: long sequences.
+
+    Every rank of a context group gets the whole batch, and keeps some positions of its sequence
+    from the first embedding on: activations take ``1 / size`` of the memory. The same numbers as
+    one process with the batch. What the code computes of the batch alone (labels, masks, position
+    ids, counts) is whole on every rank; a tensor behind the embedding has the shape of the whole.
+    Where a function needs all positions, they are gathered; attention fetches the keys that its
+    queries see, or swaps heads for positions, whichever sends less.
+
+    Where the sequence begins is found by running the step on tensors without data. Before the first
+    step one batch is run whole and divided: the loss and every gradient have to agree, else the run
+    is refused.
+
+    The loss that ``training_step`` returns, and what is logged or predicted, is that of the whole
+    sequence. Gradients are averaged over ``data x context``; hooks on activations see gradients
+    that are ``size`` times those of one process.
+
+    Args:
+        size: Ranks that divide a sequence; by default all. May cross hosts.
+        zero_stage: What is sharded over the ranks of ``data x context``: 0 nothing, 1 the optimizer
+            state, 2 also gradients, 3 also parameters.
+        attention: ``"keys"`` fetches the keys that this rank's queries see, ``"heads"`` swaps heads
+            for positions, ``"ring"`` lets keys go round, one rank's at a time; ``"auto"`` takes
+            keys or heads, per call, by bytes. A call that the chosen one cannot do is by keys.
+        balance: ``"contiguous"`` gives each rank one stretch of positions; ``"zigzag"`` two, one
+            from each end, so that causal attention is even work.
+        max_gather_bytes: A tensor that would be larger when gathered is refused by name.
+        find_unused_parameters: As for ``DDPStrategy``, with ``zero_stage=0``.
+        **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
+            ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
+            Lightning's own.
+
+    Raises:
+        ConfigError: When options contradict each other or do not exist.
+
+    Sources: Llama 3, Grattafiori et al. 2024, section 3.3.2, https://arxiv.org/abs/2407.21783;
+    DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509; Ring Attention, Liu et
+    al. 2023, https://arxiv.org/abs/2310.01889
+    """
+
+    strategy_name = "bolt_context"
+
+    def __init__(
+        self,
+        *,
+        size: int | None = None,
+        zero_stage: int = 0,
+        attention: Mechanism = "auto",
+        balance: Balance = "contiguous",
+        max_gather_bytes: int | None = None,
+        find_unused_parameters: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.options = ContextOptions(size, attention, balance, max_gather_bytes)
+        self.context_axis = ContextAxis(self.options)
+        replicas: DataAxis = DdpAxis(DdpOptions(find_unused_parameters=find_unused_parameters))
+        if zero_stage:
+            replicas = ZeroAxis(ZeroOptions(stage=zero_stage, key="zero_stage"))
+        super().__init__(axes=[replicas, self.context_axis], **kwargs)
+
+    @override
+    def choose_layout(self, world_size: int) -> MeshLayout:
+        size = self.options.size or world_size
+        if size > world_size or world_size % size:
+            fitting = max(each for each in range(1, world_size + 1)
+                          if world_size % each == 0 and each <= size)  # fmt: skip
+            raise LayoutError(
+                f"size={size} was asked of a job with {world_size} ranks, and a context group "
+                f"needs {size} of them. Set size={fitting}, or start a multiple of {size} ranks."
+            )
+        return MeshLayout.fill_data(world_size=world_size, context=size)

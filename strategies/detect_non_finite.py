@@ -1,0 +1,126 @@
+"""``DetectNonFinite``: names the first module whose output is not finite, its rank and its step."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from typing_extensions import override
+
+from boltmesh.errors import DivergenceError, UnsupportedError
+from boltmesh.strategies.pytree import tensors_in
+from boltmesh.strategies.torch_compat.tensors import is_fake
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+BATCH, LOSS = "the batch itself", "the loss"
+
+
+class DetectNonFinite(Callback):
+    """Ends training at the first output of a module that has a NaN or an infinity.
+
+    A cheap kind of ``Trainer(detect_anomaly=True)``: one comparison of each module's output, and
+    one small collective per batch, which waits for the device. Modules are looked at in the order
+    in which they finish, so the one that is named holds the operation, and none inside of it does.
+    Negative infinity is allowed, because masks consist of it.
+
+    The error comes after the batch, before a checkpoint of it is saved, and is the same on all
+    ranks: among several ranks the one with the earliest module is named. Pipelines are refused.
+    Modules that are compiled are not seen, only what contains them.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._seen: list[tuple[str, Tensor]] = []
+        """Names, and on the device whether all is finite."""
+        self._last: Tensor | None = None
+        self._step = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if getattr(trainer.strategy, "divides_modules", False):
+            # Its ranks call layers with outputs that are filled in later.
+            raise UnsupportedError(
+                "DetectNonFinite looks at the output of each layer when it returns, and in a "
+                "pipeline that is not filled in yet. Find the layer with bolt_ddp, bolt_zero3 or "
+                "bolt_tensor from the same checkpoint."
+            )
+        for name, module in pl_module.named_modules():
+            if name:
+                hook = partial(self._look, name)
+                self._handles.append(module.register_forward_hook(hook, always_call=False))
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._seen.clear()
+        self._step = trainer.global_step + 1
+        self._note(BATCH, batch)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._note(LOSS, outputs.get("loss") if isinstance(outputs, dict) else outputs)
+        device = trainer.strategy.root_device
+        seen, self._seen, self._last = self._seen, [], None
+        flags = [flag.to(device) for _, flag in seen]
+        is_finite = torch.stack(flags) if flags else torch.ones(1, dtype=torch.bool, device=device)
+        is_fine = is_finite.all().int()
+        if dist.is_initialized():
+            dist.all_reduce(is_fine, dist.ReduceOp.MIN)
+        if bool(is_fine):
+            return
+        own = None
+        if not bool(is_finite.all()):
+            at = int((~is_finite).int().argmax())
+            own = (at, trainer.global_rank, seen[at][0])
+        found: list[tuple[int, int, str] | None] = [own]
+        if dist.is_initialized():
+            found = [None] * dist.get_world_size()
+            dist.all_gather_object(found, own)
+        _, rank, name = min(each for each in found if each is not None)
+        what = name if name in {BATCH, LOSS} else f"the output of {name}"
+        raise DivergenceError(
+            f"in step {self._step} (batch {batch_idx} of the epoch) {what} is not finite on rank "
+            f"{rank}; all that came before it was. Resume from an earlier checkpoint, with a lower "
+            f"learning rate, gradient_clip_val, or a wider precision."
+        )
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._remove_hooks()
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for each in self._handles:
+            each.remove()
+        self._handles.clear()
+        self._seen.clear()
+
+    def _look(self, name: str, module: Module, inputs: Any, output: Any) -> None:
+        if module.training and not torch.compiler.is_compiling():
+            self._note(name, output)
+
+    def _note(self, name: str, value: Any) -> None:
+        for tensor in tensors_in(value):
+            if tensor is self._last or not tensor.is_floating_point() or not tensor.numel():
+                continue
+            self._last = tensor  # which the module around it often gives out again
+            local = tensor.detach()
+            if isinstance(local, DTensor):
+                local = local.to_local()
+            if local.device.type == "meta" or is_fake(local):
+                continue
+            self._seen.append((name, (local < float("inf")).all()))

@@ -1,0 +1,237 @@
+"""A run whose processes are killed at random, which has to end like one that was left alone.
+
+::
+
+    python -m tests.chaos --minutes 30
+
+``boltmesh fit --restarts`` trains on four ranks. Every 60 to 120 seconds SIGKILL meets one of its
+ranks, its launcher, or half of its ranks. A killed launcher is started again with the same command
+and ``resume=auto``, as a scheduler does. The losses of all steps, the parameters and the optimizer
+state are compared with those of an uninterrupted run, to the bit.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.cli.test_run_ranks import TINY, assert_same, metrics
+
+ROOT = Path(__file__).parents[1]
+KINDS = ("rank", "launcher", "half of the ranks")
+STEP_S = 0.1
+POLL_S = 0.2
+
+
+class Chaos(NamedTuple):
+    """What happened in one trial."""
+
+    kills: Counter[str]
+    told: list[str]
+    """Lines of the launchers about restarts."""
+    seconds: float
+    steps: int
+    num_repeated: int
+    """Steps that were logged more than once."""
+
+
+def run_chaos(
+    folder: Path,
+    *,
+    minutes: float,
+    every_s: tuple[float, float] = (60.0, 120.0),
+    num_ranks: int = 4,
+    strategy: str = "bolt_zero2",
+    seed: int = 0,
+) -> Chaos:
+    """Run the trial in a folder.
+
+    Args:
+        folder: An empty one.
+        minutes: Kills go on for so long; the run then ends by itself.
+        every_s: Least and most seconds from one kill to the next.
+        num_ranks: See ``--ranks``.
+        strategy: Name of the strategy.
+        seed: Of the moments and the kinds of kills.
+
+    Raises:
+        AssertionError: The run did not end by itself, or ended otherwise than one left alone.
+    """
+    # Half of the time is for starts on a slow machine, and for steps that are repeated.
+    steps = max(20, int(0.5 * minutes * 60 / STEP_S))
+    overrides = (
+        f"devices={num_ranks}", f"strategy={strategy}", "max_epochs=-1", f"max_steps={steps}",
+        "data.init_args.samples=4800", "limit_val_batches=4", "checkpoint.every_n_steps=20",
+        "strategy.timeout_s=60",
+    )  # fmt: skip
+    command = [sys.executable, "-m", "boltmesh", "fit", str(TINY), *overrides]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        "BOLTMESH_RUN_DIR": str(folder / "telemetry"),
+    }
+    straight = [*command, "run.name=straight"]
+    subprocess.run(straight, cwd=folder, env=environment, check=True, capture_output=True)
+    disturbed = [
+        *command, "run.name=chaos", f"model.init_args.step_s={STEP_S}", "resume=auto",
+        "--restarts", "1000",
+    ]  # fmt: skip
+    trial = _Trial(disturbed, folder, environment, random.Random(seed), every_s)
+    began = time.monotonic()
+    trial.run(until=began + 60 * minutes)
+    seconds = time.monotonic() - began
+    runs = folder / "runs"
+    assert [each.name for each in (runs / "chaos").iterdir()] == ["0"], "one folder for all starts"
+    expected, found = metrics(runs / "straight/0"), metrics(runs / "chaos/0")
+    differing = [step for step in expected if expected[step] != found.get(step)]
+    assert found.keys() == expected.keys(), "steps that were logged"
+    assert not differing, f"losses differ at steps {differing[:10]}"
+    one, other = (_whole(runs / f"{name}/0", folder, environment) for name in ("straight", "chaos"))
+    assert one["global_step"] == other["global_step"] == steps
+    for key in ("state_dict", "optimizer_states"):
+        assert_same(one[key], other[key])
+    kept = {each.name for each in (runs / "chaos/0/checkpoints").iterdir()}
+    assert len(kept) <= 4, f"kills have left checkpoints: {sorted(kept)}"
+    rows = sum(len(each.read_text().splitlines()) - 1 for each in runs.glob("chaos/0/logs/*/*.csv"))
+    straight_rows = sum(
+        len(each.read_text().splitlines()) - 1 for each in runs.glob("straight/0/logs/*/*.csv")
+    )
+    return Chaos(trial.kills, trial.told(), seconds, steps, rows - straight_rows)
+
+
+class _Trial:
+    """The command that is disturbed, and started again when its launcher was killed."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        environment: dict[str, str],
+        chance: random.Random,
+        every_s: tuple[float, float],
+    ) -> None:
+        self._command = command
+        self._folder = folder
+        self._environment = environment
+        self._chance = chance
+        self._every_s = every_s
+        self._kinds: list[str] = []
+        self._log = folder / "stderr"
+        self.kills: Counter[str] = Counter()
+
+    def run(self, until: float) -> None:
+        """Start the command, kill until the time is over, and wait for its end."""
+        launcher = self._start()
+        try:
+            while launcher.poll() is None:
+                is_over = not self._wait(launcher, self._chance.uniform(*self._every_s))
+                if is_over or time.monotonic() > until:
+                    break
+                if self._kill(launcher) == "launcher":
+                    launcher.wait()
+                    launcher = self._start()
+            launcher.wait(timeout=600)
+        finally:
+            if launcher.poll() is None:
+                launcher.kill()
+        assert launcher.returncode == 0, self._log.read_text()[-4000:]
+
+    def told(self) -> list[str]:
+        """Return the lines about restarts."""
+        return [line for line in self._log.read_text().splitlines() if "; restart " in line]
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        with self._log.open("ab") as errors:
+            return subprocess.Popen(
+                self._command,
+                cwd=self._folder,
+                env=self._environment,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+
+    def _wait(self, launcher: "subprocess.Popen[bytes]", seconds: float) -> bool:
+        """Return whether it still runs after so many seconds."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if launcher.poll() is not None:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _kill(self, launcher: "subprocess.Popen[bytes]") -> str | None:
+        if not self._kinds:  # each kind comes as often as the others
+            self._kinds = self._chance.sample(KINDS, len(KINDS))
+        ranks = _children(launcher.pid)
+        if not ranks:  # it waits before a restart
+            return None
+        kind = self._kinds.pop()
+        count = {"rank": 1, "launcher": 0}.get(kind, len(ranks) // 2)
+        pids = [launcher.pid] if kind == "launcher" else self._chance.sample(ranks, count)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        self.kills[kind] += 1
+        print(f"{time.strftime('%H:%M:%S')} killed: {kind}", flush=True)  # noqa: T201
+        return kind
+
+
+def _children(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += map(int, (task / "children").read_text().split())
+    return sorted(found)
+
+
+def _whole(run: Path, folder: Path, environment: dict[str, str]) -> Any:
+    """Return the newest checkpoint of a run as plain Lightning has it."""
+    last, target = run / "checkpoints/last.ckpt", folder / f"{run.parent.name}.ckpt"
+    export = [sys.executable, "-m", "boltmesh", "export", str(last), "--to", str(target)]
+    source = last
+    if last.is_dir():
+        subprocess.run(export, cwd=folder, env=environment, check=True, capture_output=True)
+        source = target
+    return torch.load(source, weights_only=True)
+
+
+def main() -> None:
+    """Run the trial as the command line says, and print what happened."""
+    parser = argparse.ArgumentParser(description="A run that is killed at random.")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--strategy", default="bolt_zero2")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every", type=float, nargs=2, default=(60.0, 120.0), metavar="SECONDS")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        seen = run_chaos(
+            Path(folder),
+            minutes=given.minutes,
+            every_s=tuple(given.every),
+            num_ranks=given.ranks,
+            strategy=given.strategy,
+            seed=given.seed,
+        )
+    print("\n".join(seen.told))  # noqa: T201
+    kinds = ", ".join(f"{kind}: {count}" for kind, count in sorted(seen.kills.items()))
+    print(  # noqa: T201
+        f"{sum(seen.kills.values())} kills ({kinds}) in {seen.seconds / 60:.1f} min; {seen.steps} "
+        f"steps, {seen.num_repeated} repeated; losses, parameters and optimizer state equal those "
+        f"of an uninterrupted run to the bit"
+    )
+
+
+if __name__ == "__main__":
+    main()

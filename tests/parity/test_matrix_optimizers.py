@@ -1,0 +1,160 @@
+"""Optimizers of whole matrices step sharded parameters as in one process."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.tensor import DTensor
+
+from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
+from boltmesh.strategies import (
+    DDPStrategy,
+    Parallel3DStrategy,
+    TensorParallelStrategy,
+    ZeROStrategy,
+)
+from boltmesh.telemetry.reader.reader import open_job
+from tests.support.matrix_optimizers import Matrices
+from tests.support.ranks import run_ranks
+from tests.support.stack import token_data
+
+pytestmark = pytest.mark.ranks
+
+
+def problem(kind: str, accumulate: int) -> Problem:
+    return Problem(
+        module=partial(Matrices, kind),
+        train=partial(token_data, 48, 2),
+        validation=partial(token_data, 8, 2),
+        steps=5,
+        accumulate=accumulate,
+        trainer={"accelerator": "cpu", "gradient_clip_val": 0.8},
+    )
+
+
+def one_process(rank: int, world_size: int, kind: str, accumulate: int, data_size: int) -> Trace:
+    return trace_one_process(problem(kind, accumulate), data_size=data_size, is_dealt=data_size > 1)
+
+
+def sharded(
+    rank: int, world_size: int, kind: str, accumulate: int, options: dict[str, Any]
+) -> Trace:
+    kinds = {"stage": ZeROStrategy, "zero_stage": Parallel3DStrategy}
+    strategy: Any = next((kinds[key] for key in kinds if key in options), TensorParallelStrategy)
+    made = strategy(telemetry=False, **options)
+    return trace_layout(problem(kind, accumulate), made, devices=world_size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulate", "ranks", "options"),
+    [
+        ("muon", 1, 2, {"stage": 1}),
+        ("muon", 2, 2, {"stage": 3}),
+        ("shampoo", 2, 2, {"stage": 2}),
+        ("shampoo", 1, 3, {"stage": 3}),
+        ("adafactor", 1, 2, {"stage": 2}),
+        ("shampoo", 1, 4, {"stage": 3, "shard_size": 2}),
+        ("shampoo", 1, 4, {"pipeline": 2, "data": 2, "zero_stage": 2, "microbatches": 2}),
+        ("muon", 1, 2, {}),
+        ("shampoo", 2, 2, {}),
+        ("adafactor", 1, 4, {"tensor": 2, "pipeline": 2, "zero_stage": 0, "microbatches": 2}),
+        ("adafactor", 1, 4, {"tensor": 2, "data": 2, "zero_stage": 0}),
+    ],
+)
+def test_whole_matrices_are_stepped_as_in_one_process(
+    kind: str, accumulate: int, ranks: int, options: dict[str, Any]
+) -> None:
+    shares = 2 if not options else options.get("pipeline", 1) * options.get("tensor", 1)
+    data_size = ranks // shares
+    reference = run_ranks(one_process, 1, kind, accumulate, data_size)[0]
+    for trace in run_ranks(sharded, ranks, kind, accumulate, options, timeout_s=110):
+        assert find_differences(reference, trace) == []
+        assert trace.optimizer_state.keys() == reference.optimizer_state.keys()
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    value = parameter.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def run(
+    rank: int, world_size: int, folder: str, steps: int, resume: str | None, stage: int
+) -> dict[str, torch.Tensor]:
+    seed_everything(3)
+    module = Matrices("shampoo")
+    strategy: Any = (
+        ZeROStrategy(stage=stage, telemetry=False) if stage else DDPStrategy(telemetry=False)
+    )
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=steps, logger=False,
+        callbacks=ModelCheckpoint(folder, "at{step}", every_n_train_steps=3, save_top_k=-1),
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, token_data(48, 4), ckpt_path=resume)
+    found = {name: full(each).clone() for name, each in module.named_parameters()}
+    names = {id(each): name for name, each in module.named_parameters()}
+    (optimizer,) = trainer.optimizers
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            found[f"{names[id(parameter)]}.{key}"] = torch.as_tensor(value)
+    return found
+
+
+def test_state_of_whole_matrices_is_saved_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    checkpoint = str(tmp_path / "atstep=3.ckpt")
+    straight = run_ranks(run, 2, str(tmp_path), 5, None, 2, timeout_s=110)
+    resumed = run_ranks(run, 2, str(tmp_path / "other"), 5, checkpoint, 2, timeout_s=110)
+    for one, other in zip(straight, resumed, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    # No rank keeps a state twice, and another layout reads all of it.
+    states = [{name for name in each if "momentum" in name} for each in resumed]
+    assert not states[0] & states[1]
+    saved = run_ranks(run, 2, str(tmp_path / "same"), 3, checkpoint, 3, timeout_s=110)
+    alone = run_ranks(run, 2, str(tmp_path / "alone"), 3, checkpoint, 0, timeout_s=110)[0]
+    together = saved[0] | saved[1]
+    assert alone.keys() == together.keys()
+    assert all(torch.equal(alone[name], together[name]) for name in alone)
+
+
+def recorded(rank: int, world_size: int, kind: str, axis: str) -> str:
+    strategy: Any = ZeROStrategy(stage=2) if axis == "data" else TensorParallelStrategy()
+    path = []
+
+    class Notes(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            path.append(str(strategy.recorder.path))
+
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=12, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=Notes(),
+    )  # fmt: skip
+    trainer.fit(Matrices(kind), token_data(48, 2))
+    return path[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "axis", "operator"),
+    [
+        ("muon", "data", "alltoall_base"),
+        ("shampoo", "data", "alltoall_base"),
+        ("shampoo", "tensor", "broadcast"),
+    ],
+)
+def test_the_bytes_of_whole_steps_are_those_expected(kind: str, axis: str, operator: str) -> None:
+    path = run_ranks(recorded, 2, kind, axis)[0]
+    with open_job(Path(path)) as job:
+        snapshot = job.snapshot()
+    expected = {each.operator: each.payload_bytes for each in snapshot.expected}
+    counted = {
+        each.operator: each.bytes_per_step
+        for each in snapshot.ranks[0].collectives
+        if each.axis == axis and each.bytes_per_step
+    }
+    assert counted[operator] == expected[operator]

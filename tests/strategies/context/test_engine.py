@@ -1,0 +1,151 @@
+"""Models whose sequence is divided, beside the same models whole, on ranks of gloo."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from boltmesh.strategies.context import exchange
+from boltmesh.strategies.context.positions import Positions, divide, joined, merged, of_one
+from tests.support.context_runs import apart, compare, world
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def run_models(rank: int, size: int, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    return {name: compare(name, **options) for name in names}
+
+
+def far(found: dict[str, Any], *, by: float) -> dict[str, float]:
+    """What is farther from one process than that."""
+    return {
+        f"{name} {key}": each[key]
+        for name, each in found.items()
+        for key in ("loss", "gradient", "parameter")
+        if not each[key] <= by
+    }
+
+
+@pytest.mark.slow(30)
+@pytest.mark.parametrize("balance", ["contiguous", "zigzag"])
+def test_models_are_those_of_one_process(balance: str) -> None:
+    names = ["gpt", "pooled", "mixer", "prefixed", "own", "llama", "mistral", "bert-padded"]
+    found = run_ranks(run_models, 3, names, {"balance": balance, "length": 26})
+    for each in found:
+        assert far(each, by=2e-6) == {}
+
+
+@pytest.mark.full
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_more_models_are_those_of_one_process(size: int) -> None:
+    names = ["qwen2", "gemma3", "gpt2", "vit", "bert", "llama-eager", "mistral-eager", "gpt2-eager",
+             "llama-padded", "llama-left"]  # fmt: skip
+    for each in run_ranks(run_models, size, names, {}):
+        assert far(each, by=2e-6) == {}
+
+
+def test_in_double_precision_differences_are_roundings() -> None:
+    names = ["gpt", "mixer", "pooled"]
+    for each in run_ranks(run_models, 2, names, {"double": True, "steps": 1}):
+        assert far(each, by=1e-14) == {}
+
+
+def test_there_may_be_fewer_positions_than_ranks() -> None:
+    for each in run_ranks(run_models, 3, ["gpt", "llama"], {"length": 2, "steps": 1}):
+        assert far(each, by=2e-6) == {}
+
+
+@pytest.mark.parametrize("way", ["heads", "ring"])
+def test_attention_by_heads_and_by_a_ring_is_that_of_one_process(way: str) -> None:
+    names = ["llama", "mistral", "bert-padded"]
+    for each in run_ranks(run_models, 3, names, {"attention": way, "steps": 1}):
+        assert far(each, by=2e-6) == {}
+        purposes = {key.split(":")[0] for one in each.values() for key in one["sent"]}
+        assert way in purposes
+        assert "keys" not in purposes
+
+
+def test_a_window_fetches_the_keys_that_it_shows() -> None:
+    """Window 6, two ranks: five positions of two layers go to the second rank."""
+    first, second = run_ranks(run_models, 2, ["mistral"], {"steps": 1, "length": 26})
+    row = 2 * 2 * 4 * 8 * 4  # keys and values, batch, heads (repeated for a mask), channels, fp32
+    assert first["mistral"]["sent"]["keys"] == 2 * 5 * row
+    assert second["mistral"]["sent"]["keys"] == 0
+
+
+# Positions.
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 16, 29])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("balance", ["contiguous", "zigzag"])
+def test_ranks_have_every_position_once(length: int, ranks: int, balance: Any) -> None:
+    found = divide(length, ranks, balance)
+    taken = sorted(at for part in found.parts for a, b in part for at in range(a, b))
+    assert taken == list(range(length))
+    counts = [found.count(rank) for rank in range(ranks)]
+    assert max(counts) - min(counts) <= (1 if balance == "contiguous" else 2)
+
+
+def test_a_slice_and_a_join_keep_who_has_what() -> None:
+    found = divide(10, 2, "zigzag").narrowed(1, 10)
+    assert found == Positions(9, (((0, 1), (6, 9)), ((1, 6),)))
+    assert joined([of_one(2, 2, 0), found]).parts == (((0, 3), (8, 11)), ((3, 8),))
+
+
+# Exchange.
+
+
+def dot(one: Tensor, other: Tensor) -> float:
+    return float((one * other).sum())
+
+
+def check_exchange(rank: int, size: int, length: int, balance: Any) -> dict[str, Any]:
+    """Values, adjoints by <f(x), y> = <x, f'(y)> over all ranks, and bytes."""
+    group = world()
+    positions = divide(length, size, balance)
+    torch.manual_seed(0)
+    whole = torch.randn(2, 4, length, 3, dtype=torch.float64)
+
+    def own(tensor: Tensor) -> Tensor:
+        pieces = [tensor[:, :, a:b] for a, b in positions.parts[rank]]
+        return torch.cat(pieces or [tensor[:, :, :0]], 2)
+
+    local = own(whole).requires_grad_()
+    wants = [merged([(max(0, length // 2 - 2 * r), length)]) for r in range(size)]
+    fetched = exchange.fetch(local, 2, positions, wants, group, "fetch")
+    start = max(0, length // 2 - 2 * rank)
+    found = {"fetch": apart(fetched.detach(), whole[:, :, start:])}
+    heads = [list(range(4 * r // size, 4 * (r + 1) // size)) for r in range(size)]
+    swapped = exchange.swap_to_heads(local, positions, heads, group, "heads")
+    found["heads"] = apart(swapped.detach(), whole[:, heads[rank]])
+    back = exchange.swap_to_positions(swapped, positions, heads, group, "back")
+    found["back"] = apart(back.detach(), local.detach())
+    row = 2 * 4 * 3 * 8
+    mine = {at for a, b in positions.parts[rank] for at in range(a, b)}
+    wanted = [{at for a, b in each for at in range(a, b)} for each in wants]
+    others = [r for r in range(size) if r != rank]
+    found["fetch bytes"] = group.sent["fetch"] - row * sum(len(mine & wanted[r]) for r in others)
+    swapped_heads = sum(len(heads[r]) for r in others)
+    found["heads bytes"] = group.sent["heads"] - 2 * 3 * 8 * len(mine) * swapped_heads
+    for name, result in (("fetch", fetched), ("heads", swapped), ("back", back)):
+        seed = torch.randn(result.shape, dtype=torch.float64)
+        (gradient,) = torch.autograd.grad(result, local, seed, retain_graph=True)
+        sides = torch.tensor([dot(result.detach(), seed), dot(local.detach(), gradient)])
+        sides = exchange.total(sides, group)
+        found[f"{name} adjoint"] = float((sides[0] - sides[1]).abs())
+    theirs = [{at for a, b in each for at in range(a, b)} for each in positions.parts]
+    found["backward bytes"] = group.sent["fetch (backward)"] - row * sum(
+        len(wanted[rank] & theirs[r]) for r in others
+    )
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_exchanges_and_their_adjoints_are_exact_to_the_byte(size: int) -> None:
+    for length, balance in ((29, "contiguous"), (16, "zigzag"), (2, "contiguous")):
+        for found in run_ranks(check_exchange, size, length, balance):
+            assert all(abs(value) < 1e-5 for value in found.values()), found

@@ -1,0 +1,76 @@
+"""Bytes and calls of exchanges are those expected, where every row goes to every expert."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from boltmesh.strategies import ZeROStrategy
+from boltmesh.telemetry.reader.reader import open_job
+from tests.support.expert_models import MoeModule
+from tests.support.expert_runs import loader, trainer
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+class Notes(Callback):
+    """Keeps where the telemetry of a run is."""
+
+    path = ""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        self.path = str(strategy.recorder.path)
+
+
+def fit(rank: int, world_size: int, options: dict[str, Any], accumulate: int) -> str:
+    notes = Notes()
+    run = trainer(
+        world_size,
+        ZeROStrategy(stage=1, **options),
+        max_steps=6,
+        callbacks=[notes],
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+    )
+    run.fit(MoeModule("all"), loader(0, 6 * accumulate))
+    return notes.path
+
+
+@pytest.mark.sample("2-2", "4-2")
+@pytest.mark.parametrize(
+    ("world_size", "options", "accumulate"),
+    [
+        (2, {"expert": 2}, 2),
+        (2, {"expert": 2, "activation_checkpointing": "full"}, 1),
+        (4, {"expert": 2}, 1),
+    ],
+    ids=["2-2", "recomputed", "4-2"],
+)
+def test_a_step_moves_what_is_expected(
+    world_size: int, options: dict[str, Any], accumulate: int
+) -> None:
+    path = run_ranks(fit, world_size, options, accumulate)[0]
+    with open_job(Path(path)) as job:
+        snapshot = job.snapshot()
+    assert snapshot.communication_note is None
+    expected = {
+        (each.axis, each.operator): (each.payload_bytes, each.calls) for each in snapshot.expected
+    }
+    assert ("expert", "alltoall_base") in expected
+    for rank in snapshot.ranks:
+        counted: dict[tuple[str, str], tuple[float, float]] = {}
+        for each in rank.collectives:
+            if each.bytes_per_step and each.axis in {"data", "expert"}:
+                key = each.axis, each.operator  # of one group or of several
+                payload, calls = counted.get(key, (0.0, 0.0))
+                more = each.calls_per_step or 0.0
+                counted[key] = payload + each.bytes_per_step, calls + more
+        for key, (bytes_expected, calls_expected) in expected.items():
+            assert counted[key][0] == bytes_expected, key
+            assert calls_expected is None or counted[key][1] == calls_expected, key
+        assert counted.keys() == expected.keys()

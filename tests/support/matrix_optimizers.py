@@ -1,0 +1,80 @@
+"""Optimizers that step whole matrices, and a model of matrices alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from tests.support.stack import VOCABULARY, Stack
+
+
+class Shampoo(Optimizer):
+    """Factors of the gradient's rows and columns; of a vector its squares. Groups count steps."""
+
+    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "calls": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["calls"] += 1
+            for each in group["params"]:
+                if each.grad is not None:
+                    self._step(each, each.grad, group)
+        return loss
+
+    def _step(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["count"] = 0
+            state["momentum"] = torch.zeros_like(parameter)
+            for name, size in zip(("left", "right"), grad.shape, strict=False):
+                state[name] = 0.1 * torch.eye(size, dtype=grad.dtype)
+        state["count"] += 1
+        if grad.dim() > 1:
+            state["left"] += grad @ grad.T
+            state["right"] += grad.T @ grad
+            grad = _root(state["left"]) @ grad @ _root(state["right"])
+        state["momentum"].mul_(group["momentum"]).add_(grad)
+        parameter.sub_(state["momentum"], alpha=group["lr"] / group["calls"] ** 0.5)
+
+
+def _root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix.double())
+    return (vectors * values.clamp(min=1e-6) ** -0.25 @ vectors.T).to(matrix.dtype)
+
+
+class Matrices(Stack):
+    """Trained by one of them, in two groups."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(depth=3)
+        self.kind = kind
+        if kind == "muon":  # which takes nothing else
+            self.embedding, self.head = nn.Embedding(VOCABULARY, 7), nn.Linear(7, VOCABULARY, False)
+            for each in self.parameters():
+                each.requires_grad_(each.dim() == 2)
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets = batch
+        return functional.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self) -> Any:
+        trained = [each for each in self.parameters() if each.requires_grad]
+        if self.kind == "muon":
+            groups: list[dict[str, Any]] = [
+                {"params": trained[:2]},
+                {"params": trained[2:], "weight_decay": 0.0},
+            ]
+            return torch.optim.Muon(groups, lr=0.02)
+        if self.kind == "adafactor":
+            return torch.optim.Adafactor(trained, lr=0.05)
+        # The second group has one parameter: other ranks own nothing of it.
+        return Shampoo([{"params": trained[1:]}, {"params": trained[:1], "lr": 0.02}])
