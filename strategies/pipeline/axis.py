@@ -59,6 +59,7 @@ from boltmesh.strategies.pipeline.stage.units import find_stage_units, refuse_wr
 from boltmesh.strategies.pipeline.stage_params import add_pending, gathered
 from boltmesh.strategies.pipeline.staged_model import StagedModel
 from boltmesh.strategies.pipeline.training import training_step
+from boltmesh.strategies.progress import long_phase
 from boltmesh.strategies.torch_compat.optimizers import (
     TOTAL_NORM,
     total_norm_replaced,
@@ -172,7 +173,11 @@ class PipelineAxis(Axis):
                 axis.cut_into_stages(units)
             # What crosses borders is of the type that the model will have.
             strategy.model = strategy.precision_plugin.convert_module(module)
-            with fake_optimizers(strategy, module):
+            is_shown = strategy.is_global_zero
+            with (
+                fake_optimizers(strategy, module),
+                long_phase("cuts the model into stages", is_shown=is_shown),
+            ):
                 staged.place(module, step, sample.batch, rest, around)
             self._evaluation = Evaluation(staged)
         if strategy.is_fitting:

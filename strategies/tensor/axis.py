@@ -33,6 +33,7 @@ from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping
 from boltmesh.strategies.optimizer_probe import find_mixing
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
+from boltmesh.strategies.progress import long_phase
 from boltmesh.strategies.tensor.expected_traffic import (
     CountingGroup,
     OperatorTraffic,
@@ -138,7 +139,8 @@ class TensorAxis(Axis):
             refuse_parameters(module)
             for axis in strategy.axes:
                 axis.refuse_placed(module)
-            notes = self.divide(module, step, *self._sample)
+            with long_phase("verifies the tensor plan", is_shown=strategy.is_global_zero):
+                notes = self.divide(module, step, *self._sample)
             if strategy.is_global_zero:
                 for note in notes:
                     warnings.warn(f"Tensor plan: {note}.", stacklevel=2)
