@@ -55,6 +55,8 @@ KNOWN_DATA = (RECIPE_FOLDER.parent / "examples" / "text.py").resolve()
 TENSOR = "bolt_tensor"
 CONTEXT = "bolt_context"
 EXPERT = "bolt_expert"
+FIND_UNUSED = "bolt_ddp_find_unused_parameters_true"
+"""Needs what ``bolt_ddp`` needs, so a table has one of them."""
 DIVIDING = (PIPELINE, TENSOR, CONTEXT, SEVERAL_AXES, EXPERT)
 """What has plans of its own: ``stage_plan.py``, ``tensor_plan.py``, ``context_plan.py``,
 ``mesh_plan.py`` and ``expert_plan.py``."""
@@ -159,7 +161,7 @@ def make_plan(
     sharings = {
         name: sharing_of(name, STRATEGIES[name], {})
         for name in STRATEGIES
-        if name not in (*DIVIDING, REPLICATED)
+        if name not in (*DIVIDING, REPLICATED) and (name != FIND_UNUSED or name == own)
     }
     options = None
     if own in sharings:

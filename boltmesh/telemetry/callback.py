@@ -27,11 +27,6 @@ COUNTED_BATCH = 1
 """The batch whose FLOPs are counted: in the first one layers are still built and plans proven."""
 
 
-def callbacks() -> list[Callback]:
-    """Return nothing: for installations whose metadata name it as an entry point."""
-    return []
-
-
 class TelemetryCallback(Callback):
     """Tells the strategy's recorder where the loop is; idle where it records nothing."""
 

@@ -102,11 +102,6 @@ def set_parameter(module: Module, name: str, value: Tensor) -> None:
     module._parameters[name] = value  # type: ignore[assignment]
 
 
-def is_compiled(module: Module) -> bool:
-    """Whether ``module.compile()`` was called."""
-    return module._compiled_call_impl is not None
-
-
 def has_full_backward_hooks(module: Module) -> bool:
     """Whether a module has hooks for the gradients of its inputs and outputs."""
     hooks = module._backward_hooks or module._backward_pre_hooks
