@@ -23,7 +23,6 @@ from boltmesh.strategies.torch_compat.tensors import (
     storage_key,
     tree_leaves,
 )
-from boltmesh.telemetry.writer.torch_compat.flops import attention_flops
 
 STEP = "training_step"
 """The method that plans are made of."""
@@ -66,7 +65,7 @@ class DryStep:
         known = set(names) | {storage_key(each) for each in module.buffers()}
         shapes = {tuple(each.shape) for each in module.parameters()}
         watch = _Temporaries(names, known, shapes)
-        flops = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: attention_flops})
+        flops = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
         saved: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor) -> Tensor:
@@ -134,6 +133,20 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
             )
             self.most_bytes = max(self.most_bytes, size)
         return made
+
+
+def _attention_flops(
+    query: Sequence[int],
+    key: Sequence[int],
+    value: Sequence[int],
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> int:
+    """Count the kernel that torch has no formula for; a causal one does half of the products."""
+    batch, heads, rows, width = query
+    products = 2 * batch * heads * rows * key[-2] * (width + value[-1])
+    return products // 2 if is_causal else products
 
 
 def computing_in(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

@@ -21,7 +21,6 @@ from boltmesh.telemetry.writer.torch_compat.flops import can_count
 
 if TYPE_CHECKING:
     from boltmesh.telemetry.writer.recorder import Recorder
-    from boltmesh.telemetry.writer.step_flops import BatchFlops
 
 COUNTED_BATCH = 1
 """The batch whose FLOPs are counted: in the first one layers are still built and plans proven."""
@@ -36,7 +35,7 @@ class TelemetryCallback(Callback):
         self._seen: dict[str, Tensor] = {}
         self._is_validating = False
         self._peak_flops: float | None = None
-        self._batch_flops: BatchFlops | None = None
+        self._batch_flops: int | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,8 +162,7 @@ class TelemetryCallback(Callback):
         """Record the FLOPs of a batch; a module may learn them only while it runs."""
         counted, stated = self._batch_flops, flops_per_batch(pl_module)
         recorder.compute(
-            flops_per_batch=counted.model if stated is None and counted is not None else stated,
-            hardware_flops_per_batch=None if counted is None else counted.hardware,
+            flops_per_batch=counted if stated is None else stated,
             peak_flops_per_second=self._peak_flops,
         )
 

@@ -287,8 +287,6 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     flops_per_batch: float | None = None
     """Model FLOPs of one batch on this rank, forward and backward: ``flops_per_batch`` of the
     LightningModule, else counted in its second batch."""
-    hardware_flops_per_batch: float | None = None
-    """The same with activations that are computed again; as counted."""
     peak_flops_per_second: float | None = None
     """What the device can do at the run's precision, by its data sheet."""
     skipped_records: int = 0

@@ -138,7 +138,6 @@ class SimulatedRank:
             offload=offload(setup, rank, step),
             chunks=chunks,
             flops_per_batch=flops_per_batch(setup, self.stage),
-            hardware_flops_per_batch=flops_per_batch(setup, self.stage),
             peak_flops_per_second=PEAK_FLOPS_PER_SECOND,
         )
 

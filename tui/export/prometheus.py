@@ -298,12 +298,6 @@ def _of_figures(seen: Observation) -> Iterator[Family]:
         "Model FLOPs of all ranks a second.",
         [({}, None if tflops is None else tflops * 1e12)],
     )
-    tflops = found.hardware_tflops.value
-    yield gauge(
-        "job_hardware_flops_per_second",
-        "FLOPs of all ranks a second, recomputed activations included.",
-        [({}, None if tflops is None else tflops * 1e12)],
-    )
     kinds = {finding.kind for finding in diagnose(state)}
     yield gauge(
         "job_finding",

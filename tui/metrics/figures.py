@@ -31,7 +31,6 @@ class Figures(msgspec.Struct, frozen=True):
     bubble_ratio: DefinedFigure
     mfu: DefinedFigure
     model_tflops: DefinedFigure
-    hardware_tflops: DefinedFigure
     tokens_per_s: DefinedFigure
     step_s: DefinedFigure
     exposed_communication: DefinedFigure
@@ -67,10 +66,6 @@ def figures(state: State) -> Figures:
             None if flops is None else flops.per_second / 1e12,
             "10^12 model FLOPs a second of all ranks, recomputation not counted: flops_per_batch "
             "of the module, else counted in the second batch",
-        ),
-        hardware_tflops=DefinedFigure(
-            None if flops is None or flops.hardware is None else flops.hardware / 1e12,
-            "the same with recomputation, as counted in the second batch",
         ),
         tokens_per_s=DefinedFigure(
             None if is_stalled else job.tokens_per_second,
@@ -109,8 +104,6 @@ class Flops(msgspec.Struct, frozen=True):
     """Model FLOPs of all ranks whose FLOPs are known, a second."""
     utilization: float | None
     """Share of the peak of the same ranks; None where the peak of one is not known."""
-    hardware: float | None
-    """FLOPs a second with recomputation; None where that of one rank is not known."""
     num_ranks: int
     """Those that are in it."""
 
@@ -122,7 +115,6 @@ def job_flops(job: JobSnapshot) -> Flops | None:
         return None
     profiles = rank_profiles(job)
     done = 0.0
-    hardware: float | None = 0.0
     peak: float | None = 0.0
     num_ranks = 0
     for rank in job.ranks:
@@ -133,11 +125,9 @@ def job_flops(job: JobSnapshot) -> Flops | None:
         done += (rank.flops_per_batch or 0.0) / profile.step_s
         known = rank.peak_flops_per_second
         peak = None if peak is None or not known or known <= 0 else peak + known
-        ran = rank.hardware_flops_per_batch
-        hardware = None if hardware is None or ran is None else hardware + ran / profile.step_s
     if not num_ranks:
         return None
-    return Flops(done, done / peak if peak else None, hardware, num_ranks)
+    return Flops(done, done / peak if peak else None, num_ranks)
 
 
 def rank_flops(job: JobSnapshot, rank: RankSnapshot) -> Flops | None:
@@ -147,9 +137,7 @@ def rank_flops(job: JobSnapshot, rank: RankSnapshot) -> Flops | None:
         return None
     done = (rank.flops_per_batch or 0.0) / profile.step_s
     peak = rank.peak_flops_per_second
-    ran = rank.hardware_flops_per_batch
-    hardware = None if ran is None else ran / profile.step_s
-    return Flops(done, done / peak if peak and peak > 0 else None, hardware, 1)
+    return Flops(done, done / peak if peak and peak > 0 else None, 1)
 
 
 def _has_flops(rank: RankSnapshot) -> bool:

@@ -202,7 +202,6 @@ class Facts(msgspec.Struct, frozen=True):
     expected: list[dict[str, Any]] = []
     expected_memory: list[dict[str, Any]] = []
     flops_per_batch: float | None = None
-    hardware_flops_per_batch: float | None = None
     peak_flops_per_second: float | None = None
     checkpoint: str | None = None
     live_microbatches: list[tuple[int, int]] = []

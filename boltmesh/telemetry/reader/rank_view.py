@@ -291,7 +291,6 @@ class RankView:
                 if stage >= 0 and most >= 0
             ),
             flops_per_batch=_positive(facts.flops_per_batch),
-            hardware_flops_per_batch=_positive(facts.hardware_flops_per_batch),
             peak_flops_per_second=_positive(facts.peak_flops_per_second),
             skipped_records=reader.num_damaged,
         )

@@ -49,7 +49,6 @@ class NullRecorder:
         self,
         *,
         flops_per_batch: float | None,
-        hardware_flops_per_batch: float | None,
         peak_flops_per_second: float | None,
     ) -> None:
         """See ``Recorder``."""

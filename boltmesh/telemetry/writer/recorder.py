@@ -49,7 +49,7 @@ from boltmesh.telemetry.writer.phases import (
 from boltmesh.telemetry.writer.rank_file import RankFile
 from boltmesh.telemetry.writer.register import introduce, open_file, open_host
 from boltmesh.telemetry.writer.status_line import StatusLine
-from boltmesh.telemetry.writer.step_flops import BatchFlops, FlopCounter
+from boltmesh.telemetry.writer.step_flops import FlopCounter
 from boltmesh.telemetry.writer.step_queue import EndedStep, StepQueue
 from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES
 
@@ -263,13 +263,11 @@ class Recorder:
         self,
         *,
         flops_per_batch: float | None,
-        hardware_flops_per_batch: float | None,
         peak_flops_per_second: float | None,
     ) -> None:
         """Say what one batch on this rank takes, and what its device can do at most."""
         compute = {
             "flops_per_batch": flops_per_batch,
-            "hardware_flops_per_batch": hardware_flops_per_batch,
             "peak_flops_per_second": peak_flops_per_second,
         }
         if compute != self._compute:
@@ -278,10 +276,10 @@ class Recorder:
 
     @guarded
     def count_flops(self) -> None:
-        """Count the operators of the batch that has begun, until ``counted_flops``."""
+        """Count the products of the batch that has begun, until ``counted_flops``."""
         self._flops = FlopCounter(self._clock)
 
-    def counted_flops(self) -> BatchFlops | None:
+    def counted_flops(self) -> int | None:
         """Stop counting; return what was counted, None if nothing was."""
         counter, self._flops = self._flops, None
         return None if counter is None else counter.stop()

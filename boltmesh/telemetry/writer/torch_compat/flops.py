@@ -1,124 +1,209 @@
-"""Counts the floating point operations of a step by the operators that the rank runs."""
+"""Counts the floating point operations of a step by the functions of torch that it calls."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import prod
 from typing import Any, Final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import Module
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch import Tensor
+from torch.nn import Module, functional
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-ATEN: Final = torch.ops.aten
-TENSORS: Final = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
-
-class OperatorFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FunctionFlops(TorchFunctionMode):
     """Sums the FLOPs of matrix products, convolutions and attention while it is entered.
 
-    Formulas are those of ``torch.utils.flop_counter``, and ``FORMULAS``. Operators run as without
-    it. Tensor subclasses are taken apart by their own dispatch first, so the operators of their
-    parts count: those that this rank runs.
+    Calls are only looked at, so that they compute what they compute without it. A forward product
+    is followed by one for each operand that has a gradient; attention's backward pass makes its
+    scores again, five products where the forward pass has two. Calls of a backward pass are not
+    seen: activations that are computed again do not count.
 
-    Source: torch.utils.flop_counter.FlopCounterMode, which counts in the same way by module.
+    Source: Dao et al. 2022, https://arxiv.org/abs/2205.14135, for attention; ``torch.utils.
+    flop_counter`` counts the operators below, which a mode would change.
 
     Args:
-        is_counted: Says of the moment whether an operator counts.
+        is_counted: Says of the moment whether a call counts.
     """
 
     def __init__(self, is_counted: Callable[[], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._is_counted = is_counted
         self.total = 0
-        """FLOPs of all operators that count."""
-        self.recomputed = 0
-        """Those of ``total`` that ran in a backward pass to make activations again."""
+        """FLOPs of all calls that count, with those of their backward passes."""
 
     @override
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **(kwargs or {}))  # DTensor looks for shapes: nothing is computed
-        if any(kind not in TENSORS for kind in types):
-            return NotImplemented
         made = func(*args, **(kwargs or {}))
-        packet = getattr(func, "overloadpacket", None)
-        formula = FORMULAS.get(packet) or flop_registry.get(packet)
+        formula = _FORMULAS.get(func)
         if formula is not None and self._is_counted():
-            found = int(formula(*args, **(kwargs or {}), out_val=made))
-            self.total += found
-            if _is_recomputing():
-                self.recomputed += found
+            # Not of the tensors that the formula is about: not counted.
+            with suppress(AttributeError, IndexError, TypeError, ValueError):
+                forward, backward = formula(made, *args, **(kwargs or {}))
+                self.total += forward + int(backward * forward)
         return made
 
 
 def can_count(module: Module) -> bool:
-    """Whether a module's operators can be seen: those of compiled parts cannot."""
+    """Whether a module's calls can be seen: those of compiled parts cannot."""
     return all(
         part._compiled_call_impl is None and not hasattr(part, "_orig_mod")
         for part in module.modules()
     )
 
 
-def _is_recomputing() -> bool:
-    """Whether autograd runs a forward pass: gradients are on inside of a backward pass."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of what this rank has of a tensor."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return tuple(local.shape)
 
 
-def attention_flops(
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    dropout: float = 0.0,
+def _backward(*operands: Any) -> float:
+    """Return how many products the backward pass has for one of the forward pass."""
+    if not torch.is_grad_enabled():
+        return 0.0
+    return float(sum(isinstance(each, Tensor) and each.requires_grad for each in operands))
+
+
+def _product(made: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> tuple[int, float]:
+    """Products of matrices, with (M, K) and (K, N) as last dimensions."""
+    return 2 * prod(_shape(made)) * _shape(a)[-1], _backward(a, b)
+
+
+def _reflected(made: Any, b: Any, a: Any) -> tuple[int, float]:
+    return _product(made, a, b)
+
+
+def _added_product(made: Any, bias: Any, a: Any, b: Any, **kwargs: Any) -> tuple[int, float]:
+    return _product(made, a, b)
+
+
+def _linear(
+    made: Any,
+    inputs: Any,
+    weight: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[int, float]:
+    return _product(made, inputs, weight)
+
+
+def _einsum(made: Any, equation: Any, *operands: Any) -> tuple[int, float]:
+    """A product over all indices, as if it were one; shapes as the equation names them."""
+    if len(operands) == 1 and isinstance(operands[0], Sequence):
+        operands = tuple(operands[0])
+    if len(operands) != 2 or "." in equation:
+        return 0, 0.0
+    names = equation.replace(" ", "").partition("->")[0].split(",")
+    sizes = {
+        name: size
+        for term, each in zip(names, operands, strict=True)
+        for name, size in zip(term, _shape(each), strict=True)
+    }
+    return 2 * prod(sizes.values()), _backward(*operands)
+
+
+def _convolution(
+    made: Any,
+    inputs: Any,
+    weight: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[int, float]:
+    """Every element of the output is a product over a window of the input's channels."""
+    return 2 * prod(_shape(made)) * prod(_shape(weight)[1:]), _backward(inputs, weight)
+
+
+def _transposed_convolution(
+    made: Any,
+    inputs: Any,
+    weight: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[int, float]:
+    return 2 * prod(_shape(inputs)) * prod(_shape(weight)[1:]), _backward(inputs, weight)
+
+
+def _attention(
+    made: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     **kwargs: Any,
-) -> int:
-    """Return the FLOPs of the CPU's attention kernel; a causal one does half of the products.
+) -> tuple[int, float]:
+    """Scores and their product with values; half of them where a token sees those before it.
 
-    Args:
-        query: Shape (B, heads, T, d).
-        key: Shape (B, key heads, S, d).
-        value: Shape (B, key heads, S, d of the values).
-        dropout: Ignored.
-        is_causal: Whether a token sees those before it alone.
-        **kwargs: Ignored.
+    ``query`` has shape (..., heads, T, d), ``key`` (..., heads, S, d), ``value`` (..., S, v).
     """
-    batch, heads, rows, width = query
-    products = 2 * batch * heads * rows * key[-2] * (width + value[-1])
-    return products // 2 if is_causal else products
+    *outer, tokens, width = _shape(query)
+    products = 2 * prod(outer) * tokens * _shape(key)[-2] * (width + _shape(value)[-1])
+    backward = 2.5 if _backward(query, key, value) else 0.0
+    return products // 2 if is_causal else products, backward
 
 
-def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return attention_flops(query.shape, key.shape, value.shape, *args, **kwargs)
+def _multi_head_attention(
+    made: Any, query: Any, key: Any, value: Any, width: int, *args: Any, **kwargs: Any
+) -> tuple[int, float]:
+    """Three projections, attention and a projection of (T, B, E) or (T, E)."""
+    tokens, others = _shape(query)[0], _shape(key)[0]
+    rows = prod(_shape(query)[1:-1])
+    projections = 2 * rows * width * width * (2 * tokens + 2 * others)
+    scores = 4 * rows * tokens * others * width
+    return projections + scores, 2.0 if torch.is_grad_enabled() else 0.0
 
 
-def _attention_backward(
-    grad: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, *args: Any, **kwargs: Any
-) -> int:
-    """Five products where the forward pass has two: the scores are computed again."""
-    return _attention(query, key, value, *args, **kwargs) * 5 // 2
+def _recurrent(made: Any, data: Any, second: Any, third: Any, fourth: Any, *args: Any) -> Any:
+    """Each weight once for each row: of (T, B, E), or of packed rows (N, E)."""
+    weights = fourth if isinstance(fourth, (list, tuple)) else third
+    rows = prod(_shape(data)[:-1])
+    return 2 * rows * sum(prod(_shape(each)) for each in weights if each.ndim == 2), _backward(
+        data, weights[0]
+    )
 
 
-def _grouped_mm(a: Any, b: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of products of groups of rows; each row is in one group.
-
-    Args:
-        a: Shape (M, K), (K, M) of all groups side by side, or (G, M, K).
-        b: Shape (G, K, N), or (K, N).
-        *args: Ignored, the groups' ends among them.
-        out_val: Shape (M, N), or (G, M, N).
-        **kwargs: Ignored.
-    """
-    if a.ndim == b.ndim == 2:  # the groups are along K
-        return int(2 * a.shape[0] * a.shape[1] * b.shape[1])
-    return int(2 * out_val.numel() * a.shape[-1])
+def _grouped_mm(made: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> tuple[int, float]:
+    """Products of groups of rows: (M, K) with (G, K, N), each row in one group."""
+    if len(_shape(a)) == len(_shape(b)) == 2:  # the groups are along K
+        (rows, inner), columns = _shape(a), _shape(b)[1]
+        return 2 * rows * inner * columns, _backward(a, b)
+    return _product(made, a, b)
 
 
-FORMULAS: Final[dict[Any, Callable[..., int]]] = {
-    ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
-    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    ATEN._grouped_mm: _grouped_mm,
-}
-"""FLOPs of operators for which torch has no formula."""
+_FORMULAS: Final[dict[Any, Callable[..., tuple[int, float]]]] = {
+    functional.linear: _linear,
+    functional.scaled_dot_product_attention: _attention,
+    functional.multi_head_attention_forward: _multi_head_attention,
+    functional.conv_transpose1d: _transposed_convolution,
+    functional.conv_transpose2d: _transposed_convolution,
+    functional.conv_transpose3d: _transposed_convolution,
+    torch.einsum: _einsum,
+    **dict.fromkeys(
+        (
+            torch.matmul, torch.mm, torch.bmm, torch.mv, Tensor.matmul, Tensor.mm, Tensor.bmm,
+            Tensor.__matmul__,
+        ),
+        _product,
+    ),
+    Tensor.__rmatmul__: _reflected,
+    **dict.fromkeys(
+        (torch.addmm, torch.baddbmm, torch.addbmm, Tensor.addmm, Tensor.baddbmm), _added_product
+    ),
+    **dict.fromkeys(
+        (torch.conv1d, torch.conv2d, torch.conv3d, functional.conv1d, functional.conv2d,
+         functional.conv3d),
+        _convolution,
+    ),
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
+    **{
+        each: _grouped_mm
+        for each in (getattr(functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
+        if each is not None
+    },
+}  # fmt: skip
+"""Return the FLOPs of a call, and those of its backward pass as a multiple of them."""
