@@ -100,7 +100,7 @@ def total(value: Tensor, group: ContextGroup) -> Tensor:
 
     def run(part: Tensor) -> Tensor:
         whole = part.clone(memory_format=torch.contiguous_format)
-        group.sent["total"] += whole.nbytes
+        group.sent["sums"] += whole.nbytes
         dist.all_reduce(whole, group=group.process_group)
         return whole
 

@@ -181,6 +181,9 @@ def test_every_recipe_can_be_planned(workplace, capsys, name):
     elif name.startswith("threed"):
         assert "data=2 x tensor=2, ZeRO-1 over the data axis" in out
         assert "between ranks in a step" in out
+    elif name.startswith("context"):
+        assert "with 128 positions over 2 ranks" in out
+        assert "bytes that a rank sends for one batch" in out
     elif name.startswith("expert"):
         assert "CausalLM over 2 ranks: each keeps " in out
         assert "model.model.layers.3.mlp.experts        8         2          4" in out
