@@ -152,7 +152,11 @@ def fit_layout(
         return MeshLayout(**sizes, data=world_size // inner)
     wanted = _spell({axis: size for axis, size in asked.items() if size != 1})
     near = nearest_layouts(world_size=world_size, ranks_per_host=ranks_per_host, data=data, **sizes)
-    instead = " or ".join(str(layout) for layout in near)
+    named = ("data", *sizes) if axes.OPTIONAL & set(sizes) else AXES
+    instead = " or ".join(
+        _spell({axis: size for axis, size in layout.sizes.items() if axis in named})
+        for layout in near
+    )
     if not is_on_hosts:
         raise LayoutError(
             f"{wanted} was asked of hosts with {ranks_per_host} ranks each, and the ranks of a "
@@ -178,17 +182,19 @@ def nearest_layouts(
     Near is a small factor between sizes. Where the pipeline can stay as it was asked for it does:
     its length changes what a microbatch is.
     """
-    others = [axis for axis in AXES if axis != "data"]
+    # Strategies with an optional axis have no other one to change.
+    may_change = set(sizes) if axes.OPTIONAL & set(sizes) else set(AXES) - axes.OPTIONAL
+    others = [axis for axis in AXES if axis != "data" and axis in may_change]
     asked = {axis: sizes.get(axis, 1) for axis in others}
     if data is not None:
         asked["data"] = data
 
     def distance(layout: MeshLayout) -> tuple[float, int, int]:
-        factors = [layout.sizes[axis] / size for axis, size in asked.items()]
+        factors = [layout.size(axis) / size for axis, size in asked.items()]
         return sum(abs(math.log2(each)) for each in factors), -layout.tensor, layout.pipeline
 
     fitting = sorted(_layouts(world_size, ranks_per_host, others), key=distance)
-    alike = [each for each in fitting if each.pipeline == asked["pipeline"]]
+    alike = [each for each in fitting if each.pipeline == asked.get("pipeline", 1)]
     return (alike or fitting)[:NUM_NAMED]
 
 

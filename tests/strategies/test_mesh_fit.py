@@ -54,6 +54,11 @@ def test_the_nearest_keep_the_pipeline_and_change_as_little_as_they_can() -> Non
     assert math.prod(near[0].sizes.values()) == 12
 
 
+def test_only_the_axis_that_a_strategy_has_is_changed() -> None:
+    with pytest.raises(LayoutError, match=r"context=3.*has 4. Set data=1 x context=4 or data=2 x"):
+        fit_layout(world_size=4, ranks_per_host=4, context=3)
+
+
 def test_each_error_says_what_was_asked_what_is_true_and_what_to_do() -> None:
     with pytest.raises(LayoutError, match=r"data=3 x tensor=2 needs 6 ranks, but the job has 8"):
         fit_layout(world_size=8, ranks_per_host=8, data=3, tensor=2)
