@@ -4,7 +4,6 @@ The model is built from fake tensors. One batch of the data runs through it for 
 context group, with a process group that only counts.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -15,9 +14,8 @@ import torch
 from omegaconf import DictConfig
 
 from boltmesh.errors import ConfigError, LayoutError
-from boltmesh.launch.log_filters import quiet_lightning
-from boltmesh.plan.dry_model import NumberTypes, build_fake, first_batch
-from boltmesh.plan.dry_step import STEP, put_stand_ins
+from boltmesh.plan.dry_model import stand_in_model
+from boltmesh.plan.dry_step import STEP
 from boltmesh.plan.text import align, size_text
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.context.cut import ContextState, step_ended
@@ -31,7 +29,6 @@ from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.expected_traffic import CountingGroup, count_step
-from boltmesh.strategies.torch_compat.tensors import fake_tensors
 
 
 @dataclass(frozen=True)
@@ -70,16 +67,8 @@ def plan_context(
     size = options.size or num_ranks
     if num_ranks % size:
         raise LayoutError(f"{source}: strategy.size={size} does not divide {num_ranks} ranks.")
-    quiet_lightning()
-    batch, complaint = first_batch(config, source)
-    if complaint is not None:
-        raise ConfigError(f"{source}: a sequence is found by a batch, and {complaint}.")
-    types = NumberTypes.of(config.trainer.precision)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a module without a Trainer
-        with fake_tensors():
-            module, notes = build_fake(config, types, source)
-        put_stand_ins(module)
+    with stand_in_model(config, source, needs="a sequence is found") as made:
+        module, batch = made.module, made.batch
         refuse_modules(module)
         run = DryRun(module, STEP, (batch, *step_arguments(module, STEP)), torch.device("cpu"))
         blocks = find_blocks(module)
@@ -108,7 +97,7 @@ def plan_context(
         positions=tuple(division.count(rank) for rank in range(size)),
         sent=tuple(sent),
         gathered=gathered,
-        notes=tuple(notes),
+        notes=tuple(made.notes),
     )
 
 

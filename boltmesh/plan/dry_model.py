@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from boltmesh.configs.classes import build
+from boltmesh.errors import ConfigError
 from boltmesh.launch.log_filters import quiet_lightning
-from boltmesh.plan.dry_step import DryStep, one_line
+from boltmesh.plan.dry_step import DryStep, one_line, put_stand_ins
 from boltmesh.strategies.cost_model.model import (
     Activations,
     ModelShape,
@@ -116,6 +117,41 @@ def describe_model(
         optimizer,
         tuple(notes),
     )
+
+
+@dataclass(frozen=True)
+class StandInModel:
+    """A config's model of almost no memory, with a batch of its data."""
+
+    module: LightningModule
+    batch: Any
+    types: NumberTypes
+    notes: list[str]
+
+
+@contextlib.contextmanager
+def stand_in_model(config: DictConfig, source: str, *, needs: str) -> Iterator[StandInModel]:
+    """Build a model of stand-ins, and ignore within what a module without a Trainer warns of.
+
+    Args:
+        config: The whole.
+        source: Its file, for errors.
+        needs: What a batch is for, as in "experts are found".
+
+    Raises:
+        ConfigError: When the model cannot be built, or its data give no batch.
+    """
+    quiet_lightning()
+    batch, complaint = first_batch(config, source)
+    if complaint is not None:
+        raise ConfigError(f"{source}: {needs} by a batch, and {complaint}.")
+    types = NumberTypes.of(config.trainer.precision)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with fake_tensors():
+            module, notes = build_fake(config, types, source)
+        put_stand_ins(module)
+        yield StandInModel(module, batch, types, notes)
 
 
 def shapes_of_units(

@@ -5,7 +5,6 @@ memory: experts are found as at the start of a run. What a run does beside that 
 """
 
 import textwrap
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,15 +16,13 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.launch.log_filters import quiet_lightning
-from boltmesh.plan.dry_model import NumberTypes, build_fake, first_batch
-from boltmesh.plan.dry_step import STEP, put_stand_ins
+from boltmesh.plan.dry_model import stand_in_model
+from boltmesh.plan.dry_step import STEP
 from boltmesh.plan.text import align, size_text
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape
 from boltmesh.strategies.expert.find import find_experts
 from boltmesh.strategies.lightning_compat.loops import step_arguments
-from boltmesh.strategies.torch_compat.tensors import fake_tensors
 
 _WIDTH = 96
 
@@ -93,16 +90,8 @@ def plan_expert(
             f"{source}: strategy.expert={size} does not divide the {num_ranks} ranks of the plan. "
             f"Plan for other ranks with --devices, or set strategy.expert."
         )
-    quiet_lightning()
-    batch, complaint = first_batch(config, source)
-    if complaint is not None:
-        raise ConfigError(f"{source}: experts are found by a batch, and {complaint}.")
-    types = NumberTypes.of(config.trainer.precision)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a module without a Trainer
-        with fake_tensors():
-            module, notes = build_fake(config, types, source)
-        put_stand_ins(module)
+    with stand_in_model(config, source, needs="experts are found") as made:
+        module, batch = made.module, made.batch
         run = DryRun(module, STEP, (batch, *step_arguments(module, STEP)), torch.device("cpu"))
         with _DenseWeights():
             found = find_experts(module, lambda: run.run(has_backward=False))
@@ -134,7 +123,7 @@ def plan_expert(
         tuple(experts),
         sum(sizes.values()),
         found.whole,
-        tuple(notes),
+        tuple(made.notes),
     )
 
 

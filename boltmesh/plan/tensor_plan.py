@@ -12,7 +12,6 @@ data, as at the start of a run.
 import math
 import shutil
 import textwrap
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,9 +20,8 @@ import torch
 from omegaconf import DictConfig
 
 from boltmesh.errors import ConfigError
-from boltmesh.launch.log_filters import quiet_lightning
-from boltmesh.plan.dry_model import NumberTypes, build_fake, first_batch
-from boltmesh.plan.dry_step import STEP, put_stand_ins
+from boltmesh.plan.dry_model import stand_in_model
+from boltmesh.plan.dry_step import STEP
 from boltmesh.plan.text import align, size_text
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.dry_run.step import DryRun
@@ -33,7 +31,6 @@ from boltmesh.strategies.tensor.hugging_face import disagreements
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.plan_report import PlanRow, rows
 from boltmesh.strategies.tensor.planning import make_plan
-from boltmesh.strategies.torch_compat.tensors import fake_tensors
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -64,18 +61,10 @@ def describe_division(
     Raises:
         ConfigError: When the model cannot be built or divided, or its data give no batch.
     """
-    quiet_lightning()
-    batch, complaint = first_batch(config, source)
-    if complaint is not None:
-        raise ConfigError(f"{source}: what can be divided is found by a batch, and {complaint}.")
-    types = NumberTypes.of(config.trainer.precision)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a module without a Trainer
-        with fake_tensors():
-            module, notes = build_fake(config, types, source)
-        put_stand_ins(module)
+    with stand_in_model(config, source, needs="what can be divided is found") as made:
+        module, batch = made.module, made.batch
         plan = find_division(module, batch, size, given, source=source)
-    return summarise(module, plan, types.stored.itemsize, notes)
+    return summarise(module, plan, made.types.stored.itemsize, made.notes)
 
 
 def find_division(

@@ -10,6 +10,7 @@ from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.context.cut import Mechanism
 from boltmesh.strategies.context.positions import Balance
 from boltmesh.strategies.dry_run.unsupported import Reasons
+from boltmesh.strategies.torch_compat.modules import is_compiled
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ def refuse_modules(root: Module) -> None:
                 f"{shown} is a scripted module, which a divided sequence cannot pass through. Use "
                 f"the module that it was made of."
             )
-        is_compiled = type(each).__name__ == "OptimizedModule"
-        if is_compiled or getattr(each, "_compiled_call_impl", None) is not None:
+        if is_compiled(each):
             raise UnsupportedError(
                 f"{shown} is compiled, which a divided sequence cannot pass through. Leave "
                 f"torch.compile out with a context axis of 2 or more ranks."

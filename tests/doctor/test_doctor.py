@@ -50,7 +50,7 @@ FACTS = HostFacts(
     memory=HostMemory(1024 * GIB, 900 * GIB, 512 * GIB, 64 * GIB, 8 << 20),
     open_files=65536,
     disks=(
-        Disk("/work/runs", "runs", True, True, "ext4", 300 * GIB, 400 * GIB),
+        Disk("/data/runs", "runs", True, True, "ext4", 300 * GIB, 400 * GIB),
         Disk("/nvme", "offload", True, True, "xfs", 7000 * GIB, 8000 * GIB),
     ),
     optional={
@@ -80,7 +80,7 @@ links        pairs of GPUs: NVLink 1
 backends     gloo yes, nccl yes, mpi no, NCCL 2.29.3, torch for CUDA 13.0
 memory       900 GiB available of 1.00 TiB, cgroup limit 512 GiB
 limits       locked memory 8.00 MiB, open files 65536, /dev/shm 64.0 GiB
-runs disk    /work/runs (ext4), 300 GiB free of 400 GiB
+runs disk    /data/runs (ext4), 300 GiB free of 400 GiB
 offload disk /nvme (xfs), 6.84 TiB free of 7.81 TiB
 optional     transformers 5.23.0, datasets -, safetensors 0.8.0, ssh /usr/bin/ssh, sshd
              /usr/sbin/sshd
@@ -168,11 +168,11 @@ NO_GPUS = Gpus(error="NVML Shared Library Not Found")
         ),
         (
             replace(FACTS, disks=(replace(FACTS.disks[0], is_writable=False),)),
-            "no checkpoints: /work/runs cannot be written. Set run.dir.",
+            "no checkpoints: /data/runs cannot be written. Set run.dir.",
         ),
         (
             replace(FACTS, disks=(replace(FACTS.disks[0], free_bytes=1 << 20),)),
-            "note checkpoints: 1.00 MiB free in /work/runs. Set run.dir.",
+            "note checkpoints: 1.00 MiB free in /data/runs. Set run.dir.",
         ),
         (
             replace(FACTS, memory=replace(FACTS.memory, shared_bytes=64 << 20)),
