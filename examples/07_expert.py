@@ -1,4 +1,4 @@
-"""python examples/06_expert.py [--devices 2] [--max-steps 100]
+"""python examples/07_expert.py [--devices 2] [--max-steps 100]
 
 Expert parallelism on two CPU processes, in about a minute: each has half of the experts of a small
 Mixtral of Hugging Face, and rows travel to the experts that they want. Experts are found in one
