@@ -15,6 +15,7 @@ SHARED = (
     "async_save",
     "verify_replicas_every",
     "activation_checkpointing",
+    "activation_offload",
     "process_group_backend",
 )
 """What every strategy takes, where the engine has it. The rest of the engine's arguments belongs

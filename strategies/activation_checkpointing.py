@@ -10,19 +10,25 @@ Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.offload.activations import ActivationOffload
 from boltmesh.strategies.torch_compat.tensors import COSTLY_OPERATORS
+from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.recorder import Recorder
 
 Recompute = Literal["full", "selective"]
 
@@ -36,19 +42,34 @@ class ActivationCheckpointing:
     Args:
         kind: ``"full"`` keeps only the inputs of each block; ``"selective"`` also the outputs of
             matrix products, convolutions and attention, and recomputes the rest; None keeps all.
+        offload: Where the inputs of blocks wait: True: in host memory; a folder: in a file there;
+            False: on the device.
 
     Raises:
-        ConfigError: For an unknown kind.
+        ConfigError: For an unknown kind, a folder that is none, and offload without a kind.
     """
 
-    def __init__(self, kind: Recompute | None) -> None:
+    def __init__(self, kind: Recompute | None, offload: bool | str | Path = False) -> None:
         if kind is not None and kind not in get_args(Recompute):
             raise ConfigError(
                 f"activation_checkpointing={kind!r} is none of its kinds. Use 'full', which keeps "
                 f"the inputs of each block alone, 'selective', which also keeps what matrix "
                 f"products and attention give, or null, which keeps everything."
             )
+        if offload is not False and kind is None:
+            raise ConfigError(
+                f"activation_offload={str(offload)!r} moves the inputs of recomputed blocks, and "
+                f"none is recomputed. Set activation_checkpointing='full' as well."
+            )
+        if not isinstance(offload, bool) and not Path(offload).is_dir():
+            raise ConfigError(
+                f"activation_offload={str(offload)!r} is no folder. Make it on a fast local disk, "
+                f"or write true for host memory."
+            )
         self.kind = kind
+        self._offload_to = offload
+        self.offload: ActivationOffload | None = None
+        """Offload of the wrapped model; None without one."""
         self._blocks: dict[Module, Any] = {}
         """The ``forward`` set on each instance before; None: that of its class."""
 
@@ -57,11 +78,22 @@ class ActivationCheckpointing:
         """Blocks that are recomputed at the moment; none outside of a fit."""
         return frozenset(self._blocks)
 
-    def put_on(self, root: Module) -> None:
+    def put_on(
+        self,
+        root: Module,
+        *,
+        rank: int = 0,
+        recorder: Recorder | NullRecorder | None = None,
+    ) -> None:
         """Wrap the repeated blocks of a model. No effect on a model that is wrapped already.
 
         Blocks without layers of their own (a ``Linear`` in a ``Sequential``) keep only their input
         anyway, and are left out.
+
+        Args:
+            root: The model.
+            rank: Rank of this process, for messages about a file.
+            recorder: Records the copies.
 
         Raises:
             ConfigError: If the model has no such block.
@@ -76,9 +108,14 @@ class ActivationCheckpointing:
                 f"module of several layers that a ModuleList or Sequential holds twice or more. "
                 f"Leave it out, or call torch.utils.checkpoint in the model."
             )
+        if self._offload_to is not False:
+            folder = None if self._offload_to is True else Path(self._offload_to)
+            self.offload = ActivationOffload(folder, rank=rank, recorder=recorder)
         for block in blocks:
             self._blocks[block] = vars(block).get("forward")
-            vars(block)["forward"] = partial(_run, block, block.forward, _CONTEXTS[self.kind])
+            vars(block)["forward"] = partial(
+                _run, block, block.forward, _CONTEXTS[self.kind], self.offload
+            )
 
     def take_off(self) -> None:
         """Restore the blocks."""
@@ -88,12 +125,16 @@ class ActivationCheckpointing:
             else:
                 vars(block)["forward"] = before
         self._blocks = {}
+        if self.offload is not None:
+            self.offload.close()
+            self.offload = None
 
 
 def _run(
     block: Module,
     forward: Callable[..., Any],
     contexts: Callable[[Module], Contexts],
+    offload: ActivationOffload | None,
     /,
     *args: Any,
     **kwargs: Any,
@@ -108,7 +149,10 @@ def _run(
 
     # torch restores the generators of the devices that it finds in positional arguments alone, and
     # names of the checkpoint's own arguments may be names of the block's.
-    return checkpoint(call, *args, kwargs, use_reentrant=False, context_fn=partial(contexts, block))
+    with nullcontext() if offload is None else offload.saving((args, kwargs)):
+        return checkpoint(
+            call, *args, kwargs, use_reentrant=False, context_fn=partial(contexts, block)
+        )
 
 
 def _without_cache(block: Module, value: Any) -> Any:
@@ -131,12 +175,12 @@ def _without_cache(block: Module, value: Any) -> Any:
 
 
 def _full(block: Module) -> Contexts:
-    return nullcontext(), _buffers_kept(block)
+    return nullcontext(), _BuffersKept(block)
 
 
 def _selective(block: Module) -> Contexts:
     forward, again = create_selective_checkpoint_contexts(_choose)  # type: ignore[no-untyped-call]
-    return forward, _within(_buffers_kept(block), again)
+    return forward, _within(_BuffersKept(block), again)
 
 
 _CONTEXTS: dict[str, Callable[[Module], Contexts]] = {"full": _full, "selective": _selective}
@@ -147,16 +191,26 @@ def _choose(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if is_costly else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@contextmanager
-def _buffers_kept(block: Module) -> Iterator[None]:
-    """Restore buffers afterwards: running statistics count a batch once."""
-    # ``data`` has its own version counter: tensors saved by the forward pass stay valid.
-    before = [(each.data, each.data.clone()) for each in block.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
+class _BuffersKept(AbstractContextManager[None]):
+    """Restores buffers afterwards: running statistics count a batch once.
+
+    It may be entered again: a graph that is retained is recomputed in each backward pass.
+    """
+
+    def __init__(self, block: Module) -> None:
+        self._block = block
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    @override
+    def __enter__(self) -> None:
+        # ``data`` has its own version counter: tensors saved by the forward pass stay valid.
+        self._before = [(each.data, each.data.clone()) for each in self._block.buffers()]
+
+    @override
+    def __exit__(self, *_: object) -> None:
+        for buffer, value in self._before:
             buffer.copy_(value)
+        self._before = []
 
 
 @contextmanager

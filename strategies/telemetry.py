@@ -67,6 +67,12 @@ def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
 
 def tensors_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | StoredBytes]]:
     """Return what this rank holds now, by kind of memory, as ``Recorder.watch_memory`` wants it."""
+    offload = strategy.recomputation.offload
+    kept = [] if offload is None else offload.stored_bytes()
+    return {**_state_by_kind(strategy), **({"activations": kept} if kept else {})}
+
+
+def _state_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | StoredBytes]]:
     module = strategy.lightning_module
     if strategy.model is not None:
         held = strategy.data_axis.tensors_by_kind(strategy.model, strategy.optimizers)

@@ -18,7 +18,7 @@ OWN_NAMES = {ONE_PROCESS: "bolt_ddp", REPLICATED: "bolt_replicated"}
 REPLICATED_STRATEGY = OWN_NAMES[REPLICATED]
 
 _NAME = re.compile(r"(?P<name>[^:+]+)(:(?P<condition>[^:+]*))?(?P<settings>(\+[^+]+)*)")
-_KEPT_KEYS = ("activation_checkpointing", "timeout_s")
+_KEPT_KEYS = ("activation_checkpointing", "activation_offload", "timeout_s")
 """Of the config's strategy, what every strategy takes and what has to be alike for a comparison."""
 
 

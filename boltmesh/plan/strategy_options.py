@@ -25,7 +25,7 @@ PREFIX = "bolt_"
 
 AUTO_NOTE = "accelerator=auto is planned as for GPUs; accelerator=cpu plans for the CPU"
 
-KEPT_KEYS = ("activation_checkpointing", "timeout_s")
+KEPT_KEYS = ("activation_checkpointing", "activation_offload", "timeout_s")
 """Of a config's strategy, what holds for any other one in its place."""
 
 

@@ -8,6 +8,7 @@ the same positions, and no operator needs a rule for its backward pass.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -111,6 +112,17 @@ class CutTensor(Tensor):
             self.state,
             self.num_outer if num_outer is None else num_outer,
             self.num_inner if num_inner is None else num_inner,
+        )
+
+    def rebuilder(self) -> "Callable[[Tensor], CutTensor]":
+        """Return what cuts a tensor in the same way, without keeping this one."""
+        return partial(
+            make_cut,
+            dim=self.cut_dim,
+            positions=self.positions,
+            state=self.state,
+            num_outer=self.num_outer,
+            num_inner=self.num_inner,
         )
 
     @property

@@ -3,7 +3,7 @@
 Each hook goes through the axes; what an axis does in a step is in its own file.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -385,6 +385,11 @@ class LoopStrategy(RankMeshStrategy):
         optimizer = _user_optimizer(optimizer)
         parameters = self.precision_plugin.main_params(optimizer)
         self.data_axis.clip_by_norm(optimizer, parameters, clip_val)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Mapping[str, Any]) -> None:
+        """Nothing: ``boltmesh.strategies.registry`` registers all names."""
 
 
 @contextmanager

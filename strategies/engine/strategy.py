@@ -7,6 +7,7 @@ a step there, is in the class of that axis. The LightningModule stays as its aut
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ class MeshStrategy(LoopStrategy):
             backward pass, which runs the blocks again: a third more work for the memory of all but
             one block. ``"selective"`` also keeps what matrix products, convolutions and attention
             give, and repeats the rest. None keeps everything. The numbers are the same.
+        activation_offload: True keeps the inputs of these blocks in host memory until the backward
+            pass, a folder in a file there; False on the device.
         seed: Give every data rank a random stream of its own, derived from this number, once the
             model is built: dropout then differs between ranks and repeats between runs. With None
             the streams stay as ``seed_everything`` left them, alike on every rank.
@@ -89,6 +92,7 @@ class MeshStrategy(LoopStrategy):
         timeout_s: float = 1800.0,
         telemetry: bool = True,
         activation_checkpointing: Recompute | None = None,
+        activation_offload: bool | str | Path = False,
         seed: int | None = None,
         async_save: bool = False,
         verify_replicas_every: int | None = None,
@@ -114,7 +118,7 @@ class MeshStrategy(LoopStrategy):
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io  # which ranks with shards refuse
         self.telemetry = telemetry
-        self.recomputation = ActivationCheckpointing(activation_checkpointing)
+        self.recomputation = ActivationCheckpointing(activation_checkpointing, activation_offload)
         self.seed = seed
         self.async_save = async_save
         if verify_replicas_every is not None:
@@ -254,7 +258,7 @@ class MeshStrategy(LoopStrategy):
             refuse_beside(trainer, self.checkpoint_io, keeps_state_on_disk=keeps_state_on_disk)
             self.checkpoints.open()
         assert self.model is not None
-        self.recomputation.put_on(self.model)
+        self.recomputation.put_on(self.model, rank=self.global_rank, recorder=self.recorder)
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
 
@@ -513,8 +517,3 @@ class MeshStrategy(LoopStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # Spawned ranks make their own hooks.
         return {**super().__getstate__(), "resume": None, "sigterm": None}
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Mapping[str, Any]) -> None:
-        """Nothing: ``boltmesh.strategies.registry`` registers all names."""

@@ -157,7 +157,9 @@ class PipelineAxis(Axis):
         module = strategy.lightning_module
         assert module is not None
         if strategy.is_fitting:
-            strategy.recomputation.put_on(module)
+            strategy.recomputation.put_on(
+                module, rank=strategy.global_rank, recorder=strategy.recorder
+            )
         staged.begin(self._context())
         self._is_new = staged.placement is None or staged.placement.plans.root is not module
         if not (self._is_new or strategy.is_fitting):

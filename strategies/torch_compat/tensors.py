@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
     tree_flatten as tree_flatten,
@@ -39,6 +40,11 @@ from boltmesh.errors import ConfigError
 def fake_tensors() -> FakeTensorMode:
     """Return a mode in which tensors have shape and type and no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def storage_ref(tensor: Tensor) -> Any:
+    """Return what is equal for tensors of one storage, does not keep it, and knows when it goes."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def is_fake(value: Any) -> bool:
