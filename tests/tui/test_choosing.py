@@ -1,13 +1,18 @@
 """Rows, columns, filters and ranks, by keys."""
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
 from boltmesh.tui.layout.page import active_table
+from boltmesh.tui.pages.ranks import RANK
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.screens.prompt import Prompt
+from boltmesh.tui.settings import Settings, save
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.view import TableView
-from tests.tui.samples import NOW, demo, job, rank
+from tests.tui.samples import NOW, crashed_demo, demo, job, rank
 from tests.tui.screens import job_screen, look_again, open_app, screen_text
 
 MANY = Observation(NOW, job(ranks=tuple(rank(number) for number in range(64))))
@@ -113,6 +118,33 @@ async def test_esc_undoes_one_thing_after_the_other() -> None:
         assert screen.page is PAGES["overview"]
 
 
+async def test_enter_opens_from_the_start_and_esc_goes_back() -> None:
+    async with open_app(MANY, size=(120, 40)) as pilot:
+        screen = job_screen(pilot)
+        await pilot.press("enter")
+        assert screen.page is RANK
+        await pilot.press("escape")
+        assert screen.page is PAGES["overview"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "page", "first"),
+    [
+        (MANY, "memory", "memory"),
+        (MANY, "plan", "overview"),
+        (crashed_demo(), "memory", "overview"),
+        (msgspec.structs.replace(MANY, time=MANY.time + 500), "memory", "overview"),
+    ],
+)
+async def test_the_remembered_screen_hides_neither_an_end_nor_a_stall(
+    seen: Observation, page: str, first: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "dashboard.json"
+    save(path, Settings(screen=page))
+    async with open_app(seen, settings_path=path) as pilot:
+        assert job_screen(pilot).page is PAGES[first]
+
+
 async def test_a_filter_needs_a_table() -> None:
     async with open_app(demo()) as pilot:
         await pilot.press("4", "slash")
@@ -126,8 +158,8 @@ async def test_enter_shows_the_selected_rank_in_full_and_j_k_go_on() -> None:
     async with open_app(MANY, size=(120, 40)) as pilot:
         screen = job_screen(pilot)
         await pilot.press("2", "enter")
-        assert "choose a row" in screen_text(pilot.app)
-        await pilot.press("slash", *"rank>=40", "enter", "j", "j", "enter")
+        assert "rank 0" in screen_text(pilot.app)
+        await pilot.press("escape", "slash", *"rank>=40", "enter", "j", "enter")
         assert screen.session.view.rank == 41
         assert "rank 41" in screen_text(pilot.app)
         await pilot.press("j", "l")

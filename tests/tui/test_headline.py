@@ -1,12 +1,14 @@
 """The headline figures are on every screen, with a level that is also a mark."""
 
+import msgspec
 import pytest
 
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.headline import BUBBLE, MFU, Limits, draw_headline
 from boltmesh.tui.render.style import UNICODE, Style
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
-from tests.tui.samples import demo
+from tests.tui.samples import crashed_demo, demo
 from tests.tui.screens import open_app, screen_text
 
 
@@ -37,6 +39,17 @@ def test_as_many_of_the_first_figures_as_fit() -> None:
     assert short.split()[0] == "tokens/s"
     assert len(short) <= 30
     assert text.startswith(short[:8])
+
+
+def _stalled_demo() -> Observation:
+    seen = demo()
+    return msgspec.structs.replace(seen, time=seen.time + 300)
+
+
+@pytest.mark.parametrize("seen", [_stalled_demo(), crashed_demo()])
+def test_nothing_is_green_in_a_job_that_is_stalled_or_has_ended(seen: Observation) -> None:
+    line = draw_headline(fold(None, seen), 200, Style(UNICODE))
+    assert not {role for _, role in line.spans} & {"good", "warn", "bad"}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -20,6 +20,7 @@ CONTENTS = [
         metrics=metrics,
         curves=metrics,
         heat=heat,
+        spread=int(ranks > 1),
         ranks=ranks,
         traffic=traffic,
         events=events,

@@ -42,7 +42,7 @@ async def test_map_places_and_axes_have_their_room(world: int, size: tuple[int, 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 async def test_the_cursor_goes_to_a_rank_and_enter_shows_it(size: tuple[int, int]) -> None:
     async with open_app(_seen(8), size=size) as pilot:
-        await pilot.press("8", "right")
+        await pilot.press("8")
         screen = job_screen(pilot)
         assert screen.session.view.rank == 0
         await pilot.press("l", "j")
@@ -57,11 +57,10 @@ async def test_the_cursor_goes_to_a_rank_and_enter_shows_it(size: tuple[int, int
         assert screen.page is PAGES["mesh"]
 
 
-async def test_enter_without_a_rank_says_what_to_do() -> None:
+async def test_enter_shows_the_first_rank_before_any_choice() -> None:
     async with open_app(_seen(8), size=(100, 30)) as pilot:
         await pilot.press("8", "enter")
-        assert job_screen(pilot).page is PAGES["mesh"]
-        assert "choose a rank with the arrows first" in screen_text(pilot.app)
+        assert job_screen(pilot).page is RANK
 
 
 async def test_every_figure_can_be_chosen_by_its_key() -> None:

@@ -124,7 +124,13 @@ async def test_the_wheel_goes_through_the_rows_under_it() -> None:
                 [events.MouseScrollDown],
                 offset=(5, 10),
             )
-        assert job_screen(pilot).session.view.table("ranks").selected == 9
+        assert job_screen(pilot).session.view.table("ranks").selected == 12
+
+
+async def test_a_click_on_a_metric_shows_it_in_the_chart() -> None:
+    async with open_app(demo(), size=(160, 45)) as pilot:
+        await pilot.click(offset=find_text(pilot.app, "val_loss"))
+        assert job_screen(pilot).session.view.metric == "val_loss"
 
 
 async def test_jobs_are_sorted_chosen_and_opened_by_clicks() -> None:

@@ -27,6 +27,8 @@ class Table(msgspec.Struct, frozen=True):
     """Filtered and sorted, as ``TableView.selected`` counts them."""
     rank_of: Callable[[Any], int | None] = lambda _: None
     """The rank that a row is about."""
+    has_cursor: bool = False
+    """Whether a row is selected from the start. False: its words are about all rows until then."""
 
     def selected_rank(self, state: State, view: TableView) -> int | None:
         """Return the rank of the selected row."""

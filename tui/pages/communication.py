@@ -6,18 +6,16 @@ from typing_extensions import override
 
 from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.help import TRAFFIC_TERMS, PageHelp
 from boltmesh.tui.panels.peers import draw_peers
-from boltmesh.tui.panels.traffic import COLUMNS, cells_of, draw_traffic
+from boltmesh.tui.panels.traffic import COLUMNS, draw_traffic, shown_traffic
 from boltmesh.tui.render.tabs import Tab
-from boltmesh.tui.view import arrange_rows
 
 TRAFFIC = Table(
     name="traffic",
     columns=COLUMNS,
     draw=draw_traffic,
-    rows=lambda state, view: arrange_rows(traffic_rows(state.job), cells_of, view),
+    rows=shown_traffic,
 )
 
 

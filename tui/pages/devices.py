@@ -17,6 +17,7 @@ DEVICES = Table(
     draw=devices.draw_devices,
     rows=devices.shown_devices,
     rank_of=lambda row: min(row.ranks, default=None),
+    has_cursor=True,
 )
 PROCESSES = Table(
     name="processes",
@@ -24,6 +25,7 @@ PROCESSES = Table(
     draw=processes_module.draw_processes,
     rows=processes_module.shown_processes,
     rank_of=lambda row: int(row.rank),
+    has_cursor=True,
 )
 
 

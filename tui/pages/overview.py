@@ -22,6 +22,7 @@ from boltmesh.tui.panels.events import draw_events, timeline
 from boltmesh.tui.panels.heatmap import draw_heatmap, heatmap_lines, neighbour, rank_at
 from boltmesh.tui.panels.help import STEP_TIME_TERMS, TRAFFIC_TERMS, PageHelp
 from boltmesh.tui.panels.phases import draw_phases
+from boltmesh.tui.panels.rank_table import draw_spread
 from boltmesh.tui.panels.throughput import draw_throughput
 from boltmesh.tui.panels.traffic import draw_communication
 from boltmesh.tui.render.tabs import Tab
@@ -45,6 +46,8 @@ class Contents(msgspec.Struct, frozen=True):
     curves: int
     """Metrics that have one."""
     heat: int
+    spread: int
+    """Lines of minimum, median and maximum over the ranks."""
     ranks: int
     traffic: int
     events: int
@@ -76,21 +79,30 @@ def _narrow_items(contents: Contents, title: int) -> tuple[Item, ...]:
     legend = 1 + (contents.phases > 4)
     return (
         Item("chart", 4, 10, 3, grows=True),
-        Item("throughput", 1, contents.units, 8 if title else 2),  # in the headline as well
-        Item("phases", 2, 1 + legend + title, 4),
+        # With headings there is the headline, which has it.
+        *(() if title else (Item("throughput", 1, contents.units, 4),)),
+        Item("phases", 2, 1 + legend + title, 2),
         _heat(contents, title, 1),
-        Item("ranks", title + 1 + min(2, contents.ranks), title + 1 + contents.ranks, 6),
-        Item("communication", title + 2, title + 1 + max(1, contents.traffic), 5),
+        Item("spread", contents.spread, contents.spread, 4),
+        Item("communication", *_traffic_lines(contents, title), 5),
+        Item("ranks", title + 1 + min(4, contents.ranks), title + 1 + contents.ranks, 6),
         Item("events", title + 1, title + min(8, max(1, contents.events)), 7, grows=True),
     )
+
+
+def _traffic_lines(contents: Contents, title: int) -> tuple[int, int]:
+    """Return the least lines of the communication, and those that show all of it."""
+    head = title + 1
+    least = min(3 if title else 1, max(1, contents.traffic))
+    return head + least, head + max(1, contents.traffic)
 
 
 def _wide(body: Region, contents: Contents, title: int, *, is_very_wide: bool) -> Plan:
     """What the job achieves above, what its parts do below."""
     beside = 2 * title + 1 + contents.phases + contents.units
-    heat = title + contents.heat
+    heat = title + contents.heat + contents.spread
     ranks = title + 1 + contents.ranks
-    traffic = title + 1 + max(1, contents.traffic)
+    least_traffic, traffic = _traffic_lines(contents, title)
     events = title + min(12, max(1, contents.events))
     few_events = min(events, title + FEW_EVENTS)
     if is_very_wide:
@@ -98,7 +110,7 @@ def _wide(body: Region, contents: Contents, title: int, *, is_very_wide: bool) -
         below_least = max(heat, traffic + few_events)
     else:
         below = max(heat, few_events) + traffic + ranks
-        below_least = max(heat, few_events) + traffic
+        below_least = max(heat, few_events) + least_traffic
     # What stands beside the chart is shown whole if the lists below can make room for it.
     upper = max(body.height - below, min(beside, body.height - below_least))
     upper = min(max(upper, min(beside, 9, body.height // 2)), body.height)
@@ -106,11 +118,12 @@ def _wide(body: Region, contents: Contents, title: int, *, is_very_wide: bool) -
     plan = _upper(above, contents, title, is_very_wide=is_very_wide)
     heat_item = _heat(contents, title, 1)
     ranks_item = Item("ranks", title + 1 + min(2, contents.ranks), ranks, 3)
-    traffic_item = Item("communication", title + 2, traffic, 2)
+    spread_item = Item("spread", contents.spread, contents.spread, 2)
+    traffic_item = Item("communication", least_traffic, traffic, 2)
     events_item = Item("events", title + 1, events, 3, grows=True)
     if is_very_wide:
         left, right = lower.split(55)
-        plan |= stack(left, (heat_item, ranks_item._replace(grows=True)))
+        plan |= stack(left, (heat_item, spread_item, ranks_item._replace(grows=True)))
         plan |= stack(right, (traffic_item, events_item))
         return plan
     pair, rest = lower.split_off_top(max(heat, few_events))
@@ -119,7 +132,7 @@ def _wide(body: Region, contents: Contents, title: int, *, is_very_wide: bool) -
     spare = rest.height - sum(region.height for region in rows.values())
     pair, rest = lower.split_off_top(pair.height + spare)
     left, right = pair.split(50)
-    plan |= stack(left, (heat_item,))
+    plan |= stack(left, (heat_item, spread_item))
     plan |= stack(right, (events_item,))
     return plan | stack(rest, (traffic_item, ranks_item))
 
@@ -187,6 +200,7 @@ def _contents(scene: Scene, body: Region) -> Contents:
         metrics=len(newest_metrics(state)),
         curves=len(metric_names(state)),
         heat=heatmap_lines(state, body.width, look, figure=chosen_heat(scene.view)) - scene.title,
+        spread=len(draw_spread(state, body.width, look)),
         ranks=len(state.job.ranks),
         traffic=len(traffic_rows(state.job)) + (state.job.communication_note is not None),
         events=len(timeline(state)),
@@ -217,6 +231,7 @@ def _draws(scene: Scene) -> dict[str, Draw]:
         "heat": lambda width, height: draw_heatmap(
             state, width, height, look, figure=chosen_heat(view), selected=view.rank
         ),
+        "spread": lambda width, _: draw_spread(state, width, look),
         "ranks": table_draw(RANKS, scene),
         "communication": lambda width, height: draw_communication(state, width, height, look),
         "events": lambda width, height: draw_events(state, width, height, look),

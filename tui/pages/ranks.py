@@ -17,6 +17,7 @@ RANKS = Table(
     draw=draw_rank_table,
     rows=shown_ranks,
     rank_of=lambda row: int(row.rank),
+    has_cursor=True,
 )
 
 

@@ -110,8 +110,8 @@ def draw_axes(
         Column("measured", is_number=True),
         Column("expected", is_number=True, rank=1),
         Column(""),
-        *([Column(f"rank {selected}", is_number=True, rank=2)] if own else []),
-        Column("share of bytes", is_number=True, rank=6),
+        *([Column(f"rank {selected}", is_number=True, rank=3)] if own else []),
+        Column("share of bytes", is_number=True, rank=2),
         *([Column("share of step", is_number=True, rank=3)] if has_time else []),
         Column("operators", rank=7, shrinks_to=12),
     ]

@@ -10,7 +10,7 @@ from boltmesh.tui.metrics.figures import Figures, figures
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.status import job_stalled_seconds
 from boltmesh.tui.panels.throughput import Unit, rate_now, throughput
-from boltmesh.tui.render.line import Line, Role
+from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import Style, facts, labelled
 from boltmesh.tui.state import State
 
@@ -44,7 +44,8 @@ MARKS: Final[dict[Level, str]] = {"good": "", "warn": "!", "bad": "!!"}
 def draw_headline(state: State, width: int, look: Style) -> Line:
     """Rate, MFU, utilisation, memory, bubble, exposed communication and step time.
 
-    As many of the first as fit. Rates of a stalled job are not known.
+    As many of the first as fit. Rates of a stalled job are not known; nothing of a job that is
+    stalled or has ended has a level, and its devices may serve others by now.
     """
     return facts(_parts(state), width)
 
@@ -54,26 +55,23 @@ def _parts(state: State) -> Iterator[Line]:
     unit: Unit = "samples" if throughput(state.job, "tokens") is None else "tokens"
     yield labelled(f"{unit}/s", rate_now(state, unit), "strong")
     is_stalled = job_stalled_seconds(state) is not None
+    is_running = state.job.state == "running"
+    has_levels = is_running and not is_stalled
     if not is_stalled:
         yield from _work(found)
     rows = rank_rows(state)
     shares = [row.memory_share for row in rows if row.memory_share is not None]
-    if (used := found.utilisation.value) is not None:
-        text = units.percent(100 * used)
-        yield (
-            _graded("util", text, UTILISATION.level(used))
-            if shares
-            else labelled("CPU", text, "strong")
-        )
-    if (memory := found.memory_bytes.value) is not None:
+    if is_running and (used := found.utilisation.value) is not None:
+        level = UTILISATION.level(used) if shares and has_levels else None
+        yield _graded("util" if shares else "CPU", units.percent(100 * used), level)
+    if is_running and (memory := found.memory_bytes.value) is not None:
         text = units.memory(memory)
         if shares:
-            share = max(shares)
-            yield _graded("memory", f"{text} {units.percent(100 * share)}", MEMORY.level(share))
-        else:
-            yield labelled("memory", text, "strong")
+            text += f" {units.percent(100 * max(shares))}"
+        level = MEMORY.level(max(shares)) if shares and has_levels else None
+        yield _graded("memory", text, level)
     if not is_stalled:
-        yield from _waits(found)
+        yield from _waits(found, has_levels=has_levels)
 
 
 def _work(found: Figures) -> Iterator[Line]:
@@ -83,17 +81,19 @@ def _work(found: Figures) -> Iterator[Line]:
         yield labelled("compute", units.flops(found.model_tflops.value * 1e12), "strong")
 
 
-def _waits(found: Figures) -> Iterator[Line]:
+def _waits(found: Figures, *, has_levels: bool) -> Iterator[Line]:
     for label, value, limits in (
         ("bubble", found.bubble_ratio.value, BUBBLE),
         ("exposed comm", found.exposed_communication.value, EXPOSED),
     ):
         if value is not None:
-            yield _graded(label, units.share(value), limits.level(value))
+            level = limits.level(value) if has_levels else None
+            yield _graded(label, units.share(value), level)
     if found.step_s.value is not None:
         yield labelled("step", units.seconds(found.step_s.value), "strong")
 
 
-def _graded(label: str, text: str, level: Level) -> Line:
-    role: Role = level
-    return labelled(label, text + MARKS[level], role)
+def _graded(label: str, text: str, level: Level | None) -> Line:
+    if level is None:
+        return labelled(label, text, "strong")
+    return labelled(label, text + MARKS[level], level)

@@ -1,5 +1,8 @@
 """One line for each rank: how long its steps take, where, whether it is late and why."""
 
+from collections.abc import Iterable, Sequence
+from statistics import median
+
 from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import PHASES, PhaseTime, RankSnapshot
 from boltmesh.tui import units
@@ -9,7 +12,7 @@ from boltmesh.tui.metrics.stragglers import Lateness
 from boltmesh.tui.render.bars import sparkline, stacked_bar
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.ranks import NEARLY_FULL, rank_phase, rank_state, split_device
-from boltmesh.tui.render.style import Style, heading
+from boltmesh.tui.render.style import Style, facts, heading, labelled
 from boltmesh.tui.render.table import AS_IT_COMES, Cell, Column, browse
 from boltmesh.tui.state import State
 from boltmesh.tui.view import Cells, TableView, arrange_rows
@@ -114,6 +117,40 @@ def cause_words(row: RankRow) -> str | None:
     if late is None or not late.is_late or late.phase is None:
         return None
     return f"{late.phase} +{units.seconds(late.phase_s - late.phase_peers_s)}"
+
+
+def draw_spread(state: State, width: int, look: Style) -> list[Line]:
+    """Minimum, median and maximum over the ranks: compute time, utilisation, memory."""
+    rows = rank_rows(state)
+    found = (
+        ("compute", [row.profile.own_s for row in rows if row.profile], units.seconds),
+        ("util", _known(row.utilization_percent for row in rows), units.percent),
+        ("memory", _known(row.memory_used_bytes for row in rows), units.memory),
+    )
+    parts = [
+        labelled(name, "/".join(_share_units([write(value) for value in _three(values)])))
+        for name, values, write in found
+        if values
+    ]
+    if len(rows) < 2 or not parts:
+        return []
+    return [facts([Line("min/median/max", "muted"), *parts], width)]
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _three(values: Sequence[float]) -> tuple[float, float, float]:
+    return min(values), median(values), max(values)
+
+
+def _share_units(texts: Sequence[str]) -> list[str]:
+    """Write a unit once if all of the texts have the same."""
+    unit = texts[-1].lstrip("0123456789.,-")
+    if not unit or not all(text.endswith(unit) for text in texts):
+        return list(texts)
+    return [*(text.removesuffix(unit) for text in texts[:-1]), texts[-1]]
 
 
 def _is_late(row: RankRow) -> bool:

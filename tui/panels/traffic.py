@@ -75,8 +75,9 @@ def draw_traffic(
 
 
 def shown_traffic(state: State, table: TableView) -> list[TrafficRow]:
-    """Return the filtered and sorted rows."""
-    return arrange_rows(traffic_rows(state.job), cells_of, table)
+    """Return the filtered and sorted rows; where no column sorts, the most bytes come first."""
+    rows = sorted(traffic_rows(state.job), key=_bytes, reverse=True)
+    return arrange_rows(rows, cells_of, table)
 
 
 def cells_of(row: TrafficRow) -> Cells:
@@ -228,11 +229,11 @@ def _words(
     shown: Sequence[TrafficRow], table: TableView, state: State, width: int, look: Style
 ) -> list[Line]:
     chosen = selected_row(shown, table)
-    if chosen is not None:
-        return _detail(chosen, state, width, look)
-    wrong = [row for row in shown if row.is_wrong]
+    detail = [] if chosen is None else _detail(chosen, state, width, look)
+    # The detail has the reason of its own row.
+    wrong = [row for row in shown if row.is_wrong and row is not chosen]
     mark = look.sign(look.glyphs.differs)
-    return [
+    return detail + [
         line
         for row in wrong[:MAX_DIFFERENCES]
         for line in sentence(_claim(row), width, look, mark=mark, role="bad")

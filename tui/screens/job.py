@@ -11,9 +11,11 @@ from boltmesh.tui.layout.page import RankMap, Table, row_at, title_at
 from boltmesh.tui.metrics.heat import chosen_heat
 from boltmesh.tui.pages.ranks import RANK
 from boltmesh.tui.pages.registry import PAGES
+from boltmesh.tui.panels.chart import newest_metrics
 from boltmesh.tui.render.tabs import tab_at
 from boltmesh.tui.screens.navigation import NavigationScreen
 from boltmesh.tui.screens.prompt import Prompt
+from boltmesh.tui.state import metric_names
 from boltmesh.tui.widgets.canvas import Drawn
 
 WHEEL_ROWS = 3
@@ -130,6 +132,7 @@ class JobScreen(NavigationScreen):
         table = self.table
         if table is not None:
             self.session.look_at_table(table.name, filter=words, selected=None, first=0)
+            self.place_cursor()
             self.paint()
 
     def on_click(self, event: events.Click) -> None:
@@ -142,6 +145,8 @@ class JobScreen(NavigationScreen):
         is_double = event.chain >= 2
         if drawn.panel.name == "tabs":
             self._click_tab(region.width, x)
+        elif drawn.panel.name == "metrics":
+            self._click_metric(y)
         elif (rank_map := self.page.rank_map) and rank_map.panel == drawn.panel.name:
             self._click_rank(rank_map, drawn, x, y, is_double=is_double)
         else:
@@ -164,6 +169,16 @@ class JobScreen(NavigationScreen):
             self.dashboard.action_show_jobs()
         elif name is not None:
             self.show_page(name)
+
+    def _click_metric(self, y: int) -> None:
+        """Show a metric of the list in the chart, if it has a curve."""
+        scene = self.scene
+        if scene is None:
+            return
+        names = list(newest_metrics(scene.state))
+        row = y - scene.title
+        if 0 <= row < len(names) and names[row] in metric_names(scene.state):
+            self.show_metric(names[row])
 
     def _click_rank(
         self, rank_map: RankMap, drawn: Drawn, x: int, y: int, *, is_double: bool

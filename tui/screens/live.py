@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from boltmesh.tui.layout.frame import FrameOptions, frame_panels
 from boltmesh.tui.layout.page import Page, Panel, Scene, Table, active_table
+from boltmesh.tui.metrics.status import job_stalled_seconds
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.screens.base import PanelScreen
 from boltmesh.tui.screens.prompt import Prompt
@@ -90,6 +91,7 @@ class LiveScreen(PanelScreen):
         await asyncio.wait({first}, timeout=FIRST_LOOK_S)
         if first.done():
             self.session.take(first.result())
+            self._choose_first_page()
         else:
             self.run_worker(self._await_look(first), group="look")
         if self._interval_s is not None:
@@ -125,12 +127,40 @@ class LiveScreen(PanelScreen):
 
     def on_live_screen_looked(self, message: Looked) -> None:
         """Fold one look; a held screen keeps what it shows."""
+        is_first = self.session.state is None
         if self.session.take(message.seen):
             self.app.bell()
+        if is_first:
+            self._choose_first_page()
         self.paint()
         if self._begun_s is not None:  # the first look, which reads everything, is no measure
             self._cost_s = time.process_time() - self._begun_s
             self._begun_s = None
+
+    def _choose_first_page(self) -> None:
+        """Begin with the overview where the remembered page hides what is to be known first.
+
+        That is how the job ended or that it is stalled, or that the page has nothing to show.
+        """
+        state = self.session.state
+        if state is None:
+            return
+        is_well = state.job.state == "running" and job_stalled_seconds(state) is None
+        if not is_well or self.page.empty_reason(state):
+            self.page = PAGES["overview"]
+        self.place_cursor()
+
+    def place_cursor(self) -> None:
+        """Choose the first rank and the first row where nothing is chosen yet."""
+        state, table = self.session.state, self.table
+        if state is None:
+            return
+        if self.session.view.rank is None and state.job.ranks:
+            self.session.choose(rank=state.job.ranks[0].rank)
+        if table is not None and table.has_cursor and self.page.rank_map is None:
+            view = self.session.view.table(table.name)
+            if view.selected is None:
+                self.session.look_at_table(table.name, selected=0)
 
     async def _await_look(self, look: Awaitable[Observation | Lost]) -> None:
         self.post_message(self.Looked(await look))

@@ -23,6 +23,7 @@ class NavigationScreen(LiveScreen):
         """Go to another page."""
         self.page = PAGES[name]
         self.page_before = None
+        self.place_cursor()
         self.paint()
 
     def show_rank(self, rank: int) -> None:
@@ -56,6 +57,7 @@ class NavigationScreen(LiveScreen):
         self.session.look_at_table(
             table.name, sort=column, is_descending=is_descending, first=0, selected=None
         )
+        self.place_cursor()
         self.paint()
 
     def select(self, table: Table, row: int) -> None:
@@ -185,13 +187,13 @@ class NavigationScreen(LiveScreen):
         has_map = self.page.rank_map is not None
         rank = scene.view.rank if has_map else None
         if table is not None and rank is None:
-            rank = table.selected_rank(scene.state, scene.view.table(table.name))
+            if scene.view.table(table.name).selected is None:
+                self._move_row(table, 0)
+            rank = table.selected_rank(scene.state, self.session.view.table(table.name))
         if rank is not None:
             self.show_rank(rank)
         elif table is not None:
-            self.say("choose a row with the arrows first; not every row is about one rank")
-        elif has_map:
-            self.say("choose a rank with the arrows first")
+            self.say("this row is about no single rank; its details are on this screen")
 
     def _move_row(self, table: Table, by: int) -> None:
         scene = self.scene
