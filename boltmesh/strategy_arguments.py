@@ -16,6 +16,7 @@ SHARED = (
     "verify_replicas_every",
     "activation_checkpointing",
     "activation_offload",
+    "tile_logits",
     "process_group_backend",
 )
 """What every strategy takes, where the engine has it. The rest of the engine's arguments belongs

@@ -51,6 +51,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     trainer_of,
 )
 from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.tiling.logits import LogitTiling
 from boltmesh.telemetry.snapshot import AlertThresholds, MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
@@ -64,12 +65,8 @@ class MeshStrategy(LoopStrategy):
             sizes of the others leave.
         timeout_s: How long a collective may take before the run ends with an error, seconds.
         telemetry: Record what ``boltmesh top`` shows.
-        activation_checkpointing: ``"full"`` keeps the inputs of each repeated block alone for the
-            backward pass, which runs the blocks again: a third more work for the memory of all but
-            one block. ``"selective"`` also keeps what matrix products, convolutions and attention
-            give, and repeats the rest. None keeps everything. The numbers are the same.
-        activation_offload: True keeps the inputs of these blocks in host memory until the backward
-            pass, a folder in a file there; False on the device.
+        activation_checkpointing, activation_offload: As for ``ActivationCheckpointing``.
+        tile_logits: As for ``LogitTiling``: positions whose logits exist at the same time.
         seed: Give every data rank a random stream of its own, derived from this number, once the
             model is built: dropout then differs between ranks and repeats between runs. With None
             the streams stay as ``seed_everything`` left them, alike on every rank.
@@ -93,6 +90,7 @@ class MeshStrategy(LoopStrategy):
         telemetry: bool = True,
         activation_checkpointing: Recompute | None = None,
         activation_offload: bool | str | Path = False,
+        tile_logits: int | None = None,
         seed: int | None = None,
         async_save: bool = False,
         verify_replicas_every: int | None = None,
@@ -119,6 +117,7 @@ class MeshStrategy(LoopStrategy):
             self.checkpoint_io = checkpoint_io  # which ranks with shards refuse
         self.telemetry = telemetry
         self.recomputation = ActivationCheckpointing(activation_checkpointing, activation_offload)
+        self.logit_tiling = LogitTiling(tile_logits)
         self.seed = seed
         self.async_save = async_save
         if verify_replicas_every is not None:
@@ -259,6 +258,7 @@ class MeshStrategy(LoopStrategy):
             self.checkpoints.open()
         assert self.model is not None
         self.recomputation.put_on(self.model, rank=self.global_rank, recorder=self.recorder)
+        self.logit_tiling.put_on(self.model, is_divided=self.divides_modules)
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
 
@@ -486,6 +486,7 @@ class MeshStrategy(LoopStrategy):
             self.sigterm.end()
             self.sigterm = None
         self.recomputation.take_off()
+        self.logit_tiling.take_off()
         self.model = self.lightning_module
         if (
             self.model is not None

@@ -1,0 +1,383 @@
+"""Logits in tiles: a loss over a large vocabulary without the logits of all positions.
+
+The output of the model's head is replaced by a tensor that has the shape of the logits and no data.
+Views, slices and casts of it are taken of the head's input. ``cross_entropy`` computes the logits
+of some positions at a time, and again in the backward pass; any other function gets the logits
+whole. So a model is right whatever it does with them, and only memory differs.
+
+Source: ALST, Bekman et al. 2025, section 3.1, https://arxiv.org/abs/2506.13996
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, functional
+from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError, UnsupportedError
+from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.torch_compat.tensors import make_wrapper, subclasses_unasked, tree_map
+
+_SHAPE_METHODS = frozenset({"size", "dim", "ndimension", "numel", "nelement", "__len__",
+                            "is_floating_point", "is_complex", "element_size", "get_device",
+                            "__hash__"})  # fmt: skip
+_SHAPE_ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "layout",
+                               "is_sparse", "is_nested", "is_quantized", "is_meta"})  # fmt: skip
+_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16,
+          "bfloat16": torch.bfloat16}  # fmt: skip
+_SWAPS = ({1, 2}, {-1, -2}, {1, -1}, {-2, 2})
+"""Dims of [B, T, V] that ``transpose`` exchanges to get [B, V, T]."""
+
+
+class LogitTiling:
+    """Lets the heads of a model give logits without data.
+
+    Heads are ``nn.Linear`` modules outside of the repeated blocks with more outputs than inputs.
+
+    Args:
+        positions: Positions whose logits exist at the same time; None tiles nothing.
+
+    Raises:
+        ConfigError: If it is less than one.
+    """
+
+    def __init__(self, positions: int | None) -> None:
+        if positions is not None and positions < 1:
+            raise ConfigError(
+                f"tile_logits={positions} is the number of positions whose logits are computed "
+                f"together. Set 1024 or more, or leave it out."
+            )
+        self.positions = positions
+        self._heads: list[nn.Linear] = []
+
+    def put_on(self, root: Module, *, is_divided: bool = False) -> None:
+        """Wrap the heads of a model. No effect on a model that is wrapped already.
+
+        Args:
+            root: The model.
+            is_divided: Whether its layers or their parts are on different ranks.
+
+        Raises:
+            ConfigError: If the model has no head, or is divided.
+        """
+        if self.positions is None or self._heads:
+            return
+        if is_divided:
+            raise ConfigError(
+                f"tile_logits={self.positions} needs the whole head of the model on each rank, and "
+                f"a pipeline or a tensor axis divides the model. Leave it out: microbatches and "
+                f"the division of the vocabulary make logits smaller there."
+            )
+        inside = {part for block in find_blocks(root).values() for part in block.modules()}
+        self._heads = [
+            each
+            for each in root.modules()
+            if type(each) is nn.Linear
+            and each not in inside
+            and each.out_features > each.in_features
+        ]
+        if not self._heads:
+            raise ConfigError(
+                f"tile_logits={self.positions} computes the output of a model's head in tiles, "
+                f"and {type(root).__name__} has none: a head is an nn.Linear outside of the "
+                f"repeated blocks with more outputs than inputs. Leave tile_logits out."
+            )
+        for head in self._heads:
+            vars(head)["forward"] = partial(_run, head, head.forward, self.positions)
+
+    def take_off(self) -> None:
+        """Restore the heads."""
+        for head in self._heads:
+            vars(head).pop("forward", None)
+        self._heads = []
+
+
+def _run(
+    head: nn.Linear, forward: Callable[[Tensor], Tensor], positions: int, inputs: Tensor
+) -> Tensor:
+    if isinstance(head.weight, DTensor):
+        raise ConfigError(
+            "tile_logits computes some positions of the model's head at a time, and "
+            "tile_linear_bytes gathers some of its rows at a time. Leave one of the two out."
+        )
+    if not (head.training and torch.is_grad_enabled() and inputs.requires_grad):
+        return forward(inputs)
+    return make_tiled(inputs, Projection(head, positions, inputs))
+
+
+class Projection:
+    """The head as it was called: what makes logits of its inputs until the backward pass.
+
+    Args:
+        head: The module.
+        positions: Positions of a tile.
+        inputs: Inputs of the call; shape ``(..., head.in_features)``.
+    """
+
+    def __init__(self, head: nn.Linear, positions: int, inputs: Tensor) -> None:
+        self.head = head
+        self.positions = positions
+        device = inputs.device.type
+        self._autocast: Any = nullcontext
+        self.dtype = inputs.dtype
+        if torch.is_autocast_enabled(device):
+            self.dtype = torch.get_autocast_dtype(device)
+            self._autocast = partial(torch.autocast, device, self.dtype, cache_enabled=False)
+        self._is_over = False
+        inputs.register_hook(self._end)  # type: ignore[no-untyped-call]
+
+    def _end(self, _: Tensor) -> None:
+        self._is_over = True
+
+    def logits(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the logits of some inputs, with data."""
+        with self._autocast():
+            return functional.linear(inputs, self.head.weight, self.head.bias).to(dtype)
+
+    def check(self) -> None:
+        """Raise if weights may be others by now."""
+        if self._is_over:
+            raise UnsupportedError(
+                "Logits of a training step were used after its backward pass, and with tile_logits "
+                "they are not computed before they are used. Call .detach() on them in the step, "
+                "or leave tile_logits out."
+            )
+
+
+class TiledLogits(Tensor):
+    """Logits without data: positions of ``inputs``, and classes as the last dim or as dim 1."""
+
+    inputs: Tensor
+    projection: Projection
+    are_classes_second: bool
+    """Whether the shape is [B, V, T] of inputs [B, T, C]."""
+    whole: Tensor | None
+    """With data, once a function needed that."""
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _function(func, args, kwargs or {})
+
+    @classmethod
+    @override
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise UnsupportedError(
+            f"{func} got logits that are computed in tiles from code that hides its arguments from "
+            f"torch functions, as compiled modules do. Leave tile_logits out."
+        )
+
+
+def make_tiled(
+    inputs: Tensor,
+    projection: Projection,
+    dtype: torch.dtype | None = None,
+    *,
+    are_classes_second: bool = False,
+) -> TiledLogits:
+    """Return logits of ``inputs`` without data."""
+    shape = [*inputs.shape[:-1], projection.head.out_features]
+    if are_classes_second:
+        shape[1], shape[2] = shape[2], shape[1]
+    dtype = dtype or projection.dtype
+    made: TiledLogits = make_wrapper(
+        TiledLogits, torch.empty(0, dtype=dtype, device=inputs.device), shape
+    )
+    made.inputs, made.projection = inputs, projection
+    made.are_classes_second, made.whole = are_classes_second, None
+    return made
+
+
+def _function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", "")
+    if name in _SHAPE_METHODS:
+        with subclasses_unasked():
+            return func(*args, **kwargs)
+    first = args[0] if args else None
+    if isinstance(first, TiledLogits):
+        if name == "__get__":
+            attribute = func.__self__.__name__
+            if attribute in _SHAPE_ATTRIBUTES:
+                with subclasses_unasked():
+                    return func(first)
+            if attribute == "requires_grad":
+                return True
+        kept = _without_data(name, first, args[1:], kwargs)
+        if kept is not NotImplemented:
+            return kept
+    return func(*tree_map(_with_data, args), **tree_map(_with_data, kwargs))
+
+
+def _without_data(
+    name: str, logits: TiledLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Do without logits what can be done so."""
+    if name == "cross_entropy":
+        return _cross_entropy(logits, *args, **kwargs)
+    if name in _CASTS and not args and not kwargs:
+        return _like(logits, logits.inputs, _CASTS[name])
+    if name in {"to", "type"} and len(args) == 1 and not kwargs:
+        if isinstance(args[0], torch.dtype):
+            return _like(logits, logits.inputs, args[0])
+        return logits if args[0] == logits.device else NotImplemented
+    if name == "contiguous":
+        return logits
+    if logits.are_classes_second or kwargs:
+        return NotImplemented
+    if name in {"view", "reshape"}:
+        sizes = list(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+        if _keeps_classes(logits, sizes):
+            width = logits.inputs.shape[-1]
+            return _like(logits, logits.inputs.reshape(*sizes[:-1], width))
+    if name == "flatten" and len(args) == 2 and args[1] % logits.ndim < logits.ndim - 1:
+        return _like(logits, logits.inputs.flatten(*args))
+    if name == "__getitem__":
+        index = args[0] if isinstance(args[0], tuple) else (args[0],)
+        if _leaves_classes(index, logits.ndim):
+            return _like(logits, logits.inputs[args[0]])
+    is_swap = (name in {"transpose", "swapaxes"} and set(args) in _SWAPS) or (
+        name == "permute" and tuple(args[0] if len(args) == 1 else args) == (0, 2, 1)
+    )
+    if is_swap and logits.ndim == 3:
+        return make_tiled(logits.inputs, logits.projection, logits.dtype, are_classes_second=True)
+    return NotImplemented
+
+
+def _like(logits: TiledLogits, inputs: Tensor, dtype: torch.dtype | None = None) -> TiledLogits:
+    return make_tiled(
+        inputs,
+        logits.projection,
+        dtype or logits.dtype,
+        are_classes_second=logits.are_classes_second,
+    )
+
+
+def _keeps_classes(logits: TiledLogits, sizes: list[int]) -> bool:
+    """Whether a view with these sizes leaves the last dim as it is."""
+    num_classes = logits.shape[-1]
+    if sizes[-1] == -1:
+        rest = torch.Size(sizes[:-1]).numel()
+        return rest == logits.numel() // num_classes
+    return sizes[-1] == num_classes
+
+
+def _leaves_classes(index: tuple[Any, ...], num_dims: int) -> bool:
+    """Whether an index takes positions, and all classes of each."""
+    if any(isinstance(each, TiledLogits) for each in index):
+        return False
+    if not all(isinstance(each, (int, slice, type(Ellipsis))) for each in index):
+        return False
+    if Ellipsis in index:
+        behind = index[index.index(Ellipsis) + 1 :]
+        return not behind or behind[-1] == slice(None)
+    return len(index) < num_dims or index[-1] == slice(None)
+
+
+def _with_data(value: Any) -> Any:
+    if not isinstance(value, TiledLogits):
+        return value
+    if value.whole is not None:
+        return value.whole
+    value.projection.check()
+    logits = value.projection.logits(value.inputs, value.dtype)
+    if value.are_classes_second:
+        logits = logits.transpose(1, 2)
+    if torch.is_grad_enabled():
+        value.whole = logits
+    return logits
+
+
+def _cross_entropy(
+    logits: TiledLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``torch.nn.functional.cross_entropy``."""
+    is_plain = (
+        weight is None
+        and size_average is reduce is None
+        and not target.is_floating_point()
+        and logits.ndim > 1
+        and (logits.ndim == 2 or (logits.are_classes_second and logits.ndim == 3))
+    )
+    if not is_plain:
+        return functional.cross_entropy(
+            _with_data(logits), target, weight, size_average, ignore_index, reduce, reduction,
+            label_smoothing,
+        )  # fmt: skip
+    logits.projection.check()
+    compute = _TiledLoss(logits, ignore_index, label_smoothing)
+    inputs, shape = logits.inputs, target.shape
+    if logits.ndim == 3:
+        inputs, target = inputs.flatten(0, 1), target.flatten()
+    loss = compute(inputs, target, ignore_index=ignore_index, reduction=reduction)
+    return loss.view(shape) if reduction == "none" and logits.ndim == 3 else loss
+
+
+class _TiledLoss:
+    """Cross entropy of positions by the head's inputs.
+
+    It goes by the name of ``cross_entropy``, so that a tensor subclass that has some of the
+    positions treats it as it treats the loss of logits.
+    """
+
+    __name__ = "cross_entropy"
+
+    def __init__(self, logits: TiledLogits, ignore_index: int, label_smoothing: float) -> None:
+        self._projection = logits.projection
+        self._dtype = logits.dtype
+        self._ignore_index = ignore_index
+        self._label_smoothing = label_smoothing
+
+    def __call__(
+        self, inputs: Tensor, target: Tensor, *, ignore_index: int, reduction: str = "mean"
+    ) -> Tensor:
+        """Return the loss.
+
+        Args:
+            inputs: Shape ``(N, in_features)``.
+            target: Indices of classes; shape ``(N,)``.
+            ignore_index: Target of positions that do not count.
+            reduction: As in torch.
+        """
+        if type(inputs) is not Tensor and has_torch_function_unary(inputs):
+            return handle_torch_function(
+                self, (inputs, target), inputs, target,
+                ignore_index=ignore_index, reduction=reduction,
+            )  # fmt: skip
+        size = self._projection.positions
+        losses = torch.cat(
+            [
+                checkpoint(self._losses, *part, use_reentrant=False)
+                for part in zip(torch.split(inputs, size), torch.split(target, size), strict=True)
+            ]
+        )
+        if reduction == "none":
+            return losses
+        total = losses.sum()
+        return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+    def _losses(self, inputs: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(
+            self._projection.logits(inputs, self._dtype),
+            target,
+            ignore_index=self._ignore_index,
+            reduction="none",
+            label_smoothing=self._label_smoothing,
+        )
