@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
 from boltmesh.strategies.checkpoint.async_save import serialised, take_snapshot
 from boltmesh.strategies.checkpoint.collective_errors import (
     all_or_none,
@@ -64,7 +65,8 @@ def save_directory(
     tensors, rest = _divide(checkpoint)
     if is_divided:
         _join(rest)
-    _write(tensors, rest, target, is_divided=is_divided)
+    has_all = TRAINABLE_ONLY not in checkpoint
+    _write(tensors, rest, target, is_divided=is_divided, has_all=has_all)
 
 
 def prepare_save(
@@ -91,7 +93,8 @@ def prepare_save(
     is_first = dist.get_rank() == 0
     kept = take_snapshot(tensors, writes_plain=is_first or is_divided)
     data = serialised(rest) if is_first else b""
-    return bind(_write, kept, data, target, is_divided=is_divided, group=group)
+    has_all = TRAINABLE_ONLY not in checkpoint
+    return bind(_write, kept, data, target, is_divided=is_divided, has_all=has_all, group=group)
 
 
 def _write(
@@ -100,6 +103,7 @@ def _write(
     target: str | Path,
     *,
     is_divided: bool,
+    has_all: bool,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     draft: Draft | None = None
@@ -108,7 +112,7 @@ def _write(
         start = run_on_rank0_and_broadcast(draft.begin, group)
         all_or_none(bind(_join_draft, draft, start), group)
         written = _write_shards(tensors, draft, is_divided=is_divided, group=group)
-        run_on_rank0(bind(_finish, rest, draft, written), group)
+        run_on_rank0(bind(_finish, rest, draft, written, has_all=has_all), group)
     except BaseException as error:
         if draft is not None and dist.get_rank() == 0:
             draft.abandon()
@@ -273,7 +277,9 @@ def _write_shards(
     return writer.written
 
 
-def _finish(rest: Mapping[str, Any] | bytes, draft: Draft, shards: Mapping[str, Written]) -> None:
+def _finish(
+    rest: Mapping[str, Any] | bytes, draft: Draft, shards: Mapping[str, Written], *, has_all: bool
+) -> None:
     with draft.create(REST) as opened:
         file = SummedFile(opened)
         if isinstance(rest, bytes):
@@ -281,7 +287,9 @@ def _finish(rest: Mapping[str, Any] | bytes, draft: Draft, shards: Mapping[str, 
         else:
             save_into(dict(rest), cast("IO[bytes]", file))
     files = {**shards, REST: file.written()}
-    write_manifest(draft, world_size=dist.get_world_size(), files=files)
+    write_manifest(
+        draft, world_size=dist.get_world_size(), files=files, is_trainable_only=not has_all
+    )
 
 
 def _first_cause(error: BaseException) -> str:
