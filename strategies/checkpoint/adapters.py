@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint.chunks import OffloadedChunk, narrow, own_chunks, own_part
+from boltmesh.strategies.checkpoint.chunks import (
+    OffloadedChunk,
+    Snapshot,
+    narrow,
+    own_chunks,
+    own_part,
+)
 
 TRAINABLE_ONLY = "boltmesh_trainable_only"
 """Key of a checkpoint: fingerprints of the parameters that it leaves out, by name."""
@@ -140,7 +146,7 @@ def _pieces(tensor: Tensor, dtype: torch.dtype | None) -> tuple[str, dict[Any, i
     dtype = dtype or tensor.dtype
     kind = f"{str(dtype).removeprefix('torch.')} {list(tensor.shape)}".replace(", ", ",")
     chunks = [each for each in own_chunks(tensor) if 0 not in each.whole.sizes]
-    if not chunks:
+    if not chunks or (isinstance(tensor, Snapshot) and tensor.copied is None):
         return kind, {}
     part = own_part(tensor)
     value = part.read() if isinstance(part, OffloadedChunk) else part

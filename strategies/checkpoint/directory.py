@@ -42,6 +42,9 @@ from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, fol
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 """Keys of a Lightning checkpoint whose tensors may be shards."""
 
+CURRENT = "current_model_state"
+"""Lightning's key for the weights that are trained, of a run that stores their average as MODEL."""
+
 ALIASES = "boltmesh_aliases"
 """Names of tied parameters, and the name under which their tensor is stored."""
 
@@ -154,19 +157,20 @@ def load_directory(place: str | Path, *, checks_files: bool = True) -> dict[str,
     checkpoint: dict[str, Any] = safe_load(rest, f"{folder}/{REST}")
     reader = ShardReader(*files_of(folder), read_checked(folder, METADATA))
     has_names = [is_named(each) for each in checkpoint.get(OPTIMIZERS, ())]
-    model: dict[str, Any] = {}
+    models: dict[str, dict[str, Any]] = {MODEL: {}}
     for name, keys in reader.paths().items():
-        if keys[0] == MODEL:
-            model[keys[1]] = stored(reader, name)
+        if keys[0] in {MODEL, CURRENT}:
+            models.setdefault(keys[0], {})[keys[1]] = stored(reader, name)
         else:
             number, (parameter, key) = int(keys[0].removeprefix("optimizer_")), keys[2:]
             # Numbers, in a directory made from a Lightning file.
             of = parameter if has_names[number] else int(parameter)
             state = checkpoint[OPTIMIZERS][number]["state"].setdefault(of, {})
             state[key] = stored(reader, name)
-    for alias, name in checkpoint.pop(ALIASES, {}).items():
-        model[alias] = model[name]
-    checkpoint[MODEL] = {**model, **checkpoint.get(MODEL, {})}
+    aliases, extra = checkpoint.pop(ALIASES, {}), checkpoint.get(MODEL, {})
+    for key, model in models.items():
+        tied = {alias: model[name] for alias, name in aliases.items()}
+        checkpoint[key] = {**model, **tied, **extra}
     return checkpoint
 
 
@@ -203,6 +207,9 @@ def _divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
             seen[id(value)] = name
             model[name] = value
     tensors: dict[str, Any] = {MODEL: model} if model else {}
+    if CURRENT in rest:  # has the names of the other
+        current = rest.pop(CURRENT)
+        tensors[CURRENT] = {name: current[name] for name in model}
     states = []
     for number, each in enumerate(rest.pop(OPTIMIZERS, ())):
         large: dict[str, dict[str, Tensor]] = {}

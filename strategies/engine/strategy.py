@@ -42,6 +42,7 @@ from boltmesh.strategies.engine.groups import StartMethod, in_order
 from boltmesh.strategies.engine.loops import LoopStrategy
 from boltmesh.strategies.engine.replica_check import ReplicaCheck
 from boltmesh.strategies.engine.resume import ResumeManager
+from boltmesh.strategies.engine.weight_averaging import average_shards
 from boltmesh.strategies.lightning_compat.trainer import (
     callbacks_of,
     forbid_inference_mode,
@@ -159,7 +160,10 @@ class MeshStrategy(LoopStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.resume = ResumeManager(self)
-        telemetry_module.follow_loops(trainer_of(self.lightning_module))
+        trainer = trainer_of(self.lightning_module)
+        telemetry_module.follow_loops(trainer)
+        if self.stores_shards and trainer is not None:
+            average_shards(trainer)
         if self.telemetry:
             self.recorder = telemetry_module.open_recorder_of(self)
 
@@ -180,7 +184,9 @@ class MeshStrategy(LoopStrategy):
         if self.shares_batches:
             self.gather_metrics()
         if self.stores_shards:
-            self._refuse_callbacks(trainer)
+            refuse_callbacks(callbacks_of(trainer), self.public_name)
+            if self.world_size > 1:
+                refuse_lone_saves(callbacks_of(trainer))
         self._place(trainer)
         is_sharded = self.data_axis.is_sharded
         self.accelerator.setup(trainer)
@@ -206,12 +212,6 @@ class MeshStrategy(LoopStrategy):
                 seed_random_state(self.seed + self.coordinates["data"])
         for axis in reversed(self.axes):
             axis.start(trainer)
-
-    def _refuse_callbacks(self, trainer: Trainer) -> None:
-        callbacks = callbacks_of(trainer)
-        refuse_callbacks(callbacks, self.public_name)
-        if self.world_size > 1:
-            refuse_lone_saves(callbacks)
 
     def _place(self, trainer: Trainer) -> None:
         """Put the model on the axes, before anything is moved or wrapped. Collective.

@@ -26,7 +26,11 @@ from tests.support.adapters import (
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("peft")
-pytestmark = pytest.mark.ranks
+pytestmark = [
+    pytest.mark.ranks,
+    # torch and transformers meet so in copies that peft makes.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 ALONE = {"save_trainable_only": True}
 CASES = [
