@@ -13,6 +13,7 @@ SHARED = (
     "telemetry",
     "seed",
     "async_save",
+    "save_trainable_only",
     "verify_replicas_every",
     "activation_checkpointing",
     "activation_offload",

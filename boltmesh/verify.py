@@ -16,7 +16,12 @@ from typing_extensions import override
 
 from boltmesh.errors import BoltMeshError, TelemetryError
 from boltmesh.strategies.checkpoint import archive_check
-from boltmesh.strategies.checkpoint.manifest import MANIFEST, METADATA, REST
+from boltmesh.strategies.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    REST,
+    is_trainable_only,
+)
 from boltmesh.strategies.checkpoint.storage.addresses import as_os_errors, is_file, open_address
 from boltmesh.strategies.checkpoint.storage.folder import folder_at
 from boltmesh.tui.sources.frames import MAGIC, read_frame, read_magic
@@ -107,7 +112,10 @@ def _is_recording(path: Path) -> bool:
 def _verify_shards(place: str | Path) -> Verified:
     from boltmesh.strategies.checkpoint.directory import find_damage
 
-    return _read(place, "directory of shards", lambda: find_damage(place, threads=THREADS))
+    found = _read(place, "directory of shards", lambda: find_damage(place, threads=THREADS))
+    if found.fault is None and is_trainable_only(folder_at(place)):
+        return found._replace(kind=f"{found.kind}, trained parameters alone")
+    return found
 
 
 def _verify_file(place: str | Path) -> Verified:

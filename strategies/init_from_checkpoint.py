@@ -18,7 +18,10 @@ from boltmesh.strategies.checkpoint.storage.addresses import is_file, path_or_ad
 
 
 class StartingWeights(Callback):
-    """Loads weights when a fit begins; no effect on a fit that resumes.
+    """Loads weights when a fit begins.
+
+    No effect on a fit that resumes; except with ``save_trainable_only=True`` and a strategy that
+    shards, where these are the base of what is resumed.
 
     ::
 
@@ -45,7 +48,12 @@ class StartingWeights(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.ckpt_path is not None:
+        strategy = trainer.strategy
+        is_base = (
+            getattr(strategy, "save_trainable_only", False)
+            and strategy.restore_checkpoint_after_setup
+        )
+        if trainer.ckpt_path is not None and not is_base:
             return
         checkpoint = all_or_none(partial(self._load, checks_files=trainer.is_global_zero))
         # As Lightning does for checkpoints it loads.

@@ -79,12 +79,12 @@ def _state_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | S
         if held is not None:
             return held
     parameters: list[Tensor] = list(strategy.held_parameters())
-    weights, gradients = strategy.kept_beside()
+    kept = [axis.kept_beside() for axis in strategy.axes]
     return {
-        "parameters": [*parameters, *weights],
+        "parameters": [*parameters, *(each for weights, _ in kept for each in weights)],
         "gradients": [
             *(each.grad for each in parameters if each.grad is not None),
-            *gradients,
+            *(each for _, gradients in kept for each in gradients),
         ],
         "optimizer": [
             tensor

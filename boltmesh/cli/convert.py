@@ -63,12 +63,19 @@ class PathOrAddress(click.ParamType["str | Path"]):
     "[the attribute that holds the model, where there is one only]",
 )
 @click.option("--max-shard-size", type=ByteSize(), help="Of each file in a folder. [5GB]")
+@click.option(
+    "--peft",
+    "is_for_peft",
+    is_flag=True,
+    help="Adapters of peft alone, in a folder that PeftModel.from_pretrained loads.",
+)
 @click.option("--force", is_flag=True, help="Replace what is there.")
 def export(
     checkpoint: str | Path,
     target: str | Path,
     prefix: str | None,
     max_shard_size: int | None,
+    is_for_peft: bool,
     force: bool,
 ) -> int:
     """Write CHECKPOINT for programs that know nothing of boltmesh.
@@ -87,6 +94,7 @@ def export(
             max_shard_bytes=max_shard_size,
             force=force,
             counted=bar.begin,
+            is_for_peft=is_for_peft,
         )
     click.echo("\n".join(lines))
     return 0

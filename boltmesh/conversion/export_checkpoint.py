@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from boltmesh.conversion.lightning_file import write_lightning_file
+from boltmesh.conversion.peft_adapter import adapters_of, write_adapters
 from boltmesh.conversion.safetensors_files import SUFFIX, num_bytes, write_model
 from boltmesh.conversion.source import open_checkpoint, tensors_of
 from boltmesh.conversion.writing import check_target
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
 from boltmesh.strategies.checkpoint.storage.addresses import is_file
 
 T = TypeVar("T")
@@ -84,6 +86,7 @@ def export(
     max_shard_bytes: int | None,
     force: bool,
     counted: Counted,
+    is_for_peft: bool = False,
 ) -> list[str]:
     """Write ``target`` from a checkpoint; return the lines to show.
 
@@ -96,6 +99,7 @@ def export(
         max_shard_bytes: Of a file in a folder.
         force: Replace what is at ``target``.
         counted: Shows how far it is.
+        is_for_peft: Write the adapters of peft alone, into a folder.
 
     Raises:
         ConfigError: When something given is wrong.
@@ -121,10 +125,19 @@ def export(
             "A Lightning file keeps the names of the LightningModule. Leave --prefix out, or say "
             "--to FOLDER for safetensors."
         )
+    if is_for_peft and (not is_folder or prefix is not None or max_shard_bytes is not None):
+        raise ConfigError(
+            "--peft writes a folder with names of peft's own. Say --to FOLDER, and leave --prefix "
+            "and --max-shard-size out."
+        )
     if isinstance(source, Path) and source.exists() and target.resolve() == source.resolve():
         raise ConfigError(f"{target} is what is to be exported. Choose another name.")
     check_target(target, force=force)
     checkpoint = open_checkpoint(source)
+    if is_for_peft:
+        adapters = adapters_of(checkpoint, source)
+        total = sum(_total(each) for each in adapters.values())
+        return write_adapters(checkpoint, adapters, target, progress=counted(total))
     if target.suffix == LIGHTNING_SUFFIX:
         if is_file(source):
             raise ConfigError(f"{source} is a Lightning file as it is: copy it.")
@@ -140,6 +153,8 @@ def export(
     if found:
         lines.append(f"names: without {found!r}")
     lines += [f"tied: {name} is {kept}, written once" for name, kept in aliases.items()]
+    if frozen := checkpoint.get(TRAINABLE_ONLY):
+        lines.append(f"not there: {len(frozen)} frozen parameters, which the checkpoint leaves out")
     if left_out:
         lines.append(f"left out: {len(left_out)} tensors elsewhere, such as {left_out[0]}")
     return lines
@@ -151,6 +166,8 @@ def _export_file(checkpoint: Mapping[str, Any], target: Path, counted: Counted) 
     parts = [f"{len(tensors_of(checkpoint))} tensors of the model"]
     if states := checkpoint.get("optimizer_states"):
         parts.append(f"{len(states)} optimizer{'s' if len(states) > 1 else ''}")
+    if frozen := checkpoint.get(TRAINABLE_ONLY):
+        parts.append(f"without {len(frozen)} frozen parameters")
     if "loops" in checkpoint:
         parts.append(f"step {checkpoint.get('global_step', 0)}")
     return [f"{target}: {', '.join(parts)}, {_size(total)}"]

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
 from boltmesh.strategies.checkpoint.async_save import serialised, take_snapshot
 from boltmesh.strategies.checkpoint.collective_errors import (
     all_or_none,
@@ -41,6 +42,9 @@ from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, fol
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 """Keys of a Lightning checkpoint whose tensors may be shards."""
 
+CURRENT = "current_model_state"
+"""Lightning's key for the weights that are trained, of a run that stores their average as MODEL."""
+
 ALIASES = "boltmesh_aliases"
 """Names of tied parameters, and the name under which their tensor is stored."""
 
@@ -64,7 +68,8 @@ def save_directory(
     tensors, rest = _divide(checkpoint)
     if is_divided:
         _join(rest)
-    _write(tensors, rest, target, is_divided=is_divided)
+    has_all = TRAINABLE_ONLY not in checkpoint
+    _write(tensors, rest, target, is_divided=is_divided, has_all=has_all)
 
 
 def prepare_save(
@@ -91,7 +96,8 @@ def prepare_save(
     is_first = dist.get_rank() == 0
     kept = take_snapshot(tensors, writes_plain=is_first or is_divided)
     data = serialised(rest) if is_first else b""
-    return bind(_write, kept, data, target, is_divided=is_divided, group=group)
+    has_all = TRAINABLE_ONLY not in checkpoint
+    return bind(_write, kept, data, target, is_divided=is_divided, has_all=has_all, group=group)
 
 
 def _write(
@@ -100,6 +106,7 @@ def _write(
     target: str | Path,
     *,
     is_divided: bool,
+    has_all: bool,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     draft: Draft | None = None
@@ -108,7 +115,7 @@ def _write(
         start = run_on_rank0_and_broadcast(draft.begin, group)
         all_or_none(bind(_join_draft, draft, start), group)
         written = _write_shards(tensors, draft, is_divided=is_divided, group=group)
-        run_on_rank0(bind(_finish, rest, draft, written), group)
+        run_on_rank0(bind(_finish, rest, draft, written, has_all=has_all), group)
     except BaseException as error:
         if draft is not None and dist.get_rank() == 0:
             draft.abandon()
@@ -150,19 +157,20 @@ def load_directory(place: str | Path, *, checks_files: bool = True) -> dict[str,
     checkpoint: dict[str, Any] = safe_load(rest, f"{folder}/{REST}")
     reader = ShardReader(*files_of(folder), read_checked(folder, METADATA))
     has_names = [is_named(each) for each in checkpoint.get(OPTIMIZERS, ())]
-    model: dict[str, Any] = {}
+    models: dict[str, dict[str, Any]] = {MODEL: {}}
     for name, keys in reader.paths().items():
-        if keys[0] == MODEL:
-            model[keys[1]] = stored(reader, name)
+        if keys[0] in {MODEL, CURRENT}:
+            models.setdefault(keys[0], {})[keys[1]] = stored(reader, name)
         else:
             number, (parameter, key) = int(keys[0].removeprefix("optimizer_")), keys[2:]
             # Numbers, in a directory made from a Lightning file.
             of = parameter if has_names[number] else int(parameter)
             state = checkpoint[OPTIMIZERS][number]["state"].setdefault(of, {})
             state[key] = stored(reader, name)
-    for alias, name in checkpoint.pop(ALIASES, {}).items():
-        model[alias] = model[name]
-    checkpoint[MODEL] = {**model, **checkpoint.get(MODEL, {})}
+    aliases, extra = checkpoint.pop(ALIASES, {}), checkpoint.get(MODEL, {})
+    for key, model in models.items():
+        tied = {alias: model[name] for alias, name in aliases.items()}
+        checkpoint[key] = {**model, **tied, **extra}
     return checkpoint
 
 
@@ -199,6 +207,9 @@ def _divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
             seen[id(value)] = name
             model[name] = value
     tensors: dict[str, Any] = {MODEL: model} if model else {}
+    if CURRENT in rest:  # has the names of the other
+        current = rest.pop(CURRENT)
+        tensors[CURRENT] = {name: current[name] for name in model}
     states = []
     for number, each in enumerate(rest.pop(OPTIMIZERS, ())):
         large: dict[str, dict[str, Tensor]] = {}
@@ -273,7 +284,9 @@ def _write_shards(
     return writer.written
 
 
-def _finish(rest: Mapping[str, Any] | bytes, draft: Draft, shards: Mapping[str, Written]) -> None:
+def _finish(
+    rest: Mapping[str, Any] | bytes, draft: Draft, shards: Mapping[str, Written], *, has_all: bool
+) -> None:
     with draft.create(REST) as opened:
         file = SummedFile(opened)
         if isinstance(rest, bytes):
@@ -281,7 +294,9 @@ def _finish(rest: Mapping[str, Any] | bytes, draft: Draft, shards: Mapping[str, 
         else:
             save_into(dict(rest), cast("IO[bytes]", file))
     files = {**shards, REST: file.written()}
-    write_manifest(draft, world_size=dist.get_world_size(), files=files)
+    write_manifest(
+        draft, world_size=dist.get_world_size(), files=files, is_trainable_only=not has_all
+    )
 
 
 def _first_cause(error: BaseException) -> str:

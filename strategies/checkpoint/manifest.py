@@ -29,6 +29,8 @@ In format 2 and, on a remote file system, in format 3 the files may be in a subf
 directory replaced another one."""
 NEWER = "it has format"
 """Begins the fault of a directory that is whole as far as can be told."""
+TRAINABLE_ONLY = "trainable_only"
+"""Key that is true in a directory without the frozen parameters of its model."""
 SAVE = "save"
 """Key of the random id of a save. The checksum of each piece of a tensor begins with it."""
 
@@ -41,7 +43,9 @@ class Written(NamedTuple):
     """None for shards, whose pieces have checksums of their own."""
 
 
-def write_manifest(draft: Draft, *, world_size: int, files: Mapping[str, Written]) -> None:
+def write_manifest(
+    draft: Draft, *, world_size: int, files: Mapping[str, Written], is_trainable_only: bool = False
+) -> None:
     """Write the list of all files of an otherwise finished directory, which completes it.
 
     Raises:
@@ -74,6 +78,8 @@ def write_manifest(draft: Draft, *, world_size: int, files: Mapping[str, Written
     }
     if draft.within:
         content["within"] = draft.within
+    if is_trainable_only:
+        content[TRAINABLE_ONLY] = True
     content[CRC32] = zlib.crc32(_encode(content))
     draft.finish(_encode(content), list(entries))
 
@@ -113,6 +119,11 @@ def find_fault(place: str | Path, *, checks_files: bool = True) -> str | None:
         if size != expected:
             return f"{name} has {size} bytes instead of {expected}"
     return None
+
+
+def is_trainable_only(folder: Folder) -> bool:
+    """Whether a directory that has passed ``find_fault`` leaves out frozen parameters."""
+    return bool(_read_manifest(folder).get(TRAINABLE_ONLY, False))
 
 
 def files_of(folder: Folder) -> tuple[Folder, str]:

@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import grad_norm
@@ -181,11 +180,7 @@ def refuse_lazy(module: LightningModule) -> None:
 _CALLBACKS: dict[type[Callback], tuple[str, str]] = {
     StochasticWeightAveraging: (
         "averages whole parameters into a copy that it made while it was whole",
-        "Average the last checkpoints instead, or use bolt_ddp.",
-    ),
-    WeightAveraging: (
-        "averages whole parameters into a copy that it made while it was whole",
-        "Average the last checkpoints instead, or use bolt_ddp.",
+        "Use WeightAveraging, which averages shards, or bolt_ddp.",
     ),
     ModelPruning: (
         "masks whole parameters and renames them",

@@ -9,7 +9,7 @@ checkpoint holds everything where it lies in the whole model. Which part that is
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.adapters import (
+    PEFT,
+    TRAINABLE_ONLY,
+    fingerprints,
+    frozen_names,
+    peft_entries,
+    reduced,
+    refuse_other_base,
+    refuse_other_names,
+)
 from boltmesh.strategies.checkpoint.async_save import AsyncSave, serialised
 from boltmesh.strategies.checkpoint.chunks import DimDivision, TensorPart
 from boltmesh.strategies.checkpoint.collective_errors import all_or_none
 from boltmesh.strategies.checkpoint.directory import (
+    MODEL,
     is_directory,
     load_directory,
     prepare_save,
@@ -72,6 +83,9 @@ class Checkpointing:
         self._beside: AsyncSave | None = None
         """Writes beside training, from the beginning of a fit on where that was asked for."""
         self._saving_group: ProcessGroup | None = None
+        self._base: Mapping[str, str] | None = None
+        """Fingerprints of the frozen parameters as training began, where saves leave them out."""
+        self._resumed_base: Mapping[str, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Spawned ranks make their own threads and groups.
@@ -115,6 +129,28 @@ class Checkpointing:
             state: dict[str, Any] = strategy.lightning_module.state_dict(keep_vars=True)
             stored = {name: each for name, each in state.items() if self.stores(name)}
             return self._as_parts(stored)
+
+    def begin_training(self) -> None:
+        """Take note of frozen parameters that saves are to leave out. Collective over all ranks."""
+        module = self._strategy.lightning_module
+        if self._strategy.save_trainable_only and module is not None:
+            base = self._fingerprints(frozen_names(module))
+            self._base = base if self._resumed_base is None else self._resumed_base
+            self._resumed_base = None
+
+    def _fingerprints(
+        self, names: Collection[str], expected: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
+        state = self._own_state()
+        chosen = {name: state[name] for name in names if name in state}
+        return fingerprints(chosen, expected, is_shared=self._strategy.stores_shards)
+
+    def _own_state(self) -> dict[str, Any]:
+        """The module's state of this rank, also of a module that is not placed yet."""
+        if self._strategy.stores_shards:
+            return self.model_state()
+        assert self._strategy.lightning_module is not None
+        return self._strategy.lightning_module.state_dict()
 
     def _opened(self) -> ExitStack:
         """Within it, ``state_dict`` gives what this rank has, parts of the model among it."""
@@ -228,6 +264,7 @@ class Checkpointing:
                 return
             if strategy.resume is not None and trainer is not None:
                 checkpoint = strategy.resume.store(checkpoint, trainer)
+            checkpoint = self._reduced(checkpoint)
             with nullcontext() if strategy.sigterm is None else strategy.sigterm.saving():
                 self.finish()
                 if self._writes_beside and not is_for_requeue(filepath):
@@ -240,6 +277,17 @@ class Checkpointing:
                     write_file(checkpoint, filepath, storage_options)
         if strategy.is_global_zero:
             strategy.recorder.event("checkpoint", str(filepath))
+
+    def _reduced(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint with what adapters need, and without the base if asked for."""
+        module = self._strategy.lightning_module
+        if module is not None and (entries := peft_entries(module)):
+            checkpoint = {**checkpoint, PEFT: entries}
+        if self._base is None or MODEL not in checkpoint:
+            return checkpoint
+        frozen = {name: each for name, each in checkpoint[MODEL].items() if name in self._base}
+        now = fingerprints(frozen, self._base, is_shared=self._strategy.stores_shards)
+        return reduced(checkpoint, self._base, now)
 
     def open(self) -> None:
         """Get ready to save beside a training that begins. Collective over all ranks."""
@@ -353,6 +401,7 @@ class Checkpointing:
         trainer = trainer_of(strategy.lightning_module)
         if strategy.resume is not None and trainer is not None:
             strategy.resume.read(checkpoint, trainer, str(checkpoint_path))
+        self._resumed_base = checkpoint.get(TRAINABLE_ONLY)
         return checkpoint
 
     def _is_directory(self, place: str | Path) -> bool:
@@ -369,17 +418,41 @@ class Checkpointing:
                 )
         return found
 
-    def load_model_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
+    def load_model_state(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load what this rank holds of a model. Collective over all ranks.
 
         Args:
-            state: By name; placeholders of a directory, or whole tensors.
+            checkpoint: Its state has placeholders of a directory, or whole tensors, by name.
             strict: See ``Module.load_state_dict``.
+
+        Raises:
+            CheckpointError: It leaves out the base of the model, and the module has another one.
         """
         module = self._strategy.lightning_module
         assert module is not None
+        state = checkpoint[MODEL]
+        if TRAINABLE_ONLY in checkpoint:
+            self._check_base(checkpoint[TRAINABLE_ONLY], state, checks_names=strict)
+            strict = False
         all_or_none(partial(self._load_model_state, module, state, strict=strict))
         self._strategy.data_axis.parameters_loaded()
+
+    def _check_base(
+        self, base: Mapping[str, str], state: Mapping[str, Any], *, checks_names: bool
+    ) -> None:
+        found = self._fingerprints(base, base)
+
+        def check() -> None:
+            if not self._strategy.stores_shards and not self._strategy.is_global_zero:
+                return  # the other ranks get the first one's weights before training
+            module = self._strategy.lightning_module
+            assert module is not None
+            if checks_names:
+                with self._opened():
+                    refuse_other_names(base, state, module.state_dict(keep_vars=True))
+            refuse_other_base(base, found)
+
+        all_or_none(check)
 
     def _load_model_state(
         self, module: LightningModule, state: Mapping[str, Any], *, strict: bool

@@ -16,7 +16,6 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,6 +24,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies import telemetry as telemetry_module
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing, Recompute
+from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
 from boltmesh.strategies.checkpoint.async_save import refuse_beside
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO
 from boltmesh.strategies.checkpoint.shared_fs_check import mend_folders, refuse_unshared_folders
@@ -43,6 +43,7 @@ from boltmesh.strategies.engine.groups import StartMethod, in_order
 from boltmesh.strategies.engine.loops import LoopStrategy
 from boltmesh.strategies.engine.replica_check import ReplicaCheck
 from boltmesh.strategies.engine.resume import ResumeManager
+from boltmesh.strategies.engine.weight_averaging import average_shards
 from boltmesh.strategies.lightning_compat.trainer import (
     callbacks_of,
     forbid_inference_mode,
@@ -76,6 +77,9 @@ class MeshStrategy(LoopStrategy):
         process_group_backend: ``gloo`` or ``nccl``; by default the one that fits the device.
         start_method: ``popen`` runs the script again for each rank; ``spawn``, ``fork`` and
             ``forkserver`` start functions, for notebooks and tests.
+        save_trainable_only: Leave parameters out of checkpoints that are frozen, and as they were
+            when training began. A run resumes from such a checkpoint in a module with the same
+            ones; in another it ends with an error.
         verify_replicas_every: Optimizer steps between two runs of ``ReplicaCheck``; None for none.
         accelerator: As in any Lightning strategy, like the arguments below.
     """
@@ -93,6 +97,7 @@ class MeshStrategy(LoopStrategy):
         tile_logits: int | None = None,
         seed: int | None = None,
         async_save: bool = False,
+        save_trainable_only: bool = False,
         verify_replicas_every: int | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
@@ -120,6 +125,7 @@ class MeshStrategy(LoopStrategy):
         self.logit_tiling = LogitTiling(tile_logits)
         self.seed = seed
         self.async_save = async_save
+        self.save_trainable_only = save_trainable_only
         if verify_replicas_every is not None:
             self.replica_check = ReplicaCheck(self, verify_replicas_every)
         self.checkpoints = Checkpointing(self)
@@ -157,7 +163,10 @@ class MeshStrategy(LoopStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.resume = ResumeManager(self)
-        telemetry_module.follow_loops(trainer_of(self.lightning_module))
+        trainer = trainer_of(self.lightning_module)
+        telemetry_module.follow_loops(trainer)
+        if self.stores_shards and trainer is not None:
+            average_shards(trainer)
         if self.telemetry:
             self.recorder = telemetry_module.open_recorder_of(self)
 
@@ -178,7 +187,9 @@ class MeshStrategy(LoopStrategy):
         if self.shares_batches:
             self.gather_metrics()
         if self.stores_shards:
-            self._refuse_callbacks(trainer)
+            refuse_callbacks(callbacks_of(trainer), self.public_name)
+            if self.world_size > 1:
+                refuse_lone_saves(callbacks_of(trainer))
         self._place(trainer)
         is_sharded = self.data_axis.is_sharded
         self.accelerator.setup(trainer)
@@ -204,12 +215,6 @@ class MeshStrategy(LoopStrategy):
                 seed_random_state(self.seed + self.coordinates["data"])
         for axis in reversed(self.axes):
             axis.start(trainer)
-
-    def _refuse_callbacks(self, trainer: Trainer) -> None:
-        callbacks = callbacks_of(trainer)
-        refuse_callbacks(callbacks, self.public_name)
-        if self.world_size > 1:
-            refuse_lone_saves(callbacks)
 
     def _place(self, trainer: Trainer) -> None:
         """Put the model on the axes, before anything is moved or wrapped. Collective.
@@ -325,16 +330,6 @@ class MeshStrategy(LoopStrategy):
         """Whether this rank has the model's value of a buffer, and not what it needs no longer."""
         return all(axis.holds_buffer(name) for axis in self.axes)
 
-    def kept_beside(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Other versions of weights and gradients that this rank holds, beside the module's own."""
-        weights: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for axis in self.axes:
-            kept = axis.kept_beside()
-            weights += kept[0]
-            gradients += kept[1]
-        return weights, gradients
-
     # Forecasts.
 
     def expected_traffic(self) -> list[ExpectedTraffic]:
@@ -418,6 +413,11 @@ class MeshStrategy(LoopStrategy):
         self.checkpoints.finish()
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.checkpoints.begin_training()
+
+    @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self.finish_saving()
@@ -442,8 +442,8 @@ class MeshStrategy(LoopStrategy):
         self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any
     ) -> None:
         state: dict[str, Any] = checkpoint["state_dict"]
-        if self.stores_shards or is_in_shards(state):
-            self.checkpoints.load_model_state(state, strict=strict)
+        if self.stores_shards or is_in_shards(state) or TRAINABLE_ONLY in checkpoint:
+            self.checkpoints.load_model_state(checkpoint, strict=strict)
         else:
             super().load_model_state_dict(checkpoint, strict, **kwargs)
 

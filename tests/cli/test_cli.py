@@ -40,7 +40,7 @@ def test_the_commands_and_their_options_are_these():
         "export-metrics": {"--format", "--table", "--output", "--every", "--replay", "--at",
                            "--run-dir"},
         "stream": {"--list", "--run-dir", "--interval"},
-        "export": {"--to", "--prefix", "--max-shard-size", "--force"},
+        "export": {"--to", "--prefix", "--max-shard-size", "--peft", "--force"},
         "import": {"--to", "--prefix", "--tie", "--force"},
         "verify": set(),
         "prune": {"--dry-run", "--telemetry-days"},

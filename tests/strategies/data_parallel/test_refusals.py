@@ -7,7 +7,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
     ModelPruning,
     StochasticWeightAveraging,
 )
@@ -60,7 +59,7 @@ def test_options_that_cannot_be_right_are_refused(arguments: Any, message: str) 
 
 @pytest.mark.parametrize(
     "callback",
-    [StochasticWeightAveraging(0.1), EMAWeightAveraging(), ModelPruning("l1_unstructured")],
+    [StochasticWeightAveraging(0.1), ModelPruning("l1_unstructured")],
 )
 def test_callbacks_that_take_a_shard_for_the_whole_are_refused(callback: Callback) -> None:
     with pytest.raises(

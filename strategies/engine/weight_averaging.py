@@ -1,0 +1,250 @@
+"""Lightning's ``WeightAveraging`` and its subclasses on the shards of each rank.
+
+An average by element is right on shards. torch's ``AveragedModel`` averages plain tensors that hold
+this rank's part of the model; the callback's other methods read and write the same parts. Those of
+Lightning would copy the whole model on each rank, and go through its parameters side by side.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim.swa_utils import AveragedModel
+from typing_extensions import override
+
+from boltmesh.errors import UnsupportedError
+from boltmesh.strategies.checkpoint.chunks import (
+    OffloadedChunk,
+    Snapshot,
+    TensorPart,
+    own_chunks,
+    own_part,
+)
+from boltmesh.strategies.checkpoint.directory import CURRENT, MODEL
+from boltmesh.strategies.checkpoint.shard_writer import is_written_here
+from boltmesh.strategies.lightning_compat.trainer import callbacks_of
+
+AVERAGING = "averaging_state"
+"""Lightning's key for the number of averaged models."""
+
+
+def average_shards(trainer: Trainer) -> None:
+    """Let the callbacks of a Trainer average shards. Before they are set up; keeps the objects."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, WeightAveraging) and not isinstance(callback, _ShardAveraging):
+            kind = type(callback)
+            # Methods of a subclass come first, and their ``super()`` is the one here.
+            bases = (_ShardAveraging,) if kind is WeightAveraging else (kind, _ShardAveraging)
+            callback.__class__ = type(kind.__name__, bases, {"plain": kind})
+
+
+class _Shards(Module):
+    """Plain tensors in a fixed order; parameters before buffers, as ``AveragedModel`` takes them.
+
+    Args:
+        parameters: This rank's part of each.
+        buffers: The same of buffers.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        super().__init__()
+        for at, each in enumerate(parameters):
+            self.register_parameter(f"p{at}", Parameter(_value(each), requires_grad=False))
+        for at, each in enumerate(buffers):
+            self.register_buffer(f"b{at}", _value(each))
+
+    def tensors(self) -> list[Tensor]:
+        """Return all of them."""
+        return [*self.parameters(), *self.buffers()]
+
+
+class _ShardAveraging(WeightAveraging):
+    """``WeightAveraging`` of a strategy whose ranks hold parts of the model."""
+
+    plain: type[WeightAveraging]
+    """The class of the callback as its author built it."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy: Any = trainer.strategy
+        if not getattr(strategy, "stores_shards", False):
+            self.__class__ = self.plain  # type: ignore[assignment]
+            self._average_model = None
+            self.setup(trainer, pl_module, stage)
+            return
+        for key in ("avg_fn", "multi_avg_fn"):
+            _refuse_mixing(self._kwargs.get(key), key, self.plain.__name__)
+        if stage == "fit":
+            self._average_model = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        if any(axis.take_pending() is not None for axis in strategy.axes):
+            raise UnsupportedError(
+                f"{self.plain.__name__} averages the weights of a step, and schedule="
+                f"'pipedream_2bw' applies a step's gradients one step late. Use another schedule."
+            )
+        device = self._device or pl_module.device
+        self._average_model = AveragedModel(
+            _Shards(*_parts(trainer)),
+            device=device,
+            use_buffers=self._use_buffers,
+            **self._kwargs,
+        )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        step = trainer.global_step
+        if step > self._latest_update_step and self.should_update(step_idx=step - 1):
+            self._update(trainer)
+            self._latest_update_step = step
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        epoch = trainer.current_epoch
+        if epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
+            self._update(trainer)
+            self._latest_update_epoch = epoch
+
+    def _update(self, trainer: Trainer) -> None:
+        assert self._average_model is not None
+        self._average_model.update_parameters(_Shards(*_parts(trainer)))
+
+    @override
+    def _swap_models(self, pl_module: LightningModule) -> None:
+        self._write(pl_module, keeps_current=True)
+
+    @override
+    def _copy_average_to_current(self, pl_module: LightningModule) -> None:
+        self._write(pl_module, keeps_current=False)
+
+    @torch.no_grad()
+    def _write(self, pl_module: LightningModule, *, keeps_current: bool) -> None:
+        strategy: Any = pl_module.trainer.strategy
+        parameters, buffers = _parts(pl_module.trainer)
+        for average, part in zip(self._averages(), [*parameters, *buffers], strict=True):
+            current = _value(part).clone() if keeps_current else None
+            if isinstance(part, OffloadedChunk):
+                part.write(average.to("cpu", copy=True))
+            else:
+                part.copy_(average)
+            if current is not None:
+                average.copy_(current)
+        strategy.data_axis.parameters_loaded()
+
+    def _averages(self) -> list[Tensor]:
+        assert self._average_model is not None
+        shards = self._average_model.module
+        assert isinstance(shards, _Shards)
+        return [each.detach() for each in shards.tensors()]
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._average_model is None:
+            super().on_save_checkpoint(trainer, pl_module, checkpoint)
+            return
+        strategy: Any = trainer.strategy
+        writes_plain = strategy.is_global_zero or strategy.divides_modules
+        held = [*pl_module.parameters(), *pl_module.buffers()]
+        names = _held_names(trainer)
+        chosen = [each for each, is_held in zip(held, names, strict=True) if is_held]
+        averages = dict(zip(map(id, chosen), self._averages(), strict=True))
+        made: dict[int, Snapshot] = {}
+
+        def averaged(value: Any) -> Any:
+            owner = value.known()[0] if isinstance(value, TensorPart) else value
+            if id(owner) not in averages:
+                return value
+            if id(owner) not in made:
+                is_mine = is_written_here(value, writes_plain=writes_plain)
+                average = averages[id(owner)] if is_mine else None
+                made[id(owner)] = Snapshot.of(value, own_chunks(value) if is_mine else [], average)
+            return made[id(owner)]
+
+        current = checkpoint[MODEL]
+        checkpoint[CURRENT] = current
+        checkpoint[MODEL] = {name: averaged(value) for name, value in current.items()}
+        checkpoint[AVERAGING] = {"n_averaged": self._average_model.n_averaged.detach().clone()}
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._average_model is None:
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+            return
+        # The module has the averaged weights now, those of "state_dict".
+        parameters, buffers = _parts(trainer)
+        with torch.no_grad():
+            for average, part in zip(self._averages(), [*parameters, *buffers], strict=True):
+                average.copy_(_value(part))
+        if CURRENT not in checkpoint or AVERAGING not in checkpoint:
+            rank_zero_warn(
+                "The checkpoint was written without WeightAveraging: the average begins with its "
+                "weights."
+            )
+            return
+        self._average_model.n_averaged.copy_(checkpoint[AVERAGING]["n_averaged"])
+        strategy: Any = trainer.strategy
+        strategy.load_model_state_dict(
+            {**checkpoint, MODEL: checkpoint[CURRENT]}, strict=pl_module.strict_loading
+        )
+
+
+def _parts(trainer: Trainer) -> tuple[list[Tensor], list[Tensor]]:
+    """This rank's parts of the parameters and buffers that it holds. Collective over all ranks."""
+    strategy: Any = trainer.strategy
+    strategy.checkpoints.model_state()  # no step is pending, and parameters are shards
+    module = strategy.lightning_module
+    names = _held_names(trainer)
+    count = len(list(module.parameters()))
+    held = list(zip([*module.parameters(), *module.buffers()], names, strict=True))
+    parameters = [own_part(each) for each, is_held in held[:count] if is_held]
+    return parameters, [own_part(each) for each, is_held in held[count:] if is_held]
+
+
+def _held_names(trainer: Trainer) -> list[bool]:
+    """Whether this rank has values of each parameter, then of each buffer of the module."""
+    strategy: Any = trainer.strategy
+    module = strategy.lightning_module
+    return [
+        *(strategy.holds(name) for name, _ in module.named_parameters()),
+        *(strategy.holds_buffer(name) for name, _ in module.named_buffers()),
+    ]
+
+
+def _value(part: Tensor) -> Tensor:
+    return part.read() if isinstance(part, OffloadedChunk) else part
+
+
+def _refuse_mixing(function: Callable[..., Any] | None, key: str, callback: str) -> None:
+    """Refuse a function of averaging that is not by element, by its results on two halves."""
+    if function is None:
+        return
+    draw = torch.Generator().manual_seed(0)
+    old, new = torch.rand(2, 4, 3, generator=draw)
+
+    def averaged(start: int, end: int) -> Tensor:
+        mine, other = old[start:end].clone(), new[start:end].clone()
+        if key == "avg_fn":
+            average: Tensor = function(mine, other, torch.tensor(3))
+            return average
+        function([mine], [other], torch.tensor(3))
+        return mine
+
+    halves = torch.cat([averaged(0, 2), averaged(2, 4)])
+    if not torch.allclose(averaged(0, 4), halves, rtol=1e-5, atol=1e-7):
+        raise UnsupportedError(
+            f"{key} of {callback} gives another average on parts of a tensor than on the whole, "
+            f"and each rank averages its part. Use an average by element, or bolt_ddp."
+        )

@@ -1,0 +1,168 @@
+"""Averages of weights equal those of one process: in validation, at the end, and after a resume."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from typing_extensions import override
+
+from boltmesh.errors import UnsupportedError
+from boltmesh.strategies import ZeROStrategy
+from boltmesh.strategies.checkpoint.directory import CURRENT, load_directory
+from tests.support.adapters import STRATEGIES, fit, fit_under, largest_difference, whole
+from tests.support.ranks import run_ranks
+from tests.support.stack import Block
+
+pytestmark = pytest.mark.ranks
+
+
+class Words(LightningModule):
+    """Blocks between an embedding and a head that is tied to it, and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding, self.head = nn.Embedding(64, 14), nn.Linear(14, 64, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks = nn.ModuleList(Block(14, 22) for _ in range(2))
+        self.validated: list[float] = []
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embedding(batch)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), batch.roll(1, 1).flatten())
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    @override
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(float(self.trainer.callback_metrics["val_loss"]))
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+
+class FromSecondStep(WeightAveraging):
+    """Equally weighted, from the second step on, so that the first validation sees another."""
+
+    @override
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx >= 2
+
+
+def averaging(kind: str) -> WeightAveraging:
+    if kind == "ema":
+        return EMAWeightAveraging(decay=0.6)
+    if kind == "multi":
+        return WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.6))
+    return FromSecondStep()
+
+
+CHOSEN = [("zero3", "ema"), ("zero3_cpu", "swa"), ("pipeline", "multi"), ("tensor", "swa")]
+Found = tuple[dict[str, Tensor], list[float]]
+
+
+def one_process(rank: int, world_size: int, kind: str) -> Found:
+    module = Words()
+    fit(module, "auto", callbacks=[averaging(kind)])
+    return whole(module), module.validated
+
+
+def train_and_resume(
+    rank: int, world_size: int, name: str, kind: str, folder: str
+) -> tuple[Found, Found]:
+    runs = []
+    for path in (None, f"{folder}/step=2.ckpt"):
+        module = Words()
+        saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+        fit_under(
+            name, module, rank, world_size, ckpt_path=path,
+            callbacks=[averaging(kind), saves], enable_checkpointing=True,
+        )  # fmt: skip
+        runs.append((whole(module), module.validated))
+    return runs[0], runs[1]
+
+
+@pytest.mark.slow(30)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *CHOSEN,
+        *(
+            pytest.param(name, kind, marks=pytest.mark.full)
+            for name in STRATEGIES
+            for kind in ("ema", "swa")
+            if (name, kind) not in CHOSEN
+        ),
+    ],
+)
+def test_averaged_weights_equal_those_of_one_process(name: str, kind: str, tmp_path: Path) -> None:
+    ((expected, losses),) = run_ranks(one_process, 1, kind)
+    found = run_ranks(
+        train_and_resume, STRATEGIES[name][1], name, kind, str(tmp_path), timeout_s=110
+    )
+    (through, validated), (resumed, validated_again) = found[0]
+    assert largest_difference(through, expected) < 1e-6
+    assert validated == pytest.approx(losses, abs=1e-5)
+    assert len(validated) == 2
+    assert largest_difference(resumed, through) == 0
+    assert validated_again == validated[-1:]
+    if name not in {"ddp", "context"}:
+        assert CURRENT in load_directory(tmp_path / "step=2.ckpt")
+
+
+def save_and_resume_elsewhere(
+    rank: int, world_size: int, saved_by: str, loaded_by: str, folder: str
+) -> Found:
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+    callbacks = [averaging("ema"), saves]
+    fit_under(
+        saved_by, Words(), rank, world_size, callbacks=callbacks, enable_checkpointing=True,
+        keywords={"save_trainable_only": True, "async_save": True},
+    )  # fmt: skip
+    module = Words()
+    path = f"{folder}/step=2.ckpt"
+    fit_under(loaded_by, module, rank, world_size, ckpt_path=path, callbacks=[averaging("ema")])
+    return whole(module), module.validated
+
+
+@pytest.mark.slow(20)
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"),
+    [
+        ("zero3", "ddp"),
+        pytest.param("ddp", "zero3_cpu", marks=pytest.mark.full),
+        pytest.param("pipeline", "tensor", marks=pytest.mark.full),
+    ],
+)
+def test_a_run_with_averages_resumes_in_another_layout(
+    saved_by: str, loaded_by: str, tmp_path: Path
+) -> None:
+    ((expected, losses),) = run_ranks(one_process, 1, "ema")
+    found = run_ranks(save_and_resume_elsewhere, 2, saved_by, loaded_by, str(tmp_path))
+    assert largest_difference(found[0][0], expected) < 1e-6
+    assert found[0][1] == pytest.approx(losses[-1:], abs=1e-5)
+
+
+def largest_of(average: Tensor, current: Tensor, _: Any) -> Tensor:
+    return average * (current.norm() / average.norm())
+
+
+def test_an_average_that_mixes_elements_is_refused() -> None:
+    callback = WeightAveraging(avg_fn=largest_of)
+    with pytest.raises(UnsupportedError, match="avg_fn of WeightAveraging gives another average"):
+        fit(Words(), ZeROStrategy(telemetry=False), callbacks=[callback])
