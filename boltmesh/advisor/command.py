@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Sequence
 
+from boltmesh.advisor.advice import advice_lines
 from boltmesh.advisor.machine import Hardware, of_cluster, of_this_machine
 from boltmesh.advisor.report import as_data, report_lines
 from boltmesh.advisor.search import ConfigSearch, ConfigSearcher
@@ -36,6 +37,25 @@ def plan_config(
         print(json.dumps(as_data(found, line, count)))
     else:
         print("\n".join(report_lines(found, line, count)))
+    return 0 if found.fitting else 1
+
+
+def advise(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    gpu: str | None,
+    devices: int | None,
+    nodes: int | None,
+    network: str | None,
+) -> int:
+    """Print the advice; return the exit code, 1 if no layout fits.
+
+    Raises:
+        ConfigError: For a config that cannot be planned, and options that contradict each other.
+    """
+    found = search_config(config, overrides, gpu=gpu, devices=devices, nodes=nodes, network=network)
+    print("\n".join(advice_lines(found, shlex.join([config, *overrides]))))
     return 0 if found.fitting else 1
 
 

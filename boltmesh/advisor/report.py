@@ -94,9 +94,7 @@ def nothing_lines(found: ConfigSearch) -> Iterator[str]:
     if not found.candidates:
         yield "No layout can run."
         return
-    least = min(found.candidates, key=lambda each: max(each.memory.peak.device, 1))
-    if found.hardware.is_cpu:
-        least = min(found.candidates, key=lambda each: each.memory.peak.host)
+    (least,) = found.smallest(1)
     machine = found.hardware.machine
     room = machine.host_gib if found.hardware.is_cpu else machine.device_gib
     yield (

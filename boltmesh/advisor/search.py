@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from boltmesh.advisor.layouts import BATCH_KEY, PlannedLayout, ConfigLayout, smaller_batches, splits
+from boltmesh.advisor.layouts import BATCH_KEY, ConfigLayout, PlannedLayout, smaller_batches, splits
 from boltmesh.advisor.machine import Hardware
 from boltmesh.advisor.prediction import Collective, RankStep, predict_step
 from boltmesh.configs.load import load
@@ -47,6 +47,8 @@ TIGHT = 0.93
 """Share of a rank's memory above which a layout may run out of it."""
 EASE = 0.01
 """How much slower a layout may be for each mechanism that it does not need."""
+MOST_RANKS = 4096
+"""Larger jobs are not looked at where the one that was asked for is too small."""
 MOST_DIVISIONS = 8
 """Divisions of layers that are planned, those into fewest parts first."""
 
@@ -70,11 +72,47 @@ class ConfigSearch:
     batches: int
     """Batches of an optimizer step, over all replicas, as the config has them."""
     notes: tuple[str, ...]
+    enough_ranks: int | None = None
+    """Ranks on which ZeRO-3 fits, where no layout fits on these."""
 
     @property
     def fitting(self) -> list[PlannedLayout]:
         """Those that fit."""
         return [each for each in self.candidates if each.fits]
+
+    @property
+    def own(self) -> PlannedLayout | None:
+        """The layout of the config itself; None if it was not predicted."""
+        given = as_mapping(self.config.strategy)
+        name = given["name"]
+        same = [
+            each
+            for each in self.candidates
+            if each.layout.name == name and each.layout.batch is None
+        ]
+        kind = given.get("activation_checkpointing")
+        if name == DIVIDED:
+            sizes = {axis: given.get(axis, 1) for axis in ("pipeline", "tensor")}
+            same = [each for each in same if sizes.items() <= each.layout.sizes.items()]
+        return next(
+            (
+                each
+                for each in same
+                if each.layout.arguments.get("activation_checkpointing") == kind
+            ),
+            None,
+        )
+
+    def smallest(self, count: int) -> list[PlannedLayout]:
+        """Return the layouts that need least memory, of different kinds."""
+        chosen: dict[object, PlannedLayout] = {}
+        for each in sorted(self.candidates, key=self._memory):
+            chosen.setdefault(each.layout.division, each)
+        return list(chosen.values())[:count]
+
+    def _memory(self, planned: PlannedLayout) -> int:
+        peak = planned.memory.peak
+        return peak.host if self.hardware.is_cpu else peak.device
 
     def best(self, count: int = 3) -> list[PlannedLayout]:
         """Return the fastest that fit and differ in kind."""
@@ -139,6 +177,7 @@ class ConfigSearcher:
             None if self._rows is None else self._rows * self._batches,
             self._batches,
             (*notes, *assumed),
+            None if any(each.fits for each in found) else self._enough_ranks(model),
         )
 
     # Rows of a step.
@@ -182,6 +221,16 @@ class ConfigSearcher:
             if not made.fits:
                 for smaller in smaller_batches(layout, self._rows):
                     yield self._replica(model, smaller)
+
+    def _enough_ranks(self, model: ModelShape) -> int | None:
+        """Return on how many ranks ZeRO-3 fits with the config's own batches."""
+        ranks = self.hardware.num_ranks
+        while ranks < MOST_RANKS:
+            ranks *= 2
+            layout = ConfigLayout("bolt_zero3", {"pipeline": 1, "data": ranks, "tensor": 1})
+            if self._replica(model, layout).fits:
+                return ranks
+        return None
 
     def _recomputed(self, model: ModelShape) -> Iterator[PlannedLayout]:
         """Yield the same layouts with blocks that run again in the backward pass."""
@@ -300,8 +349,7 @@ class ConfigSearcher:
         changes = [f"trainer.accumulate_grad_batches={layout.accumulate}"]
         if layout.batch is not None:
             changes.append(f"{BATCH_KEY}={layout.batch}")
-        if self.hardware.is_cpu:
-            changes.append("trainer.accelerator=cpu")
+        changes.append(f"trainer.accelerator={'cpu' if self.hardware.is_cpu else 'cuda'}")
         config = load(self.name, [*self.overrides, *changes])
         config.trainer.num_nodes = self.hardware.num_nodes
         try:

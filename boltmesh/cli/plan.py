@@ -116,6 +116,23 @@ def plan(
 
 
 @click.command()
+@takes_config
+@click.option("--gpu", help="For example h100-80gb. [the devices that are here]")
+@click.option("--devices", type=click.IntRange(min=1), help="In all nodes. [trainer.devices]")
+@click.option("--nodes", type=click.IntRange(min=1), help="[as many as usual for the GPU]")
+@click.option("--network", metavar="8x400", help="Links of a node x Gbit/s. [usual for the GPU]")
+def advise(config: str, overrides: tuple[str, ...], **given: Any) -> int:
+    """Say in words which layouts fit, which do not, and what to change first.
+
+    Takes the same predictions as boltmesh plan auto CONFIG.
+    """
+    from boltmesh.advisor.command import advise as say
+
+    see_working_directory()
+    return say(config, overrides, **given)
+
+
+@click.command()
 @click.argument("name", required=False)
 @click.option(
     "--stages",

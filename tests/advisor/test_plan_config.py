@@ -153,3 +153,32 @@ def test_bad_input_is_one_line(arguments, said, capsys) -> None:
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_advice_says_that_nothing_has_to_change(remembered, capsys) -> None:
+    assert run_command(["advise", "ddp", *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "the model fits into one device: DDP or ZeRO." in out
+    assert "The numbers agree." in out
+    assert "Change nothing: the config's own layout, bolt_ddp" in out
+
+
+def test_advice_names_the_layout_that_fits(capsys) -> None:
+    large = ["model.init_args.n_embd=4096", "model.init_args.n_layer=6"]
+    line = ["advise", "ddp", *large, "--gpu", "rtx4090", "--devices", "2"]
+    assert run_command(line) == 0
+    out = capsys.readouterr().out
+    assert "Does not fit: bolt_ddp, data 2" in out
+    assert "one node and the model does not fit into a device" in out
+    assert "Change first: the config's own layout, bolt_ddp, data 2, does not fit." in out
+    assert "boltmesh fit ddp" in out
+
+
+def test_advice_where_nothing_fits_names_enough_ranks(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    large = ["model.init_args.n_embd=4096", "model.init_args.n_layer=32", "precision=bf16-true"]
+    line = ["advise", "ddp", *large, "--gpu", "v100-16gb", "--devices", "2"]
+    assert run_command(line) == 1
+    out = capsys.readouterr().out
+    assert "Fits into the 12.40 GiB of a rank: nothing." in out
+    assert "ranks of this kind ZeRO-3 fits" in out
