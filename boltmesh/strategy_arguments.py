@@ -41,7 +41,7 @@ def check_strategy_name(name: object, *, source: str) -> None:
 
 def check_strategy_arguments(door: type[Any], arguments: Mapping[str, Any], *, source: str) -> None:
     """Refuse arguments that the door does not take, or of another type than it says."""
-    accepted = _accepted(door)
+    accepted = accepted_arguments(door)
     hints: dict[str, Any] = {}
     for base in reversed(door.__mro__[:-1]):
         if "__init__" in vars(base):
@@ -67,7 +67,7 @@ def check_strategy_arguments(door: type[Any], arguments: Mapping[str, Any], *, s
             )
 
 
-def _accepted(door: type[Any]) -> dict[str, Any]:
+def accepted_arguments(door: type[Any]) -> dict[str, Any]:
     """Names and defaults of what a config may give."""
     accepted: dict[str, Any] = {}
     for base in door.__mro__:

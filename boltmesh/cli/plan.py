@@ -7,32 +7,50 @@ import click
 from typing_extensions import override
 
 from boltmesh.cli.config import see_working_directory, takes_config
+from boltmesh.errors import ConfigError
 
 
 @click.command("plan auto")
+@click.argument("config", required=False)
+@click.argument("overrides", nargs=-1, metavar="[key=value ...]")
 @click.option(
     "--model",
-    required=True,
-    help="llama3-70b, the path of a config.json, or sizes: 'layers=70 hidden=14336 heads=112 …'.",
+    help="In place of CONFIG: llama3-70b, the path of a config.json, or sizes: 'layers=70 …'.",
 )
-@click.option("--gpu", required=True, help="For example h100-80gb.")
-@click.option("--devices", type=click.IntRange(min=1), required=True, help="In all nodes together.")
+@click.option("--gpu", help="For example h100-80gb. [the devices that are here]")
+@click.option("--devices", type=click.IntRange(min=1), help="In all nodes. [trainer.devices]")
 @click.option("--nodes", type=click.IntRange(min=1), help="[as many as usual for the GPU]")
 @click.option("--network", metavar="8x400", help="Links of a node x Gbit/s. [usual for the GPU]")
 @click.option("--batch", type=click.IntRange(min=1), help="Sequences of a step. [4 M tokens]")
 @click.option("--seq", type=click.IntRange(min=1), help="Tokens of a sequence. [of the model]")
-@click.option("--dtype", type=click.Choice(["bf16", "fp8", "fp4"]), default="bf16", help="[bf16]")
+@click.option("--dtype", type=click.Choice(["bf16", "fp8", "fp4"]), help="[bf16]")
 @click.option("--top", "count", type=click.IntRange(1, 20), default=3, help="Layouts to show. [3]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def plan_auto(**given: Any) -> int:
+def plan_auto(config: str | None, overrides: tuple[str, ...], **given: Any) -> int:
     """Choose a layout: the fastest that fit, with their time and memory by part, and why.
 
-    Nothing is built or run: sizes of the model and data sheets of the machine, with rates of
-    published runs. See docs/planner.md for the model and for its errors.
+    The model of a CONFIG runs once on tensors without data, and every layout is printed as
+    the command that starts it. With --model sizes are enough, and nothing is built or run. See
+    docs/planner.md for both and for their errors.
     """
-    from boltmesh.planner.command import plan_auto as choose
+    if config is None:
+        if given["model"] is None or given["gpu"] is None or given["devices"] is None:
+            raise ConfigError(
+                "boltmesh plan auto needs a CONFIG, or --model MODEL --gpu NAME --devices N."
+            )
+        from boltmesh.planner.command import plan_auto as choose
 
-    return choose(**given)
+        return choose(**{**given, "dtype": given["dtype"] or "bf16"})
+    for option in ("model", "batch", "seq", "dtype"):
+        if given.pop(option) is not None:
+            raise ConfigError(
+                f"--{option} is of plans by --model, and {config} has a model and batches of its "
+                f"own. Leave --{option} out, or CONFIG."
+            )
+    from boltmesh.advisor.command import plan_config
+
+    see_working_directory()
+    return plan_config(config, overrides, **given)
 
 
 class _PlanCommand(click.Command):
@@ -81,7 +99,7 @@ def plan(
     together: the mesh, memory by kind, stages, and bytes of a step by axis. Arguments of that
     strategy are given as strategy.KEY=VALUE.
 
-    boltmesh plan auto --model M --gpu G --devices N chooses the layout itself.
+    boltmesh plan auto CONFIG chooses the layout itself.
     """
     from boltmesh.plan.command import plan as predict
 
@@ -95,6 +113,23 @@ def plan(
         cluster=cluster,
         as_json=as_json,
     )
+
+
+@click.command()
+@takes_config
+@click.option("--gpu", help="For example h100-80gb. [the devices that are here]")
+@click.option("--devices", type=click.IntRange(min=1), help="In all nodes. [trainer.devices]")
+@click.option("--nodes", type=click.IntRange(min=1), help="[as many as usual for the GPU]")
+@click.option("--network", metavar="8x400", help="Links of a node x Gbit/s. [usual for the GPU]")
+def advise(config: str, overrides: tuple[str, ...], **given: Any) -> int:
+    """Say in words which layouts fit, which do not, and what to change first.
+
+    Takes the same predictions as boltmesh plan auto CONFIG.
+    """
+    from boltmesh.advisor.command import advise as say
+
+    see_working_directory()
+    return say(config, overrides, **given)
 
 
 @click.command()

@@ -22,6 +22,7 @@ from boltmesh.configs.classes import build
 from boltmesh.errors import ConfigError
 from boltmesh.launch.log_filters import quiet_lightning
 from boltmesh.plan.dry_step import DryStep, one_line, put_stand_ins
+from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing, Recompute
 from boltmesh.strategies.cost_model.model import (
     Activations,
     ModelShape,
@@ -74,9 +75,19 @@ class NumberTypes:
 
 
 def describe_model(
-    config: DictConfig, options: ZeroOptions | None, *, source: str
+    config: DictConfig,
+    options: ZeroOptions | None,
+    *,
+    source: str,
+    recompute: Recompute | None = None,
 ) -> tuple[ModelShape, Optimizer | None, tuple[str, ...]]:
     """Build the model without memory, and describe it.
+
+    Args:
+        config: The whole.
+        options: Those of a ZeRO strategy; None for another.
+        source: The config's file, for errors.
+        recompute: Operators that blocks compute again in the backward pass.
 
     Returns:
         The model; the optimizer that it makes, None where it makes it only beside a Trainer; and
@@ -92,6 +103,7 @@ def describe_model(
         warnings.simplefilter("ignore")  # of a module without a Trainer
         module, notes = build_fake(config, types, source)
         measured = DryStep()
+        ActivationCheckpointing(recompute).put_on(module)
         if complaint is None:
             complaint = measured.run(module, tree_map(faked(mode, types.stored), batch), types.cast)
         optimizer = own_optimizer(module)
@@ -111,6 +123,7 @@ def describe_model(
             buffer_bytes=sum(each.numel() * each.element_size() for each in module.buffers()),
             activations=activations,
             forward_flops=measured.flops if activations is not None else None,
+            work=measured.work if activations is not None else None,
             reads_gradients=module_reads_gradients(module),
             keeps_gradients=module_keeps_gradients(module),
         ),

@@ -12,12 +12,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from typing_extensions import override
 
+from boltmesh.strategies.cost_model.model import StepWork
 from boltmesh.strategies.torch_compat.tensors import (
     CAST,
     CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
     DispatchMode,
     is_fake,
     storage_key,
@@ -35,6 +37,7 @@ class DryStep:
         self.saved_bytes = 0
         self.transient_bytes = 0
         self.flops = 0
+        self.work = StepWork(0, 0, 0)
         self.cast_names: set[str] = set()
         self.saved_by: dict[str, int] = {}
         """By module of ``attributing``, the bytes of ``saved_bytes`` that it was the first to save;
@@ -91,12 +94,16 @@ class DryStep:
         self.saved_bytes = sum(each.untyped_storage().nbytes() for each in saved.values())
         self.transient_bytes = watch.most_bytes
         self.flops = flops.get_total_flops()
+        self.work = StepWork(watch.flops, watch.moved_bytes, watch.operators)
         self.cast_names = set(watch.casts.values())
         return None
 
 
 class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
-    """Notes casts of parameters, and the most that one operator of the backward pass holds."""
+    """Notes casts of parameters, and the most that one operator of the backward pass holds.
+
+    Counts what the operators of both passes compute and move.
+    """
 
     def __init__(
         self, names: Mapping[int, str], known: set[int], shapes: set[tuple[int, ...]]
@@ -105,6 +112,7 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
         self.names, self.known = names, known
         self.casts: dict[int, str] = {}
         self.most_bytes = 0
+        self.flops = self.moved_bytes = self.operators = 0
         # Gradients of parameters are counted by who reduces them; those of weights come transposed.
         self._gradient_shapes = shapes | {each[::-1] for each in shapes}
         self._saved: set[int] | None = None
@@ -119,6 +127,7 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
+        self._count(func, args, kwargs or {}, made)
         if func is CAST and storage_key(args[0]) in self.names:
             self.casts[storage_key(made)] = self.names[storage_key(args[0])]
             self._alive.append(made)  # its address must not be taken by another tensor
@@ -133,6 +142,24 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
             )
             self.most_bytes = max(self.most_bytes, size)
         return made
+
+    def _count(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any
+    ) -> None:
+        if getattr(func, "is_view", False):
+            return
+        self.operators += 1
+        tensors = [each for each in tree_leaves((args, kwargs, made)) if isinstance(each, Tensor)]
+        self.moved_bytes += sum(each.numel() * each.element_size() for each in tensors)
+        kind = getattr(func, "overloadpacket", func)
+        if kind is CPU_ATTENTION:
+            query, key, value = (each.shape for each in args[:3])
+            self.flops += _attention_flops(query, key, value, *args[3:], **kwargs)
+        elif kind is CPU_ATTENTION_BACKWARD:  # makes the scores again: five products for two
+            query, key, value = (each.shape for each in args[1:4])
+            self.flops += 5 * _attention_flops(query, key, value, *args[6:8]) // 2
+        elif kind in flop_registry:
+            self.flops += flop_registry[kind](*args, **kwargs, out_val=made)
 
 
 def _attention_flops(

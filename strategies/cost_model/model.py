@@ -187,6 +187,17 @@ class Activations:
 
 
 @dataclass(frozen=True)
+class StepWork:
+    """Forward and backward pass of one microbatch on one rank, counted operator by operator."""
+
+    flops: int
+    """Matrix products, convolutions and attention."""
+    moved_bytes: int
+    """Read and written by all operators that are no views."""
+    operators: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Description of a model for the estimates."""
 
@@ -198,6 +209,8 @@ class ModelShape:
     """None if they could not be counted."""
     forward_flops: int | None = None
     """Matrix products of one microbatch on one rank, forward only."""
+    work: StepWork | None = None
+    """None if its step could not be run."""
     reads_gradients: bool = False
     """Whether its hooks may read gradients between backward pass and step."""
     keeps_gradients: bool = False

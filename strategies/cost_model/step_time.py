@@ -34,6 +34,18 @@ class Machine:
     """Speed of matrix products of the model's sizes and precision."""
     network_gb_s: float | None = None
     """Bytes sent to other ranks while receiving as many, 10^9 per second."""
+    link_gb_s: float | None = None
+    """The same to ranks of the same node, where that differs."""
+    collective_us: float | None = None
+    """Time of a collective of a few bytes."""
+    memory_gb_s: float | None = None
+    """Memory of the device, reads and writes together, as elementwise operators use it."""
+    operator_us: float | None = None
+    """Time of an operator of a few elements."""
+    step_ms: float | None = None
+    """Time of a step beside its operators and collectives."""
+    calibration: float | None = None
+    """Measured steps over predicted ones."""
     bus_gb_s: float | None = None
     """Between device and host, one direction."""
     host_gb_s: float | None = None

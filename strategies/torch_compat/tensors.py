@@ -198,6 +198,8 @@ CAST = torch.ops.aten._to_copy.default
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The CPU's fused attention, which torch's own ``FlopCounterMode`` does not count."""
 
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 """Rows of several experts, multiplied with the matrix of their expert."""

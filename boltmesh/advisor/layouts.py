@@ -1,0 +1,181 @@
+"""One layout of a config: its strategy, and what is written to start it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from boltmesh.configs.advice import show
+from boltmesh.plan.strategy_options import as_mapping
+from boltmesh.strategies.cost_model.memory import MemoryEstimate
+from boltmesh.strategies.registry import STRATEGIES
+from boltmesh.strategy_arguments import accepted_arguments
+
+BATCH_KEY = "data.init_args.batch_size"
+"""The key that a layout changes if it has another number of replicas, where the config has it."""
+KEPT = ("timeout_s", "telemetry", "seed", "process_group_backend")
+"""Arguments of the config's strategy that say nothing of its layout."""
+
+
+@dataclass(frozen=True)
+class ConfigLayout:
+    """A strategy with its arguments, and the batches that make the config's step.
+
+    Attributes:
+        name: Registered name of the strategy.
+        sizes: Ranks of the axes pipeline, data and tensor.
+        arguments: Those of the strategy, beside those that its name fixes.
+        batch: Rows of a batch of a replica; None: as the config has it.
+        accumulate: Batches of an optimizer step.
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    batch: int | None = None
+    accumulate: int = 1
+
+    @property
+    def division(self) -> tuple[object, ...]:
+        """A key that two layouts share if they differ in tuning alone."""
+        kind = self.name.replace("zero2", "zero1")
+        return kind, *sorted(self.sizes.items())
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a replica is more than one rank."""
+        return self.sizes["pipeline"] * self.sizes["tensor"] > 1
+
+    @property
+    def num_mechanisms(self) -> int:
+        """Parts of a layout beside replicas; of two equal ones the simpler comes first."""
+        return (
+            (self.name != "bolt_ddp")
+            + ("_cpu" in self.name or "_nvme" in self.name) * 2
+            + (self.sizes["pipeline"] > 1)
+            + (self.sizes["tensor"] > 1)
+            + ("activation_checkpointing" in self.arguments)
+        )
+
+    def overrides(self, config: Any, devices: int, nodes: int, *, is_cpu: bool) -> list[str]:
+        """Return the ``key=value`` that make this layout of a config, for ``boltmesh fit``.
+
+        Args:
+            config: The whole.
+            devices: Ranks of a node.
+            nodes: Nodes of the job.
+            is_cpu: The ranks are on the CPU.
+        """
+        found = [f"strategy.name={self.name}"]
+        given, entry = as_mapping(config.strategy), STRATEGIES[self.name]
+        usual = {**accepted_arguments(entry.load()), **entry.arguments}
+        kept = {key: given[key] for key in KEPT if given.get(key, usual[key]) != usual[key]}
+        wanted = {**kept, **self.arguments}
+        if given.get("name") == self.name:  # its other arguments go back to what the name means
+            for key, value in given.items():
+                if key in usual and key not in wanted and value != usual[key]:
+                    wanted[key] = usual[key]
+            wanted = {key: each for key, each in wanted.items() if given.get(key, ...) != each}
+        found += [f"strategy.{key}={show(value)}" for key, value in wanted.items()]
+        asked = config.trainer.devices
+        own = asked if isinstance(asked, int | str) else len(asked)
+        if str(own) not in {str(devices), "auto", "-1"}:
+            found.append(f"trainer.devices={devices}")
+        if config.trainer.accelerator == "cpu" and not is_cpu:
+            found.append("trainer.accelerator=auto")
+        if nodes != config.trainer.num_nodes:
+            found.append(f"trainer.num_nodes={nodes}")
+        if self.accumulate != config.trainer.accumulate_grad_batches:
+            found.append(f"trainer.accumulate_grad_batches={self.accumulate}")
+        if self.batch is not None:
+            found.append(f"{BATCH_KEY}={self.batch}")
+        return found
+
+    def trainer_text(self, devices: int, nodes: int, *, is_cpu: bool) -> str:
+        """Return the ``Trainer`` that makes this layout in Python."""
+        entry = STRATEGIES[self.name]
+        arguments = {**entry.arguments, **self.arguments}
+        told = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        parts = [f"strategy={entry.class_name}({told})", f"devices={devices}"]
+        if is_cpu:
+            parts.insert(1, "accelerator='cpu'")
+        if nodes > 1:
+            parts.append(f"num_nodes={nodes}")
+        if self.accumulate > 1:
+            parts.append(f"accumulate_grad_batches={self.accumulate}")
+        text = f"Trainer({', '.join(parts)})"
+        return text if self.batch is None else f"{text}, batches of {self.batch} rows"
+
+    def described(self) -> str:
+        """Return the layout in a few words."""
+        words = [self.name]
+        axes = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]
+        words += axes or ["one rank"]
+        words += [
+            f"{key}={show(value)}"
+            for key, value in self.arguments.items()
+            if key not in {"pipeline", "data", "tensor"}
+        ]
+        if self.accumulate > 1:
+            words.append(f"{self.accumulate} batches a step")
+        if self.batch is not None:
+            words.append(f"batches of {self.batch}")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout with what it is predicted to need."""
+
+    layout: ConfigLayout
+    time: Mapping[str, float]
+    """Seconds of each part of a step."""
+    memory: MemoryEstimate
+    """The fullest rank's."""
+    too_small: tuple[str, ...]
+    """Places that have less memory than this needs."""
+    is_tight: bool
+    """Its memory is within the error of the prediction of the rank's memory."""
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of one step."""
+        return sum(self.time.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether every place is large enough."""
+        return not self.too_small
+
+
+def splits(batches: int, rows: int | None, replicas: int) -> tuple[int | None, int] | None:
+    """Return rows of a batch and batches of a step for so many replicas.
+
+    Args:
+        batches: Batches of a step over all replicas, as the config has them.
+        rows: Rows of each; None where it is not known how to change them.
+        replicas: Among which the step is dealt.
+
+    Returns:
+        Rows (None: as they are) and batches of each replica; None where the step cannot be dealt.
+    """
+    if batches % replicas == 0:
+        return None, batches // replicas
+    if rows is None or (rows * batches) % replicas:
+        return None
+    own = rows * batches // replicas
+    count = -(-batches // replicas)
+    while own % count:
+        count += 1
+    return own // count, count
+
+
+def smaller_batches(layout: ConfigLayout, rows: int | None) -> Sequence[ConfigLayout]:
+    """Return the layout with batches of a half and of a quarter, more of them in a step."""
+    own = layout.batch or rows
+    if own is None:
+        return []
+    return [
+        replace(layout, batch=own // part, accumulate=layout.accumulate * part)
+        for part in (2, 4)
+        if own % part == 0
+    ]

@@ -1,0 +1,196 @@
+"""Rates of a machine: measured here, remembered from an earlier run, or by its name.
+
+``boltmesh tune`` writes what it has measured into a file of the user's cache folder, in the form
+that ``boltmesh plan --cluster`` reads; later plans for the same ranks begin with it.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from boltmesh.errors import ConfigError
+from boltmesh.planner.layout_memory import CONTEXT_BYTES
+from boltmesh.planner.machine import GB, Cluster
+from boltmesh.planner.rates import default_rates
+from boltmesh.planner.step_time import LINK_LATENCY
+from boltmesh.strategies.cost_model.step_time import Machine
+
+TIMEOUT_S = 120.0
+STEP_MS = 2.0
+"""Time of Lightning's loop on a step, unless the steps of a run have been measured."""
+OPERATOR_US = 5.0
+"""Time in which a GPU's operator is launched."""
+SHARE_OF_FP32 = {"highest": 1 / 16, "high": 1 / 2, "medium": 1.0}
+"""Rates of products of fp32 over those of bf16, by torch's precision: fp32, TF32, bf16."""
+HOST_GB_S = 100.0
+"""Memory of a host with a few channels, as the optimizer's step there uses it."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The devices that a plan is for, and what is known of them."""
+
+    machine: Machine
+    ranks_per_node: int
+    num_nodes: int
+    is_cpu: bool
+    name: str
+    told: str
+    """Where the rates are from, as a sentence."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the job."""
+        return self.ranks_per_node * self.num_nodes
+
+
+def of_cluster(cluster: Cluster, precision: str, matmul_precision: str) -> Hardware:
+    """Return what data sheets and published runs say of a cluster.
+
+    Args:
+        cluster: Nodes of accelerators from the table.
+        precision: The Trainer's.
+        matmul_precision: torch's, for fp32 products: ``highest``, or ``high`` for TF32.
+    """
+    device, rates = cluster.accelerator, default_rates()
+    share = 1.0 if "16" in precision else SHARE_OF_FP32[matmul_precision]
+    machine = Machine(
+        device_gib=(device.memory_bytes - CONTEXT_BYTES) / 2**30,
+        host_gib=device.host_bytes / 2**30,
+        device_tflops=device.matmul_rate("bf16") * share * rates.matmul / 1e12,
+        network_gb_s=cluster.network_rate * rates.network / GB,
+        link_gb_s=device.link_rate / GB,
+        collective_us=LINK_LATENCY * 1e6,
+        bus_gb_s=device.host_rate / GB,
+        host_gb_s=HOST_GB_S,
+        memory_gb_s=device.memory_rate / GB,
+        operator_us=OPERATOR_US,
+        step_ms=STEP_MS,
+    )
+    told = f"rates of {device.name}: data sheet, and shares that published runs reach"
+    return Hardware(machine, cluster.devices_per_node, cluster.num_nodes, False, device.name, told)
+
+
+def of_this_machine(
+    accelerator: str, num_ranks: int, precision: str, *, again: bool = False
+) -> Hardware:
+    """Return the rates of the devices that are here: remembered ones, else measured now.
+
+    Args:
+        accelerator: ``cpu`` or ``cuda``.
+        num_ranks: Ranks of this machine.
+        precision: The Trainer's.
+        again: Measure although there are remembered rates.
+    """
+    path = rates_file(accelerator, num_ranks, precision)
+    name = f"{num_ranks} {'CPU ranks' if accelerator == 'cpu' else 'CUDA devices'} of this machine"
+    machine = None if again else read_rates(path)
+    if machine is not None:
+        told = f"rates of this machine: remembered by boltmesh tune in {path}"
+    else:
+        machine = measure_here(accelerator, num_ranks, precision)
+        told = (
+            "rates of this machine: measured just now, all ranks at once, in a few seconds; "
+            "boltmesh tune measures whole steps"
+        )
+    machine = replace(machine, **_memory(accelerator, num_ranks))
+    return Hardware(machine, num_ranks, 1, accelerator == "cpu", name, told)
+
+
+def measure_here(accelerator: str, num_ranks: int, precision: str) -> Machine:
+    """Run the ranks of ``microbenchmark`` and return their mean rates.
+
+    Raises:
+        ConfigError: If they cannot be started, or take too long.
+    """
+    dtype = "bfloat16" if "16" in precision and accelerator != "cpu" else "float32"
+    threads = str(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    environment = {"OMP_NUM_THREADS": threads, **os.environ}
+    program = [sys.executable, "-m", "boltmesh.advisor.microbenchmark"]
+    with tempfile.TemporaryDirectory(prefix="boltmesh-rates-") as folder:
+        ranks = [
+            subprocess.Popen(  # noqa: S603 - a module of this very package
+                [*program, folder, str(rank), str(num_ranks), accelerator, dtype],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(num_ranks)
+        ]
+        try:
+            said = [each.communicate(timeout=TIMEOUT_S) for each in ranks]
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"The rates of this machine could not be measured in {TIMEOUT_S:.0f} s. Plan with "
+                f"--gpu NAME --devices N, or write them into a file as docs/planner.md shows."
+            ) from None
+        finally:
+            for each in ranks:
+                if each.poll() is None:
+                    each.kill()
+    if any(each.returncode for each in ranks):
+        error = next(err for each, (_, err) in zip(ranks, said, strict=True) if each.returncode)
+        last = (error.strip().splitlines() or ["it said nothing"])[-1]
+        raise ConfigError(f"The rates of this machine could not be measured: {last}")
+    return Machine(**json.loads(said[0][0].strip().splitlines()[-1]), step_ms=STEP_MS)
+
+
+def _memory(accelerator: str, num_ranks: int) -> dict[str, float]:
+    """Return the memory that each rank may take, in GiB."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / num_ranks / 2**30
+    if accelerator == "cpu":
+        return {"host_gib": host}
+    import torch
+
+    device = torch.cuda.get_device_properties(0).total_memory - CONTEXT_BYTES
+    return {"host_gib": host, "device_gib": device / 2**30}
+
+
+def rates_file(accelerator: str, num_ranks: int, precision: str) -> Path:
+    """Return where the rates of so many ranks of this machine are remembered."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    kind = "16" if "16" in precision else "32"
+    name = f"{platform.node() or 'machine'}-{accelerator}-{num_ranks}-{kind}.yaml"
+    return Path(folder) / "boltmesh" / "rates" / name
+
+
+def read_rates(path: Path) -> Machine | None:
+    """Return remembered rates; None where there are none.
+
+    Raises:
+        ConfigError: For a file that has something else.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Delete it.") from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path} holds no rates. Delete it, and run boltmesh tune again.")
+    return Machine.of(content, source=str(path))
+
+
+def remember(machine: Machine, path: Path) -> None:
+    """Write the rates of a machine for later plans."""
+    known: dict[str, Any] = {
+        each.name: getattr(machine, each.name)
+        for each in fields(machine)
+        if getattr(machine, each.name) is not None and not each.name.endswith("_gib")
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = "# Measured by `boltmesh tune`, read by `boltmesh plan auto` and --cluster.\n"
+    partial = path.with_suffix(".partial")
+    partial.write_text(about + yaml.safe_dump(known, sort_keys=False), encoding="utf-8")
+    os.replace(partial, path)

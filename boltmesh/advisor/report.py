@@ -1,0 +1,183 @@
+"""Prints the best layouts of a config, with what they need and what is behind."""
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from boltmesh.advisor.layouts import PlannedLayout
+from boltmesh.advisor.prediction import TERMS
+from boltmesh.advisor.search import ConfigSearch
+from boltmesh.plan.text import size_text
+
+SHOWN_TERMS = 0.01
+"""Terms below this share of a step are not printed."""
+COLD = "30 % on a machine whose steps were not measured; boltmesh tune measures them"
+CALIBRATED = "10 % on a machine whose steps boltmesh tune has measured"
+
+
+def command_line(found: ConfigSearch, candidate: PlannedLayout, line: str) -> str:
+    """Return what starts a layout."""
+    return f"boltmesh fit {line} {shlex.join(overrides_of(found, candidate))}"
+
+
+def overrides_of(found: ConfigSearch, candidate: PlannedLayout) -> list[str]:
+    """Return the ``key=value`` that make a layout."""
+    at = found.hardware
+    return candidate.layout.overrides(
+        found.config, at.ranks_per_node, at.num_nodes, is_cpu=at.is_cpu
+    )
+
+
+def head_lines(found: ConfigSearch) -> Iterator[str]:
+    """Yield what is planned, and for what."""
+    count = found.model.numel
+    size = f"{count / 1e9:,.1f} billion" if count >= 1e9 else f"{count / 1e6:,.1f} million"
+    yield f"{found.model.name}, {size} parameters, on {found.hardware.name}"
+    rows = f"{found.batches} batches" if found.rows is None else f"{found.rows:,} rows"
+    yield (
+        f"a step: {rows} over all replicas, as the config has them; "
+        f"{len(found.candidates)} layouts predicted, {len(found.fitting)} fit"
+    )
+    yield f"{found.hardware.told}."
+
+
+def report_lines(found: ConfigSearch, line: str, count: int) -> Iterator[str]:
+    """Yield the report as lines of text.
+
+    Args:
+        found: What was found.
+        line: The config with its overrides, as the user gave them.
+        count: Layouts that are shown.
+    """
+    yield from head_lines(found)
+    yield ""
+    chosen = found.best(count)
+    if not chosen:
+        yield from nothing_lines(found)
+    for place, each in enumerate(chosen, start=1):
+        tight = ", TIGHT" if each.is_tight else ""
+        yield f"{place}. {each.seconds:8.3f} s  {memory_text(each)} a rank{tight}: {words(each)}"
+    for place, each in enumerate(chosen, start=1):
+        yield ""
+        yield f"{place}. {command_line(found, each, line)}"
+        hardware = found.hardware
+        trainer = each.layout.trainer_text(
+            hardware.ranks_per_node, hardware.num_nodes, is_cpu=hardware.is_cpu
+        )
+        yield f"   python  {trainer}"
+        yield f"   time    {_terms(each)}"
+        yield f"   memory  {_memory(each)}"
+        reason = _first_reason(found, each) if place == 1 else behind(chosen[0], each)
+        yield f"   {'why   ' if place == 1 else 'behind'}  {reason}"
+    yield ""
+    yield from (f"not possible: {what}: {why}" for what, why in found.refused)
+    if found.left_out:
+        yield f"not planned: {found.left_out} divisions of layers into more parts."
+    yield from (f"{each}." for each in found.notes)
+    is_calibrated = found.hardware.machine.calibration is not None
+    yield f"Expected error of a time: {CALIBRATED if is_calibrated else COLD}."
+
+
+def words(candidate: PlannedLayout) -> str:
+    """Return a layout in words."""
+    return candidate.layout.described()
+
+
+def memory_text(candidate: PlannedLayout) -> str:
+    """Return the peak of the fullest rank."""
+    peak = candidate.memory.peak
+    return size_text(peak.device or peak.host).strip()
+
+
+def nothing_lines(found: ConfigSearch) -> Iterator[str]:
+    """Yield why nothing fits, and what needs least."""
+    if not found.candidates:
+        yield "No layout can run."
+        return
+    (least,) = found.smallest(1)
+    machine = found.hardware.machine
+    room = machine.host_gib if found.hardware.is_cpu else machine.device_gib
+    yield (
+        f"No layout fits: {words(least)} needs least, {memory_text(least)} a rank, and a rank has "
+        f"{size_text(round((room or 0.0) * 2**30)).strip()}."
+    )
+
+
+def _terms(candidate: PlannedLayout) -> str:
+    total = candidate.seconds
+    return ", ".join(
+        f"{TERMS[name]} {value:.3f} s ({100 * value / total:.0f} %)"
+        for name, value in candidate.time.items()
+        if value > SHOWN_TERMS * total
+    )
+
+
+def _memory(candidate: PlannedLayout) -> str:
+    kept = candidate.memory.kept
+    parts = [
+        f"{kind} {size_text(each.device + each.host).strip()}"
+        for kind, each in kept.items()
+        if each.device + each.host
+    ]
+    total = candidate.memory.between_steps
+    peak = candidate.memory.peak
+    more = peak.device + peak.host - total.device - total.host
+    parts.append(f"at the peak ({candidate.memory.peak_moment}) {size_text(more).strip()} more")
+    return ", ".join(parts)
+
+
+def _first_reason(found: ConfigSearch, first: PlannedLayout) -> str:
+    layout = first.layout
+    if layout.name == "bolt_ddp":
+        return "everything fits on every rank, and replicas exchange gradients alone"
+    simpler = [
+        each for each in found.candidates if each.layout.num_mechanisms < layout.num_mechanisms
+    ]
+    too_large = [each for each in simpler if not each.fits]
+    if too_large and len(too_large) == len(simpler):
+        return f"{words(too_large[0])} does not fit: {memory_text(too_large[0])} a rank"
+    slower = [each for each in simpler if each.fits]
+    if not slower:
+        return "nothing is simpler"
+    return f"{words(slower[0])} is {behind(first, slower[0])}"
+
+
+def behind(first: PlannedLayout, other: PlannedLayout) -> str:
+    """Return why a layout comes behind another one."""
+    slower = 100 * (other.seconds / first.seconds - 1)
+    if slower < 1:
+        return f"equal within the error of the prediction ({slower:+.1f} %), with more mechanisms"
+    name = max(TERMS, key=lambda each: other.time[each] - first.time[each])
+    return (
+        f"{slower:.0f} % slower: {TERMS[name]} takes {other.time[name] - first.time[name]:+.3f} s"
+    )
+
+
+def as_data(found: ConfigSearch, line: str, count: int) -> dict[str, Any]:
+    """Return the report as data for JSON; seconds and bytes."""
+    hardware = found.hardware
+    return {
+        "schema": 1,
+        "model": found.model.name,
+        "parameters": found.model.numel,
+        "ranks": hardware.num_ranks,
+        "rates": {key: each for key, each in vars(hardware.machine).items() if each is not None},
+        "rates_from": hardware.told,
+        "rows": found.rows,
+        "layouts": len(found.candidates),
+        "fit": len(found.fitting),
+        "refused": [list(each) for each in found.refused],
+        "notes": list(found.notes),
+        "best": [
+            {
+                "command": command_line(found, each, line),
+                "overrides": overrides_of(found, each),
+                "sizes": dict(each.layout.sizes),
+                "step_s": each.seconds,
+                "time_s": dict(each.time),
+                "memory_bytes": each.memory.peak.device or each.memory.peak.host,
+                "is_tight": each.is_tight,
+            }
+            for each in found.best(count)
+        ],
+    }

@@ -1,0 +1,428 @@
+"""Finds the layouts of a config's own model that fit, the fastest first.
+
+Replicas and ZeRO are computed from one dry run of the module; each division over the pipeline and
+the tensor axis is planned by the code that a run divides the model with, so what it would refuse is
+refused here.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from boltmesh.advisor.layouts import BATCH_KEY, ConfigLayout, PlannedLayout, smaller_batches, splits
+from boltmesh.advisor.machine import Hardware
+from boltmesh.advisor.prediction import Collective, RankStep, predict_step
+from boltmesh.configs.load import load
+from boltmesh.errors import BoltMeshError, ConfigError
+from boltmesh.plan.strategy_options import (
+    as_mapping,
+    optimizer_copies,
+    sharing_of,
+    trainer_reads_gradients,
+)
+from boltmesh.strategies.cost_model.memory import estimate_memory
+from boltmesh.strategies.cost_model.model import (
+    Activations,
+    Bytes,
+    JobShape,
+    ModelShape,
+    StepWork,
+    widths_of,
+)
+from boltmesh.strategies.cost_model.offload import FP32
+from boltmesh.strategies.cost_model.step_time import estimate_step_time
+from boltmesh.strategies.cost_model.traffic import estimate_traffic
+from boltmesh.strategies.registry import STRATEGIES
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.activation_checkpointing import Recompute
+
+REPLICATED = ("bolt_ddp", "bolt_zero1", "bolt_zero2", "bolt_zero3")
+OFFLOADED = ("bolt_zero1_cpu", "bolt_zero3_cpu")
+DIVIDED = "bolt_3d"
+TIGHT = 0.93
+"""Share of a rank's memory above which a layout may run out of it."""
+EASE = 0.01
+"""How much slower a layout may be for each mechanism that it does not need."""
+MOST_RANKS = 4096
+"""Larger jobs are not looked at where the one that was asked for is too small."""
+MOST_DIVISIONS = 8
+"""Divisions of layers that are planned, those into fewest parts first."""
+
+
+@dataclass(frozen=True)
+class ConfigSearch:
+    """The layouts of one config on some devices."""
+
+    config: Any
+    """The whole, as it was loaded."""
+    model: ModelShape
+    hardware: Hardware
+    candidates: tuple[PlannedLayout, ...]
+    """All, those that fit first, the fastest first."""
+    refused: tuple[tuple[str, str], ...]
+    """Layouts that cannot run, with the reason."""
+    left_out: int
+    """Divisions that were not planned."""
+    rows: int | None
+    """Rows of an optimizer step, over all replicas; None where they are not known."""
+    batches: int
+    """Batches of an optimizer step, over all replicas, as the config has them."""
+    notes: tuple[str, ...]
+    enough_ranks: int | None = None
+    """Ranks on which ZeRO-3 fits, where no layout fits on these."""
+
+    @property
+    def fitting(self) -> list[PlannedLayout]:
+        """Those that fit."""
+        return [each for each in self.candidates if each.fits]
+
+    @property
+    def own(self) -> PlannedLayout | None:
+        """The layout of the config itself; None if it was not predicted."""
+        given = as_mapping(self.config.strategy)
+        name = given["name"]
+        same = [
+            each
+            for each in self.candidates
+            if each.layout.name == name and each.layout.batch is None
+        ]
+        kind = given.get("activation_checkpointing")
+        if name == DIVIDED:
+            sizes = {axis: given.get(axis, 1) for axis in ("pipeline", "tensor")}
+            same = [each for each in same if sizes.items() <= each.layout.sizes.items()]
+        return next(
+            (
+                each
+                for each in same
+                if each.layout.arguments.get("activation_checkpointing") == kind
+            ),
+            None,
+        )
+
+    def smallest(self, count: int) -> list[PlannedLayout]:
+        """Return the layouts that need least memory, of different kinds."""
+        chosen: dict[object, PlannedLayout] = {}
+        for each in sorted(self.candidates, key=self._memory):
+            chosen.setdefault(each.layout.division, each)
+        return list(chosen.values())[:count]
+
+    def _memory(self, planned: PlannedLayout) -> int:
+        peak = planned.memory.peak
+        return peak.host if self.hardware.is_cpu else peak.device
+
+    def best(self, count: int = 3) -> list[PlannedLayout]:
+        """Return the fastest that fit and differ in kind."""
+        chosen: dict[object, PlannedLayout] = {}
+        for each in self.fitting:
+            chosen.setdefault(each.layout.division, each)
+        return list(chosen.values())[:count]
+
+
+class ConfigSearcher:
+    """Predicts the layouts of one config.
+
+    Args:
+        config: Its name or path.
+        overrides: ``key=value`` of the command line.
+        source: The config's file, for errors.
+        hardware: What it is for.
+    """
+
+    def __init__(
+        self, config: str, overrides: "list[str]", *, source: str, hardware: Hardware
+    ) -> None:
+        self.name, self.overrides, self.source = config, overrides, source
+        self.hardware = hardware
+        self.loaded = load(config, overrides)
+        self._refused: list[tuple[str, str]] = []
+
+    def search(self) -> ConfigSearch:
+        """Return all layouts, those that fit first.
+
+        Raises:
+            ConfigError: When the model cannot be built, or its step cannot be run without data.
+        """
+        from boltmesh.plan.dry_model import describe_model
+        from boltmesh.plan.stage_model import class_of
+
+        model, optimizer, notes = describe_model(self.loaded, None, source=self.source)
+        if model.work is None or model.activations is None:
+            raise ConfigError(
+                f"{self.source}: a step's time is predicted by running it without data, and "
+                f"{notes[-1]}. Measure layouts with boltmesh bench."
+            )
+        copies, assumed = optimizer_copies(self.loaded, *class_of(optimizer))
+        self._copies = copies
+        self._rows = self._rows_of_batch()
+        self._batches = self._batches_of_step()
+        self._whole = model
+        found = list(self._replicated(model))
+        if not any(each.fits for each in found):
+            found += self._recomputed(model)
+        divisions = list(self._divisions(sum(1 for each in model.units if each.name)))
+        for pipeline, tensor in divisions[:MOST_DIVISIONS]:
+            found += self._divided(pipeline, tensor)
+        found.sort(key=_rank)
+        return ConfigSearch(
+            self.loaded,
+            model,
+            self.hardware,
+            tuple(found),
+            tuple(self._refused),
+            max(0, len(divisions) - MOST_DIVISIONS),
+            None if self._rows is None else self._rows * self._batches,
+            self._batches,
+            (*notes, *assumed),
+            None if any(each.fits for each in found) else self._enough_ranks(model),
+        )
+
+    # Rows of a step.
+
+    def _rows_of_batch(self) -> int | None:
+        rows = OmegaConf.select(self.loaded, BATCH_KEY)
+        return rows if isinstance(rows, int) and not isinstance(rows, bool) else None
+
+    def _batches_of_step(self) -> int:
+        """Return the batches of a step over all replicas, by the config's own layout."""
+        own = as_mapping(self.loaded.strategy)
+        name = own.pop("name")
+        entry = STRATEGIES[name]
+        ranks = self.hardware.num_ranks
+        replicas = ranks
+        if entry.class_name not in {"DDPStrategy", "ReplicatedStrategy"}:
+            try:
+                made = entry.load()(**{**entry.arguments, **own})
+                replicas = made.choose_layout(ranks).data
+            except BoltMeshError:
+                pass  # its sizes are of other ranks: as many batches as there are ranks
+        return int(replicas * self.loaded.trainer.accumulate_grad_batches)
+
+    # Replicas and ZeRO.
+
+    def _replicated(
+        self, model: ModelShape, recompute: str | None = None
+    ) -> Iterator[PlannedLayout]:
+        dealt = splits(self._batches, self._rows, self.hardware.num_ranks)
+        if dealt is None:
+            ranks = self.hardware.num_ranks
+            why = f"a step of {self._batches} batches cannot be dealt to {ranks} replicas"
+            self._refused.append(("replicas and ZeRO", why))
+            return
+        arguments = {} if recompute is None else {"activation_checkpointing": recompute}
+        sizes = {"pipeline": 1, "data": self.hardware.num_ranks, "tensor": 1}
+        for name in self._names(model):
+            layout = ConfigLayout(name, sizes, arguments, *dealt)
+            made = self._replica(model, layout)
+            yield made
+            if not made.fits:
+                for smaller in smaller_batches(layout, self._rows):
+                    yield self._replica(model, smaller)
+
+    def _enough_ranks(self, model: ModelShape) -> int | None:
+        """Return on how many ranks ZeRO-3 fits with the config's own batches."""
+        ranks = self.hardware.num_ranks
+        while ranks < MOST_RANKS:
+            ranks *= 2
+            layout = ConfigLayout("bolt_zero3", {"pipeline": 1, "data": ranks, "tensor": 1})
+            if self._replica(model, layout).fits:
+                return ranks
+        return None
+
+    def _recomputed(self, model: ModelShape) -> Iterator[PlannedLayout]:
+        """Yield the same layouts with blocks that run again in the backward pass."""
+        from boltmesh.plan.dry_model import describe_model
+
+        kind: Recompute = "full"
+        again, _, _ = describe_model(self.loaded, None, source=self.source, recompute=kind)
+        if again.activations is None or model.activations is None:
+            return
+        blocks = max(1, sum(1 for each in model.units if each.name))
+        one_block = (model.activations.saved_bytes - again.activations.saved_bytes) // blocks
+        kept = replace(
+            again.activations, transient_bytes=again.activations.transient_bytes + one_block
+        )
+        yield from self._replicated(replace(again, activations=kept), kind)
+
+    def _names(self, model: ModelShape) -> tuple[str, ...]:
+        names = REPLICATED if self.hardware.num_ranks > 1 else REPLICATED[:1]
+        widths = widths_of(self.loaded.trainer.precision)
+        keeps_fp32 = all(
+            widths.store(each.element_bytes) == FP32
+            for unit in model.units
+            for each in unit.tensors
+            if each.is_trained
+        )
+        return names + OFFLOADED if keeps_fp32 and not self.hardware.is_cpu else names
+
+    def _replica(self, model: ModelShape, layout: ConfigLayout) -> PlannedLayout:
+        assert model.activations is not None
+        assert model.work is not None
+        scale = layout.batch / self._rows if layout.batch and self._rows else 1.0
+        model = replace(
+            model,
+            activations=Activations(
+                ceil(model.activations.saved_bytes * scale),
+                ceil(model.activations.transient_bytes * scale),
+                model.activations.how,
+            ),
+            work=_scaled(model.work, scale),
+            forward_flops=ceil((model.forward_flops or 0) * scale),
+        )
+        sharing = sharing_of(layout.name, STRATEGIES[layout.name], {})
+        job = JobShape(
+            num_ranks=layout.sizes["data"],
+            widths=widths_of(self.loaded.trainer.precision),
+            num_microbatches=layout.accumulate,
+            state_copies=self._copies,
+            reads_gradients=trainer_reads_gradients(self.loaded),
+            is_on_host=self.hardware.is_cpu,
+        )
+        offload = estimate_step_time(model, sharing, job, self.hardware.machine)
+        parts = (offload.bus_s, offload.host_s, offload.disk_s)
+        shards = job.num_shards if sharing.stage else 1
+        assert model.work is not None
+        return self._candidate(
+            layout,
+            estimate_memory(model, sharing, job),
+            RankStep(
+                work=model.work,
+                batches=layout.accumulate,
+                sizes=layout.sizes,
+                microbatches=1,
+                bubble=0.0,
+                traffic=tuple(
+                    Collective("data", each.operator, each.calls, each.whole_bytes)
+                    for each in estimate_traffic(model, sharing, job)
+                ),
+                stepped_numel=0 if sharing.has_engine else model.trained_numel / shards,
+                stepped_tensors=sum(len(each.tensors) for each in model.units),
+                state_copies=self._copies,
+                offload_s=max(each or 0.0 for each in parts) if sharing.has_engine else 0.0,
+                devices_per_node=self.hardware.ranks_per_node,
+            ),
+        )
+
+    # Pipelines and tensor groups.
+
+    def _divisions(self, num_blocks: int) -> Iterator[tuple[int, int]]:
+        """Yield sizes of pipeline and tensor axis, those into fewest parts first."""
+        ranks, per_node = self.hardware.num_ranks, self.hardware.ranks_per_node
+        found = [
+            (pipeline, tensor)
+            for tensor in _divisors(per_node)
+            for pipeline in _divisors(ranks)
+            if pipeline * tensor > 1
+            and ranks % (pipeline * tensor) == 0
+            and pipeline <= max(1, num_blocks)
+        ]
+        yield from sorted(found, key=lambda each: (each[0] * each[1], each))
+
+    def _divided(self, pipeline: int, tensor: int) -> Iterator[PlannedLayout]:
+        data = self.hardware.num_ranks // (pipeline * tensor)
+        sizes = {"pipeline": pipeline, "data": data, "tensor": tensor}
+        dealt = splits(self._batches, self._rows, data)
+        if dealt is None:
+            what = f"a step of {self._batches} batches cannot be dealt to {data} replicas"
+            self._refused.append((_sizes_text(sizes), what))
+            return
+        arguments: dict[str, Any] = {**sizes, "zero_stage": int(data > 1)}
+        layout = ConfigLayout(DIVIDED, sizes, arguments, *dealt)
+        made = self._planned(layout)
+        if made is None:
+            return
+        yield made
+        if made.fits or data == 1 or pipeline > 1:
+            return
+        fuller = replace(layout, arguments={**arguments, "zero_stage": 3})
+        if (again := self._planned(fuller)) is not None:
+            yield again
+
+    def _planned(self, layout: ConfigLayout) -> PlannedLayout | None:
+        """Return what a run of a divided model would need; None where it would be refused."""
+        from boltmesh.plan.mesh_plan import plan_mesh
+        from boltmesh.strategies.cost_model.step_time import Machine
+
+        changes = [f"trainer.accumulate_grad_batches={layout.accumulate}"]
+        if layout.batch is not None:
+            changes.append(f"{BATCH_KEY}={layout.batch}")
+        changes.append(f"trainer.accelerator={'cpu' if self.hardware.is_cpu else 'cuda'}")
+        config = load(self.name, [*self.overrides, *changes])
+        config.trainer.num_nodes = self.hardware.num_nodes
+        try:
+            plan = plan_mesh(
+                config,
+                self.hardware.ranks_per_node,
+                layout.arguments,
+                Machine(),
+                source=self.source,
+            )
+        except BoltMeshError as error:
+            reason = str(error).removeprefix(f"{self.source}: ").removeprefix("strategy: ")
+            self._refused.append((_sizes_text(layout.sizes), reason))
+            return None
+        fullest = max(plan.places, key=lambda each: _total_bytes(each.memory.peak))
+        busiest = max(plan.places, key=lambda each: sum(one.payload_bytes for one in each.traffic))
+        assert self._whole.work is not None
+        scale = layout.batch / self._rows if layout.batch and self._rows else 1.0
+        shards = layout.sizes["data"] if plan.zero_stage else 1
+        return self._candidate(
+            layout,
+            fullest.memory,
+            RankStep(
+                work=_scaled(self._whole.work, scale),
+                batches=layout.accumulate,
+                sizes=layout.sizes,
+                microbatches=plan.num_microbatches,
+                bubble=0.0 if plan.pipeline is None else plan.pipeline.bubble,
+                traffic=tuple(
+                    Collective(each.axis, each.operator, each.calls, each.payload_bytes)
+                    for each in busiest.traffic
+                ),
+                stepped_numel=max(each.parameters for each in plan.places) / shards,
+                stepped_tensors=sum(len(each.tensors) for each in self._whole.units)
+                // layout.sizes["pipeline"],
+                state_copies=self._copies,
+                offload_s=0.0,
+                devices_per_node=self.hardware.ranks_per_node,
+            ),
+        )
+
+    def _candidate(self, layout: ConfigLayout, memory: Any, step: RankStep) -> PlannedLayout:
+        machine = self.hardware.machine
+        sizes = [
+            (amount, room)
+            for place, amount in memory.peak.items()
+            if (room := machine.size_of(place)) is not None
+        ]
+        return PlannedLayout(
+            layout,
+            predict_step(step, machine, is_cpu=self.hardware.is_cpu),
+            memory,
+            machine.places_too_small_for(memory.peak),
+            is_tight=any(amount > TIGHT * room for amount, room in sizes),
+        )
+
+
+def _rank(candidate: PlannedLayout) -> tuple[bool, bool, float]:
+    seconds = candidate.seconds * (1 + EASE * candidate.layout.num_mechanisms)
+    return not candidate.fits, candidate.is_tight, seconds
+
+
+def _scaled(work: StepWork, scale: float) -> StepWork:
+    return StepWork(ceil(work.flops * scale), ceil(work.moved_bytes * scale), work.operators)
+
+
+def _total_bytes(amount: Bytes) -> int:
+    return amount.device + amount.host + amount.disk
+
+
+def _sizes_text(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,184 @@
+"""``boltmesh plan auto CONFIG``: layouts of a config's own model, each of which starts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from boltmesh.advisor.layouts import splits
+from boltmesh.advisor.machine import measure_here, rates_file, read_rates, remember
+from boltmesh.advisor.prediction import Collective, RankStep, predict_step
+from boltmesh.cli import run_command
+from boltmesh.strategies.cost_model.model import StepWork
+from boltmesh.strategies.cost_model.step_time import Machine
+from tests.support.forked_python import BOLTMESH, run_python
+
+RATES = Machine(
+    device_tflops=0.05,
+    memory_gb_s=5.0,
+    operator_us=5.0,
+    network_gb_s=1.0,
+    collective_us=100.0,
+    step_ms=2.0,
+)
+SMALL = (
+    *("model.init_args.n_layer=2", "model.init_args.n_embd=32", "model.init_args.block_size=32"),
+    *("data.init_args.batch_size=8", "max_steps=2", "limit_val_batches=0"),
+    *("run.checkpoint.enabled=false", "enable_model_summary=false"),
+)
+
+
+@pytest.fixture
+def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give two CPU ranks rates, so that none are measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = rates_file("cpu", 2, "32-true")
+    remember(RATES, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("batches", "rows", "replicas", "dealt"),
+    [
+        (2, 16, 2, (None, 1)),
+        (2, 16, 1, (None, 2)),
+        (1, 16, 2, (8, 1)),
+        (3, 16, 2, (12, 2)),
+        (1, None, 2, None),
+        (1, 15, 2, None),
+    ],
+)
+def test_a_step_keeps_its_rows(batches, rows, replicas, dealt) -> None:
+    assert splits(batches, rows, replicas) == dealt
+    if dealt is not None and rows is not None:
+        assert (dealt[0] or rows) * dealt[1] * replicas == batches * rows
+
+
+STEP = RankStep(
+    work=StepWork(10**9, 10**8, 500),
+    batches=1,
+    sizes={"pipeline": 1, "data": 2, "tensor": 1},
+    microbatches=1,
+    bubble=0.0,
+    traffic=(Collective("data", "all-reduce", None, 4e6),),
+    stepped_numel=1e6,
+    stepped_tensors=20,
+    state_copies=2,
+    offload_s=0.0,
+    devices_per_node=2,
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"work": StepWork(2 * 10**9, 10**8, 500)},
+        {"work": StepWork(10**9, 2 * 10**8, 500)},
+        {"work": StepWork(10**9, 10**8, 1000)},
+        {"batches": 2},
+        {"bubble": 0.2},
+        {"traffic": (Collective("data", "all-reduce", 10, 4e6),)},
+        {"traffic": (Collective("data", "all-reduce", None, 8e6),)},
+        {"stepped_numel": 2e6},
+        {"offload_s": 1.0},
+    ],
+    ids=str,
+)
+def test_more_of_anything_is_predicted_to_take_longer(change) -> None:
+    def seconds(step: RankStep) -> float:
+        return sum(predict_step(step, RATES, is_cpu=True).values())
+
+    assert seconds(replace(STEP, **change)) > seconds(STEP)
+
+
+def test_an_all_reduce_of_two_ranks_sends_its_bytes_once() -> None:
+    found = predict_step(STEP, RATES, is_cpu=True)
+    assert found["data"] == pytest.approx(4e6 / 1e9 + 100e-6)
+
+
+def test_rates_are_measured_in_processes_of_their_own() -> None:
+    found = measure_here("cpu", 2, "32-true")
+    measured = (found.device_tflops, found.memory_gb_s, found.operator_us)
+    assert all(each is not None and each > 0 for each in measured)
+    assert found.network_gb_s is not None
+    assert found.collective_us is not None
+
+
+def test_remembered_rates_are_read_back(remembered: Path) -> None:
+    assert read_rates(remembered) == RATES
+
+
+@pytest.mark.slow(60)
+def test_every_layout_that_is_printed_starts(remembered, tmp_path, capsys) -> None:
+    assert run_command(["plan", "auto", "ddp", *SMALL, "--top", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert str(remembered) in found["rates_from"]
+    assert found["rows"] == 16
+    sizes = [each["sizes"] for each in found["best"]]
+    assert {"pipeline": 2, "data": 1, "tensor": 1} in sizes
+    assert {"pipeline": 1, "data": 1, "tensor": 2} in sizes
+    for number, each in enumerate(found["best"]):
+        assert each["step_s"] == pytest.approx(sum(each["time_s"].values()))
+        line = [*SMALL, *each["overrides"], f"run.dir={tmp_path / str(number)}"]
+        done = run_python(*BOLTMESH, "fit", "ddp", *line, cwd=tmp_path)
+        assert done.returncode == 0, (each["command"], done.stderr)
+
+
+def test_a_plan_for_gpus_names_them_and_their_nodes(capsys) -> None:
+    line = ["plan", "auto", "zero3", *SMALL[:4], "--gpu", "h100", "--devices", "4", "--top", "1"]
+    assert run_command(line) == 0
+    out = capsys.readouterr().out
+    assert "h100-80gb" in out
+    assert "trainer.accelerator=auto" in out
+    assert "trainer.devices=4" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "needs a CONFIG, or --model"),
+        (["dpp"], "Did you mean 'ddp'"),
+        (["ddp", "--model", "gpt2"], "has a model and batches of its own"),
+        (["ddp", "--nodes", "2"], "Add --gpu NAME"),
+        (["ddp", "--gpu", "h100"], "needs --devices N"),
+        (["ddp", "--gpu", "h10", "--devices", "8"], "There is no accelerator 'h10'"),
+        (["ddp", "model.init_args.n_head=3", "--gpu", "h100", "--devices", "8"], "n_head"),
+        (["ddp", "strategy.name=bolt_zero9"], "bolt_zero"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)
+def test_bad_input_is_one_line(arguments, said, capsys) -> None:
+    assert run_command(["plan", "auto", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_advice_says_that_nothing_has_to_change(remembered, capsys) -> None:
+    assert run_command(["advise", "ddp", *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "the model fits into one device: DDP or ZeRO." in out
+    assert "The numbers agree." in out
+    assert "Change nothing: the config's own layout, bolt_ddp" in out
+
+
+def test_advice_names_the_layout_that_fits(capsys) -> None:
+    large = ["model.init_args.n_embd=4096", "model.init_args.n_layer=6"]
+    line = ["advise", "ddp", *large, "--gpu", "rtx4090", "--devices", "2"]
+    assert run_command(line) == 0
+    out = capsys.readouterr().out
+    assert "Does not fit: bolt_ddp, data 2" in out
+    assert "one node and the model does not fit into a device" in out
+    assert "Change first: the config's own layout, bolt_ddp, data 2, does not fit." in out
+    assert "boltmesh fit ddp" in out
+
+
+def test_advice_where_nothing_fits_names_enough_ranks(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    large = ["model.init_args.n_embd=4096", "model.init_args.n_layer=32", "precision=bf16-true"]
+    line = ["advise", "ddp", *large, "--gpu", "v100-16gb", "--devices", "2"]
+    assert run_command(line) == 1
+    out = capsys.readouterr().out
+    assert "Fits into the 12.40 GiB of a rank: nothing." in out
+    assert "ranks of this kind ZeRO-3 fits" in out
