@@ -58,12 +58,12 @@ class ActivationCheckpointing:
             )
         if offload is not False and kind is None:
             raise ConfigError(
-                f"activation_offload={str(offload)!r} moves the inputs of recomputed blocks, and "
-                f"none is recomputed. Set activation_checkpointing='full' as well."
+                f"activation_offload={offload!s} moves the inputs of recomputed blocks, and none "
+                f"is recomputed. Set activation_checkpointing='full' as well."
             )
         if not isinstance(offload, bool) and not Path(offload).is_dir():
             raise ConfigError(
-                f"activation_offload={str(offload)!r} is no folder. Make it on a fast local disk, "
+                f"activation_offload={offload!s} is no folder. Make it on a fast local disk, "
                 f"or write true for host memory."
             )
         self.kind = kind

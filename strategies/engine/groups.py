@@ -102,6 +102,14 @@ class RankMeshStrategy(ParallelStrategy):
         return [axis for axis in self.axes if not isinstance(axis, DataAxis)]
 
     @property
+    def divides_layers(self) -> bool:
+        """Whether ranks with the same batch compute different layers, or parts of each."""
+        return any(
+            axis.size > 1 and axis.shares_batches and not axis.averages_gradients
+            for axis in self.axes
+        )
+
+    @property
     def shares_batches(self) -> bool:
         """Whether several ranks, or one that could be several, do what one process would do."""
         return any(axis.shares_batches for axis in self.axes)

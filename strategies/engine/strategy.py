@@ -263,7 +263,7 @@ class MeshStrategy(LoopStrategy):
             self.checkpoints.open()
         assert self.model is not None
         self.recomputation.put_on(self.model, rank=self.global_rank, recorder=self.recorder)
-        self.logit_tiling.put_on(self.model, is_divided=self.divides_modules)
+        self.logit_tiling.put_on(self.model, is_divided=self.divides_layers)
         if self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
 

@@ -8,7 +8,14 @@ import torch
 
 from boltmesh.check.differences import Trace, find_differences
 from boltmesh.check.parity import Problem, trace_layout, trace_one_process
-from boltmesh.strategies import ContextParallelStrategy, DDPStrategy, ZeROStrategy
+from boltmesh.errors import ConfigError
+from boltmesh.strategies import (
+    ContextParallelStrategy,
+    DDPStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeROStrategy,
+)
 from boltmesh.strategies.tiling import logits
 from tests.support.causal_training import CausalTraining
 from tests.support.gpts import TinyGPT, text_data
@@ -73,3 +80,19 @@ def test_tiled_logits_equal_one_process(name: str, module: str) -> None:
         assert [str(each) for each in find_differences(reference, trace)] == []
         assert largest == 5
         assert calls > 8
+
+
+def refused(rank: int, world_size: int, name: str) -> str:
+    strategies: dict[str, Any] = {
+        "pipeline": PipelineParallelStrategy,
+        "tensor": TensorParallelStrategy,
+    }
+    with pytest.raises(ConfigError) as caught:
+        trace_layout(problem("by hand"), strategies[name](tile_logits=5), devices=world_size)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "tensor"])
+def test_it_is_refused_where_the_head_is_divided(name: str) -> None:
+    for text in run_ranks(refused, 2, name):
+        assert text.startswith("tile_logits=5 needs the whole head")
