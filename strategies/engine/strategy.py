@@ -176,6 +176,7 @@ class MeshStrategy(LoopStrategy):
             self.gather_metrics()
         if self.stores_shards:
             self._refuse_callbacks(trainer)
+        self.follow_generation()
         self._place(trainer)
         is_sharded = self.data_axis.is_sharded
         self.accelerator.setup(trainer)
@@ -323,13 +324,8 @@ class MeshStrategy(LoopStrategy):
 
     def kept_beside(self) -> tuple[list[Tensor], list[Tensor]]:
         """Other versions of weights and gradients that this rank holds, beside the module's own."""
-        weights: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for axis in self.axes:
-            kept = axis.kept_beside()
-            weights += kept[0]
-            gradients += kept[1]
-        return weights, gradients
+        kept = [axis.kept_beside() for axis in self.axes]
+        return [w for weights, _ in kept for w in weights], [g for _, grads in kept for g in grads]
 
     # Forecasts.
 
@@ -490,6 +486,7 @@ class MeshStrategy(LoopStrategy):
             and not self.data_axis.is_sharded  # whose shards know the modules that hold them
         ):
             self.model = self._layer_sync.revert(self.model)
+        self.forget_generation()
         try:
             for axis in self.axes:
                 axis.release()
