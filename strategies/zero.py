@@ -44,6 +44,8 @@ class ZeROStrategy(MeshStrategy):
         expert: Over how many ranks the experts of a mixture of experts are divided: each rank of
             such a group keeps and runs its own, and rows travel to them. ``"node"`` divides them
             over the ranks of each host. By default experts are sharded like all else.
+        gather_for_generation: Gather the whole model once for each call of Hugging Face's
+            ``generate``, and not block by block for each token (stage 3).
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
             ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
             Lightning's own.
@@ -70,6 +72,7 @@ class ZeROStrategy(MeshStrategy):
         blocks: Sequence[str] | None = None,
         shard_size: int | Literal["node"] | None = None,
         expert: int | Literal["node"] | None = None,
+        gather_for_generation: bool = False,
         **kwargs: Any,
     ) -> None:
         self.options = ZeroOptions(
@@ -82,6 +85,7 @@ class ZeROStrategy(MeshStrategy):
             blocks=None if blocks is None else tuple(blocks),
             shard_size=shard_size,
             expert=expert,
+            gather_for_generation=gather_for_generation,
         )
         axes: list[Axis] = [ZeroAxis(self.options)]
         if expert is not None:

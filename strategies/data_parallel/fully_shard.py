@@ -12,7 +12,7 @@ gathers what no block holds. It returns a ``ShardedModel``, through whose ``root
   (``park_unit``).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,14 +76,23 @@ class RootModule(Module):
         self.is_running = False
         """Whether a step of the LightningModule is under way: under manual optimisation, backward
         passes and optimizer steps happen within."""
+        self._instead: Callable[[], Any] | None = None
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.is_running = True
         try:
-            return self.module(*args, **kwargs)
+            return self.module(*args, **kwargs) if self._instead is None else self._instead()
         finally:
             self.is_running = False
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Run a function as a step is run, with everything gathered that no block holds."""
+        self._instead = function
+        try:
+            return self()
+        finally:
+            self._instead = None
 
 
 _MULTIPLYING = (
@@ -226,6 +235,28 @@ class ShardedModel:
         """Free every gathered copy, so that the next use gathers what the shards are now."""
         self.step_units.reshard()
         self.put_back()
+
+    def run_outside_of_steps(self, function: Callable[[], Any]) -> Any:
+        """Run a function that computes with the module's layers. Collective."""
+        try:
+            return self.root.run(function)
+        finally:
+            self.reshard()
+
+    def run_gathered(self, function: Callable[[], Any]) -> Any:
+        """Run a function within a step with all units gathered, and free them again. Collective."""
+        blocks = [unit for name, unit in self.units.items() if name]
+        for unit in blocks:
+            assert isinstance(unit, Module)
+            self.joined_gathers.announce(unit)
+            unit.unshard()
+            unit.set_reshard_after_forward(False, recurse=False)
+        try:
+            return function()
+        finally:
+            for unit in blocks:
+                unit.set_reshard_after_forward(True, recurse=False)
+                unit.reshard()
 
     def take_out(self) -> None:
         """Put plain tensors in the places of what no unit gathers, for a forward pass."""

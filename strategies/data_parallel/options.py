@@ -39,6 +39,7 @@ class ZeroOptions:
     shard_size: int | str | None = None
     expert: int | str | None = None
     """How many ranks have all experts together; None: experts are parameters like others."""
+    gather_for_generation: bool = False
     key: str = "stage"
     """What the user calls the stage, for messages."""
 
@@ -54,6 +55,7 @@ class ZeroOptions:
         self._check_fraction()
         self._check_sizes()
         self._check_expert()
+        self._check_generation()
 
     @property
     def has_offload(self) -> bool:
@@ -88,6 +90,22 @@ class ZeroOptions:
             parameter_place=_PLACES[self.offload_parameters],
             tile_bytes=self.tile_linear_bytes,
         )
+
+    def _check_generation(self) -> None:
+        if not self.gather_for_generation:
+            return
+        if self.stage != 3:
+            raise ConfigError(
+                f"gather_for_generation=True keeps parameters gathered while text is generated, "
+                f"and with {self.key}={self.stage} they always are. Leave it out, or use "
+                f"{self.key}=3."
+            )
+        if self.tile_linear_bytes is not None or self.expert is not None:
+            name = "expert" if self.tile_linear_bytes is None else "tile_linear_bytes"
+            raise ConfigError(
+                f"gather_for_generation=True gathers the whole model, and {name}="
+                f"{getattr(self, name)!r} keeps parts of it divided. Leave one of the two out."
+            )
 
     def _check_tier(self, name: str, value: str | None) -> None:
         if value is None or value in TIERS:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,10 +48,14 @@ class JoinedGathers:
         self, units: Mapping[Module, UnitGather], group: ProcessGroup, device: torch.device
     ) -> None:
         self._gathers = list(units.values())
+        self._numbers = {module: number for number, module in enumerate(units)}
         self._group, self._device = group, device
         self._in_common = 0.0
         self._batch = 0
+        self._is_in_batch = False
         self._is_announcing = False
+        self._generates = False
+        """Whether this rank has called ``generate`` in a batch that all ranks have."""
         self._is_attending = False
         self._are_counts_known = True
         self._draws_batches = False
@@ -81,16 +86,49 @@ class JoinedGathers:
         if self._draws_batches:
             self._is_announcing = True
         elif not self._are_counts_known:
-            self._is_announcing = bool(self._exchange(_NEXT_BATCH)[1])
+            self._is_announcing = self._serve(_NEXT_BATCH)
         else:
             self._is_announcing = self._batch >= self._in_common
         self._batch += 1
+        self._is_in_batch = True
         try:
             yield
+            self._end_generation()
         finally:
-            self._is_announcing = False
+            self._is_announcing = self._is_in_batch = self._generates = False
         if is_last():
             self._attend()
+
+    def generate(self, run: Callable[[], Any]) -> Any:
+        """Run a call of ``generate``, which runs units as often as this rank's texts need.
+
+        In a batch of an evaluation ranks that generate at all may do so in any number of calls:
+        gathers are announced until the batch has ended. Elsewhere all ranks make the same number.
+        """
+        if self._is_announcing:
+            return run()
+        self._is_announcing = self._generates = True
+        try:
+            made = run()
+            if not self._is_in_batch:
+                self._end_generation()
+        finally:
+            if not self._is_in_batch:
+                self._is_announcing = self._generates = False
+        return made
+
+    def announce(self, unit: Module) -> None:
+        """Announce that this rank is about to gather a unit. Collective if gathers are announced.
+
+        A rank that keeps units gathered announces all of them, in the order in which they were
+        given: else it could have what another one announces.
+        """
+        self._before_forward(self._numbers[unit])
+
+    def _end_generation(self) -> None:
+        """Take part in what the others gather to generate, until all have ended."""
+        if self._generates:
+            self._serve(_NOTHING)
 
     def run_out(self, num_served: int) -> None:
         """Called when this rank's loaders have nothing more to give, after so many batches.
@@ -115,18 +153,26 @@ class JoinedGathers:
         if self._has_attended or not self._is_uneven:
             return
         self._has_attended = self._is_attending = True
-        while (unit := self._exchange(_NOTHING)[0]) != _NOTHING:
-            if unit != _NEXT_BATCH:
-                self._gathers[unit - _FIRST_UNIT].take_part()
+        self._serve(_NOTHING)
         self._is_attending = False
 
     def _before_forward(self, number: int, *_: object) -> None:
         if not self._is_announcing or not self._gathers[number].is_needed():
             return
-        mine = number + _FIRST_UNIT
-        # Ranks that are elsewhere are served first; then it is this one's turn.
-        while (unit := self._exchange(mine)[0]) != mine:
-            self._gathers[unit - _FIRST_UNIT].take_part()
+        self._serve(number + _FIRST_UNIT)
+
+    def _serve(self, mine: int) -> bool:
+        """Take part in what ranks that are elsewhere need, until it is this rank's turn.
+
+        Returns:
+            Whether the batches of a rank have ended.
+        """
+        while True:
+            announced, has_ended = self._exchange(mine)
+            if announced == mine:
+                return bool(has_ended)
+            if announced >= _FIRST_UNIT:
+                self._gathers[announced - _FIRST_UNIT].take_part()
 
     def _exchange(self, mine: int) -> list[int]:
         """Return the largest announcement, and whether a rank's batches have ended. Collective."""

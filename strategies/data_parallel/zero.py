@@ -10,7 +10,8 @@ Puts the offload engine beside a sharded model.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -438,6 +439,16 @@ class ZeroAxis(DataAxis):
     @override
     def end_evaluation(self) -> None:
         self._model.reshard()
+
+    @override
+    def run_generation(self, run: Callable[[], Any]) -> Any:
+        self._record("called generate")
+        model = self._model
+        if self.options.gather_for_generation:
+            run = partial(model.run_gathered, run)
+        run = partial(model.joined_gathers.generate, run)
+        with torch.no_grad():
+            return run() if model.root.is_running else model.run_outside_of_steps(run)
 
     @override
     def release(self) -> None:

@@ -241,6 +241,14 @@ class Axis:
         """
         return run(args, kwargs)
 
+    def run_generation(self, run: Callable[[], Any]) -> Any:
+        """Run a call of Hugging Face's ``generate``, within a step or outside of steps.
+
+        Args:
+            run: The call with what inner axes do around it.
+        """
+        return run()
+
     def norm_shares(self) -> Sequence[NormShare]:
         """What this rank counts of norms of gradients; empty if the ranks hold equal gradients."""
         return ()

@@ -25,6 +25,7 @@ from boltmesh.strategies.dry_run.step import Around
 from boltmesh.strategies.engine.groups import RankMeshStrategy
 from boltmesh.strategies.engine.replica_check import ReplicaCheck
 from boltmesh.strategies.engine.resume import ResumeManager
+from boltmesh.strategies.generation import follow_generation, forget_generation
 from boltmesh.strategies.grad_norm import NormShare
 from boltmesh.strategies.lightning_compat.launchers import SigtermAgreement
 from boltmesh.strategies.lightning_compat.loops import (
@@ -303,6 +304,21 @@ class LoopStrategy(RankMeshStrategy):
         is_training = step == "training_step"
         with self.recorder.phase("forward") if is_training else self.evaluation_batch():
             return plain(*args, **kwargs)
+
+    def follow_generation(self) -> None:
+        """Let the axes run calls of ``generate`` on parts of the module, from now on."""
+        assert self.lightning_module is not None
+        follow_generation(self.lightning_module, self._run_generation)
+
+    def forget_generation(self) -> None:
+        """Let ``generate`` run as it would without the strategy."""
+        if self.lightning_module is not None:
+            forget_generation(self.lightning_module)
+
+    def _run_generation(self, run: Callable[[], Any]) -> Any:
+        for axis in reversed(self.axes):
+            run = partial(axis.run_generation, run)
+        return run()
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

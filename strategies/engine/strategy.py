@@ -190,6 +190,7 @@ class MeshStrategy(LoopStrategy):
             refuse_callbacks(callbacks_of(trainer), self.public_name)
             if self.world_size > 1:
                 refuse_lone_saves(callbacks_of(trainer))
+        self.follow_generation()
         self._place(trainer)
         is_sharded = self.data_axis.is_sharded
         self.accelerator.setup(trainer)
@@ -495,6 +496,7 @@ class MeshStrategy(LoopStrategy):
             and not self.data_axis.is_sharded  # whose shards know the modules that hold them
         ):
             self.model = self._layer_sync.revert(self.model)
+        self.forget_generation()
         try:
             for axis in self.axes:
                 axis.release()
