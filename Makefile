@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check format screenshot bench house snapshot words clean
+.PHONY: help venv demo test test-all check format screenshot bench house snapshot words zoo clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -67,6 +67,17 @@ snapshot: venv  ## rewrite tests/guards/*.txt after an intended change of interf
 
 words: venv  ## print the phrases that the word lint finds, lower its budget
 	$(BIN)/python -m tests.guards.words --update
+
+# Packages without their requirements: the file holds all, and none replaces torch or Lightning.
+.venv-zoo/.installed: tests/zoo/requirements.txt constraints.txt
+	$(PYTHON) -m venv .venv-zoo
+	.venv-zoo/bin/pip install --quiet -c constraints.txt torch
+	.venv-zoo/bin/pip install --quiet --no-deps -r tests/zoo/requirements.txt
+	.venv-zoo/bin/pip install --quiet --no-deps -e .
+	touch $@
+
+zoo: .venv-zoo/.installed  ## train modules of other packages under every strategy; an hour
+	.venv-zoo/bin/python -m tests.zoo --write
 
 clean:  ## remove what builds and tests leave; runs and checkpoints stay
 	rm -rf build dist *.egg-info .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

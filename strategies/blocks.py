@@ -7,6 +7,7 @@ blocks of a tensor plan.
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 from torch.nn import Module
@@ -25,9 +26,9 @@ _Signature = tuple[tuple[str, tuple[int, ...]], ...]
 def find_blocks(root: Module) -> dict[str, Module]:
     """Return the repeated blocks by dotted name, in the order of their names in the model.
 
-    Blocks are children of a list that repeat in the same shape, with their siblings of the same
-    class; else modules that an ``nn.Sequential`` calls, and siblings of the same class and shapes.
-    Blocks are not nested, and ``root`` is never a block.
+    Blocks are children of a list, or of a list with a list for each layer, that repeat in the same
+    shape, with their siblings of the same class; else modules that an ``nn.Sequential`` calls, and
+    siblings of the same class and shapes. Blocks are not nested, and ``root`` is never a block.
     """
     return _Search(root).blocks()
 
@@ -85,9 +86,7 @@ def _repeated_kinds(root: Module) -> set[object]:
     kinds: set[object] = set()
     for each in root.modules():
         if isinstance(each, LISTS):
-            # Iterating a list yields a block that it holds twice; ``children()`` does not.
-            members = each.values() if isinstance(each, nn.ModuleDict) else each
-            candidates = [child for child in members if can_be_block(child)]
+            candidates = [child for child in _members(each) if can_be_block(child)]
             counts = Counter(map(_kind_and_shapes, candidates))
             kinds.update(kind for (kind, _), count in counts.items() if count > 1)
             # The first block of T5 has one more parameter than the others.
@@ -99,6 +98,22 @@ def _repeated_kinds(root: Module) -> set[object]:
                 and set(_shapes(one)) > set(_shapes(other)) != set()
             )
     return kinds
+
+
+def _members(modules: Any) -> Iterator[Module]:
+    """Yield the members of a list, and of lists in it, such as one for each layer.
+
+    Norms in inner lists are too small to be blocks, and left out.
+    """
+    # Iterating a list yields a block that it holds twice; ``children()`` does not.
+    for member in modules.values() if isinstance(modules, nn.ModuleDict) else modules:
+        yield member
+        if isinstance(member, nn.ModuleList):
+            children: list[Any] = list(member)
+            for child in children:
+                # x-transformers keeps None where a layer lacks something.
+                if child is not None and any(each.ndim > 1 for each in child.parameters()):
+                    yield child
 
 
 def _kind(module: Module) -> object:

@@ -26,6 +26,7 @@ from boltmesh.strategies.dry_run.no_side_effects import (
     patched_log,
     random_state_unchanged,
 )
+from boltmesh.strategies.dry_run.unsupported import refuse_collective
 from boltmesh.strategies.torch_compat.tensors import tree_leaves
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -139,6 +140,7 @@ class DryRun:
             stack.enter_context(modules_unchanged(self.module.modules()))
             stack.enter_context(no_side_effects(self.module, find_metrics(self.module)))
             stack.enter_context(without_dropout(self.module.modules()))
+            stack.enter_context(_WithoutCollectives(type(self.module).__name__))
             if not self.trains:  # for training Lightning leaves every module in its own mode
                 self.module.eval()
             yield
@@ -214,6 +216,22 @@ class WithoutDropout(TorchFunctionMode):
             else:
                 given["dropout_p"] = 0.0
         return func(*args, **given)
+
+
+class _WithoutCollectives(TorchFunctionMode):
+    """Refuses collectives of the user's code; those of strategies name their group."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        refuse_collective(func, (*args, *kwargs.values()), self.place)
+        return func(*args, **kwargs)
 
 
 _DROPOUT_AT = 4

@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -40,6 +41,29 @@ _LOCAL_NORMS: dict[str, Callable[..., Any]] = {
     "grad_norm": grad_norm,
     "get_total_norm": torch.nn.utils.get_total_norm,
 }
+
+
+def refuse_collective(function: Callable[..., Any], values: Iterable[object], place: str) -> None:
+    """Refuse a collective of the user's code over all ranks, where they share one model.
+
+    Args:
+        function: A function of torch that is called.
+        values: Its arguments; a group among them says that the author knows the ranks.
+        place: Who calls it.
+
+    Raises:
+        UnsupportedError: Naming the function.
+    """
+    if getattr(function, "__module__", "") != dist.distributed_c10d.__name__:
+        return
+    groups = [each for each in values if isinstance(each, dist.ProcessGroup)]
+    if all(each is dist.group.WORLD for each in groups):
+        raise UnsupportedError(
+            f"{place} calls torch.distributed.{function.__name__} over all ranks, and they hold "
+            f"parts of one model: it would wait for ranks that do not call it, or add equal values "
+            f"up. Turn it off in the layer (as sync_codebook=False does), call self.all_gather "
+            f"in the step, or train with bolt_ddp or bolt_zero3."
+        )
 
 
 def refuse_local_norms(

@@ -7,6 +7,7 @@ from math import prod
 from boltmesh.strategies.tensor.analysis.analyse import Analysis, ParameterFacts
 from boltmesh.strategies.tensor.analysis.symbolic_dims import SymbolicDim, leaves, representative
 from boltmesh.strategies.tensor.analysis.trace import ShapeUse
+from boltmesh.strategies.tensor.backends import OUTSIDE
 from boltmesh.strategies.tensor.candidates import Member, Roles, ShardableDim, places, why_not
 from boltmesh.strategies.tensor.plan import (
     PlannedDim,
@@ -119,6 +120,8 @@ def _axis(analysis: Analysis, candidate: ShardableDim) -> PlannedDim:
     blocks = tuple(
         each for each in analysis.blocks if any(name.startswith(f"{each}.") for name in names)
     )
+    if blocks and not all(name.startswith(tuple(f"{each}." for each in blocks)) for name in names):
+        blocks = (*blocks, OUTSIDE)
     return PlannedDim(candidate.atom.size, names, blocks)
 
 

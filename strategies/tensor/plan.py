@@ -150,7 +150,10 @@ class PlannedDim:
     """Number of indivisible units: heads, channels, tokens."""
     parameters: tuple[str, ...]
     blocks: tuple[str, ...]
-    """The repeated blocks that contain it; empty for an axis outside of blocks."""
+    """The repeated blocks that contain it; empty for an axis outside of blocks.
+
+    The last one is ``""`` if it also divides parameters outside of them.
+    """
 
 
 @dataclass(frozen=True)

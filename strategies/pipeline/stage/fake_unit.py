@@ -10,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError
+from boltmesh.errors import ConfigError, UnsupportedError
+from boltmesh.strategies.dry_run.unsupported import refuse_collective
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     READS,
     SELECTIONS,
@@ -73,7 +74,7 @@ def run_on_fakes(
     found: list[FakeCall] = []
     errors: list[Exception] = []
     for answer in (False, True):
-        watch = _Watch(answer=answer)
+        watch = _Watch(f"{name!r} ({type(unit).__name__})", answer=answer)
         counter = FlopCounterMode(display=False) if counts_flops else None
         state = {
             each: make_fake(tensor, mode)
@@ -86,6 +87,8 @@ def run_on_fakes(
                 else:
                     with counter:
                         result = call(*arguments[0], **arguments[1])
+        except UnsupportedError:
+            raise
         except Exception as error:  # noqa: BLE001  # whatever the user's layer raises
             errors.append(error)
         else:
@@ -109,8 +112,9 @@ def run_on_fakes(
 class _Watch(TorchFunctionMode):
     """Answers what a unit asks of tensors without data, and notes what it asks of others."""
 
-    def __init__(self, *, answer: bool) -> None:
+    def __init__(self, unit: str, *, answer: bool) -> None:
         super().__init__()
+        self.unit = unit
         self.answer = answer
         self.has_guessed = False
         self.sees_one_value = False
@@ -122,6 +126,7 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        refuse_collective(func, (*args, *kwargs.values()), self.unit)
         name = name_of(func)
         if name in READS:
             return self._read(name, func, args, kwargs)

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.dry_run.unsupported import refuse_collective
 from boltmesh.strategies.pipeline.stage.absent_params import AbsentError, is_absent
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     RANDOM,
@@ -100,6 +101,7 @@ class BetweenUnitsTracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = self._with_twins((args, kwargs or {}))
+        refuse_collective(func, (*args, *kwargs.values()), f"the step ({line_of_step()})")
         name = name_of(func)
         given = tensors_in((args, kwargs))
         has_fakes = any(map(is_fake, given))

@@ -1,0 +1,130 @@
+"""What modules of the zoo do that no other test has, in the smallest module that does it."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from boltmesh.strategies import (
+    Parallel3DStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+)
+from tests.support.numbered import Losses
+from tests.support.ranks import RankFailure, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STRATEGIES: dict[str, tuple[int, Any]] = {
+    "one process": (1, lambda: "auto"),
+    "pipeline": (
+        2, lambda: PipelineParallelStrategy(schedule="1f1b", microbatches=1, telemetry=False)
+    ),
+    "tensor": (2, lambda: TensorParallelStrategy(telemetry=False)),
+    "3d": (
+        4,
+        lambda: Parallel3DStrategy(pipeline=2, tensor=2, microbatches=1, telemetry=False),
+    ),
+}  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Its last matrix is in a list, as in vit-pytorch, and a block of its own if others differ."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_qkv = nn.Linear(16, 48, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        sizes = (rows, length, self.heads, width // self.heads)  # right by chance if heads differ
+        q, k, v = (part.view(sizes).transpose(1, 2) for part in self.to_qkv(x).chunk(3, -1))
+        y = torch.softmax(q @ k.transpose(-1, -2) * 0.5, -1) @ v
+        return x + self.to_out(y.transpose(1, 2).reshape(x.shape))
+
+
+class VisionTransformer(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Attention(4), Attention(2)
+        self.head = nn.Linear(16, 3)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.head(self.second(self.first(batch))).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class MessagePassing(VisionTransformer):
+    """Sums atoms to molecules in place, as the aggregations of chemprop do."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        atoms = self.first(batch).flatten(0, 1)
+        molecules = torch.arange(len(atoms)) // 2
+        index = molecules.unsqueeze(1).repeat(1, 16)
+        count: Any = molecules.max().int() + 1
+        sums = (
+            torch.zeros(count, 16).scatter_reduce_(0, index, atoms, "sum", include_self=False) / 3
+        )
+        return self.head(self.second(sums.unsqueeze(0))).square().mean()
+
+
+class Codebook(nn.Module):
+    """Sums over all ranks if there are some, as ``VectorQuantize`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = x.detach().sum(1)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(codes)
+        return self.layer(x) + codes.unsqueeze(1)
+
+
+class Quantized(VisionTransformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Codebook()  # type: ignore[assignment]
+
+
+def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str) -> list[float]:
+    seed_everything(1, verbose=False)
+    generator = torch.Generator().manual_seed(2)
+    batches = [torch.randn(rows, 4, 16, generator=generator) for rows in (4, 4, 3)]
+    losses = Losses()
+    Trainer(
+        strategy=STRATEGIES[strategy][1](), accelerator="cpu", devices=world_size, max_steps=3,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, callbacks=[losses],
+    ).fit(kind(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]  # fmt: skip
+    return losses.kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        (VisionTransformer, "tensor"),
+        (VisionTransformer, "3d"),
+        (MessagePassing, "pipeline"),
+        (MessagePassing, "tensor"),
+    ],
+)
+def test_it_trains_as_in_one_process(kind: type[LightningModule], strategy: str) -> None:
+    (one,) = run_ranks(train, 1, kind, "one process")
+    for losses in run_ranks(train, STRATEGIES[strategy][0], kind, strategy):
+        assert losses == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
+def test_a_collective_over_ranks_that_share_one_model_is_refused(strategy: str) -> None:
+    with pytest.raises(RankFailure, match=r"calls torch\.distributed\.all_reduce over all ranks"):
+        run_ranks(train, 2, Quantized, strategy)
