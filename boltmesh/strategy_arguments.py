@@ -14,6 +14,7 @@ SHARED = (
     "seed",
     "async_save",
     "verify_replicas_every",
+    "checkpoint_in_memory_every",
     "activation_checkpointing",
     "process_group_backend",
 )

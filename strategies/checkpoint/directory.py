@@ -61,9 +61,9 @@ def save_directory(
         CheckpointError: On every rank, if one could not write its part. A previous checkpoint at
             ``target`` is kept then.
     """
-    tensors, rest = _divide(checkpoint)
+    tensors, rest = divide(checkpoint)
     if is_divided:
-        _join(rest)
+        join(rest)
     _write(tensors, rest, target, is_divided=is_divided)
 
 
@@ -85,9 +85,9 @@ def prepare_save(
             any thread, and fails as ``save_directory`` does.
         is_divided: See ``save_directory``.
     """
-    tensors, rest = _divide(checkpoint)
+    tensors, rest = divide(checkpoint)
     if is_divided:
-        _join(rest)
+        join(rest)
     is_first = dist.get_rank() == 0
     kept = take_snapshot(tensors, writes_plain=is_first or is_divided)
     data = serialised(rest) if is_first else b""
@@ -185,7 +185,7 @@ def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
     return None
 
 
-def _divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate what goes into the files of shards from the rest."""
     rest = dict(checkpoint)
     model, aliases, extra = {}, {}, {}
@@ -221,7 +221,7 @@ def _divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return tensors, _plain(kept)
 
 
-def _join(rest: dict[str, Any]) -> None:
+def join(rest: dict[str, Any]) -> None:
     """Add other ranks' entries about their modules: second names, extra state. Collective."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (rest[MODEL], rest[ALIASES]))

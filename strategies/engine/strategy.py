@@ -77,6 +77,8 @@ class MeshStrategy(LoopStrategy):
         start_method: ``popen`` runs the script again for each rank; ``spawn``, ``fork`` and
             ``forkserver`` start functions, for notebooks and tests.
         verify_replicas_every: Optimizer steps between two runs of ``ReplicaCheck``; None for none.
+        checkpoint_in_memory_every: Most optimizer steps that a failure of ``boltmesh fit`` loses,
+            see ``MemoryCheckpoints``; None for no copies in memory.
         accelerator: As in any Lightning strategy, like the arguments below.
     """
 
@@ -92,6 +94,7 @@ class MeshStrategy(LoopStrategy):
         seed: int | None = None,
         async_save: bool = False,
         verify_replicas_every: int | None = None,
+        checkpoint_in_memory_every: int | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
@@ -119,7 +122,7 @@ class MeshStrategy(LoopStrategy):
         self.async_save = async_save
         if verify_replicas_every is not None:
             self.replica_check = ReplicaCheck(self, verify_replicas_every)
-        self.checkpoints = Checkpointing(self)
+        self.checkpoints = Checkpointing(self, in_memory_every=checkpoint_in_memory_every)
         self.recipe: str | None = None
         """Which config the run was made from; set by ``boltmesh fit``, shown by the dashboard."""
         self.alerts: AlertThresholds | None = None
@@ -175,7 +178,10 @@ class MeshStrategy(LoopStrategy):
         if self.shares_batches:
             self.gather_metrics()
         if self.stores_shards:
-            self._refuse_callbacks(trainer)
+            callbacks = callbacks_of(trainer)
+            refuse_callbacks(callbacks, self.public_name)
+            if self.world_size > 1:
+                refuse_lone_saves(callbacks)
         self._place(trainer)
         is_sharded = self.data_axis.is_sharded
         self.accelerator.setup(trainer)
@@ -201,12 +207,6 @@ class MeshStrategy(LoopStrategy):
                 seed_random_state(self.seed + self.coordinates["data"])
         for axis in reversed(self.axes):
             axis.start(trainer)
-
-    def _refuse_callbacks(self, trainer: Trainer) -> None:
-        callbacks = callbacks_of(trainer)
-        refuse_callbacks(callbacks, self.public_name)
-        if self.world_size > 1:
-            refuse_lone_saves(callbacks)
 
     def _place(self, trainer: Trainer) -> None:
         """Put the model on the axes, before anything is moved or wrapped. Collective.
