@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
@@ -28,6 +29,7 @@ from boltmesh.run_pruning import (
     stale_checkpoints,
 )
 from boltmesh.strategies.checkpoint.atomic_replace import remove
+from boltmesh.strategies.checkpoint.host_memory import forgotten_folders
 from boltmesh.strategies.checkpoint.manifest import REST, files_of, read_checked
 from boltmesh.strategies.checkpoint.storage.folder import folder_at
 from boltmesh.telemetry.pruning import ended_jobs, remove_job
@@ -67,6 +69,9 @@ def find(runs: Path, *, telemetry_days: float) -> Iterator[Found]:
     for job in ended_jobs():
         if time.time() - job.changed > telemetry_days * _DAY_S:
             yield Found(job.path, "telemetry", job.num_bytes, partial(remove_job, job))
+    for copies, owner in forgotten_folders():
+        if owner is None or not owner.is_dir() or not is_held(owner):
+            yield Found(copies, "copies in memory", size_of(copies), partial(rmtree, copies))
 
 
 def _find_in_run(run: Path) -> Iterator[Found]:

@@ -37,6 +37,7 @@ from boltmesh.launch.graceful_stop import GracefulStop
 from boltmesh.launch.log_filters import quiet_lightning
 from boltmesh.launch.placement import Placement
 from boltmesh.launch.rank import Rank
+from boltmesh.launch.stopping import StoppedBySignal
 from boltmesh.run_callbacks import (
     ErrorReport,
     PredictionFiles,
@@ -317,7 +318,15 @@ def _run(built: Built, verb: Verb) -> None:
     if verb == "predict":
         act = partial(act, return_predictions=False)
     path = None if built.checkpoint is None else str(built.checkpoint)
-    act(built.model, datamodule=built.data, ckpt_path=path)
+    copies = built.strategy.memory_checkpoints
+    try:
+        act(built.model, datamodule=built.data, ckpt_path=path)
+    except StoppedBySignal:
+        if copies is not None:
+            copies.forget()
+        raise
+    if copies is not None:
+        copies.forget()
     summaries = [each for each in built.callbacks if isinstance(each, Summary)]
     for each in summaries:
         for line in each.lines:

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError, LossError
 from boltmesh.launch.rank import Rank
 from boltmesh.launch.stopping import StoppedBySignal
-from boltmesh.run_folder import CHECKPOINTS
+from boltmesh.run_folder import CHECKPOINTS, step_of
 from boltmesh.run_pruning import names_in_states, remove_left_by_kills
+from boltmesh.strategies.checkpoint.host_memory import make_run_id
+from boltmesh.strategies.lightning_compat.trainer import load_instead
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.throughput import count
 
@@ -93,8 +96,29 @@ class RunFolder(Callback):
                 f"Rank 0 goes on from {checkpoint or 'no checkpoint'}, and not every rank sees the "
                 f"same. Set run.dir to a folder that all machines share."
             )
+        if chosen is not None:
+            self._find_in_memory(trainer, chosen)
         if trainer.is_global_zero:
             self._announce(trainer)
+
+    def _find_in_memory(self, trainer: Trainer, folder: Path) -> None:
+        """Go on from a copy in memory that is newer than the checkpoint. Collective."""
+        copies = getattr(trainer.strategy, "memory_checkpoints", None)
+        if copies is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        known = (make_run_id(folder), self._step()) if trainer.is_global_zero else ("", 0)
+        run_id, step_on_disk = trainer.strategy.broadcast(known)
+        step = copies.find(folder, run_id, newer_than=step_on_disk)
+        if step is not None:
+            address = copies.address_of(step)
+            self._checkpoint = address
+            load_instead(trainer, address)
+
+    def _step(self) -> int:
+        """The step after which the checkpoint was saved that rank 0 has found."""
+        if self._checkpoint is None:
+            return 0
+        return step_of(Path(self._checkpoint)) or 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

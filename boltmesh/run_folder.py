@@ -25,6 +25,7 @@ from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.process import write_stderr
 from boltmesh.strategies.checkpoint.archive_check import find_damage, find_step
 from boltmesh.strategies.checkpoint.atomic_replace import ASIDE, restore_aside
+from boltmesh.strategies.checkpoint.host_memory import ID_FILE, newest_step_in_memory
 from boltmesh.strategies.checkpoint.manifest import MANIFEST, NEWER, REST, files_of, find_fault
 from boltmesh.strategies.checkpoint.storage.addresses import (
     as_os_errors,
@@ -121,17 +122,24 @@ def newest_checkpoint(folder: Path, *, run: str = "*") -> Path | None:
 
 
 def newest_step(run_folder: Path) -> tuple[Path, int | None] | None:
-    """The newest complete checkpoint of one run, and the step after which it was saved."""
+    """The newest complete checkpoint of one run, or copy in memory, and the step of it."""
     path = newest_checkpoint(run_folder.parent, run=run_folder.name)
+    copied = newest_step_in_memory(run_folder)
     if path is None:
-        return None
+        return copied
+    step = step_of(path)
+    return copied if copied is not None and copied[1] > (step or 0) else (path, step)
+
+
+def step_of(path: Path) -> int | None:
+    """The step after which a checkpoint was saved; None if it does not tell."""
     with contextlib.suppress(OSError, ValueError, KeyError, CheckpointError):
         if path.is_file():
             with path.open("rb") as file:
-                return path, find_step(file)
+                return find_step(file)
         inside, _ = files_of(folder_at(path))
-        return path, find_step(io.BytesIO(inside.read(REST)))
-    return path, None
+        return find_step(io.BytesIO(inside.read(REST)))
+    return None
 
 
 def newest_verified_checkpoint(
@@ -272,24 +280,41 @@ def _automatic(key: str, config: DictConfig, *, verifies: bool) -> Path | None:
 
 def next_run_folder(config: DictConfig, resumed: Path | str | None) -> Path:
     """The folder that this run would have, which is not made."""
-    if config.run.resume == "auto" and isinstance(resumed, Path):
-        return resumed.parents[1]
-    base = folder_of_name(config)
+    return _continued_folder(config, resumed) or _new_folder(folder_of_name(config))
+
+
+def _new_folder(base: Path) -> Path:
     taken = [int(path.name) for path in base.glob("*") if path.name.isdigit()]
     return base / str(max(taken, default=-1) + 1)
 
 
+def _continued_folder(config: DictConfig, resumed: Path | str | None) -> Path | None:
+    """The folder of the run that goes on with ``resume=auto``.
+
+    That of its checkpoint. Without one, that of the newest run, if it has failed and its state may
+    be in the memory of its hosts.
+    """
+    if config.run.resume != "auto":
+        return None
+    if isinstance(resumed, Path):
+        return resumed.parents[1]
+    runs = [path for path in folder_of_name(config).glob("*") if path.name.isdigit()]
+    newest = max(runs, key=lambda path: int(path.name), default=None)
+    return newest if newest is not None and (newest / ID_FILE).is_file() else None
+
+
 def make_run_folder(config: DictConfig, resumed: Path | str | None) -> Path:
     """The folder of this run: a new one, or with ``resume=auto`` the one that is continued."""
-    if config.run.resume == "auto" and isinstance(resumed, Path):
-        return resumed.parents[1]
+    continued = _continued_folder(config, resumed)
+    if continued is not None:
+        return continued
     base = folder_of_name(config)
     try:
         base.mkdir(parents=True, exist_ok=True)
         while True:
             # Another run of this name may begin at the same moment.
             with contextlib.suppress(FileExistsError):
-                folder = next_run_folder(config, None)
+                folder = _new_folder(base)
                 folder.mkdir()
                 return folder
     except OSError as error:

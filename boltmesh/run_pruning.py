@@ -21,6 +21,7 @@ from boltmesh.strategies.checkpoint.atomic_replace import (
     is_abandoned,
     remove,
 )
+from boltmesh.strategies.checkpoint.host_memory import ID_FILE, copies_of
 
 DEFAULT_PATTERN = "{epoch}-{step}"
 """Lightning's, where ``run.checkpoint.filename`` is null."""
@@ -91,6 +92,8 @@ def empty_runs(folder: Path, *, only_killed: bool) -> Iterator[Path]:
             continue
         if only_killed and not (run / LOCK).exists():
             continue
+        if any(copies_of(run)):
+            continue
         files = [Path(where, name) for where, _, names in os.walk(run) for name in names]
         if all(_is_of_start(each.relative_to(run)) for each in files):
             yield run
@@ -98,7 +101,9 @@ def empty_runs(folder: Path, *, only_killed: bool) -> Iterator[Path]:
 
 def _is_of_start(file: Path) -> bool:
     """Whether a run writes it before its first step."""
-    return file.name in {CONFIG_FILE, "hparams.yaml"} or file.name.startswith((LOCK, f".{LOCK}"))
+    return file.name in {CONFIG_FILE, "hparams.yaml", ID_FILE} or file.name.startswith(
+        (LOCK, f".{LOCK}")
+    )
 
 
 def remove_empty_run(run: Path) -> None:

@@ -15,6 +15,7 @@ SHARED = (
     "async_save",
     "save_trainable_only",
     "verify_replicas_every",
+    "checkpoint_in_memory_every",
     "activation_checkpointing",
     "activation_offload",
     "tile_logits",

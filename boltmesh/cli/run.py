@@ -157,13 +157,16 @@ def _start(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> i
                     variables=variables,
                 )
 
-            if not restarts:
-                return supervisor({}).run()
-
             from boltmesh.launch.restarts import Restarts
             from boltmesh.run_folder import newest_step
+            from boltmesh.strategies.checkpoint.host_memory import forget_run
 
-            return Restarts(restarts, supervisor, newest_step).run()
+            job = Restarts(restarts, supervisor, newest_step) if restarts else supervisor({})
+            try:
+                return job.run()
+            finally:
+                if job.run_folder is not None:
+                    forget_run(job.run_folder)
     elif restarts and not rank.is_supervised:
         raise ConfigError(_refuse_restarts(restarts, placement.launcher.name))
 

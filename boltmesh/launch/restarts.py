@@ -44,7 +44,8 @@ class Restarts:
         self._make = make
         self._find_checkpoint = find_checkpoint
         self._num_restarts = 0
-        self._folder: Path | None = None
+        self.run_folder: Path | None = None
+        """Known once rank 0 has reported it."""
         self._started_s = 0.0
         self._next_wait_s = FIRST_WAIT_S
         self._wait_s: float | None = None
@@ -57,6 +58,7 @@ class Restarts:
         while True:
             supervisor = self._next_start()
             code = supervisor.run()
+            self.run_folder = supervisor.run_folder or self.run_folder
             if self._wait_s is None:
                 return code
             try:
@@ -69,16 +71,16 @@ class Restarts:
 
     def _next_start(self) -> Supervisor:
         self._wait_s = None
-        is_there = self._folder is not None and self._folder.is_dir()
-        supervisor = self._make({CONTINUE_VARIABLE: str(self._folder)} if is_there else {})
+        is_there = self.run_folder is not None and self.run_folder.is_dir()
+        supervisor = self._make({CONTINUE_VARIABLE: str(self.run_folder)} if is_there else {})
         supervisor.after_failure = self._decide
         self._started_s = time.monotonic()
         return supervisor
 
     def _decide(self, supervisor: Supervisor) -> str:
         """Return what happens after a failure, in words."""
-        self._folder = supervisor.run_folder or self._folder
-        found = None if self._folder is None else self._find_checkpoint(self._folder)
+        self.run_folder = supervisor.run_folder or self.run_folder
+        found = None if self.run_folder is None else self._find_checkpoint(self.run_folder)
         if self._num_restarts == self._most:
             return f"no restart is left of {self._most}; resume with: {supervisor.resume_command}"
         saved = 0 if found is None else found[0].stat().st_mtime_ns

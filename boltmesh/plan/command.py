@@ -6,7 +6,7 @@ needs torch, and its activations are counted on one batch of the config's data.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from boltmesh.plan.strategy_options import (
     AUTO_NOTE,
     PREFIX,
     as_mapping,
+    copies_note,
     given_to,
     offload_error,
     optimizer_copies,
@@ -180,7 +181,10 @@ def make_plan(
             raise offload_error(precision, source)
         sharings = {name: each for name, each in sharings.items() if not each.has_engine}
         notes += (f"offload keeps state in fp32, so it cannot be had with precision={precision}",)
-    return Plan(model, job, own, sharings, _read_machine(cluster), notes)
+    made = Plan(model, job, own, sharings, _read_machine(cluster), notes)
+    if own not in sharings:
+        return made
+    return replace(made, notes=(*notes, *copies_note(loaded, given, made.row(own).memory.kept)))
 
 
 def _job_of(

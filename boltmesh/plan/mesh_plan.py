@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from boltmesh.errors import BoltMeshError
 from boltmesh.plan.stage_plan import StagePlanSummary, plan_of
-from boltmesh.plan.strategy_options import AUTO_NOTE, offload_error, trainer_reads_gradients
-from boltmesh.strategies.cost_model.memory import MemoryEstimate
+from boltmesh.plan.strategy_options import (
+    AUTO_NOTE,
+    copies_note,
+    offload_error,
+    trainer_reads_gradients,
+)
+from boltmesh.strategies.cost_model.memory import MemoryEstimate, copied_bytes
 from boltmesh.strategies.cost_model.model import widths_of
 from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.mesh import AXES, MeshLayout, fit_layout
@@ -164,6 +169,8 @@ def plan_mesh(
         )
     if pipeline is None and given.get("activation_checkpointing") is not None:
         notes.append("activations are those without activation_checkpointing")
+    largest = max(made.ranks, key=lambda each: copied_bytes(each.memory.kept, num_hosts=1))
+    notes += copies_note(config, given, largest.memory.kept)
     size = job.layout.world_size // job.layout.pipeline
     return MeshPlan(
         model=made.name,

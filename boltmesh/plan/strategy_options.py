@@ -12,7 +12,9 @@ from omegaconf import OmegaConf
 
 from boltmesh.configs.advice import nearest
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.cost_model.model import ShardingLayout
+from boltmesh.plan.text import size_text
+from boltmesh.strategies.cost_model.memory import copied_bytes
+from boltmesh.strategies.cost_model.model import Bytes, ShardingLayout
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.registry import Entry
 from boltmesh.strategy_arguments import SHARED
@@ -27,6 +29,17 @@ AUTO_NOTE = "accelerator=auto is planned as for GPUs; accelerator=cpu plans for 
 
 KEPT_KEYS = ("activation_checkpointing", "activation_offload", "timeout_s")
 """Of a config's strategy, what holds for any other one in its place."""
+
+
+def copies_note(
+    config: "DictConfig", given: Mapping[str, Any], kept: Mapping[str, Bytes]
+) -> list[str]:
+    """Return what ``checkpoint_in_memory_every`` takes, as a note below a plan."""
+    every = given.get("checkpoint_in_memory_every")
+    if every is None:
+        return []
+    size = size_text(copied_bytes(kept, num_hosts=config.trainer.num_nodes)).strip()
+    return [f"checkpoint_in_memory_every={every} takes {size} of host memory for each rank"]
 
 
 def as_mapping(section: Any) -> dict[str, Any]:

@@ -65,9 +65,9 @@ def save_directory(
         CheckpointError: On every rank, if one could not write its part. A previous checkpoint at
             ``target`` is kept then.
     """
-    tensors, rest = _divide(checkpoint)
+    tensors, rest = divide(checkpoint)
     if is_divided:
-        _join(rest)
+        join(rest)
     has_all = TRAINABLE_ONLY not in checkpoint
     _write(tensors, rest, target, is_divided=is_divided, has_all=has_all)
 
@@ -90,9 +90,9 @@ def prepare_save(
             any thread, and fails as ``save_directory`` does.
         is_divided: See ``save_directory``.
     """
-    tensors, rest = _divide(checkpoint)
+    tensors, rest = divide(checkpoint)
     if is_divided:
-        _join(rest)
+        join(rest)
     is_first = dist.get_rank() == 0
     kept = take_snapshot(tensors, writes_plain=is_first or is_divided)
     data = serialised(rest) if is_first else b""
@@ -193,7 +193,7 @@ def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
     return None
 
 
-def _divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate what goes into the files of shards from the rest."""
     rest = dict(checkpoint)
     model, aliases, extra = {}, {}, {}
@@ -232,7 +232,7 @@ def _divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return tensors, _plain(kept)
 
 
-def _join(rest: dict[str, Any]) -> None:
+def join(rest: dict[str, Any]) -> None:
     """Add other ranks' entries about their modules: second names, extra state. Collective."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (rest[MODEL], rest[ALIASES]))

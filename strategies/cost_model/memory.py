@@ -19,7 +19,7 @@ Sources: ZeRO, Rajbhandari et al. 2020, section 5, https://arxiv.org/abs/1910.02
 flight follows the order of allocations in ``fully_shard``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from boltmesh.strategies.cost_model.model import (
@@ -134,6 +134,16 @@ class MemoryEstimate:
     def between_steps(self) -> Bytes:
         """Sum of everything that is kept."""
         return total(self.kept.values())
+
+
+def copied_bytes(kept: Mapping[str, Bytes], *, num_hosts: int) -> int:
+    """Return the bytes of host memory that ``checkpoint_in_memory_every`` takes for a rank.
+
+    Two copies of what the rank would save, while the newer one is written; with several hosts two
+    of what a rank of another host would.
+    """
+    saved = kept.get("parameters", Bytes()) + kept.get("optimizer", Bytes())
+    return (2 if num_hosts == 1 else 4) * (saved.device + saved.host)
 
 
 def estimate_memory(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> MemoryEstimate:

@@ -8,6 +8,7 @@
         groups.py            RankMeshStrategy: axes, coordinates, process groups, starting ranks
         axis.py, data_axis.py    what the three above call on any axis, and on the data axis
         checkpointing.py     Checkpointing: what this rank stores, and how that is written and read
+        memory_checkpoints.py    MemoryCheckpoints: copies of it in the memory of hosts
         resume.py            ResumeManager: random states and positions in the data
 
 ``MeshStrategy`` inherits from ``LoopStrategy``, that from ``RankMeshStrategy``, that from

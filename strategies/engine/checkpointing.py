@@ -55,6 +55,7 @@ from boltmesh.strategies.checkpoint.optimizer_state import (
 from boltmesh.strategies.checkpoint.safe_load import check_weights_only
 from boltmesh.strategies.checkpoint.shard_reader import Placeholder, divided, held, passed_over
 from boltmesh.strategies.checkpoint.storage.addresses import path_or_address
+from boltmesh.strategies.engine.memory_checkpoints import MemoryCheckpoints
 from boltmesh.strategies.lightning_compat.trainer import (
     is_for_requeue,
     is_in_fit,
@@ -76,10 +77,13 @@ class Checkpointing:
 
     Args:
         strategy: That saves and loads.
+        in_memory_every: See ``MemoryCheckpoints``; None: no copies in memory.
     """
 
-    def __init__(self, strategy: "MeshStrategy") -> None:
+    def __init__(self, strategy: "MeshStrategy", *, in_memory_every: int | None = None) -> None:
         self._strategy = strategy
+        if in_memory_every is not None:
+            strategy.memory_checkpoints = MemoryCheckpoints(strategy, in_memory_every)
         self._beside: AsyncSave | None = None
         """Writes beside training, from the beginning of a fit on where that was asked for."""
         self._saving_group: ProcessGroup | None = None
@@ -264,6 +268,10 @@ class Checkpointing:
                 return
             if strategy.resume is not None and trainer is not None:
                 checkpoint = strategy.resume.store(checkpoint, trainer)
+            copies = strategy.memory_checkpoints
+            if copies is not None and copies.is_own(filepath):
+                copies.save(checkpoint, filepath)
+                return
             checkpoint = self._reduced(checkpoint)
             with nullcontext() if strategy.sigterm is None else strategy.sigterm.saving():
                 self.finish()
@@ -337,6 +345,8 @@ class Checkpointing:
 
     def close(self) -> None:
         """Wait, on a rank whose run is over for whatever reason; others may be gone."""
+        if self._strategy.memory_checkpoints is not None:
+            self._strategy.memory_checkpoints.close()
         beside, self._beside, self._saving_group = self._beside, None, None
         if beside is not None:
             try:
@@ -386,8 +396,10 @@ class Checkpointing:
         strategy = self._strategy
         check_weights_only(weights_only, checkpoint_path)
         self.finish()
+        copies = strategy.memory_checkpoints
+        copied = None if copies is None else copies.place_of(checkpoint_path)
         checkpoint_path = strategy.broadcast(checkpoint_path)
-        place = path_or_address(checkpoint_path)
+        place = copied or path_or_address(checkpoint_path)
         if self._is_directory(place):
             checkpoint = all_or_none(
                 partial(load_directory, place, checks_files=strategy.is_global_zero)

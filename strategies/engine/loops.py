@@ -23,6 +23,7 @@ from boltmesh.strategies.dry_run.batch_check import batch_digest
 from boltmesh.strategies.dry_run.metrics import gather_over, let_gather
 from boltmesh.strategies.dry_run.step import Around
 from boltmesh.strategies.engine.groups import RankMeshStrategy
+from boltmesh.strategies.engine.memory_checkpoints import MemoryCheckpoints
 from boltmesh.strategies.engine.replica_check import ReplicaCheck
 from boltmesh.strategies.engine.resume import ResumeManager
 from boltmesh.strategies.generation import follow_generation, forget_generation
@@ -62,6 +63,8 @@ class LoopStrategy(RankMeshStrategy):
     """None before ``setup_environment``."""
     replica_check: ReplicaCheck | None = None
     """Where it was asked for."""
+    memory_checkpoints: MemoryCheckpoints | None = None
+    """Where they were asked for."""
     sigterm: SigtermAgreement | None = None
     """None before the first loop, and in a job of one rank."""
 
@@ -159,6 +162,8 @@ class LoopStrategy(RankMeshStrategy):
             axis.begin_training()
         if self.replica_check is not None:
             self.replica_check.start(self.trainer.global_step)
+        if self.memory_checkpoints is not None:
+            self.memory_checkpoints.start(self.trainer)
 
     @override
     def on_train_end(self) -> None:
@@ -172,6 +177,8 @@ class LoopStrategy(RankMeshStrategy):
             self.resume.point.settle()
         if self.replica_check is not None:
             self.replica_check.after_step(self.trainer.global_step)
+        if self.memory_checkpoints is not None:
+            self.memory_checkpoints.before_batch(self.trainer.global_step)
 
     @override
     def on_validation_start(self) -> None:

@@ -81,6 +81,8 @@ class MeshStrategy(LoopStrategy):
             when training began. A run resumes from such a checkpoint in a module with the same
             ones; in another it ends with an error.
         verify_replicas_every: Optimizer steps between two runs of ``ReplicaCheck``; None for none.
+        checkpoint_in_memory_every: Most optimizer steps that a failure of ``boltmesh fit`` loses,
+            see ``MemoryCheckpoints``; None for no copies in memory.
         accelerator: As in any Lightning strategy, like the arguments below.
     """
 
@@ -99,6 +101,7 @@ class MeshStrategy(LoopStrategy):
         async_save: bool = False,
         save_trainable_only: bool = False,
         verify_replicas_every: int | None = None,
+        checkpoint_in_memory_every: int | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
@@ -128,7 +131,7 @@ class MeshStrategy(LoopStrategy):
         self.save_trainable_only = save_trainable_only
         if verify_replicas_every is not None:
             self.replica_check = ReplicaCheck(self, verify_replicas_every)
-        self.checkpoints = Checkpointing(self)
+        self.checkpoints = Checkpointing(self, in_memory_every=checkpoint_in_memory_every)
         self.recipe: str | None = None
         """Which config the run was made from; set by ``boltmesh fit``, shown by the dashboard."""
         self.alerts: AlertThresholds | None = None

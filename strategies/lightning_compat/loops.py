@@ -199,3 +199,18 @@ def seed_workers(loader: object, rank: int) -> None:
     is_asked = int(os.environ.get("PL_SEED_WORKERS", "0"))
     if is_asked and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
         loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+
+
+def batches_to_break(trainer: Trainer) -> float:
+    """How many batches follow the one in work up to the end of the epoch or the next validation.
+
+    Infinity if unknown.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    left = float(trainer.num_training_batches) - loop.batch_progress.current.ready
+    every = trainer.val_check_batch
+    if every and math.isfinite(every) and loop._should_check_val_epoch():
+        is_over_epochs = trainer.check_val_every_n_epoch is None
+        number = loop.total_batch_idx if is_over_epochs else loop.batch_idx
+        left = min(left, every - (number + 1) % every)
+    return left

@@ -52,6 +52,13 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     return list(trainer.callbacks)  # type: ignore[attr-defined]
 
 
+def add_callback(trainer: Trainer, callback: Callback) -> None:
+    """Add a callback behind all others, once of its class."""
+    known: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    known[:] = [each for each in known if type(each) is not type(callback)]
+    known.append(callback)
+
+
 def forbid_inference_mode(trainer: Trainer) -> None:
     """Make the evaluation loops use ``no_grad``.
 
@@ -141,3 +148,20 @@ def has_norm_clipping(trainer: Trainer) -> bool:
     """Whether the Trainer clips gradients by their norm."""
     algorithm = trainer.gradient_clip_algorithm
     return bool(trainer.gradient_clip_val) and algorithm in {None, "norm"}
+
+
+def load_instead(trainer: Trainer, checkpoint: str) -> None:
+    """Let a fit that is being set up go on from this checkpoint, instead of its ``ckpt_path``.
+
+    Args:
+        trainer: Before it restores anything.
+        checkpoint: What its strategy is asked to load.
+    """
+    connector = trainer._checkpoint_connector
+    start = connector.resume_start
+
+    def resume_start(checkpoint_path: object = None, weights_only: bool | None = None) -> None:
+        connector.resume_start = start  # type: ignore[method-assign]
+        start(checkpoint, weights_only)
+
+    connector.resume_start = resume_start  # type: ignore[method-assign]

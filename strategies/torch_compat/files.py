@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
@@ -27,6 +29,11 @@ def skip_indices(iterator: Any, count: int) -> bool:
 def storage_info(file_name: str, offset: int, length: int) -> Any:
     """Where a piece of a sharded checkpoint lies, as torch's own reader wants to be told."""
     return _StorageInfo(file_name, offset, length)
+
+
+def without_duplicates(plans: list[SavePlan]) -> list[SavePlan]:
+    """Let one rank of those that have a piece of a tensor write it."""
+    return dedup_save_plans(plans)
 
 
 def storage_class(storage: Any) -> type:

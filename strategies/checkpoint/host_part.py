@@ -1,0 +1,265 @@
+"""Writes the state of one host's ranks as a directory of shards, and sends it to another host.
+
+A checkpoint on a disk holds each shard once. Here each host gets a directory with all that its own
+ranks would load: shards that ranks of several hosts have in common are in each of them. The names
+and sizes of all tensors of the model are in every one, so that loading works as from a disk.
+
+All functions are collective over ``HostRanks.group``, and may run in a thread beside training.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial as bind
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.atomic_replace import partial_path, remove
+from boltmesh.strategies.checkpoint.atomic_replace import replace as rename
+from boltmesh.strategies.checkpoint.collective_errors import all_or_none
+from boltmesh.strategies.checkpoint.file import SummedFile
+from boltmesh.strategies.checkpoint.manifest import REST, write_manifest
+from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWriter
+from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, LocalFolder
+from boltmesh.strategies.torch_compat.files import without_duplicates
+
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class HostRanks:
+    """Which ranks are on which host.
+
+    Args:
+        group: All ranks, on the CPU, for this purpose only.
+        rank: This one.
+        per_host: Ranks of each host, whose numbers follow each other.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    per_host: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return self.world_size // self.per_host
+
+    @property
+    def host(self) -> int:
+        """Number of this rank's host."""
+        return self.rank // self.per_host
+
+    @property
+    def leader(self) -> int:
+        """The first rank of this host."""
+        return self.host * self.per_host
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the first rank of its host."""
+        return self.rank == self.leader
+
+    def of(self, items: Sequence[Any]) -> list[Any]:
+        """Return the items of this host's ranks."""
+        return list(items[self.leader : self.leader + self.per_host])
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return each rank's item."""
+        items: list[Any] = [None] * self.world_size
+        dist.all_gather_object(items, item, self.group)
+        return items
+
+    def run(self, action: Callable[[], Any]) -> Any:
+        """Run an action that fails on all ranks or on none."""
+        return all_or_none(action, self.group)
+
+
+def write_part(
+    tensors: dict[str, Any], rest: bytes, target: Path, ranks: HostRanks, *, is_divided: bool
+) -> None:
+    """Write what the ranks of this host have.
+
+    Args:
+        tensors: This rank's, see ``take_snapshot``.
+        rest: Everything else; of rank 0.
+        target: The new directory, the same on all ranks of a host.
+        ranks: All of them.
+        is_divided: See ``save_directory``.
+
+    Raises:
+        CheckpointError: On every rank.
+    """
+    draft = LocalFolder(target).draft()
+    try:
+        start = ranks.run(draft.begin if ranks.is_leader else _nothing)
+        starts = ranks.gather(start)
+        ranks.run(bind(_join, draft, starts[ranks.leader]))
+        (rest,) = _broadcast([rest], ranks)
+        planner = PiecePlanner(is_divided=is_divided)
+        planner.set_up_planner(tensors, is_coordinator=ranks.is_leader)
+        plans = ranks.gather(planner.create_local_plan())
+        writer = ShardWriter(draft)
+        made, metadata = ranks.run(bind(_plan, plans, planner, writer, ranks))
+        plan = planner.finish_plan(ranks.gather(made)[ranks.leader][ranks.rank])
+        with torch.no_grad():
+            results = ranks.gather(ranks.run(lambda: writer.write_data(plan, planner).value()))
+        finish = bind(_finish, draft, writer, metadata, ranks.of(results), rest, ranks)
+        ranks.run(finish if ranks.is_leader else _nothing)
+    except BaseException:
+        if ranks.is_leader:
+            draft.abandon()
+        raise
+
+
+def _nothing() -> None:
+    """The action of the other ranks."""
+
+
+def _broadcast(items: list[Any], ranks: HostRanks) -> list[Any]:
+    dist.broadcast_object_list(items, 0, ranks.group)
+    return items
+
+
+def _join(draft: Draft, start: DraftStart) -> None:
+    if not draft.joins(start):
+        raise CheckpointError("the first rank of this host has made a folder that is not seen here")
+
+
+def _plan(
+    plans: list[SavePlan], planner: PiecePlanner, writer: ShardWriter, ranks: HostRanks
+) -> tuple[list[SavePlan], Metadata | None]:
+    """Return on a leader what each rank of its host writes, and the sizes of all tensors.
+
+    By one process of a host: the result follows the order of sets, which differs between processes.
+    """
+    if not ranks.is_leader:
+        return [], None
+    _, metadata = planner.create_global_plan(plans)
+    made = [replace(plan, items=[]) for plan in plans]
+    made[ranks.leader : ranks.leader + ranks.per_host] = without_duplicates(ranks.of(plans))
+    numbered, _ = create_default_global_save_plan(made)
+    return writer.prepare_global_plan(numbered), metadata
+
+
+def _finish(
+    draft: Draft,
+    writer: ShardWriter,
+    metadata: Metadata,
+    results: list[Any],
+    rest: bytes,
+    ranks: HostRanks,
+) -> None:
+    writer.finish(metadata, results)
+    with draft.create(REST) as opened:
+        file = SummedFile(opened)
+        file.write(rest)
+    files = {**writer.written, REST: file.written()}
+    write_manifest(draft, world_size=ranks.world_size, files=files)
+
+
+def send_part(
+    source: Path | None, to: int, target: Path | None, sender: int, ranks: HostRanks
+) -> None:
+    """Send a directory, or a file, from one rank while receiving one from another.
+
+    Args:
+        source: What this rank sends; None: nothing.
+        to: The rank that receives it.
+        target: The path of what this rank receives; None: nothing.
+        sender: The rank that sends it.
+        ranks: All of them.
+
+    Raises:
+        CheckpointError: On every rank.
+    """
+    sizes = [] if source is None else _sizes(source)
+    told = ranks.gather(sizes)
+    coming = [] if target is None else told[sender]
+    outgoing = iter(()) if source is None else _outgoing(source, sizes)
+    ranks.run(bind(_exchange, outgoing, to, coming, target, sender, ranks.group))
+
+
+_Sizes = list[tuple[str, int]]
+"""Names of the files of a directory and their sizes; ``""`` for a file that is no directory."""
+
+
+def _sizes(source: Path) -> _Sizes:
+    if source.is_file():
+        return [("", source.stat().st_size)]
+    return [(each.name, each.stat().st_size) for each in sorted(source.iterdir())]
+
+
+def _outgoing(source: Path, sizes: _Sizes) -> Iterator[Tensor]:
+    for name, size in sizes:
+        with (source / name if name else source).open("rb") as file:
+            for start in range(0, size, _CHUNK_BYTES):
+                data = bytearray(file.read(min(_CHUNK_BYTES, size - start)))
+                yield torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _exchange(
+    outgoing: Iterator[Tensor],
+    to: int,
+    coming: _Sizes,
+    target: Path | None,
+    sender: int,
+    group: dist.ProcessGroup,
+) -> None:
+    partial = Path() if target is None else partial_path(target)
+    incoming = iter(()) if target is None else _incoming(coming, partial)
+    try:
+        while True:
+            sent, received = next(outgoing, None), next(incoming, None)
+            works = []
+            if received is not None:
+                works.append(dist.irecv(received, sender, group=group))
+            if sent is not None:
+                works.append(dist.isend(sent, to, group=group))
+            for work in works:
+                assert work is not None
+                work.wait()
+            if not works:
+                break
+        if target is not None:
+            rename(partial, target)
+    except BaseException:
+        if target is not None:
+            remove(partial)
+        raise
+
+
+def _incoming(coming: _Sizes, partial: Path) -> Iterator[Tensor]:
+    """Yield buffers to be filled; each is written when the next one is asked for.
+
+    What cannot be written is received all the same, because the sender waits; the error comes last.
+    """
+    failure: OSError | None = None
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    if [name for name, _ in coming] != [""]:
+        partial.mkdir()
+    for name, size in coming:
+        with (partial / name if name else partial).open("wb") as file:
+            for start in range(0, size, _CHUNK_BYTES):
+                buffer = torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
+                yield buffer
+                if failure is None:
+                    try:
+                        file.write(memoryview(buffer.numpy()))  # type: ignore[arg-type]
+                        file.flush()
+                    except OSError as error:
+                        failure = error
+    if failure is not None:
+        raise failure
