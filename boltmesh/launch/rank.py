@@ -4,6 +4,7 @@ A rank is started by boltmesh's supervisor (``launch.py``), which reads reports,
 as torchrun, which reads exit codes, or by a user, for a run of one rank.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from boltmesh.launch.stopping import SAME_SIGNAL_S, StoppedBySignal, StopSwitch
 from boltmesh.process import end_with_parent, write_stderr
 from boltmesh.rank_reports import Kind, Report, report_of_error, store_traceback, write_report
 from boltmesh.run_lock import RunLock
+from boltmesh.telemetry.writer.output import keep_lines
 
 SUPERVISOR_VARIABLE = "BOLTMESH_SUPERVISOR"
 """``PID:FOLDER`` of the supervisor, for its ranks."""
@@ -139,6 +141,8 @@ class Rank:
         self.report_error(error)
         assert self._reported is not None
         report = report_of_error(self._reported, rank=self.rank, run_folder=self.run_folder)
+        with contextlib.suppress(Exception):  # a supervisor prints it, in a process of its own
+            keep_lines(report.traceback)
         if not self.is_supervised:
             self._print_failure(report)
         return self._reported.exit_code if isinstance(self._reported, BoltMeshError) else 1

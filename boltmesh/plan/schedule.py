@@ -21,7 +21,7 @@ from boltmesh.strategies.pipeline.schedules.registry import (
 from boltmesh.tui.commands.console import print_line, terminal_look, width
 from boltmesh.tui.panels.gantt import GanttRow, draw_rows
 from boltmesh.tui.render.line import Line
-from boltmesh.tui.render.pipeline import row_names
+from boltmesh.tui.render.ranks import row_names
 from boltmesh.tui.render.style import Style, sentence
 
 MOST_CELLS = 12

@@ -6,6 +6,7 @@
         JOB_ID/         0700
             job.json    0600   JobInfo, written once
             rank-0.bin  0600   one file a rank, see layout.py
+            rank-0.log  0600   the newest lines that a rank has printed, see writer/output.py
             plan.json   0600   PipelinePlan, where the job has a pipeline, see plan_files.py
             tensor.json 0600   TensorPlanTable, where the job divides its layers
             end.json    0600   how the first rank died, where a supervisor saw it

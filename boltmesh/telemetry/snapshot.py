@@ -291,6 +291,8 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     """What the device can do at the run's precision, by its data sheet."""
     skipped_records: int = 0
     """Records of its file that were damaged, or of a version that this reader does not know."""
+    output: tuple[str, ...] = ()
+    """The newest lines that this rank has printed, oldest first, without secrets."""
     is_summary: bool = False
     """Known only through the job's own store, from another host: no steps, no collectives."""
 

@@ -153,6 +153,9 @@ def summary(number: int, **changes: Any) -> JobSummary:
         "started": NOW - 3600 * number,
         "updated": NOW,
         "path": f"/tmp/run/job{number}",
+        "host": "node1",
+        "max_steps": 10_000,
+        "samples_per_second": 1234.5,
     }
     return JobSummary(**fields | changes)
 

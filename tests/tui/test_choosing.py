@@ -162,7 +162,7 @@ async def test_enter_shows_the_selected_rank_in_full_and_j_k_go_on() -> None:
         await pilot.press("escape", "slash", *"rank>=40", "enter", "j", "enter")
         assert screen.session.view.rank == 41
         assert "rank 41" in screen_text(pilot.app)
-        await pilot.press("j", "l")
+        await pilot.press("j", "right")
         assert "rank 43" in screen_text(pilot.app)
         await pilot.press("k")
         assert "rank 42" in screen_text(pilot.app)
@@ -173,7 +173,7 @@ async def test_enter_shows_the_selected_rank_in_full_and_j_k_go_on() -> None:
 async def test_the_rank_chosen_on_the_overview_is_the_one_that_enter_shows() -> None:
     async with open_app(demo(), size=(120, 40)) as pilot:
         screen = job_screen(pilot)
-        await pilot.press("l", "l", "l", "h", "enter")
+        await pilot.press("right", "right", "right", "left", "enter")
         assert screen.session.view.rank is not None
         assert f"rank {screen.session.view.rank}" in screen_text(pilot.app)
         await pilot.press("escape")

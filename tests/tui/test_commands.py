@@ -58,7 +58,7 @@ async def test_every_command_does_what_it_says() -> None:
             await pilot.pause()
             assert job_screen(pilot) is screen
         assert screen.session.view.is_log
-        assert screen.page is PAGES["plan"]
+        assert screen.page is PAGES["output"]
         assert app.palette.name == list(PALETTES)[-1]
         next(command for command in commands_of(app, screen) if command.title == "Help").run()
         await pilot.pause()
@@ -68,7 +68,7 @@ async def test_every_command_does_what_it_says() -> None:
 async def test_a_new_dashboard_begins_as_the_last_one_was_left(tmp_path: Path) -> None:
     path = tmp_path / "dashboard.json"
     async with open_source(FakeSource(demo()), palette=None, settings_path=path) as pilot:
-        await pilot.press("f", "y", "2", "s", "s", "S", "t")
+        await pilot.press("f", "L", "2", "s", "s", "S", "t")
         left = screen_text(pilot.app)
         await pilot.press("q")
         await pilot.pause()

@@ -8,8 +8,7 @@ from boltmesh.schedule_sim import actions
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, RankSnapshot
 from boltmesh.tui.demo import HEAD_START, STEP_S, DemoSource, Scenario, mesh_of, observe
 from boltmesh.tui.demo.job import MAX_STEPS, SimulatedJob
-from boltmesh.tui.demo.noise import Blocks, normal, uniform
-from boltmesh.tui.demo.setup import DEFAULT_MESH, Setup
+from boltmesh.tui.demo.setup import DEFAULT_MESH, Blocks, Setup, normal, uniform
 from boltmesh.tui.metrics.traffic import traffic_rows
 from tests.support.cpu_time import least_cpu_s
 from tests.tui.samples import NOW, demo

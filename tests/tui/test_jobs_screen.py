@@ -102,8 +102,8 @@ async def test_jobs_are_filtered_and_sorted_by_keys() -> None:
     async with run_app(app) as pilot:
         assert "more" in screen_text(app)
         await pilot.press("slash", *"step>1900", "enter")
-        shown = [line.split()[0] for line in screen_text(app).splitlines() if " run " in line]
-        assert shown == [f"job{number}" for number in range(20, 31)]
+        shown = [line.split()[1] for line in screen_text(app).splitlines() if " run " in line]
+        assert shown == [f"{number}" for number in range(20, 31)]
         await pilot.press("s", "S", "enter")
         await pilot.pause()
         assert opened == ["job30"] or opened == ["job29"]

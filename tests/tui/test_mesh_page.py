@@ -45,9 +45,9 @@ async def test_the_cursor_goes_to_a_rank_and_enter_shows_it(size: tuple[int, int
         await pilot.press("8")
         screen = job_screen(pilot)
         assert screen.session.view.rank == 0
-        await pilot.press("l", "j")
+        await pilot.press("right", "j")
         assert screen.session.view.rank == 3
-        await pilot.press("l", "k")  # the first part of the layers of the next stage
+        await pilot.press("right", "k")  # the first part of the layers of the next stage
         assert screen.session.view.rank == 4
         assert "rank 4" in screen_text(pilot.app)
         await pilot.press("enter")

@@ -42,7 +42,7 @@ NEW = {"echo": ("Echo", "e"), "ablation": ("Ablation", ""), "zebra": ("Zebra", "
 
 
 @pytest.fixture
-def twelve_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def new_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three modules beside those of the package, and nothing else."""
     for name, (title, key) in NEW.items():
         about = f"{name}: what {name} is about"
@@ -53,10 +53,10 @@ def twelve_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = PageRegistry(find_pages(pages))
     for field, value in vars(found).items():
         monkeypatch.setattr(PAGES, field, value)
-    assert len(PAGES) == 12
+    assert len(PAGES) == 14
 
 
-@pytest.mark.usefixtures("twelve_pages")
+@pytest.mark.usefixtures("new_pages")
 @pytest.mark.parametrize("size", [(60, 15), (80, 24), (120, 40)])
 async def test_new_screens_are_in_the_tabs_and_reached_by_keys(size: tuple[int, int]) -> None:
     async with open_app(demo(), size=size) as pilot:
@@ -67,7 +67,7 @@ async def test_new_screens_are_in_the_tabs_and_reached_by_keys(size: tuple[int, 
         assert "lines of echo" in text
         assert "x does echo" in text
         seen = []
-        for _ in PAGES:
+        for _ in PAGES.tabs:
             await pilot.press("tab")
             seen.append(screen.page.tab.name)
             tab = screen.page.tab
@@ -75,20 +75,20 @@ async def test_new_screens_are_in_the_tabs_and_reached_by_keys(size: tuple[int, 
                 tab.title in line or tab.short in line
                 for line in screen_text(pilot.app).splitlines()[2:4]
             )
-        assert sorted(seen) == sorted(PAGES)
+        assert sorted(seen) == sorted(tab.name for tab in PAGES.tabs)
         assert seen[:3] == ["ablation", "zebra", "overview"]
         await pilot.press("shift+tab", "shift+tab")
         assert screen.page.tab.name == seen[-3]
 
 
-@pytest.mark.usefixtures("twelve_pages")
+@pytest.mark.usefixtures("new_pages")
 async def test_a_click_on_its_tab_opens_a_new_screen() -> None:
     async with open_app(demo(), size=(120, 40)) as pilot:
         await pilot.click(offset=find_text(pilot.app, "Zebr"))
         assert job_screen(pilot).page.tab.name == "zebra"
 
 
-@pytest.mark.usefixtures("twelve_pages")
+@pytest.mark.usefixtures("new_pages")
 @pytest.mark.parametrize("first", ["g", "colon"])
 async def test_new_screens_are_found_by_name(first: str) -> None:
     async with open_app(demo(), size=(80, 24)) as pilot:
@@ -102,7 +102,7 @@ async def test_new_screens_are_found_by_name(first: str) -> None:
         assert job_screen(pilot).page.tab.name == "ablation"
 
 
-@pytest.mark.usefixtures("twelve_pages")
+@pytest.mark.usefixtures("new_pages")
 async def test_help_explains_a_new_screen() -> None:
     async with open_app(demo(), size=(80, 24)) as pilot:
         await pilot.press("e", "question_mark")
@@ -112,7 +112,7 @@ async def test_help_explains_a_new_screen() -> None:
         assert "term        of echo" in text
 
 
-@pytest.mark.usefixtures("twelve_pages")
+@pytest.mark.usefixtures("new_pages")
 async def test_a_new_screen_without_data_says_why() -> None:
     async with open_app(Observation(NOW, job(ranks=())), size=(80, 24)) as pilot:
         await pilot.press("e")

@@ -10,10 +10,10 @@ from rich.cells import cell_len
 from boltmesh.telemetry.snapshot import JobSnapshot, PhaseTime, RankSnapshot
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.heat import HEAT_FIGURES
-from boltmesh.tui.panels.axes import draw_axes
 from boltmesh.tui.panels.diagnosis import diagnosis_lines, draw_diagnosis
 from boltmesh.tui.panels.heatmap import draw_heatmap, heatmap_lines, rank_at
 from boltmesh.tui.panels.mesh_map import draw_map
+from boltmesh.tui.panels.peers import draw_axes
 from boltmesh.tui.panels.phases import draw_phases
 from boltmesh.tui.panels.plan_table import draw_plan
 from boltmesh.tui.panels.rank_detail import draw_rank_detail

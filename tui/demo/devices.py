@@ -3,8 +3,7 @@
 import functools
 
 from boltmesh.tui.demo.model import CONTEXT_BYTES, GIB, memory, memory_kinds
-from boltmesh.tui.demo.noise import normal, uniform
-from boltmesh.tui.demo.setup import GPUS_PER_HOST, Setup
+from boltmesh.tui.demo.setup import GPUS_PER_HOST, Setup, normal, uniform
 from boltmesh.tui.devices import DeviceReading, GpuProcess
 
 NAME = "NVIDIA H100 80GB HBM3"

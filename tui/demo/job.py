@@ -1,6 +1,7 @@
 """The simulated job: what a reader of its files would return at one moment."""
 
 import math
+import time
 from collections.abc import Callable
 from itertools import chain
 
@@ -26,9 +27,16 @@ from boltmesh.tui.demo.model import (
     offload,
     tensor_plan,
 )
-from boltmesh.tui.demo.noise import Blocks, normal
-from boltmesh.tui.demo.setup import GPUS_PER_HOST, HEAD_WIDTH, TOKENS_PER_SAMPLE, WIDTH, Setup
-from boltmesh.tui.demo.timeline import HEAD_START, Timeline
+from boltmesh.tui.demo.setup import (
+    GPUS_PER_HOST,
+    HEAD_WIDTH,
+    TOKENS_PER_SAMPLE,
+    WIDTH,
+    Blocks,
+    Setup,
+    normal,
+)
+from boltmesh.tui.demo.timeline import HEAD_START, STEP_S, Timeline
 from boltmesh.tui.demo.traffic import Moment, collectives, expected, newest, peers
 from boltmesh.tui.sources.live import Observation
 
@@ -102,6 +110,19 @@ class SimulatedRank:
         self._memory = memory(self._kinds)
         self._members = setup.memberships(rank)
 
+    def _output(self, step: int, error: str | None) -> tuple[str, ...]:
+        """Return what the rank has printed: rank 0 a line every 100 steps."""
+        begun = time.strftime("%H:%M:%S", time.localtime(self._started))
+        lines = [f"{begun} rank {self._rank} of {self._setup.world_size} on {NAME}"]
+        if self._rank == 0:
+            for logged in range(max(100, step // 100 * 100 - 700), step + 1, 100):
+                clock = time.localtime(self._started + logged * STEP_S)
+                lines.append(f"{time.strftime('%H:%M:%S', clock)} step {logged:,} is done")
+        if error is not None:
+            end = time.strftime("%H:%M:%S", time.localtime(self._started + step * STEP_S))
+            lines.append(f"{end} {error}")
+        return tuple(lines)
+
     def snapshot(
         self, moment: Moment, chunks: tuple[Chunk, ...], *, phase: str, job_state: JobState
     ) -> RankSnapshot:
@@ -125,6 +146,7 @@ class SimulatedRank:
             global_step=step,
             epoch=step // STEPS_PER_EPOCH,
             last_seen=self._started + moment.seconds,
+            output=self._output(step, error),
             steps=steps,
             samples_per_second=rate,
             tokens_per_second=None if rate is None else rate * TOKENS_PER_SAMPLE,

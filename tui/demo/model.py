@@ -6,8 +6,7 @@ from math import prod
 
 from boltmesh.telemetry.snapshot import Memory, MemoryKind, OffloadTotal
 from boltmesh.telemetry.tensor_plan import WHOLE, PlannedBlocks, PlannedParameters, TensorPlanTable
-from boltmesh.tui.demo.noise import normal
-from boltmesh.tui.demo.setup import HEAD_WIDTH, TOKENS_PER_SAMPLE, VOCABULARY, WIDTH, Setup
+from boltmesh.tui.demo.setup import HEAD_WIDTH, TOKENS_PER_SAMPLE, VOCABULARY, WIDTH, Setup, normal
 
 GIB = 2**30
 PEAK_FLOPS_PER_SECOND = 989e12

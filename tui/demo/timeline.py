@@ -15,8 +15,7 @@ from boltmesh.schedule_sim import (
     simulate,
 )
 from boltmesh.telemetry.snapshot import Chunk, PhaseTime
-from boltmesh.tui.demo.noise import four, normal, uniform
-from boltmesh.tui.demo.setup import HEAD_IN_LAYERS, LAYERS_PER_STAGE, Setup
+from boltmesh.tui.demo.setup import HEAD_IN_LAYERS, LAYERS_PER_STAGE, Setup, four, normal, uniform
 
 STEP_S = 0.412
 """Mean time of a step while all is well."""

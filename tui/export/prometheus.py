@@ -21,6 +21,7 @@ import msgspec
 from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import JobSnapshot, JobState, RankSnapshot
 from boltmesh.telemetry.stall import stalled_seconds
+from boltmesh.tui.alerts.watch import AlertWatch
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.metrics.findings.diagnose import diagnose
@@ -222,6 +223,10 @@ RECENT_STEPS = 20
 """Batches whose mean is a rank's step and phase time."""
 
 
+_ALERTS: Final = ("loss", "memory", "temperature", "stall", "failed")
+"""Kinds of alerts that one look can raise; a fall of throughput needs many."""
+
+
 def prometheus_text(seen: Observation) -> str:
     """Return the whole document; it ends with a line feed."""
     return "".join(family_text(family, {"job": seen.job.id}) for family in families(seen))
@@ -303,6 +308,14 @@ def _of_figures(seen: Observation) -> Iterator[Family]:
         "job_finding",
         "1 for each kind of finding that holds, 0 for the others; see docs/diagnosis.md.",
         [({"kind": kind}, int(kind in kinds)) for kind in get_args(Kind)],
+    )
+    raised = {alert.kind for alert in AlertWatch().update(state)}
+    if seen.job.state in {"failed", "crashed"}:
+        raised.add("failed")  # the watch passes over a job that had ended before its first look
+    yield gauge(
+        "job_alert",
+        "1 for each kind of alert whose condition holds, 0 for the others; see docs/alerts.md.",
+        [({"kind": kind}, int(kind in raised)) for kind in _ALERTS],
     )
 
 

@@ -7,8 +7,7 @@ import msgspec
 from boltmesh.tui.layout.page import JOBS, Draw, Keys, Page, Panel, Scene, active_table
 from boltmesh.tui.layout.region import Region, plan_frame
 from boltmesh.tui.pages.registry import PAGES
-from boltmesh.tui.panels.header import draw_header, draw_timeline
-from boltmesh.tui.panels.headline import draw_headline
+from boltmesh.tui.panels.header import draw_header, draw_headline, draw_timeline
 from boltmesh.tui.render.line import Line, fit
 from boltmesh.tui.render.style import Style, heading, sentence
 from boltmesh.tui.render.tabs import Tab, draw_keys, draw_tabs
@@ -43,7 +42,11 @@ def frame_panels(
         "headline": lambda width, _: [draw_headline(state, width, look)],
         "tabs": lambda width, _: [
             draw_tabs(
-                frame_tabs(has_jobs=front.has_jobs), front.page.tab.name, width, look, empty=empty
+                shown_tabs(front.page, has_jobs=front.has_jobs),
+                front.page.tab.name,
+                width,
+                look,
+                empty=empty,
             )
         ],
         "keys": lambda width, _: [_bottom(session, front, width, look)],
@@ -68,6 +71,12 @@ def frame_panels(
 def frame_tabs(*, has_jobs: bool) -> list[Tab]:
     """Return the tabs of all screens, with that of the list of jobs where there is one."""
     return [*PAGES.tabs, JOBS] if has_jobs else [*PAGES.tabs]
+
+
+def shown_tabs(page: Page, *, has_jobs: bool) -> list[Tab]:
+    """Return the tabs on the screen of a page: that of the page itself is always there."""
+    tabs = frame_tabs(has_jobs=has_jobs)
+    return tabs if page.tab in tabs else [*tabs, page.tab]
 
 
 def page_keys(session: Session, page: Page) -> Keys:

@@ -7,7 +7,6 @@ from typing_extensions import override
 from boltmesh.tui.layout.page import Page, Panel, RankMap, Scene, place
 from boltmesh.tui.layout.region import GUTTER, Item, Plan, Region, stack
 from boltmesh.tui.metrics.heat import chosen_heat
-from boltmesh.tui.panels.axes import axis_rows, draw_axes
 from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.panels.mesh_map import (
     MeshMap,
@@ -17,6 +16,7 @@ from boltmesh.tui.panels.mesh_map import (
     rank_beside,
     rank_on_map,
 )
+from boltmesh.tui.panels.peers import axis_rows, draw_axes
 from boltmesh.tui.panels.stages import draw_places, num_places
 from boltmesh.tui.render.tabs import Tab
 
@@ -39,7 +39,7 @@ class MeshPage(Page):
         about="mesh: every rank in one figure, laid out by pipeline, data and tensor",
         keys=(
             ("f F", "next, previous figure of the ranks"),
-            ("hjkl", "choose a rank, also the arrows; enter shows it in full"),
+            ("arrows", "choose a rank; j and k too; enter shows it in full"),
         ),
         terms=(
             ("compute time", "of a step without waiting: the late rank has the longest"),
@@ -50,7 +50,7 @@ class MeshPage(Page):
             ("expected", "what the strategy says that a step moves"),
         ),
     )
-    keys = (("f", "figure"), ("hjkl", "choose"), ("enter", "one rank"))
+    keys = (("f", "figure"), ("arrows", "choose"), ("enter", "one rank"))
     rank_map = RankMap("map", rank_on_map, rank_beside)
 
     @override

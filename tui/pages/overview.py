@@ -169,9 +169,9 @@ class OverviewPage(Page):
         about="overview: what the job achieves, where its time goes, what holds it back",
         keys=(
             ("m M", "next, previous metric in the chart"),
-            ("y", "logarithmic axis of the chart, and back"),
+            ("L", "logarithmic axis of the chart, and back"),
             ("f F", "next, previous figure of the ranks"),
-            ("hjkl", "choose a rank; enter shows it in full"),
+            ("arrows", "choose a rank; enter shows it in full"),
         ),
         terms=(
             *STEP_TIME_TERMS,
@@ -180,7 +180,7 @@ class OverviewPage(Page):
         ),
     )
     tables = (RANKS,)
-    keys = (("m", "metric"), ("y", "log axis"), ("f", "heat map"), ("enter", "one rank"))
+    keys = (("m", "metric"), ("L", "log axis"), ("f", "heat map"), ("enter", "one rank"))
     rank_map = RankMap("heat", rank_at, _neighbour)
 
     @override

@@ -11,7 +11,7 @@ from boltmesh.tui.panels.boundaries import borders, draw_borders
 from boltmesh.tui.panels.bubble import draw_bubble
 from boltmesh.tui.panels.gantt import draw_gantt
 from boltmesh.tui.panels.help import PageHelp
-from boltmesh.tui.render.pipeline import NO_PIPELINE
+from boltmesh.tui.render.ranks import NO_PIPELINE
 from boltmesh.tui.render.tabs import Tab
 from boltmesh.tui.state import State
 

@@ -44,8 +44,8 @@ class PageRegistry(Mapping[str, Page]):
 
     @property
     def tabs(self) -> Sequence[Tab]:
-        """The tabs of all pages."""
-        return [page.tab for page in self._pages.values()]
+        """The tabs of the pages that are in the line of tabs."""
+        return [page.tab for page in self._pages.values() if page.tab.is_listed]
 
     def with_key(self, key: str) -> Page | None:
         """Return the page that a key opens."""

@@ -14,7 +14,7 @@ from boltmesh.tui.metrics.pipelines import slowest_whole_step
 from boltmesh.tui.metrics.traffic import STEPS_BEFORE_A_VERDICT, TOLERANCE
 from boltmesh.tui.panels.peers import rank_pairs
 from boltmesh.tui.render.line import Line
-from boltmesh.tui.render.pipeline import fit_rows
+from boltmesh.tui.render.ranks import fit_rows
 from boltmesh.tui.render.style import Style, heading
 from boltmesh.tui.render.table import Cell, Column, draw_table
 from boltmesh.tui.state import State

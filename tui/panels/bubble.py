@@ -23,7 +23,7 @@ from boltmesh.tui.metrics.pipelines import (
     bubble,
 )
 from boltmesh.tui.render.line import Line, Role
-from boltmesh.tui.render.pipeline import fit_rows, nothing_to_show, row_names, where_text
+from boltmesh.tui.render.ranks import fit_rows, nothing_to_show, row_names, where_text
 from boltmesh.tui.render.style import Style, heading, labelled, wrap_facts
 from boltmesh.tui.render.table import Cell, Column, draw_table
 from boltmesh.tui.state import State

@@ -17,7 +17,7 @@ from boltmesh.telemetry.snapshot import Chunk
 from boltmesh.tui import units
 from boltmesh.tui.metrics.pipelines import PipelineStep, newest_step, slowest_whole_step
 from boltmesh.tui.render.line import Line, Role
-from boltmesh.tui.render.pipeline import fit_rows, nothing_to_show, row_names, step_text
+from boltmesh.tui.render.ranks import fit_rows, nothing_to_show, row_names, step_text
 from boltmesh.tui.render.style import Style, heading, wrap_facts
 from boltmesh.tui.state import State
 

@@ -14,7 +14,18 @@ from boltmesh.tui.view import Cells, TableView, arrange_rows
 if TYPE_CHECKING:
     from boltmesh.telemetry.reader.reader import JobSummary
 
-COLUMNS = ("id", "name", "state", "recipe", "strategy", "mesh", "step", "age")
+COLUMNS = (
+    "name",
+    "progress",
+    "samples/s",
+    "host",
+    "state",
+    "id",
+    "recipe",
+    "strategy",
+    "mesh",
+    "age",
+)
 """Titles that the table can be sorted by."""
 
 
@@ -57,16 +68,26 @@ def shown_jobs(
     return arrange_rows(jobs, lambda job: cells_of(job, moment), table)
 
 
+def _progress(job: "JobSummary") -> float | None:
+    """Return the share of its steps in percent."""
+    if job.max_steps is None or job.max_steps <= 0:
+        return None
+    return min(100.0, 100 * job.global_step / job.max_steps)
+
+
 def cells_of(job: "JobSummary", now: float) -> Cells:
     """Return a job as it is filtered and sorted; ages in seconds."""
     return {
-        "id": job.id,
         "name": job.name,
+        "progress": _progress(job),
+        "step": job.global_step,
+        "samples/s": job.samples_per_second,
+        "host": job.host,
         "state": _state_word(job),
+        "id": job.id,
         "recipe": job.recipe,
         "strategy": job.strategy,
         "mesh": units.mesh(job.mesh, job.world_size, times=" x "),
-        "step": job.global_step,
         "age": now - job.started,
     }
 
@@ -79,28 +100,38 @@ def _state_word(job: "JobSummary") -> str:
 
 def _columns(jobs: Sequence["JobSummary"]) -> list[Column]:
     return [
-        Column("id", shrinks_to=12),
-        Column("name", rank=2, shrinks_to=10),
+        Column("name", shrinks_to=8),
+        Column("progress", is_number=True),
+        Column("samples/s", is_number=True, rank=3),
+        *([Column("host", rank=2, shrinks_to=8)] if any(job.host for job in jobs) else []),
         Column("state"),
-        *([Column("recipe", rank=5, shrinks_to=8)] if _has_recipes(jobs) else []),
-        Column("strategy", rank=4),
-        Column("mesh", rank=3),
-        Column("step", is_number=True, rank=1),
-        Column("age", is_number=True),
+        Column("id", shrinks_to=8),
+        *([Column("recipe", rank=6, shrinks_to=8)] if _has_recipes(jobs) else []),
+        Column("strategy", rank=5),
+        Column("mesh", rank=4, shrinks_to=10),
+        Column("age", is_number=True, rank=1),
     ]
 
 
 def _cells(job: "JobSummary", jobs: Sequence["JobSummary"], look: Style, now: float) -> list[Cell]:
     return [
-        Line(job.id, "strong"),
-        Line(job.name if job.name != job.id else "", "muted"),
+        Line(job.name, "strong"),
+        _progress_text(job),
+        units.rate(job.samples_per_second),
+        *([job.host] if any(each.host for each in jobs) else []),
         job_state(job.state, look, stalled_s=job.stalled_s, is_stopped=job.stopped),
+        Line(job.id, "muted"),
         *([job.recipe or units.UNKNOWN] if _has_recipes(jobs) else []),
         job.strategy,
         units.mesh(job.mesh, job.world_size, times=f" {look.glyphs.times} "),
-        units.count(job.global_step),
         units.duration(max(0.0, now - job.started)),
     ]
+
+
+def _progress_text(job: "JobSummary") -> str:
+    share = _progress(job)
+    step = units.count(job.global_step)
+    return step if share is None else f"{step} {units.percent(share)}"
 
 
 def _has_recipes(jobs: Sequence["JobSummary"]) -> bool:

@@ -20,6 +20,8 @@ class Tab(msgspec.Struct, frozen=True):
     """The digit or letter that opens it. Empty: it has none, and is reached by ``g`` and tab."""
     short_title: str = ""
     """For narrow terminals, at most four letters. Empty: the first four of the title."""
+    is_listed: bool = True
+    """Whether it is in the line of tabs; others are reached by their key, ``g`` and ``:``."""
 
     @property
     def short(self) -> str:

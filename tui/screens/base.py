@@ -65,6 +65,11 @@ class PanelScreen(Screen[None]):
                 self.panels(), self.palette.styles, is_ascii=self.dashboard.glyphs.is_ascii
             )
 
+    def text(self) -> str:
+        """Return what is on the screen as plain text."""
+        lines = (self.canvas.render_line(y).text.rstrip() for y in range(self.size.height))
+        return "\n".join(lines) + "\n"
+
     def drawn_at(self, x: int, y: int) -> Drawn | None:
         """Return the panel that a cell belongs to."""
         for drawn in self.canvas.drawn:

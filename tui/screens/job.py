@@ -1,12 +1,13 @@
 """The screen of a job: the list of its keys, and what the mouse does."""
 
+import time
 from typing import ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
 from typing_extensions import override
 
-from boltmesh.tui.layout.frame import frame_tabs
+from boltmesh.tui.layout.frame import shown_tabs
 from boltmesh.tui.layout.page import RankMap, Table, row_at, title_at
 from boltmesh.tui.metrics.heat import chosen_heat
 from boltmesh.tui.pages.ranks import RANK
@@ -38,13 +39,15 @@ class JobScreen(NavigationScreen):
         Binding("space", "toggle_pause", "pause"),
         Binding("m", "next_metric(1)", "next metric"),
         Binding("M", "next_metric(-1)", "previous metric"),
-        Binding("y", "toggle_log", "logarithmic axis"),
+        Binding("L", "toggle_log", "logarithmic axis"),
+        Binding("w", "write", "write the screen to files"),
+        Binding("y", "copy", "copy the screen"),
         Binding("f", "next_heat(1)", "next figure of the ranks"),
         Binding("F", "next_heat(-1)", "previous figure of the ranks"),
         Binding("down,j", "move(0, 1)", "down"),
         Binding("up,k", "move(0, -1)", "up"),
-        Binding("right,l", "move(1, 0)", "right"),
-        Binding("left,h", "move(-1, 0)", "left"),
+        Binding("right", "move(1, 0)", "right"),
+        Binding("left", "move(-1, 0)", "left"),
         Binding("pagedown", "turn(1)", "page down"),
         Binding("pageup", "turn(-1)", "page up"),
         Binding("home", "jump(0)", "first row"),
@@ -100,6 +103,25 @@ class JobScreen(NavigationScreen):
         """Close the line."""
         await self.query(Prompt).remove()
         self.paint()
+
+    def action_copy(self) -> None:
+        """Put the text of the screen on the clipboard, by the terminal (OSC 52)."""
+        self.app.copy_to_clipboard(self.text())
+        self.say("the screen's text was sent to the terminal's clipboard")
+
+    def action_write(self) -> None:
+        """Write the screen as SVG and as text to the working directory."""
+        state = self.session.state
+        job = "job" if state is None else state.job.id
+        name = f"boltmesh-{job}-{self.page.tab.name}-{time.strftime('%H%M%S')}"
+        try:
+            for ending, text in (("svg", self.app.export_screenshot()), ("txt", self.text())):
+                with open(f"{name}.{ending}", "x", encoding="utf-8") as file:
+                    file.write(text)
+        except OSError as error:
+            self.say(f"the screen was not written: {error.strerror or error}")
+        else:
+            self.say(f"written: {name}.svg, {name}.txt")
 
     def action_scrub(self, by_s: float) -> None:
         """Move in the time of a recording."""
@@ -163,7 +185,7 @@ class JobScreen(NavigationScreen):
         self._scroll(event, -WHEEL_ROWS)
 
     def _click_tab(self, width: int, x: int) -> None:
-        tabs = frame_tabs(has_jobs=self.dashboard.has_jobs)
+        tabs = shown_tabs(self.page, has_jobs=self.dashboard.has_jobs)
         name = tab_at(tabs, self.page.tab.name, width, x)
         if name == "jobs":
             self.dashboard.action_show_jobs()

@@ -26,6 +26,18 @@ class NavigationScreen(LiveScreen):
         self.place_cursor()
         self.paint()
 
+    def show_beside(self, name: str) -> None:
+        """Go to a page that has no place in the line of tabs; esc comes back from it.
+
+        The output is that of the chosen rank.
+        """
+        before = self.page if self.page.tab.is_listed else self.page_before
+        if name == "output" and self.session.view.rank is not None:
+            words = f"rank={self.session.view.rank}"
+            self.session.look_at_table("output", filter=words, first=0, selected=None)
+        self.show_page(name)
+        self.page_before = before
+
     def show_rank(self, rank: int) -> None:
         """Show one rank in full."""
         if self.page is not RANK:
@@ -92,12 +104,16 @@ class NavigationScreen(LiveScreen):
         page = PAGES.with_key(event.key)
         if page is not None:
             event.stop()
-            self.show_page(page.tab.name)
+            if page.tab.is_listed:
+                self.show_page(page.tab.name)
+            else:
+                self.show_beside(page.tab.name)
 
     def action_next_page(self, by: int) -> None:
         """Go to the next page, or the previous one; after the last comes the first."""
-        names = list(PAGES)
-        self.show_page(names[(names.index(self.page.tab.name) + by) % len(names)])
+        page = self.page if self.page.tab.is_listed else self.page_before or PAGES["overview"]
+        names = [tab.name for tab in PAGES.tabs]
+        self.show_page(names[(names.index(page.tab.name) + by) % len(names)])
 
     def action_next_metric(self, by: int) -> None:
         """Show another metric in the chart."""

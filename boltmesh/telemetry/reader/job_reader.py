@@ -31,7 +31,7 @@ from boltmesh.telemetry.reader.job_view import (
 )
 from boltmesh.telemetry.reader.nodes_view import NodesView
 from boltmesh.telemetry.reader.rank_reader import RankReader
-from boltmesh.telemetry.reader.rank_view import RankView, missing_rank
+from boltmesh.telemetry.reader.rank_view import MOST_LINES, RankView, missing_rank
 from boltmesh.telemetry.reader.step_sums import RECENT_STEPS
 from boltmesh.telemetry.sanitize import clean
 from boltmesh.telemetry.snapshot import (
@@ -65,6 +65,8 @@ sooner, for in a hang their collectives are what counts; and they cost little, f
 
 STILL_S = 10.0
 BRIEF_STEPS = 5
+BRIEF_LINES = 10
+"""Lines of output kept for each of many ranks."""
 MOST_BEHIND = 64
 """Steps that the means of collectives are over where ranks take turns, and records that a rank may
 be behind when its turn comes."""
@@ -250,6 +252,12 @@ class JobReader:
             return self._peek_whole(statuses, phases)
         return Peek(statuses, phases, "running", None, None)
 
+    def throughput(self) -> float | None:
+        """Return samples a second of the whole job, by the file of its first rank alone."""
+        with contextlib.suppress(TelemetryError, OSError):
+            return _whole([self._view(0).look()], self.info, "samples_per_second")
+        return None
+
     def _peek_whole(self, statuses: list[Status], phases: list[str | None]) -> Peek:
         job = self.snapshot()
         stalled_s = stalled_seconds(job, time.time())
@@ -294,7 +302,8 @@ class JobReader:
                 num_recent=BRIEF_STEPS if shared_by > RANKS_IN_TURN else RECENT_STEPS,
                 most_behind=MOST_BEHIND if shared_by > RANKS_IN_TURN else None,
             )
-            self._ranks[rank] = RankView(rank, reader)
+            most_lines = BRIEF_LINES if shared_by > MANY_RANKS else MOST_LINES
+            self._ranks[rank] = RankView(rank, reader, most_lines=most_lines)
         return self._ranks[rank]
 
 

@@ -21,9 +21,12 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Final
 
+import msgspec
+
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.layout import OFFLOAD_WAYS
+from boltmesh.telemetry.reader.output import OutputTail
 from boltmesh.telemetry.reader.rank_reader import Facts, RankReader
 from boltmesh.telemetry.reader.step_sums import StepRates
 from boltmesh.telemetry.reader.traffic_view import TrafficView
@@ -156,6 +159,9 @@ def _total(
 
 _NO_TIME: Final = tuple(PhaseTime(name, 0.0) for name in PHASES)
 
+MOST_LINES: Final = 100
+"""Lines of output kept for each rank."""
+
 MAX_STAGES_OF_RANK: Final = 64
 """Of a file that may hold anything."""
 
@@ -168,10 +174,12 @@ class RankView:
     Args:
         rank: Its number.
         reader: Its file, which need not exist yet.
+        most_lines: Lines of its output that are kept.
     """
 
-    def __init__(self, rank: int, reader: RankReader) -> None:
+    def __init__(self, rank: int, reader: RankReader, *, most_lines: int = MOST_LINES) -> None:
         self.rank = rank
+        self._output = OutputTail(reader.path.with_suffix(".log"), most_lines)
         self.error_time = 0.0
         self.reader = reader
         self._forget()
@@ -207,6 +215,8 @@ class RankView:
         self.is_present = True
         if before is None or changed:
             self._said = before = self._build(changed, before)
+        if not is_quick and (output := self._output.read()) is not before.output:
+            self._said = before = msgspec.structs.replace(before, output=output)
         return before
 
     def is_still_since(self, time: float) -> bool:
@@ -293,6 +303,7 @@ class RankView:
             flops_per_batch=_positive(facts.flops_per_batch),
             peak_flops_per_second=_positive(facts.peak_flops_per_second),
             skipped_records=reader.num_damaged,
+            output=() if before is None else before.output,
         )
 
     def _add_steps(self, *, from_scratch: bool) -> None:

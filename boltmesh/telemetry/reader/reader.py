@@ -47,6 +47,11 @@ class JobSummary(msgspec.Struct, frozen=True):
     """Seconds without progress; None if the job is not stalled."""
     stopped: bool = False
     """A signal or a time limit ended it before its last step."""
+    host: str = ""
+    """Host of its first rank."""
+    max_steps: int | None = None
+    samples_per_second: float | None = None
+    """Recent rate of the whole job; None if it does not run or is stalled."""
 
 
 def list_jobs(run_dir: Path | None = None) -> list[JobSummary]:
@@ -131,4 +136,9 @@ def _summarise(job: Job) -> JobSummary:
         recipe=None if info.recipe is None else clean(info.recipe, 100),
         stalled_s=found.stalled_s,
         stopped=found.stop_reason is not None,
+        host=clean(info.host, 100),
+        max_steps=info.max_steps,
+        samples_per_second=(
+            job.throughput() if found.state == "running" and found.stalled_s is None else None
+        ),
     )

@@ -38,6 +38,7 @@ from boltmesh.telemetry.writer.fail_safe import guarded, warn_off
 from boltmesh.telemetry.writer.memory import MemorySampler, TensorsByKind
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.offload_counter import OffloadCounter
+from boltmesh.telemetry.writer.output import keep_output
 from boltmesh.telemetry.writer.phases import (
     CHECKPOINT,
     COMMUNICATION,
@@ -162,6 +163,8 @@ class Recorder:
             introduce(job, file, device, coordinates, note)
             recorder._memory.sample()
             recorder._status.write()
+            with contextlib.suppress(OSError):  # the rest is worth having without it
+                keep_output(file.path.with_suffix(".log"))
         except BaseException:
             if recorder is not None:
                 recorder._counter.remove()

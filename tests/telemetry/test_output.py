@@ -1,0 +1,57 @@
+"""Output of a rank is kept beside its telemetry: bounded, without secrets."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from boltmesh.telemetry.reader.output import OutputTail
+from boltmesh.telemetry.writer import output
+from boltmesh.telemetry.writer.output import OutputKeeper, keep_lines, keep_output, stop_keeping
+
+
+def _texts(path: Path, most: int = 100) -> list[str]:
+    return [line.partition(" ")[2] for line in OutputTail(path, most).read()]
+
+
+def test_what_is_printed_is_kept_and_still_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rank-0.log"
+    keep_output(path)
+    sys.stdout.write("loss 0.5\n")
+    sys.stdout.write("step 1\rstep 2\r")
+    sys.stdout.write("step 3\n")
+    sys.stdout.write("export HF_TOKEN=hf_abcdefghijklmnop\nno end yet")
+    keep_lines("Traceback\nValueError: no")
+    stop_keeping()
+    sys.stdout.write("later\n")
+    assert _texts(path) == [
+        "loss 0.5", "step 3", "export HF_TOKEN=[redacted]", "no end yetTraceback", "ValueError: no",
+    ]  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "hf_abc" in printed
+    assert printed.endswith("later\n")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_is_bounded_and_the_newest_lines_stay(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    keeper = OutputKeeper(path)
+    tail = OutputTail(path, 50)
+    for number in range(20_000):
+        keeper.add(f"line {number} {'x' * 40}\n")
+    keeper.close()
+    size = sum(each.stat().st_size for each in tmp_path.iterdir())
+    assert size <= 2 * output.MAX_BYTES
+    lines = tail.read()
+    assert len(lines) == 50
+    assert "line 19999 " in lines[-1]
+    assert tail.read() is lines
+
+
+def test_a_missing_file_and_a_link_have_no_lines(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("12:00:00 secret\n")
+    (tmp_path / "rank-1.log").symlink_to(tmp_path / "secret")
+    assert OutputTail(tmp_path / "rank-0.log", 5).read() == ()
+    assert OutputTail(tmp_path / "rank-1.log", 5).read() == ()

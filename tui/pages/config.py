@@ -1,0 +1,34 @@
+"""Page ``c``: how the run was started."""
+
+from typing import Final
+
+from typing_extensions import override
+
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw
+from boltmesh.tui.layout.region import Region
+from boltmesh.tui.panels.help import PageHelp
+from boltmesh.tui.panels.texts import CONFIG_COLUMNS, draw_config, shown_config
+from boltmesh.tui.render.tabs import Tab
+
+CONFIG: Final = Table(
+    name="config", columns=CONFIG_COLUMNS, draw=draw_config, rows=shown_config, has_cursor=True
+)
+
+
+class ConfigPage(Page):
+    """One table that fills the screen."""
+
+    tab = Tab("config", "Config", key="c", is_listed=False)
+    help = PageHelp(
+        about="config: command, hyperparameters and versions of the run",
+        terms=(("", "secrets are removed before they are recorded"),),
+    )
+    tables = (CONFIG,)
+
+    @override
+    def panels(self, scene: Scene, body: Region) -> list[Panel]:
+        """The table has all of the room."""
+        return [Panel("config", body, table_draw(CONFIG, scene))]
+
+
+PAGE: Final[Page] = ConfigPage()
