@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import Callback, Trainer
@@ -63,6 +64,13 @@ def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
         recorder.name_group(group, axis)
     recorder.watch_for_hangs(strategy.timeout_s)
     return recorder
+
+
+def record_expectations(strategy: "MeshStrategy") -> None:
+    """Record what a step should move and take, and how to see what it does."""
+    strategy.recorder.expect(strategy.expected_traffic())
+    strategy.recorder.expect_memory(strategy.expected_memory())
+    strategy.recorder.watch_memory(partial(tensors_by_kind, strategy))
 
 
 def tensors_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | StoredBytes]]:

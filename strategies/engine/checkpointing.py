@@ -260,11 +260,8 @@ class Checkpointing:
         with strategy.recorder.phase("checkpoint"):
             trainer = trainer_of(strategy.lightning_module)
             if strategy.stores_shards and (obstacle := self._obstacle):
-                warnings.warn(
-                    f"{filepath} was not written: the run is ending by an error, and {obstacle}. "
-                    f"The one before it is intact.",
-                    stacklevel=3,
-                )
+                text = f"{filepath} was not written: the run is ending by an error, and {obstacle}."
+                warnings.warn(f"{text} The one before it is intact.", stacklevel=3)
                 return
             if strategy.resume is not None and trainer is not None:
                 checkpoint = strategy.resume.store(checkpoint, trainer)
@@ -287,7 +284,7 @@ class Checkpointing:
             strategy.recorder.event("checkpoint", str(filepath))
 
     def _reduced(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint with what adapters need, and without the base if asked for."""
+        """Return a checkpoint with what adapters need, and without the base if so set."""
         module = self._strategy.lightning_module
         if module is not None and (entries := peft_entries(module)):
             checkpoint = {**checkpoint, PEFT: entries}

@@ -6,7 +6,6 @@ a step there, is in the class of that axis. The LightningModule stays as its aut
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +213,7 @@ class MeshStrategy(LoopStrategy):
         if is_sharded:
             forbid_inference_mode(trainer)
         if self.is_fitting:
-            self._record_expectations()
+            telemetry_module.record_expectations(self)
             if self.seed is not None:
                 seed_random_state(self.seed + self.coordinates["data"])
         for axis in reversed(self.axes):
@@ -355,12 +354,6 @@ class MeshStrategy(LoopStrategy):
         for axis in reversed(self.axes):
             kinds = axis.adjust_memory(kinds)
         return kinds
-
-    def _record_expectations(self) -> None:
-        """Record what a step should move and take, and how to see what it does."""
-        self.recorder.expect(self.expected_traffic())
-        self.recorder.expect_memory(self.expected_memory())
-        self.recorder.watch_memory(partial(telemetry_module.tensors_by_kind, self))
 
     # Checkpoints: files as Lightning writes them where each rank has the whole model.
 
