@@ -235,7 +235,8 @@ def _refuse_mixing(function: Callable[..., Any] | None, key: str, callback: str)
     old, new = torch.rand(2, 4, 3, generator=draw)
 
     def averaged(start: int, end: int) -> Tensor:
-        mine, other = old[start:end].clone(), new[start:end].clone()
+        mine: Tensor = old[start:end].clone()
+        other: Tensor = new[start:end].clone()
         if key == "avg_fn":
             average: Tensor = function(mine, other, torch.tensor(3))
             return average
