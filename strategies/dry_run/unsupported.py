@@ -201,6 +201,34 @@ def refuse_lazy(module: LightningModule) -> None:
             )
 
 
+def refuse_quantized(module: LightningModule, strategy: str, *, divides_layers: bool) -> None:
+    """Refuse quantized parameters that cannot be sent to other ranks as they are.
+
+    Parameters of bitsandbytes are bytes, of which a unit is gathered whole; those of torchao
+    consist of several tensors, which torch's collectives do not take.
+
+    Args:
+        module: About to be placed.
+        strategy: Its class, for messages.
+        divides_layers: Layers are divided, or looked at without data.
+
+    Raises:
+        UnsupportedError: Naming the parameter.
+    """
+    for name, parameter in module.named_parameters():
+        kind = type(parameter)
+        if hasattr(kind, "__tensor_flatten__") and not issubclass(kind, DTensor):
+            advice = "Quantize the base by bitsandbytes and use bolt_ddp or bolt_zero1 to 3"
+        elif divides_layers and kind.__module__.startswith("bitsandbytes"):
+            advice = "Use bolt_ddp or bolt_zero1 to 3"
+        else:
+            continue
+        raise UnsupportedError(
+            f"{name!r} is quantized ({kind.__name__}), and {strategy} cannot divide or send it. "
+            f"{advice}, or a base that is not quantized."
+        )
+
+
 _CALLBACKS: dict[type[Callback], tuple[str, str]] = {
     StochasticWeightAveraging: (
         "averages whole parameters into a copy that it made while it was whole",

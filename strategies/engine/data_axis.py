@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from boltmesh.strategies import grad_norm
 from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.dry_run.unsupported import refuse_quantized
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.grad_norm import JointNorms, NormShare
 from boltmesh.strategies.lightning_compat.trainer import (
@@ -117,6 +118,11 @@ class DataAxis(Axis, ABC):
 
     other_shares: Sequence[NormShare] = ()
     """What the axes beside this one say of norms of gradients. Set by ``wrap``."""
+
+    @override
+    def refuse(self, trainer: Trainer, module: LightningModule) -> None:
+        divides_layers = any(axis.size > 1 for axis in self.strategy.model_axes)
+        refuse_quantized(module, self.strategy.public_name, divides_layers=divides_layers)
 
     @property
     @override

@@ -236,7 +236,7 @@ def _refuse_mixing(function: Callable[..., Any] | None, key: str, callback: str)
 
     def averaged(start: int, end: int) -> Tensor:
         mine: Tensor = old[start:end].clone()
-        other = new[start:end].clone()
+        other: Tensor = new[start:end].clone()
         if key == "avg_fn":
             average: Tensor = function(mine, other, torch.tensor(3))
             return average

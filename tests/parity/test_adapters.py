@@ -8,11 +8,14 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from boltmesh.cli import run_command
-from boltmesh.errors import BoltMeshError
+from boltmesh.errors import BoltMeshError, UnsupportedError
+from boltmesh.strategies import DDPStrategy, TensorParallelStrategy, ZeROStrategy
 from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
 from boltmesh.strategies.checkpoint.directory import is_directory, load_directory
+from boltmesh.strategies.dry_run.unsupported import refuse_quantized
 from tests.support.adapters import (
     STRATEGIES,
     Adapted,
@@ -181,3 +184,37 @@ def test_a_frozen_parameter_that_was_written_to_is_kept(tmp_path: Path) -> None:
     held = load_directory(tmp_path / "a.ckpt")
     assert "still" in held[TRAINABLE_ONLY]
     assert "mean" not in held[TRAINABLE_ONLY]
+
+
+class Bytes(nn.Parameter):
+    """Stands for the parameters of bitsandbytes."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+
+class Quantized(Adapted):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        data = torch.arange(6, dtype=torch.uint8)
+        value = TwoTensor(torch.ones(6), torch.ones(6)) if kind == "tensors" else data
+        made = nn.Parameter if kind == "tensors" else Bytes
+        self.model.quantized = made(value, requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "advice"),
+    [
+        (DDPStrategy, "tensors", "Quantize the base by bitsandbytes and use bolt_ddp"),
+        (ZeROStrategy, "tensors", "Quantize the base by bitsandbytes and use bolt_ddp"),
+        (TensorParallelStrategy, "bytes", "Use bolt_ddp or bolt_zero1 to 3, or a base"),
+    ],
+)
+def test_a_quantized_base_that_cannot_be_sent_is_refused(make: Any, kind: str, advice: str) -> None:
+    module = Quantized(kind)
+    if kind == "bytes":
+        with pytest.raises(UnsupportedError, match=rf"'model.quantized' is quantized .*{advice}"):
+            refuse_quantized(module, "TensorParallelStrategy", divides_layers=True)
+        refuse_quantized(module, "DDPStrategy", divides_layers=False)
+    else:
+        with pytest.raises(UnsupportedError, match=rf"'model.quantized' is quantized .*{advice}"):
+            fit(module, make(telemetry=False))

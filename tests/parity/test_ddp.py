@@ -1,17 +1,21 @@
 """DDP on 2 and 4 ranks computes what one process computes."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
-from lightning.pytorch import LightningModule
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch.utils.data import DataLoader, Subset
 
 from boltmesh.check.differences import Trace
 from boltmesh.check.parity import trace_layout
 from boltmesh.strategies import DDPStrategy
 from tests.support.cases import SGD, differences, reference
 from tests.support.cases import Case as AnyCase
-from tests.support.models import Regression, TwoOptimizers
+from tests.support.models import Regression, TwoOptimizers, regression_data
 from tests.support.ranks import run_ranks
+from tests.support.shard_runs import QUIET
 
 pytestmark = pytest.mark.ranks
 
@@ -61,3 +65,29 @@ def test_ddp_equals_one_process(case: Case) -> None:
     wanted = reference(case)
     traces = run_ranks(layout, case.ranks, case)
     assert differences(wanted, range(case.ranks), traces, case.tolerance) == {}
+
+
+class Quasi(Regression):
+    """Several passes a step, by products of whole gradients."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+def train_by_lbfgs(rank: int, world_size: int) -> list[torch.Tensor]:
+    seed_everything(1, verbose=False)
+    module, data = Quasi(), regression_data(16, 4).dataset
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=DDPStrategy(telemetry=False), max_steps=4,
+        use_distributed_sampler=False, **QUIET,
+    )  # fmt: skip
+    share = Subset(data, range(rank, 16, world_size))
+    trainer.fit(module, DataLoader(share, batch_size=4 // world_size))
+    return [each.detach() for each in module.parameters()]
+
+
+def test_lbfgs_equals_one_process() -> None:
+    (expected,) = run_ranks(train_by_lbfgs, 1)
+    for found in run_ranks(train_by_lbfgs, 2):
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-5)
