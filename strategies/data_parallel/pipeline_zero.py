@@ -27,6 +27,7 @@ around the blocks, which nobody calls: FSDP2 keeps the shards, and gathers and r
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
@@ -271,6 +272,11 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
     @override
     def run_out_of_batches(self, num_served: int) -> None:
         pass  # nothing is gathered for a single batch
+
+    @override
+    def run_generation(self, run: Callable[[], Any]) -> Any:
+        self._gather()  # nothing in an evaluation
+        return run()
 
     # What is to be expected.
 

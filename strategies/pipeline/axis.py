@@ -4,7 +4,7 @@ What the engine calls. The model in stages is ``staged_model.py``; here is what 
 and what its ranks answer in checkpoints and forecasts.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError
+from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.checkpoint.optimizer_state import Take, joined_state
 from boltmesh.strategies.dry_run.batch_check import BatchDigest, batch_digest
 from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
@@ -104,6 +104,7 @@ class PipelineAxis(Axis):
         """The batch that was made ready last, and what it was before its transfer."""
         self._has_logged_bubble = False
         """In this run."""
+        self._is_in_step = False
 
     # Set-up.
 
@@ -310,9 +311,13 @@ class PipelineAxis(Axis):
             refuse_accumulation(self.strategy.trainer)
         self._check(args[0])
         self.staged.runner.digest = self._digest_of(args[0])
-        if step == "training_step":
-            return self._train(args, kwargs)
-        return self._evaluate(step, args, kwargs)
+        self._is_in_step = True
+        try:
+            if step == "training_step":
+                return self._train(args, kwargs)
+            return self._evaluate(step, args, kwargs)
+        finally:
+            self._is_in_step = False
 
     def _check(self, batch: Any) -> None:
         """Let what other axes refuse of a batch end the step on all ranks of the pipeline."""
@@ -394,6 +399,16 @@ class PipelineAxis(Axis):
                 ordinal=evaluation_batch_index(self.strategy.trainer),
                 around=self.strategy.step_context(step),
             )
+
+    @override
+    def run_generation(self, run: Callable[[], Any]) -> Any:
+        if self.staged.placement is None or self._is_in_step:
+            if self.staged.placement is not None and self.staged.runner.is_relaying:
+                return run()
+            raise UnsupportedError(
+                "generate runs the layers once for each token, and stages hand a batch on once"
+            )
+        return self.staged.runner.relay_outside_of_steps("generate", run)
 
     @override
     def norm_shares(self) -> Sequence[NormShare]:

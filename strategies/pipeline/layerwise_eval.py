@@ -7,8 +7,8 @@ sees real values everywhere, so it may loop and branch on them. No two ranks com
 """
 
 import pickle
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from boltmesh.errors import PipelineError
+from boltmesh.strategies.pipeline.kv_caches import caches_in, changed, forms_of, put_forms
 from boltmesh.strategies.pipeline.partition.placement import StagePlacement
 from boltmesh.strategies.pipeline.stage.absent_params import is_absent, make_absent
 from boltmesh.strategies.pipeline.stage.rng import RandomStreams
@@ -56,14 +57,14 @@ class LayerwiseEvaluation:
         self._device = device
 
     @torch.no_grad()
-    def run(self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int) -> Any:
-        """Return what the step returns, on every rank. Collective over the pipeline.
+    def run(self, function: Callable[[], Any], seed: int, *, seeds: bool = True) -> Any:
+        """Return what a function of the model returns, on every rank. Collective.
 
         Args:
-            step: The method's name.
-            args: What it is called with, alike on all ranks.
-            kwargs: Also what it is called with.
-            seed: What its random numbers start from; generators stand afterwards as before.
+            function: A step on a batch, say, alike on all ranks.
+            seed: What random numbers of units start from.
+            seeds: Whether those of code between units do so too, and generators stand afterwards
+                as before. Else they go on from where they stand, alike on all ranks.
 
         Raises:
             PipelineError: When ranks come to call a unit with different values.
@@ -77,22 +78,25 @@ class LayerwiseEvaluation:
         with (
             self._whole_parameters(),
             ReplacedForwards(self._units, forwards),
-            streams,
+            streams if seeds else nullcontext(),
         ):
-            return getattr(self._root, step)(*args, **kwargs)
+            return function()
 
     def _call(
         self, name: str, forward: Forward, streams: RandomStreams, *args: Any, **kwargs: Any
     ) -> Any:
         holder = self._rank_of_unit[name]
         digest = _digest((args, kwargs))
+        caches, unit = caches_in((args, kwargs)), self._units[name]
         if holder != self._group.rank():
-            return self._receive(name, holder, digest)
+            return self._receive(name, holder, digest, caches)
+        before = forms_of(caches, unit)
         with streams.around_unit():
             result = forward(*args, **kwargs)
+        forms = changed(before, forms_of(caches, unit))
         tensors = [each.contiguous() for each in tensors_in(result)]
         blank = tree_map_only(Tensor, _Blank, result)
-        self._send(holder, pickle.dumps((digest, blank)))
+        self._send(holder, pickle.dumps((digest, blank, forms)))
         for each in tensors:
             self._broadcast(each, holder)
         return result
@@ -103,18 +107,21 @@ class LayerwiseEvaluation:
             torch.frombuffer(bytearray(told), dtype=torch.uint8).to(self._device), holder
         )
 
-    def _receive(self, name: str, holder: int, digest: tuple[Any, ...]) -> Any:
+    def _receive(
+        self, name: str, holder: int, digest: tuple[Any, ...], caches: Sequence[Any]
+    ) -> Any:
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._broadcast(size, holder)
         told = torch.empty(int(size), dtype=torch.uint8, device=self._device)
         self._broadcast(told, holder)
-        awaited, blank = pickle.loads(told.cpu().numpy().tobytes())  # noqa: S301  from our own rank
+        awaited, blank, forms = pickle.loads(told.cpu().numpy().tobytes())  # noqa: S301  from our own rank
         if awaited != digest:
             raise PipelineError(
                 f"The ranks of the pipeline came to call '{name}' with different values, so what "
                 f"it gives would be wrong. Layers that leave something behind for code outside of "
-                f"them, such as a key-value cache, leave it on their own rank: set use_cache=False."
+                f"them leave it on their own rank."
             )
+        put_forms(caches, forms)
         return tree_map_only(_Blank, lambda each: self._filled(each, holder), blank)
 
     def _filled(self, blank: "_Blank", holder: int) -> Tensor:

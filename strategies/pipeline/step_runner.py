@@ -73,6 +73,8 @@ class StepRunner:
     ) -> None:
         self.digest = BatchDigest()
         """Of the batch that the next step gets."""
+        self.is_relaying = False
+        """Whether a step or function runs now, each unit on its rank."""
         self._module = module
         self._metrics = metrics
         self._placement = placement
@@ -264,9 +266,28 @@ class StepRunner:
 
     def relay(self, run: MicrobatchRun) -> Any:
         """Run a step on the whole batch, each unit on its rank; return what it returns."""
+        step = partial(getattr(self._module, run.step), run.batch, *run.rest, **run.kwargs)
+        return self._relay(run.step, step, run.seeds[0])
+
+    def relay_outside_of_steps(self, name: str, function: Callable[[], Any]) -> Any:
+        """Run a function of the model, each unit on its rank; return what it returns.
+
+        Args:
+            name: For errors.
+            function: Alike on all ranks, whose random numbers stand alike.
+        """
+        return self._relay(name, function, self._context.seed, seeds=False)
+
+    def _relay(
+        self, name: str, function: Callable[[], Any], seed: int, *, seeds: bool = True
+    ) -> Any:
         made = relay_of(self._module, self._placement, self._context.group, self._context.device)
-        with self._executor.guarded(run.step):
-            return made.run(run.step, (run.batch, *run.rest), run.kwargs, run.seeds[0])
+        self.is_relaying = True
+        try:
+            with self._executor.guarded(name):
+                return made.run(function, seed, seeds=seeds)
+        finally:
+            self.is_relaying = False
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raise what keeps this rank from a step, on all ranks. In the place of the step."""
