@@ -30,7 +30,7 @@ from boltmesh.strategies import (
 from tests.support.ranks import RankFailure, run_ranks
 from tests.zoo.entry import DATA_SIZE, STEPS, Entry, even_draws
 
-CELL_S = 60.0
+CELL_S = 150.0
 """Most seconds of a cell."""
 
 LOSS_TOLERANCE = 2e-4
