@@ -69,7 +69,7 @@ def _notes(analysis: Analysis, sharded: Mapping[str, ShardedParameter]) -> Itera
     for name, times in analysis.trace.unknown.items():
         yield f"{name} has no rule: what it touches is whole ({times} calls)"
     for name, times in analysis.trace.guessed.items():
-        yield f"{name} looks at data, which the analysis has not: it went on with ones ({times})"
+        yield f"{name} looks at data, which the analysis has not: it went on with a guess ({times})"
 
 
 def _sharded(analysis: Analysis, choice: Selection) -> dict[str, ShardedParameter]:

@@ -9,6 +9,7 @@ one at a time, when their shards are cut.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -258,8 +259,11 @@ def _planned(
 
 def _analysed(rehearsal: DryRun, blocks: Mapping[str, Module], context: TensorContext) -> Analysis:
     """Analyse a step in fp32, or in the precision of the run if it does not run in fp32."""
-    try:
+    # By another guess it may raise, as in ``if loss.isnan(): raise``.
+    with suppress(Exception):
         return analyse(rehearsal.module, rehearsal.forward, blocks=blocks)
+    try:
+        return analyse(rehearsal.module, rehearsal.forward, blocks=blocks, guess=0)
     except Exception:
         dtype = context.precision.dtype
         if dtype.itemsize >= torch.float32.itemsize:

@@ -30,7 +30,7 @@ from boltmesh.strategies import (
 from tests.support.ranks import RankFailure, run_ranks
 from tests.zoo.entry import DATA_SIZE, STEPS, Entry, even_draws
 
-CELL_S = 60.0
+CELL_S = 150.0
 """Most seconds of a cell."""
 
 LOSS_TOLERANCE = 2e-4
@@ -147,11 +147,12 @@ def by_strategies(package: str, name: str, columns: Sequence[str]) -> Iterator[R
                 failure = str(error)[-2000:]
             files = {each: [Path(folder, f"{each}-{rank}.pt") for rank in range(ranks)]
                      for each in waiting}  # fmt: skip
+            count = len(waiting)
             for column, kept in files.items():
                 if all(file.exists() for file in kept):
                     yield column, [torch.load(file, weights_only=False) for file in kept]
                     waiting.remove(column)
-        if waiting and failure:
+        if waiting and failure and len(waiting) == count:
             yield waiting.pop(0), [{"error": failure, "kind": "crashed"}]
 
 
@@ -180,7 +181,10 @@ def _train(
         try:
             return _fit(entry, chosen, rank, world_size, data_size)
         except Exception as error:  # noqa: BLE001 - any is a result
-            is_refused = isinstance(error, (BoltMeshError, MisconfigurationException))
+            # Some errors of torch keep their class, and are told what to do by boltmesh.
+            is_refused = isinstance(error, (BoltMeshError, MisconfigurationException)) or (
+                "boltmesh.strategies." in str(error)
+            )
             return {
                 "error": f"{type(error).__name__}: {' '.join(str(error).split())}",
                 "kind": "refused" if is_refused else "crashed",
@@ -324,7 +328,7 @@ def differing_values(entry: Entry, found: Result, one: Result) -> str:
             continue
         error = _norm(value - wanted)
         change = _norm(wanted - start)
-        allowed = CHANGE_TOLERANCE * change + ROUNDING * (_norm(wanted) + 1e-3)
+        allowed = CHANGE_TOLERANCE * change + ROUNDING * (_norm(wanted) + 0.05)
         if not error / allowed <= worst:
             worst = error / allowed
             text = f"{name} is off by {error:.3g}, and training changed it by {change:.3g}"

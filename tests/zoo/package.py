@@ -29,7 +29,9 @@ def main() -> None:
 
     file = Path(folder, f"{package}.json")
     rows: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
-    for name, entry in entries_of(package).items():
+    entries = entries_of(package)
+    rows = {name: row for name, row in rows.items() if name in entries}
+    for name, entry in entries.items():
         row = rows.setdefault(name, {})
         open_ = [column for column in columns
                  if (column not in row or again == "1") and part in name

@@ -272,7 +272,10 @@ class BetweenUnitsTracer(TorchFunctionMode):
             return tensor
         twin = self.twins.get(id(tensor))
         if twin is None:
-            twin = self.twins[id(tensor)] = make_fake(tensor.detach(), self.mode)
+            twin = make_fake(tensor.detach(), self.mode)
+            if tensor.requires_grad:  # of a leaf nothing may be written in place
+                twin = twin.requires_grad_().clone()
+            self.twins[id(tensor)] = twin
             self.kept += [tensor, twin]
             self.storage_behind[storage_key(twin)] = storage_key(tensor)
             self.values[id(twin)] = self._add_value(tensor, "a tensor of the step")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
-from boltmesh.errors import ConfigError
+from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.dry_run.metrics import MetricCall, answer, find_metrics, metrics_replaced
 from boltmesh.strategies.dry_run.no_side_effects import (
     CONTAINERS,
@@ -308,7 +308,12 @@ def probe(
             trace = first.run(step, args, kwargs or {}, answer=False)
         if trace.readings:
             second = _StepTracer(root, units, seed=seed, known={})
-            _merge(trace, second.run(step, args, kwargs or {}, answer=True))
+            try:
+                _merge(trace, second.run(step, args, kwargs or {}, answer=True))
+            except Exception as error:
+                # The answer ends the run, as in ``if loss.isnan(): raise``.
+                if isinstance(error, BoltMeshError) or not second.trace.readings:
+                    raise
         if remembered is not None:
             remembered.update(first.learned)
     except _KnownReads as found:

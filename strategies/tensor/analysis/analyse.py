@@ -52,11 +52,12 @@ class AnalysisMode(DispatchMode):
     computed: the code may branch on it. Each rank has all of it, so it is no business of a plan.
     """
 
-    def __init__(self, trace: DimTrace, persistent: set[int]) -> None:
+    def __init__(self, trace: DimTrace, persistent: set[int], guess: int = 1) -> None:
         """Watch for a trace; ``persistent`` are the ids of parameters and buffers."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
         self.persistent = persistent
+        self.guess = guess
 
     @override
     def __torch_dispatch__(
@@ -91,8 +92,14 @@ class AnalysisMode(DispatchMode):
             return func(*args, **kwargs)
         except NEEDS_DATA:
             self.trace.guessed[str(func)] += 1
-            given, named = tree_map_only(Tensor, _ones, (args, kwargs))
+            given, named = tree_map_only(Tensor, self._guessed, (args, kwargs))
             return func(*given, **named)
+
+    def _guessed(self, tensor: Tensor) -> Tensor:
+        """A tensor with data in the place of one without."""
+        if not is_fake(tensor):
+            return tensor
+        return torch.full(tensor.shape, self.guess, dtype=tensor.dtype)
 
     def _apply(self, func: OpOverload, call: OperatorCall) -> None:
         rule = RULES.get(call.name)
@@ -119,11 +126,6 @@ class AnalysisMode(DispatchMode):
 
 def _in_half(tensor: Tensor) -> Tensor:
     return tensor.bfloat16() if tensor.is_floating_point() else tensor
-
-
-def _ones(tensor: Tensor) -> Tensor:
-    """A tensor with data in the place of one without."""
-    return torch.ones(tensor.shape, dtype=tensor.dtype) if is_fake(tensor) else tensor
 
 
 def _places(output: Any) -> list[tuple[int | str | None, Any]]:
@@ -230,6 +232,7 @@ def analyse(
     *others: Callable[[Module], object],
     blocks: Mapping[str, Module],
     dtype: torch.dtype | None = None,
+    guess: int = 1,
 ) -> Analysis:
     """Find the logical axes of a model, from steps on tensors that have no data.
 
@@ -243,6 +246,7 @@ def analyse(
             whole.
         blocks: The repeated blocks by dotted name.
         dtype: Floating parameters have it during the steps. None keeps their own.
+        guess: What a step finds that looks at data.
     """
     names = _tied_names(module)
     parameters = {first: module.get_parameter(first) for first in names}
@@ -259,7 +263,7 @@ def analyse(
                 torch.random.fork_rng(devices=[]),
                 torch.enable_grad(),
                 FakePackedSequences(),
-                AnalysisMode(trace, persistent),
+                AnalysisMode(trace, persistent, guess),
             ):
                 result = each(module)
             for value in tree_leaves(result):

@@ -72,7 +72,7 @@ def gaussian() -> Any:
 
 ENTRIES = [
     Entry("diffusers UNet2DModel", unet, batch),
-    Entry("diffusers DiTTransformer2DModel", dit, batch, has_unused=True),
+    Entry("diffusers DiTTransformer2DModel", dit, batch, draws=True, has_unused=True),
     Entry("diffusers AutoencoderKL", vae, batch, draws=True),
     Entry(
         "denoising-diffusion-pytorch GaussianDiffusion",

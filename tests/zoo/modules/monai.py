@@ -42,6 +42,6 @@ def attention_unet() -> Any:
 
 ENTRIES = [
     Entry("monai UNet, DiceCELoss", unet, batch),
-    Entry("monai UNETR, DiceCELoss", unetr, batch),
+    Entry("monai UNETR, DiceCELoss", unetr, batch, has_unused=True),
     Entry("monai BasicUNet, DiceCELoss", attention_unet, batch),
 ]

@@ -46,19 +46,27 @@ ENTRIES = [
         ),
         batch,
         has_unused=True,
+        microbatches=1,
     ),
     Entry(
         "neuralforecast NBEATS",
         lambda: module("NBEATS", mlp_units=[[12, 12]] * 3),
         batch,
         has_unused=True,
+        microbatches=1,
     ),
-    Entry("neuralforecast MLP", lambda: module("MLP", hidden_size=16, num_layers=3), batch),
+    Entry(
+        "neuralforecast MLP",
+        lambda: module("MLP", hidden_size=16, num_layers=3),
+        batch,
+        microbatches=1,
+    ),
     Entry(
         "neuralforecast TFT",
         lambda: module("TFT", hidden_size=8, n_head=2, dropout=0.0),
         batch,
         has_unused=True,
+        microbatches=1,
     ),
     Entry(
         "neuralforecast PatchTST",
@@ -75,11 +83,14 @@ ENTRIES = [
             batch_normalization=False,
         ),
         batch,
+        microbatches=1,
+        without_gradient=("to_out.0.bias", "ff.3.bias"),  # before a batch norm
     ),
     Entry(
         "neuralforecast LSTM",
         lambda: module("LSTM", encoder_hidden_size=8, decoder_hidden_size=8),
         batch,
+        microbatches=1,
     ),
     Entry(
         "neuralforecast VanillaTransformer",
@@ -87,6 +98,7 @@ ENTRIES = [
             "VanillaTransformer", hidden_size=8, n_head=2, conv_hidden_size=12, dropout=0.0
         ),
         batch,
+        microbatches=1,
     ),
     Entry(
         "neuralforecast TiDE",
@@ -94,6 +106,7 @@ ENTRIES = [
             "TiDE", hidden_size=12, decoder_output_dim=8, temporal_decoder_dim=8, dropout=0.0
         ),
         batch,
+        microbatches=1,
     ),
-    Entry("neuralforecast KAN", lambda: module("KAN", hidden_size=8), batch),
+    Entry("neuralforecast KAN", lambda: module("KAN", hidden_size=8), batch, microbatches=1),
 ]

@@ -47,11 +47,6 @@ ENTRIES = [
         batch,
     ),
     Entry(
-        "timm mixer_s32",
-        lambda: model("mixer_s32_224", img_size=32, patch_size=8, embed_dim=16, num_blocks=3),
-        batch,
-    ),
-    Entry(
         "timm resnet10t",
         lambda: model("resnet10t", channels=(8, 8, 12, 12), stem_width=8),
         batch,

@@ -52,7 +52,7 @@ def segformer() -> Any:
     import transformers
 
     config = transformers.SegformerConfig(
-        num_labels=3, depths=[1, 1], hidden_sizes=[8, 16], num_encoder_blocks=2,
+        num_labels=3, depths=[2, 2], hidden_sizes=[8, 16], num_encoder_blocks=2,
         num_attention_heads=[1, 2], decoder_hidden_size=8, sr_ratios=[2, 1], patch_sizes=[3, 3],
         strides=[2, 2], mlp_ratios=[2, 2], hidden_dropout_prob=0.0, drop_path_rate=0.0,
         classifier_dropout_prob=0.0,
