@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 CODE = TINY.with_name("tiny.py")
 KILLS = {
     "between copies": f"{{class_path: '{CODE}:KillOnce', init_args: {{steps: [5, 9]}}}}",
-    "in a copy": f"{{class_path: '{CODE}:KillInCopy', init_args: {{step: 8}}}}",
+    "in a copy": f"{{class_path: '{CODE}:KillInCopy', init_args: {{step: 5}}}}",
 }
 EVERY = 4
 LAST = Path("runs/tiny/0/checkpoints/last.ckpt")
@@ -75,7 +75,10 @@ def test_a_killed_run_goes_on_from_memory_and_equals_one_that_was_not(
     straight.mkdir()
     ((first, second),) = boltmesh(straight, fit(*overrides))
     assert (first[0], second[0]) == (0, 0), first
-    assert metrics(Path("runs/tiny/0")) == metrics(straight / "runs/tiny/0")
+    found, expected = (metrics(Path(each, "runs/tiny/0")) for each in (".", "straight"))
+    for row in (*found.values(), *expected.values()):
+        row.pop("boltmesh/bubble_ratio", None)  # a time
+    assert found == expected
     for folder in (Path(), straight):
         if LAST.is_dir():
             arguments = [str(folder / LAST), "--to", str(folder / "whole.ckpt")]
