@@ -328,7 +328,9 @@ class MemoryCheckpoints:
     def forget(self) -> None:
         """Free the memory of this host, when the run has ended as it should."""
         if self._folder is not None and self._strategy.local_rank == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            run_id = self._folder.name.partition("-")[0]
+            for each in self._folder.parent.glob(f"{run_id}-*"):  # of other layouts as well
+                shutil.rmtree(each, ignore_errors=True)
         if self._folder is not None and self._strategy.is_global_zero:
             with contextlib.suppress(OSError):
                 (self._run / host_memory.ID_FILE).unlink(missing_ok=True)
