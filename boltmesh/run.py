@@ -321,8 +321,9 @@ def _run(built: Built, verb: Verb) -> None:
     copies = built.strategy.memory_checkpoints
     try:
         act(built.model, datamodule=built.data, ckpt_path=path)
-    except StoppedBySignal:
-        if copies is not None:
+    except StoppedBySignal as stopped:
+        # Without a checkpoint this rank alone was stopped, by a launcher that restarts all.
+        if copies is not None and stopped.checkpoint is not None:
             copies.forget()
         raise
     if copies is not None:

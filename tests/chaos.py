@@ -3,17 +3,25 @@
 ::
 
     python -m tests.chaos --minutes 30
+    python -m tests.chaos --minutes 30 --in-memory 10
+    python -m tests.chaos --minutes 30 --in-memory 10 --hosts 2
 
 ``boltmesh fit --restarts`` trains on four ranks. Every 60 to 120 seconds SIGKILL meets one of its
 ranks, its launcher, or half of its ranks. A killed launcher is started again with the same command
 and ``resume=auto``, as a scheduler does. The losses of all steps, the parameters and the optimizer
 state are compared with those of an uninterrupted run, to the bit.
+
+With ``--in-memory`` the ranks keep copies in memory, and no restart may lose more steps than that.
+With ``--hosts`` torchrun starts the ranks, one agent for each host; instead of a launcher, a host
+is lost with its agent, its ranks and its memory.
 """
 
 import argparse
 import os
 import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,9 +34,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.cli.test_run_ranks import TINY, assert_same, metrics
+from tests.support.agents import Agent
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("rank", "launcher", "half of the ranks")
+HOST_KINDS = ("rank", "host")
+_LOST = re.compile(r"after step (\d+);.* from step (\d+)")
 STEP_S = 0.1
 POLL_S = 0.2
 
@@ -53,6 +64,8 @@ def run_chaos(
     num_ranks: int = 4,
     strategy: str = "bolt_zero2",
     seed: int = 0,
+    in_memory_every: int | None = None,
+    num_hosts: int = 1,
 ) -> Chaos:
     """Run the trial in a folder.
 
@@ -63,16 +76,19 @@ def run_chaos(
         num_ranks: See ``--ranks``.
         strategy: Name of the strategy.
         seed: Of the moments and the kinds of kills.
+        in_memory_every: ``checkpoint_in_memory_every``.
+        num_hosts: Hosts that the ranks are on.
 
     Raises:
         AssertionError: The run did not end by itself, or ended otherwise than one left alone.
     """
     # Half of the time is for starts on a slow machine, and for steps that are repeated.
     steps = max(20, int(0.5 * minutes * 60 / STEP_S))
+    on_disk_every = 20 if in_memory_every is None else 100
     overrides = (
-        f"devices={num_ranks}", f"strategy={strategy}", "max_epochs=-1", f"max_steps={steps}",
-        "data.init_args.samples=4800", "limit_val_batches=4", "checkpoint.every_n_steps=20",
-        "strategy.timeout_s=60",
+        f"strategy={strategy}", "max_epochs=-1", f"max_steps={steps}",
+        "data.init_args.samples=4800", "limit_val_batches=4", "strategy.timeout_s=60",
+        f"checkpoint.every_n_steps={on_disk_every}",
     )  # fmt: skip
     command = [sys.executable, "-m", "boltmesh", "fit", str(TINY), *overrides]
     environment = {
@@ -82,13 +98,19 @@ def run_chaos(
         "OMP_NUM_THREADS": "1",
         "BOLTMESH_RUN_DIR": str(folder / "telemetry"),
     }
-    straight = [*command, "run.name=straight"]
+    straight = [*command, f"devices={num_ranks}", "run.name=straight"]
     subprocess.run(straight, cwd=folder, env=environment, check=True, capture_output=True)
     disturbed = [
         *command, "run.name=chaos", f"model.init_args.step_s={STEP_S}", "resume=auto",
-        "--restarts", "1000",
+        f"devices={num_ranks // num_hosts}", f"trainer.num_nodes={num_hosts}",
     ]  # fmt: skip
-    trial = _Trial(disturbed, folder, environment, random.Random(seed), every_s)
+    if in_memory_every is not None:
+        disturbed.append(f"strategy.checkpoint_in_memory_every={in_memory_every}")
+    chance = random.Random(seed)
+    if num_hosts > 1:
+        trial: _Trial = _HostTrial(disturbed, folder, environment, chance, every_s)
+    else:
+        trial = _Trial([*disturbed, "--restarts", "1000"], folder, environment, chance, every_s)
     began = time.monotonic()
     trial.run(until=began + 60 * minutes)
     seconds = time.monotonic() - began
@@ -102,6 +124,8 @@ def run_chaos(
     assert one["global_step"] == other["global_step"] == steps
     for key in ("state_dict", "optimizer_states"):
         assert_same(one[key], other[key])
+    lost = [int(found[1]) + 1 - int(found[2]) for found in _LOST.finditer("\n".join(trial.told()))]
+    assert in_memory_every is None or max(lost, default=0) <= in_memory_every, lost
     kept = {each.name for each in (runs / "chaos/0/checkpoints").iterdir()}
     assert len(kept) <= 4, f"kills have left checkpoints: {sorted(kept)}"
     rows = sum(len(each.read_text().splitlines()) - 1 for each in runs.glob("chaos/0/logs/*/*.csv"))
@@ -187,6 +211,54 @@ class _Trial:
         return kind
 
 
+class _HostTrial(_Trial):
+    """The same command on several hosts, of which the last one may be lost.
+
+    The first one has torchrun's store; without it all agents end.
+    """
+
+    _agents: list[Agent]
+
+    def run(self, until: float) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        line = self._command[3:]  # behind python -m boltmesh
+        self._agents = [Agent(host, line, self._folder, port=port) for host in range(2)]
+        first = self._agents[0].process
+        try:
+            while self._wait(first, self._chance.uniform(*self._every_s)):
+                if time.monotonic() > until:
+                    break
+                if self._kill_one() == "host":
+                    self._agents[1] = Agent(1, line, self._folder, port=port)
+            for agent in self._agents:
+                agent.process.wait(timeout=600)
+        finally:
+            for agent in self._agents:
+                agent.end()
+        said = self._agents[0].said()
+        assert first.returncode == 0, said[-4000:]
+
+    def told(self) -> list[str]:
+        starts = (each for agent in self._agents for each in agent.said().splitlines())
+        return [each for each in starts if each.startswith("boltmesh: fit ") and " from " in each]
+
+    def _kill_one(self) -> str | None:
+        if not self._kinds:
+            self._kinds = self._chance.sample(HOST_KINDS, len(HOST_KINDS))
+        ranks = [pid for agent in self._agents for pid in agent.ranks()]
+        if len(ranks) < 4:  # they are being started
+            return None
+        kind = self._kinds.pop()
+        if kind == "host":
+            self._agents[1].lose()
+        else:
+            os.kill(self._chance.choice(ranks), signal.SIGKILL)
+        self.kills[kind] += 1
+        print(f"{time.strftime('%H:%M:%S')} killed: {kind}", flush=True)  # noqa: T201
+        return kind
+
+
 def _children(pid: int) -> list[int]:
     """Return the processes that a process has started."""
     found: list[int] = []
@@ -214,6 +286,8 @@ def main() -> None:
     parser.add_argument("--strategy", default="bolt_zero2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, nargs=2, default=(60.0, 120.0), metavar="SECONDS")
+    parser.add_argument("--in-memory", type=int, metavar="N", help="checkpoint_in_memory_every")
+    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         seen = run_chaos(
@@ -223,6 +297,8 @@ def main() -> None:
             num_ranks=given.ranks,
             strategy=given.strategy,
             seed=given.seed,
+            in_memory_every=given.in_memory,
+            num_hosts=given.hosts,
         )
     print("\n".join(seen.told))  # noqa: T201
     kinds = ", ".join(f"{kind}: {count}" for kind, count in sorted(seen.kills.items()))

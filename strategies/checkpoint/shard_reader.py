@@ -125,7 +125,12 @@ class ShardReader:
 
     def _read(self, index: MetadataIndex) -> io.BytesIO:
         """Return the file of one piece, whose checksum was right."""
-        where = self._metadata.storage_data[index]
+        where = self._metadata.storage_data.get(index)
+        if where is None:
+            raise CheckpointError(
+                f"{self._folder} does not hold what this rank loads of {index.fqn!r}: ranks with "
+                f"other shards have written it. Start with the options of that run, or delete it."
+            )
         name = Path(where.relative_path).name
         # Bytes without another reference are sliced without a copy.
         stream = io.BytesIO(self._folder.read(name, where.offset, where.length + CHECKSUM.size))

@@ -76,6 +76,8 @@ class MemoryCheckpoints:
         self._complete = 0
         """Step of the newest copy that is complete, or of the start of this run."""
         self._last_step = 0
+        self._steps_per_batch = 1
+        """More than one under manual optimization."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Spawned ranks make their own threads and groups.
@@ -109,6 +111,7 @@ class MemoryCheckpoints:
                 self._fetch(step, needed, have, ranks)
                 self._keep_only(step, ranks)
                 return step
+        self._keep_only(None, ranks)  # parts of one step may be of different starts
         return None
 
     def _attach(self, run_id: str) -> HostRanks:
@@ -173,7 +176,9 @@ class MemoryCheckpoints:
                 f"optimizer into host memory, and offload to 'nvme' is for what does not fit "
                 f"there. Leave one of them out."
             )
-        between = min(trainer.num_training_batches, trainer.val_check_batch or float("inf"))
+        between = float(trainer.num_training_batches)
+        if trainer.enable_validation and trainer.val_check_batch is not None:
+            between = min(between, trainer.val_check_batch)
         if between <= trainer.accumulate_grad_batches:
             raise ConfigError(
                 f"checkpoint_in_memory_every={self.every} needs two optimizer steps of one epoch "
@@ -225,7 +230,8 @@ class MemoryCheckpoints:
         Raises:
             CheckpointError: A copy could not be made.
         """
-        if self._copying is not None and global_step + 1 - self._complete > self.every:
+        reached = global_step + self._steps_per_batch
+        if self._copying is not None and reached - self._complete > self.every:
             self.wait()
 
     def after_batch(self, trainer: Trainer) -> None:
@@ -233,11 +239,11 @@ class MemoryCheckpoints:
         step, before = trainer.global_step, self._last_step
         if step == before or self._copying is None:
             return
-        self._last_step = step
+        self._last_step, self._steps_per_batch = step, step - before
         if is_epoch_over(trainer) or validation_follows(trainer):
             return
         is_break_next = batches_to_break(trainer) <= trainer.accumulate_grad_batches
-        next_moment = step + (step - before) * (2 if is_break_next else 1)
+        next_moment = step + self._steps_per_batch * (2 if is_break_next else 1)
         if next_moment - self._begun > (self.every + 1) // 2:
             trainer.save_checkpoint(self.address_of(step), weights_only=False)
 
@@ -291,11 +297,11 @@ class MemoryCheckpoints:
             ranks,
         )
 
-    def _keep_only(self, step: int, ranks: HostRanks) -> None:
+    def _keep_only(self, step: int | None, ranks: HostRanks) -> None:
         """Delete all copies but one, once that is complete on all hosts. Collective."""
         ranks.run(_nothing)
         if ranks.is_leader and self._folder is not None:
-            name = self._path(0, step).name
+            name = None if step is None else self._path(0, step).name
             for each in self._folder.glob("part-*/*"):
                 if each.name != name:
                     _delete(each)
@@ -322,7 +328,9 @@ class MemoryCheckpoints:
     def forget(self) -> None:
         """Free the memory of this host, when the run has ended as it should."""
         if self._folder is not None and self._strategy.local_rank == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            run_id = self._folder.name.partition("-")[0]
+            for each in self._folder.parent.glob(f"{run_id}-*"):  # of other layouts as well
+                shutil.rmtree(each, ignore_errors=True)
         if self._folder is not None and self._strategy.is_global_zero:
             with contextlib.suppress(OSError):
                 (self._run / host_memory.ID_FILE).unlink(missing_ok=True)
