@@ -63,7 +63,7 @@ def test_trends_are_means_of_ordinary_steps_and_no_metrics(recorder):
                 time.sleep(0.3)
         run_step(recorder, number, tokens=128)
     seen = snapshot()
-    found = {}
+    found: dict[str, dict[int, float]] = {}
     for point in seen.trends:
         found.setdefault(point.name, {})[point.global_step] = point.value
     assert {name: list(points) for name, points in found.items()} == {
