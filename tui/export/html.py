@@ -215,8 +215,8 @@ def _phases(state: State) -> str:
         for phase in split.phases
     ]
     return (
-        f'<svg viewBox="0 0 960 24" preserveAspectRatio="none" width="100%" height="24" role="img">{"".join(bars)}</svg>'
-        + _table(("phase", "time", "share"), rows)
+        '<svg viewBox="0 0 960 24" preserveAspectRatio="none" width="100%" height="24" role="img">'
+        f"{''.join(bars)}</svg>" + _table(("phase", "time", "share"), rows)
     )
 
 
