@@ -1,6 +1,6 @@
 """Draws docs/dashboard.svg: the dashboard itself, on its demo source, at a fixed moment.
 
-    python docs/screenshot.py [FILE.svg] [--screen NAME] [--size 120x40]
+    python docs/screenshot.py [FILE.svg] [--screen NAME] [--size 120x40] [--job JOB]
 
 The clock and the seed are fixed, so the picture changes only when the dashboard does. Where
 ``rsvg-convert`` is installed, a PNG for looking at is written beside it with ``--png``.
@@ -15,19 +15,25 @@ import sys
 import time
 from pathlib import Path
 
+from boltmesh.telemetry.reader.reader import open_job
 from boltmesh.tui.app import DashboardApp
 from boltmesh.tui.demo import DemoSource
 from boltmesh.tui.pages.registry import PAGES
+from boltmesh.tui.sources.live import LiveSource, Source
 
 SIZE = (120, 40)
 MOMENT = 1_763_726_400.0
 """2025-11-21 12:00:00 UTC."""
 
 
-async def draw(size: tuple[int, int] = SIZE, screen: str = "overview") -> str:
-    """Return a screen of the dashboard as SVG."""
-    app = DashboardApp(DemoSource(clock=lambda: MOMENT), palette="night", interval_s=None)
+async def draw(
+    size: tuple[int, int] = SIZE, screen: str = "overview", *, source: Source | None = None
+) -> str:
+    """Return a screen of the dashboard as SVG, of the demo where no source is given."""
+    source = source or DemoSource(clock=lambda: MOMENT)
+    app = DashboardApp(source, palette="night", interval_s=None)
     async with app.run_test(size=size) as pilot:
+        await pilot.pause()
         await pilot.press(PAGES[screen].tab.key)
         await pilot.pause()
         svg = app.export_screenshot(title="boltmesh top")
@@ -47,13 +53,15 @@ def main() -> int:
     parser.add_argument("file", type=Path, nargs="?", default=default)
     parser.add_argument("--screen", choices=list(PAGES), default="overview", help="which one")
     parser.add_argument("--size", type=_size, default=SIZE, help="columns x lines")
+    parser.add_argument("--job", help="a job of yours instead of the demo, by name or id")
     parser.add_argument("--png", action="store_true", help="also write a PNG, by rsvg-convert")
     options = parser.parse_args()
 
     os.environ["TZ"] = "UTC"
     time.tzset()
     os.environ.pop("NO_COLOR", None)
-    svg = asyncio.run(draw(options.size, options.screen))
+    source = None if options.job is None else LiveSource(open_job(options.job))
+    svg = asyncio.run(draw(options.size, options.screen, source=source))
     options.file.write_text(svg, encoding="utf-8")
     sys.stdout.write(f"{options.file}\n")
     if options.png:

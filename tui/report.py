@@ -25,8 +25,13 @@ from boltmesh.tui.panels.diagnosis import diagnosis_text
 from boltmesh.tui.panels.events import draw_events
 from boltmesh.tui.panels.header import draw_header
 from boltmesh.tui.panels.jobs import draw_jobs
-from boltmesh.tui.panels.phases import phase_label, phase_share, phases_title
-from boltmesh.tui.panels.throughput import flops_words, rate_now
+from boltmesh.tui.panels.throughput import (
+    flops_words,
+    phase_label,
+    phase_share,
+    phases_title,
+    rate_now,
+)
 from boltmesh.tui.panels.traffic import draw_communication
 from boltmesh.tui.render.line import Line, to_ascii
 from boltmesh.tui.render.ranks import ranks_table

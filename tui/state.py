@@ -4,7 +4,7 @@ The rings of a job forget; the state remembers each metric for as long as somebo
 so that its size stays bounded however long that is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -31,6 +31,9 @@ class State(msgspec.Struct, frozen=True):
     job: JobSnapshot
     devices: tuple[DeviceReading, ...]
     series: Mapping[str, Series]
+    trends: Mapping[str, Series] = {}
+    """The same of what the job costs: ``step_s``, ``tokens_per_s`` and ``memory_bytes`` as it has
+    recorded them, utilisation, power and temperature since it is watched."""
     standing: frozenset[str] = frozenset()
     """Kinds of the findings at the look before."""
     lost: str | None = None
@@ -41,6 +44,7 @@ def fold(state: State | None, seen: Observation) -> State:
     """Return ``state`` with one more observation; another job or an earlier time starts afresh."""
     goes_on = state is not None and state.job.id == seen.job.id and not seen.is_rewound
     known = state.series if state is not None and goes_on else {}
+    trends = state.trends if state is not None and goes_on else {}
     standing: frozenset[str] = frozenset()
     if state is not None and goes_on:
         from boltmesh.tui.metrics.findings.diagnose import diagnose  # it reads states
@@ -51,6 +55,7 @@ def fold(state: State | None, seen: Observation) -> State:
         job=seen.job,
         devices=seen.devices,
         series=_extend(known, seen.job.history),
+        trends=_extend(trends, (*seen.job.trends, *_device_points(seen))),
         standing=standing,
     )
 
@@ -81,6 +86,29 @@ def _extend(known: Mapping[str, Series], history: tuple[MetricPoint, ...]) -> Ma
             )
         )
     return extended
+
+
+def _device_points(seen: Observation) -> list[MetricPoint]:
+    """Return means of utilisation and power and the highest temperature of the job's devices."""
+    if seen.job.state != "running":
+        return []
+    gpus = [device for device in seen.devices if device.kind == "gpu"]
+    shown = gpus or [device for device in seen.devices if device.kind == "process"]
+    found = {
+        "utilisation_percent": _mean(device.utilization_percent for device in shown),
+        "power_watts": _mean(device.power_watts for device in gpus),
+        "temperature_celsius": max(
+            (gpu.temperature_celsius for gpu in gpus if gpu.temperature_celsius is not None),
+            default=None,
+        ),
+    }
+    step = seen.job.global_step
+    return [MetricPoint(name, step, value) for name, value in found.items() if value is not None]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _thin(series: Series) -> Series:

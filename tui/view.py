@@ -51,6 +51,10 @@ class View(msgspec.Struct, frozen=True):
     """What the heat map of the ranks shows; None: the first of its figures."""
     is_log: bool = False
     """Whether the chart's values stand on a logarithmic axis."""
+    zoom: int = 0
+    """Charts show the newest 1 / 2**zoom of the steps."""
+    is_smooth: bool = False
+    """Whether charts show a moving mean."""
     is_paused: bool = False
     rank: int | None = None
     """The rank that is selected, wherever ranks are shown."""

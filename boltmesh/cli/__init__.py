@@ -16,7 +16,7 @@ from boltmesh.cli.convert import export, import_command, prune, verify
 from boltmesh.cli.doctor import doctor
 from boltmesh.cli.plan import advise, plan, schedule
 from boltmesh.cli.run import check, command_of
-from boltmesh.cli.top import export_metrics, jobs, record, stream, top
+from boltmesh.cli.top import export_metrics, jobs, record, report, stream, top
 from boltmesh.errors import BoltMeshError
 from boltmesh.process import without_control
 
@@ -67,6 +67,7 @@ def _complain(message: str, exit_code: int) -> int:
         doctor,
         top,
         record,
+        report,
         export,
         import_command,
         verify,

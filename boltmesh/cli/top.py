@@ -125,6 +125,23 @@ def record(
     )
 
 
+@click.command()
+@click.argument("job", required=False)
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="The file to replace. [JOB.html, if new]"
+)
+@click.option("--replay", type=click.Path(path_type=Path), help="Take the end of a recording.")
+@RUN_DIR
+def report(job: str | None, output: Path | None, replay: Path | None, run_dir: Path | None) -> int:
+    """Write a run as one HTML page: charts, phases, memory, traffic, findings, config.
+
+    JOB is chosen as by 'boltmesh top'.
+    """
+    from boltmesh.tui.commands.export import write_report
+
+    return write_report(job, output=output, replay=replay, run_dir=run_dir)
+
+
 @click.command("export-metrics")
 @click.argument("job", required=False)
 @click.option("--format", "form", default="prometheus", help="prometheus or csv. [prometheus]")

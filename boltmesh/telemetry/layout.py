@@ -169,6 +169,10 @@ class Section(NamedTuple):
         return self.offset + self.record_bytes * self.capacity
 
 
+TREND: Final = "boltmesh/trend/"
+"""Begins the names of series that the recorder itself adds: seconds of a step, tokens a second,
+bytes of memory. They are no metrics of the user's."""
+
 POINTS_PER_SERIES: Final = 512
 """One slot for the newest value, the others for the thinned series."""
 

@@ -55,6 +55,27 @@ def run_step(recorder, number, loss=None, samples=4, tokens=None):
     recorder.end_batch(global_step=number + 1, loss=loss, samples=samples, tokens=tokens)
 
 
+def test_trends_are_means_of_ordinary_steps_and_no_metrics(recorder):
+    recorder.begin_loop(epoch=0, global_step=0)
+    for number in range(16):
+        if number == 12:
+            with recorder.phase("validation"):
+                time.sleep(0.3)
+        run_step(recorder, number, tokens=128)
+    seen = snapshot()
+    found: dict[str, dict[int, float]] = {}
+    for point in seen.trends:
+        found.setdefault(point.name, {})[point.global_step] = point.value
+    assert {name: list(points) for name, points in found.items()} == {
+        name: [8, 16] for name in ("step_s", "tokens_per_s", "memory_bytes")
+    }
+    steps = seen.ranks[0].steps
+    assert found["step_s"][8] == pytest.approx(sum(step.seconds for step in steps[:8]) / 8)
+    assert found["step_s"][16] < 0.1
+    assert found["tokens_per_s"][8] == pytest.approx(128 / found["step_s"][8])
+    assert not any("trend" in name for name in (*seen.metrics, *(p.name for p in seen.history)))
+
+
 def test_a_run_is_recorded_from_start_to_end(recorder):
     assert snapshot().ranks[0].state == "starting"
     recorder.expect([ExpectedTraffic("data", "allreduce", 8.0, None, "gradients")])

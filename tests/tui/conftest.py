@@ -37,14 +37,14 @@ def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def matches_snapshot() -> Callable[[str, str], None]:
-    """Return a function that compares text with ``snapshots/NAME.txt``.
+    """Return a function that compares text with ``snapshots/NAME.txt``, or ``NAME`` of an SVG.
 
     With BOLTMESH_UPDATE_SNAPSHOTS=1 it writes the file instead; look at the difference before you
     commit it.
     """
 
     def compare(name: str, text: str) -> None:
-        path = SNAPSHOTS / f"{name}.txt"
+        path = SNAPSHOTS / (name if name.endswith(".svg") else f"{name}.txt")
         text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
         if os.environ.get(UPDATE) == "1":
             SNAPSHOTS.mkdir(exist_ok=True)

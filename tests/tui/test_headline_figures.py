@@ -12,9 +12,8 @@ from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.figures import Figures, figures
 from boltmesh.tui.metrics.pipelines import bubble_ratio
 from boltmesh.tui.metrics.step_time import phase_split
-from boltmesh.tui.panels.phases import draw_phases
 from boltmesh.tui.panels.rank_table import draw_rank_table
-from boltmesh.tui.panels.throughput import draw_throughput
+from boltmesh.tui.panels.throughput import draw_phases, draw_throughput
 from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.report import job_json, job_text
 from boltmesh.tui.sources.live import Observation

@@ -11,8 +11,7 @@ from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.findings.waits import BUBBLE_SHARE, PART_SHARE
 from boltmesh.tui.metrics.pipelines import bubble
 from boltmesh.tui.metrics.step_time import SPLIT_PHASES, phase_split
-from boltmesh.tui.panels.phases import draw_phases
-from boltmesh.tui.panels.throughput import draw_throughput
+from boltmesh.tui.panels.throughput import draw_phases, draw_throughput
 from boltmesh.tui.render.bars import phase_role
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.state import State, fold

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from boltmesh.errors import ConfigError, TelemetryError
 from boltmesh.tui.commands import targets
-from boltmesh.tui.commands.console import as_exit_code, write
+from boltmesh.tui.commands.console import as_exit_code, narrate, write
+from boltmesh.tui.export.html import html_page
 from boltmesh.tui.export.prometheus import prometheus_text
 from boltmesh.tui.export.tables import TABLES, csv_text
 from boltmesh.tui.sources.live import Observation, Source
 from boltmesh.tui.sources.replay import ReplaySource
+from boltmesh.tui.state import fold
 
 
 def export_metrics(
@@ -61,6 +63,39 @@ def export_metrics(
                 every_s=every_s,
                 out=write,
             )
+    return exit_code()
+
+
+def write_report(
+    job: str | None = None,
+    *,
+    output: Path | None = None,
+    replay: Path | None = None,
+    run_dir: Path | None = None,
+) -> int:
+    """Write a run as one HTML page; return the exit code.
+
+    Args:
+        job: As for :func:`top`.
+        output: The file, replaced whole; None: the job's id with ``.html`` in the working
+            directory, which must not exist.
+        replay: Take the end of a recording instead of a job.
+        run_dir: Where jobs keep their telemetry.
+    """
+    with as_exit_code() as exit_code:
+        targets.check_replay(job, demo=False, replay=replay, at_s=None, on_alert=None, once=True)
+        source = (
+            targets.open_source(job, demo=False, place=run_dir)
+            if replay is None
+            else targets.open_replay(replay, None, has_end=True)
+        )
+        with contextlib.closing(source):
+            seen = source.read() if replay is not None else targets.settled(source)
+        path = output or Path(f"{seen.job.id}.html")
+        if output is None and path.exists():
+            raise ConfigError(f"{path} exists. Name another file, or the same, with --output.")
+        _replace(path, (html_page(fold(None, seen)),), is_first=True)
+        narrate(f"written: {path}")
     return exit_code()
 
 

@@ -51,6 +51,20 @@ def loss(step: int) -> float:
     return 2.72 + 8.1 * math.pow(1 + step / 90, -0.62)
 
 
+def _trends(step: int, tokens_per_s: float | None) -> tuple[MetricPoint, ...]:
+    """Return seconds of a step, tokens a second and memory over the run, 250 points of each."""
+    every = max(1, step // 250)
+    points = []
+    for at in range(every, step + 1, every):
+        share = 1 + 0.01 * normal(9, at)
+        points += [
+            MetricPoint("step_s", at, STEP_S * share),
+            MetricPoint("tokens_per_s", at, (tokens_per_s or 0.0) / share),
+            MetricPoint("memory_bytes", at, 18.0 * 2**30 * min(1.0, 0.9 + at / 2000)),
+        ]
+    return tuple(point for point in points if point.value > 0)
+
+
 def logged(seed: int, place: int) -> tuple[MetricPoint, ...]:
     """Return what is logged for the ``place``-th time, counted from 0."""
     step = (place + 1) * LOG_EVERY
@@ -291,6 +305,7 @@ class SimulatedJob:
             max_steps=MAX_STEPS,
             epoch=step // STEPS_PER_EPOCH,
             global_step=step,
+            trends=_trends(step, None if tokens is None else tokens * setup.data),
             metrics={point.name: point.value for point in history},
             history=history,
             samples_per_second=None if rate is None else rate * setup.data,

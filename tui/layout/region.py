@@ -59,6 +59,18 @@ class Item(NamedTuple):
     """Takes what nobody else wants."""
 
 
+LEAST_SPARE = 9
+"""Lines from which on the rest of a page is of use."""
+
+
+def split_spare(body: Region, needed: int) -> tuple[Region, Region]:
+    """Return the part that a table needs, and what is left below it; too little goes to it too."""
+    if body.height - needed - 1 < LEAST_SPARE:
+        return body, body._replace(y=body.y + body.height, height=0)
+    table, rest = body.split_off_top(needed)
+    return table, rest.split_off_top(1)[1]
+
+
 def has_headings(height: int) -> bool:
     """Say whether a terminal of ``height`` lines has room for a rule above each panel."""
     return height >= HEADINGS_FROM_HEIGHT

@@ -5,9 +5,10 @@ from typing import Final
 from typing_extensions import override
 
 from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw
-from boltmesh.tui.layout.region import Item, Region, stack
+from boltmesh.tui.layout.region import LEAST_SPARE, Item, Region, stack
 from boltmesh.tui.panels import devices
 from boltmesh.tui.panels import processes as processes_module
+from boltmesh.tui.panels.chart import draw_trends
 from boltmesh.tui.panels.help import DEVICE_TERMS, PageHelp
 from boltmesh.tui.render.tabs import Tab
 
@@ -29,6 +30,9 @@ PROCESSES = Table(
 )
 
 
+TRENDS = ("utilisation_percent", "memory_bytes", "power_watts", "temperature_celsius")
+
+
 class DevicesPage(Page):
     """Devices above, processes below."""
 
@@ -46,18 +50,22 @@ class DevicesPage(Page):
         state, view = scene.state, scene.view
         rows = len(DEVICES.rows(state, view.table(DEVICES.name)))
         processes = len(PROCESSES.rows(state, view.table(PROCESSES.name)))
-        plan = stack(
-            body,
-            (
-                Item("devices", min(3, body.height), scene.title + 3 + rows, 1),
-                Item("processes", scene.title + 2, scene.title + 2 + processes, 2, grows=True),
-            ),
-        )
+        items = [
+            Item("devices", min(3, body.height), scene.title + 3 + rows, 1),
+            Item("processes", scene.title + 2, scene.title + 3 + processes, 2),
+        ]
+        if any(len(series.steps) > 1 for name, series in state.trends.items() if name in TRENDS):
+            items.append(Item("trends", LEAST_SPARE, LEAST_SPARE, 3, grows=True))
+        else:
+            items[1] = items[1]._replace(grows=True)
         return place(
-            plan,
+            stack(body, items),
             {
                 "devices": table_draw(DEVICES, scene),
                 "processes": table_draw(PROCESSES, scene),
+                "trends": lambda width, height: draw_trends(
+                    state, width, height, scene.look, view=view, names=TRENDS
+                ),
             },
         )
 

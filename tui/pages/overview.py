@@ -21,9 +21,8 @@ from boltmesh.tui.panels.diagnosis import diagnosis_lines, draw_diagnosis
 from boltmesh.tui.panels.events import draw_events, timeline
 from boltmesh.tui.panels.heatmap import draw_heatmap, heatmap_lines, neighbour, rank_at
 from boltmesh.tui.panels.help import STEP_TIME_TERMS, TRAFFIC_TERMS, PageHelp
-from boltmesh.tui.panels.phases import draw_phases
 from boltmesh.tui.panels.rank_table import draw_spread
-from boltmesh.tui.panels.throughput import draw_throughput
+from boltmesh.tui.panels.throughput import draw_phases, draw_throughput
 from boltmesh.tui.panels.traffic import draw_communication
 from boltmesh.tui.render.tabs import Tab
 from boltmesh.tui.state import State, metric_names
@@ -213,7 +212,13 @@ def _draws(scene: Scene) -> dict[str, Draw]:
     return {
         "says": lambda width, height: draw_diagnosis(state, width, height, look),
         "chart": lambda width, height: draw_chart(
-            state, width, height, look, metric=chosen_metric(state, view), is_log=view.is_log
+            state,
+            width,
+            height,
+            look,
+            metric=chosen_metric(state, view),
+            is_log=view.is_log,
+            view=view,
         ),
         "next chart": lambda width, height: draw_chart(
             state,
@@ -222,6 +227,7 @@ def _draws(scene: Scene) -> dict[str, Draw]:
             look,
             metric=chosen_metric(state, view, later=1),
             is_log=view.is_log,
+            view=view,
         ),
         "phases": lambda width, height: draw_phases(state, width, height, look),
         "throughput": lambda width, height: draw_throughput(state, width, height, look),

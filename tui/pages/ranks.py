@@ -5,7 +5,8 @@ from typing import Final
 from typing_extensions import override
 
 from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw
-from boltmesh.tui.layout.region import Region
+from boltmesh.tui.layout.region import Region, split_spare
+from boltmesh.tui.panels.chart import draw_trends
 from boltmesh.tui.panels.help import DEVICE_TERMS, STEP_TIME_TERMS, PageHelp
 from boltmesh.tui.panels.rank_detail import draw_rank_detail
 from boltmesh.tui.panels.rank_table import COLUMNS, draw_rank_table, shown_ranks
@@ -35,8 +36,20 @@ class RanksPage(Page):
 
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
-        """One table that fills the screen."""
-        return [Panel("ranks", body, table_draw(RANKS, scene))]
+        """The table, and below it the trends of a step if they find room."""
+        rows = len(scene.state.job.ranks)
+        table, spare = split_spare(body, scene.title + 1 + rows)
+        state, look, view = scene.state, scene.look, scene.view
+        return [
+            Panel("ranks", table, table_draw(RANKS, scene)),
+            Panel(
+                "trends",
+                spare,
+                lambda width, height: draw_trends(
+                    state, width, height, look, view=view, names=("step_s", "tokens_per_s")
+                ),
+            ),
+        ]
 
 
 class RankPage(Page):

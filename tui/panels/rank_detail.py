@@ -16,9 +16,8 @@ from boltmesh.tui.metrics.ranks import RankRow, rank_rows
 from boltmesh.tui.metrics.step_time import SPLIT_PHASES, middle, rank_profiles
 from boltmesh.tui.panels.events import event_line, event_rows
 from boltmesh.tui.panels.offload import draw_offload, rows_of_rank
-from boltmesh.tui.panels.phases import phase_label
 from boltmesh.tui.panels.rank_table import cause_words, late_share
-from boltmesh.tui.panels.throughput import flops_words
+from boltmesh.tui.panels.throughput import flops_words, phase_label
 from boltmesh.tui.render.bars import phase_role, sparkline
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.ranks import rank_phase, rank_state

@@ -12,6 +12,8 @@ from boltmesh.tui.screens.live import LiveScreen
 from boltmesh.tui.state import metric_names
 from boltmesh.tui.view import TableView
 
+MAX_ZOOM = 8
+
 
 class NavigationScreen(LiveScreen):
     """What a key does depends on the page; where it means nothing, nothing happens."""
@@ -126,6 +128,16 @@ class NavigationScreen(LiveScreen):
     def action_toggle_log(self) -> None:
         """Put the chart's values on a logarithmic axis, or back on a linear one."""
         self.session.choose(is_log=not self.session.view.is_log)
+        self.paint()
+
+    def action_zoom(self, by: int) -> None:
+        """Show the newest half of the steps in the charts, or twice as many."""
+        self.session.choose(zoom=min(max(0, self.session.view.zoom + by), MAX_ZOOM))
+        self.paint()
+
+    def action_toggle_smooth(self) -> None:
+        """Show moving means in the charts, or the values."""
+        self.session.choose(is_smooth=not self.session.view.is_smooth)
         self.paint()
 
     def action_next_heat(self, by: int) -> None:

@@ -184,6 +184,7 @@ class JobReader:
             epoch=max((rank.epoch for rank in present), default=0),
             global_step=max((rank.global_step for rank in present), default=0),
             history=first.history() if first else (),
+            trends=first.trends(data_size=clean_mesh(info).get("data", 1)) if first else (),
             metrics=first.metrics() if first else {},
             samples_per_second=_whole(present, info, "samples_per_second"),
             tokens_per_second=_whole(present, info, "tokens_per_second"),

@@ -192,6 +192,7 @@ class RankView:
         self._chunks: tuple[Chunk, ...] = ()
         self._events: tuple[Event, ...] = ()
         self._history: tuple[MetricPoint, ...] | None = None
+        self._trends: tuple[tuple[MetricPoint, ...], tuple[MetricPoint, ...]] | None = None
         self._traffic: TrafficView | None = None
 
     def close(self) -> None:
@@ -326,7 +327,7 @@ class RankView:
         newest = {
             clean(name, layout.MAX_NAME): points[-1][2]
             for name, points in self.reader.series.points().items()
-            if points
+            if points and not name.startswith(layout.TREND)
         }
         loss = next((step.loss for step in reversed(self._steps) if step.loss is not None), None)
         return newest if loss is None else newest | {"loss": loss}
@@ -340,10 +341,34 @@ class RankView:
             self._history = self._make_history()
         return self._history
 
+    def trends(self, *, data_size: int) -> tuple[MetricPoint, ...]:
+        """Return the series that the recorder adds, as ``history`` has read them.
+
+        Args:
+            data_size: Ranks with batches of their own, by which tokens are multiplied.
+        """
+        history = self.history()
+        if self._trends is not None and self._trends[0] is history:
+            return self._trends[1]
+        found = tuple(
+            MetricPoint(
+                clean(name.removeprefix(layout.TREND), layout.MAX_NAME),
+                global_step,
+                value * data_size if name.endswith("tokens_per_s") else value,
+            )
+            for name, points in self.reader.series.points().items()
+            if name.startswith(layout.TREND)
+            for _, global_step, value in points
+        )
+        self._trends = (history, found)
+        return found
+
     def _make_history(self) -> tuple[MetricPoint, ...]:
         steps = [step for step in self._steps if step.loss is not None]
         points: list[MetricPoint] = []
         for name, series in self.reader.series.points().items():
+            if name.startswith(layout.TREND):
+                continue
             shown = clean(name, layout.MAX_NAME)
             newest_thinned = steps[0].global_step if name == "loss" and steps else None
             points.extend(

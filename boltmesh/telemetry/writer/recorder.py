@@ -123,13 +123,13 @@ class Recorder:
         self._is_cuda = device.type == "cuda"
         self._timeline = devices.CudaTimeline(OTHER) if self._is_cuda else None
         self._clock = PhaseClock(self._timeline, COLLECTIVES)
-        self._steps = StepQueue(file, self._timeline)
+        self._memory = MemorySampler(file, device)
+        self._steps = StepQueue(file, self._timeline, self._memory)
         self._counter = CommunicationCounter(
             file, self._clock, is_on_device=self._is_cuda, on_error=self.turn_off
         )
         self._counter.step = file.num_steps + 1
         self._phases = {name: _Phase(self, index) for index, name in enumerate(PHASES)}
-        self._memory = MemorySampler(file, device)
         self._status = StatusLine(file, self._clock, self._steps, self._memory)
         self._offload = OffloadCounter(file)
         self._failing: tuple[int, int] | None = None

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.writer.device import CudaTimeline, ScalarMailbox, StepMarks
-from boltmesh.telemetry.writer.phases import StepTime
+from boltmesh.telemetry.writer.memory import MemorySampler
+from boltmesh.telemetry.writer.phases import CHECKPOINT, VALIDATION, StepTime
 from boltmesh.telemetry.writer.rank_file import RankFile
 
 WRITE_EVERY_NS: Final = 50_000_000
@@ -54,9 +55,12 @@ class StepQueue:
     Args:
         file: Where steps and metrics go.
         timeline: The device's marks; None on the host.
+        memory: Totals of the rank's memory.
     """
 
-    def __init__(self, file: RankFile, timeline: CudaTimeline | None) -> None:
+    def __init__(
+        self, file: RankFile, timeline: CudaTimeline | None, memory: MemorySampler
+    ) -> None:
         self._file = file
         self._timeline = timeline
         self._mailbox = ScalarMailbox() if timeline is not None else None
@@ -64,6 +68,9 @@ class StepQueue:
         self._written_ns = 0
         self._waiting: deque[_Waiting] = deque()
         self._metrics: list[tuple[str, int, int]] = []
+        self._memory = memory
+        self._ordinary: list[tuple[int, int | None]] = []
+        """Nanoseconds and tokens of ordinary steps since the last mean."""
 
     def add_metric(self, name: str, global_step: int, value: float | Tensor) -> None:
         """Write a metric, with the step that is being made if it is on the device."""
@@ -137,6 +144,26 @@ class StepQueue:
         )
         if loss is not None and sequence % LOSS_EVERY_STEPS == 1:
             self._file.point("loss", step.global_step, loss)
+        self._add_trends(step, time, is_due=sequence % LOSS_EVERY_STEPS == 0)
+
+    def _add_trends(self, step: EndedStep, time: StepTime, *, is_due: bool) -> None:
+        """Add means of the last steps to the series of the run, ordinary steps alone."""
+        if not (time.phases_ns[VALIDATION] or time.phases_ns[CHECKPOINT]):
+            self._ordinary.append((time.total_ns, step.tokens))
+        if not is_due or not self._ordinary:
+            return
+        ordinary, self._ordinary = self._ordinary, []
+        seconds = sum(total_ns for total_ns, _ in ordinary) / 1e9
+        values = {"step_s": seconds / len(ordinary)}
+        tokens = [number for _, number in ordinary if number is not None]
+        if len(tokens) == len(ordinary) and seconds > 0:
+            values["tokens_per_s"] = sum(tokens) / seconds
+        rss, _, reserved, _ = self._memory.totals
+        used = rss if reserved == layout.UNKNOWN else reserved
+        if used != layout.UNKNOWN:
+            values["memory_bytes"] = used
+        for name, value in values.items():
+            self._file.point(layout.TREND + name, step.global_step, value)
 
 
 def _number(value: float | Tensor | None) -> float | None:

@@ -1,0 +1,105 @@
+"""``boltmesh report``: one page of a run that is whole, safe, and needs nothing else."""
+
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from boltmesh.telemetry.snapshot import Event, MetricPoint
+from boltmesh.tui.commands.export import write_report
+from boltmesh.tui.export.html import html_page
+from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.state import fold
+from tests.tui.samples import NOW, crashed_demo, demo, job, rank
+
+EVIL = '<script>alert("x")</script>\x1b[2J&'
+VOID = {"meta", "!doctype"}
+
+
+class _Page(HTMLParser):
+    """Collects tags, and fails where one is not closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [str(value) for name, value in attrs if name in {"src", "href"}]
+        if tag not in VOID | {"br"}:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def end(self) -> None:
+        self.close()
+        assert not self._open
+
+
+def _read(text: str) -> _Page:
+    page = _Page()
+    page.feed(text)
+    page.end()
+    return page
+
+
+@pytest.mark.parametrize("seen", [demo(), crashed_demo(), Observation(NOW, job(ranks=()))])
+def test_a_page_is_whole_and_loads_nothing(seen: Observation) -> None:
+    text = html_page(fold(None, seen))
+    page = _read(text)
+    assert not page.links
+    assert "script" not in page.tags
+    assert "Content-Security-Policy" in text
+    for svg in text.split("<svg")[1:]:
+        ET.fromstring("<svg" + svg.partition("</svg>")[0] + "</svg>")
+
+
+def test_a_page_has_what_the_screens_have() -> None:
+    text = html_page(fold(None, demo()))
+    for title in (
+        "Headline figures", "Charts", "Time of a step", "Ranks", "Memory", "Communication",
+        "Config", "Events", "Output",
+    ):  # fmt: skip
+        assert f"<h2>{title}" in text
+    for words in ("12.8%", "bubble_ratio", "val_loss", "<polyline", "9.87 GB", "as expected"):
+        assert words in text
+    crashed = html_page(fold(None, crashed_demo()))
+    assert '<span class="state bad">crashed</span>' in crashed
+    assert "was killed by SIGKILL" in crashed
+
+
+def test_texts_of_a_job_are_escaped() -> None:
+    seen = job(
+        name=EVIL,
+        hyperparameters={EVIL: EVIL},
+        ranks=(rank(0, host=EVIL, device=EVIL, error=EVIL, output=(f"12:00:00 {EVIL}",)),),
+        events=(Event(NOW, 0, "warning", EVIL),),
+        history=(MetricPoint(EVIL, 1, 1.0), MetricPoint(EVIL, 2, float("nan"))),
+        state="failed",
+        cause=EVIL,
+    )
+    text = html_page(fold(None, Observation(NOW, seen)))
+    assert "script" not in _read(text).tags
+    assert "\x1b" not in text
+
+
+def test_a_file_is_replaced_only_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from boltmesh.tui.commands import targets
+    from tests.tui.samples import FakeSource
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(targets, "open_source", lambda *_, **__: FakeSource(demo(), demo()))
+    assert write_report() == 0
+    assert (tmp_path / "gpt-demo.html").read_text().startswith("<!doctype html>")
+    assert write_report() == 2
+    assert "exists" in capsys.readouterr().err
+    assert write_report(output=Path("gpt-demo.html")) == 0

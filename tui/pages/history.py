@@ -1,0 +1,53 @@
+"""Page ``h``: charts of the whole run."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from typing_extensions import override
+
+from boltmesh.tui.layout.page import Page, Panel, Scene
+from boltmesh.tui.layout.region import Region
+from boltmesh.tui.panels.chart import charts, draw_history
+from boltmesh.tui.panels.help import PageHelp
+from boltmesh.tui.render.tabs import Tab
+from boltmesh.tui.state import State
+
+
+class HistoryPage(Page):
+    """One grid of charts that fills the screen."""
+
+    tab = Tab("history", "History", key="h", is_listed=False)
+    help = PageHelp(
+        about="history: the logged metrics and the cost of a step over the whole run",
+        keys=(
+            ("z Z", "the newest half of the steps; twice as many"),
+            ("e", "moving mean, and back"),
+            ("L", "logarithmic axes, and back"),
+        ),
+        terms=(
+            ("step time", "means of 8 steps of rank 0, without validation and checkpoints"),
+            ("a, b", "two metrics on the same axes, the second one drawn over the first"),
+            ("utilisation", "mean over the devices; as power and temperature it is known"),
+            ("", "since this screen watches the job"),
+        ),
+    )
+    keys = (("z Z", "zoom"), ("e", "smooth"), ("L", "log axis"))
+
+    @override
+    def panels(self, scene: Scene, body: Region) -> list[Panel]:
+        """One panel draws all charts, for it knows how many fit."""
+        state, look, view = scene.state, scene.look, scene.view
+        return [
+            Panel(
+                "history",
+                body,
+                lambda width, height: draw_history(state, width, height, look, view=view),
+            )
+        ]
+
+    @override
+    def empty_reason(self, state: State) -> Sequence[str]:
+        return () if charts(state) else ("Nothing is recorded yet, the first steps run.",)
+
+
+PAGE: Final[Page] = HistoryPage()
