@@ -40,6 +40,11 @@ STRATEGIES: dict[str, Entry] = {
         "DDPStrategy",
         "Data parallelism: the whole model on every rank, gradients averaged.",
     ),
+    "bolt_auto": Entry(
+        "boltmesh.advisor.strategy",
+        "AutoStrategy",
+        "Replicas, ZeRO or offload, whichever is the fastest that fits; chosen at set-up.",
+    ),
     "bolt_ddp_find_unused_parameters_true": Entry(
         "boltmesh.strategies.ddp",
         "DDPStrategy",

@@ -7,46 +7,41 @@ refused here.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
 from boltmesh.advisor.layouts import BATCH_KEY, ConfigLayout, PlannedLayout, smaller_batches, splits
 from boltmesh.advisor.machine import Hardware
-from boltmesh.advisor.prediction import Collective, RankStep, predict_step
+from boltmesh.advisor.prediction import Collective, RankStep
+from boltmesh.advisor.replicas import (
+    OFFLOADED,
+    REPLICATED,
+    judged,
+    keeps_fp32,
+    order,
+    plan_replicas,
+    scaled,
+)
 from boltmesh.configs.load import load
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.plan.strategy_options import (
     as_mapping,
     optimizer_copies,
-    sharing_of,
     trainer_reads_gradients,
 )
-from boltmesh.strategies.cost_model.memory import estimate_memory
 from boltmesh.strategies.cost_model.model import (
-    Activations,
     Bytes,
     JobShape,
     ModelShape,
-    StepWork,
     widths_of,
 )
-from boltmesh.strategies.cost_model.offload import FP32
-from boltmesh.strategies.cost_model.step_time import estimate_step_time
-from boltmesh.strategies.cost_model.traffic import estimate_traffic
 from boltmesh.strategies.registry import STRATEGIES
 
 if TYPE_CHECKING:
     from boltmesh.strategies.activation_checkpointing import Recompute
 
-REPLICATED = ("bolt_ddp", "bolt_zero1", "bolt_zero2", "bolt_zero3")
-OFFLOADED = ("bolt_zero1_cpu", "bolt_zero3_cpu")
 DIVIDED = "bolt_3d"
-TIGHT = 0.93
-"""Share of a rank's memory above which a layout may run out of it."""
-EASE = 0.01
-"""How much slower a layout may be for each mechanism that it does not need."""
 MOST_RANKS = 4096
 """Larger jobs are not looked at where the one that was asked for is too small."""
 MOST_DIVISIONS = 8
@@ -166,7 +161,7 @@ class ConfigSearcher:
         divisions = list(self._divisions(sum(1 for each in model.units if each.name)))
         for pipeline, tensor in divisions[:MOST_DIVISIONS]:
             found += self._divided(pipeline, tensor)
-        found.sort(key=_rank)
+        found.sort(key=order)
         return ConfigSearch(
             self.loaded,
             model,
@@ -249,30 +244,11 @@ class ConfigSearcher:
 
     def _names(self, model: ModelShape) -> tuple[str, ...]:
         names = REPLICATED if self.hardware.num_ranks > 1 else REPLICATED[:1]
-        widths = widths_of(self.loaded.trainer.precision)
-        keeps_fp32 = all(
-            widths.store(each.element_bytes) == FP32
-            for unit in model.units
-            for each in unit.tensors
-            if each.is_trained
-        )
-        return names + OFFLOADED if keeps_fp32 and not self.hardware.is_cpu else names
+        is_fp32 = keeps_fp32(model, widths_of(self.loaded.trainer.precision))
+        return names + OFFLOADED if is_fp32 and not self.hardware.is_cpu else names
 
     def _replica(self, model: ModelShape, layout: ConfigLayout) -> PlannedLayout:
-        assert model.activations is not None
-        assert model.work is not None
         scale = layout.batch / self._rows if layout.batch and self._rows else 1.0
-        model = replace(
-            model,
-            activations=Activations(
-                ceil(model.activations.saved_bytes * scale),
-                ceil(model.activations.transient_bytes * scale),
-                model.activations.how,
-            ),
-            work=_scaled(model.work, scale),
-            forward_flops=ceil((model.forward_flops or 0) * scale),
-        )
-        sharing = sharing_of(layout.name, STRATEGIES[layout.name], {})
         job = JobShape(
             num_ranks=layout.sizes["data"],
             widths=widths_of(self.loaded.trainer.precision),
@@ -281,30 +257,7 @@ class ConfigSearcher:
             reads_gradients=trainer_reads_gradients(self.loaded),
             is_on_host=self.hardware.is_cpu,
         )
-        offload = estimate_step_time(model, sharing, job, self.hardware.machine)
-        parts = (offload.bus_s, offload.host_s, offload.disk_s)
-        shards = job.num_shards if sharing.stage else 1
-        assert model.work is not None
-        return self._candidate(
-            layout,
-            estimate_memory(model, sharing, job),
-            RankStep(
-                work=model.work,
-                batches=layout.accumulate,
-                sizes=layout.sizes,
-                microbatches=1,
-                bubble=0.0,
-                traffic=tuple(
-                    Collective("data", each.operator, each.calls, each.whole_bytes)
-                    for each in estimate_traffic(model, sharing, job)
-                ),
-                stepped_numel=0 if sharing.has_engine else model.trained_numel / shards,
-                stepped_tensors=sum(len(each.tensors) for each in model.units),
-                state_copies=self._copies,
-                offload_s=max(each or 0.0 for each in parts) if sharing.has_engine else 0.0,
-                devices_per_node=self.hardware.ranks_per_node,
-            ),
-        )
+        return plan_replicas(model, layout, job, self.hardware, scale=scale)
 
     # Pipelines and tensor groups.
 
@@ -369,11 +322,12 @@ class ConfigSearcher:
         assert self._whole.work is not None
         scale = layout.batch / self._rows if layout.batch and self._rows else 1.0
         shards = layout.sizes["data"] if plan.zero_stage else 1
-        return self._candidate(
+        return judged(
             layout,
             fullest.memory,
+            self.hardware,
             RankStep(
-                work=_scaled(self._whole.work, scale),
+                work=scaled(self._whole.work, scale),
                 batches=layout.accumulate,
                 sizes=layout.sizes,
                 microbatches=plan.num_microbatches,
@@ -390,30 +344,6 @@ class ConfigSearcher:
                 devices_per_node=self.hardware.ranks_per_node,
             ),
         )
-
-    def _candidate(self, layout: ConfigLayout, memory: Any, step: RankStep) -> PlannedLayout:
-        machine = self.hardware.machine
-        sizes = [
-            (amount, room)
-            for place, amount in memory.peak.items()
-            if (room := machine.size_of(place)) is not None
-        ]
-        return PlannedLayout(
-            layout,
-            predict_step(step, machine, is_cpu=self.hardware.is_cpu),
-            memory,
-            machine.places_too_small_for(memory.peak),
-            is_tight=any(amount > TIGHT * room for amount, room in sizes),
-        )
-
-
-def _rank(candidate: PlannedLayout) -> tuple[bool, bool, float]:
-    seconds = candidate.seconds * (1 + EASE * candidate.layout.num_mechanisms)
-    return not candidate.fits, candidate.is_tight, seconds
-
-
-def _scaled(work: StepWork, scale: float) -> StepWork:
-    return StepWork(ceil(work.flops * scale), ceil(work.moved_bytes * scale), work.operators)
 
 
 def _total_bytes(amount: Bytes) -> int:

@@ -14,7 +14,7 @@ from boltmesh import __version__
 from boltmesh.cli.bench import bench
 from boltmesh.cli.convert import export, import_command, prune, verify
 from boltmesh.cli.doctor import doctor
-from boltmesh.cli.plan import advise, plan, schedule
+from boltmesh.cli.plan import advise, plan, schedule, tune
 from boltmesh.cli.run import check, command_of
 from boltmesh.cli.top import export_metrics, jobs, record, report, stream, top
 from boltmesh.errors import BoltMeshError
@@ -63,6 +63,7 @@ def _complain(message: str, exit_code: int) -> int:
         bench,
         plan,
         advise,
+        tune,
         schedule,
         doctor,
         top,

@@ -7,6 +7,7 @@ import click
 from typing_extensions import override
 
 from boltmesh.cli.config import see_working_directory, takes_config
+from boltmesh.cli.signals import stopped_cleanly
 from boltmesh.errors import ConfigError
 
 
@@ -130,6 +131,26 @@ def advise(config: str, overrides: tuple[str, ...], **given: Any) -> int:
 
     see_working_directory()
     return say(config, overrides, **given)
+
+
+@click.command()
+@takes_config
+@click.option("--steps", type=click.IntRange(min=1), default=10, help="Steps of each. [10]")
+@click.option(
+    "--warmup", type=click.IntRange(min=0), default=3, help="Steps before that do not count. [3]"
+)
+@click.option("--top", "count", type=click.IntRange(1, 10), default=3, help="Layouts to run. [3]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def tune(config: str, overrides: tuple[str, ...], **given: Any) -> int:
+    """Run the best layouts of boltmesh plan auto for some steps each, and name the fastest.
+
+    Measures the rates of the devices that are here, and remembers them for later plans.
+    """
+    from boltmesh.advisor.tune import tune as measure
+
+    see_working_directory()
+    with stopped_cleanly():
+        return measure(config, overrides, **given)
 
 
 @click.command()

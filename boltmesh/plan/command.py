@@ -62,6 +62,9 @@ DIVIDING = (PIPELINE, TENSOR, CONTEXT, SEVERAL_AXES, EXPERT)
 """What has plans of its own: ``stage_plan.py``, ``tensor_plan.py``, ``context_plan.py``,
 ``mesh_plan.py`` and ``expert_plan.py``."""
 
+AUTO = "bolt_auto"
+"""One of the others, chosen at set-up."""
+
 REPLICATED = "bolt_replicated"
 """Of one process over several devices, of which none is like another."""
 
@@ -162,7 +165,7 @@ def make_plan(
     sharings = {
         name: sharing_of(name, STRATEGIES[name], {})
         for name in STRATEGIES
-        if name not in (*DIVIDING, REPLICATED) and (name != FIND_UNUSED or name == own)
+        if name not in (*DIVIDING, REPLICATED, AUTO) and (name != FIND_UNUSED or name == own)
     }
     options = None
     if own in sharings:

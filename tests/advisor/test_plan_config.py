@@ -1,6 +1,7 @@
 """``boltmesh plan auto CONFIG``: layouts of a config's own model, each of which starts."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,3 +183,20 @@ def test_advice_where_nothing_fits_names_enough_ranks(capsys, monkeypatch) -> No
     out = capsys.readouterr().out
     assert "Fits into the 12.40 GiB of a rank: nothing." in out
     assert "ranks of this kind ZeRO-3 fits" in out
+
+
+@pytest.mark.slow(60)
+def test_tuning_measures_layouts_and_later_plans_remember(tmp_path, monkeypatch) -> None:
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    line = ["tune", "ddp", *SMALL[:4], "--steps", "3", "--warmup", "1", "--top", "1", "--json"]
+    done = run_python(*BOLTMESH, *line, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    (first,) = found["layouts"]
+    assert first["reason"] is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = rates_file("cpu", 2, "32-true")
+    assert found["remembered"] == str(path)
+    rates = read_rates(path)
+    assert rates is not None
+    assert rates.calibration == pytest.approx(first["measured_s"] / first["predicted_s"])

@@ -1,0 +1,120 @@
+"""Predicts layouts of whole models: replicas, ZeRO stages and offload to the host."""
+
+from dataclasses import replace
+from math import ceil
+
+from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
+from boltmesh.advisor.machine import Hardware
+from boltmesh.advisor.prediction import Collective, RankStep, predict_step
+from boltmesh.plan.strategy_options import sharing_of
+from boltmesh.strategies.cost_model.memory import MemoryEstimate, estimate_memory
+from boltmesh.strategies.cost_model.model import (
+    Activations,
+    JobShape,
+    ModelShape,
+    StepWork,
+    Widths,
+)
+from boltmesh.strategies.cost_model.offload import FP32
+from boltmesh.strategies.cost_model.step_time import estimate_step_time
+from boltmesh.strategies.cost_model.traffic import estimate_traffic
+from boltmesh.strategies.registry import STRATEGIES
+
+REPLICATED = ("bolt_ddp", "bolt_zero1", "bolt_zero2", "bolt_zero3")
+OFFLOADED = ("bolt_zero1_cpu", "bolt_zero3_cpu")
+TIGHT = 0.93
+"""Share of a rank's memory above which a layout may run out of it."""
+EASE = 0.01
+"""How much slower a layout may be for each mechanism that it does not need."""
+
+
+def plan_replicas(
+    model: ModelShape,
+    layout: ConfigLayout,
+    job: JobShape,
+    hardware: Hardware,
+    *,
+    scale: float = 1.0,
+) -> PlannedLayout:
+    """Return what a layout without pipeline and tensor axis needs.
+
+    Args:
+        model: With the work of one batch.
+        layout: By the name of its strategy.
+        job: Ranks and batches of the layout.
+        hardware: What it is for.
+        scale: Rows of the layout's batch over those of the model's.
+    """
+    assert model.work is not None
+    activations = model.activations and Activations(
+        ceil(model.activations.saved_bytes * scale),
+        ceil(model.activations.transient_bytes * scale),
+        model.activations.how,
+    )
+    model = replace(
+        model,
+        activations=activations,
+        forward_flops=ceil((model.forward_flops or 0) * scale),
+    )
+    assert model.work is not None
+    sharing = sharing_of(layout.name, STRATEGIES[layout.name], {})
+    shards = job.num_shards if sharing.stage else 1
+    parts = estimate_step_time(model, sharing, job, hardware.machine)
+    offload = max(each or 0.0 for each in (parts.bus_s, parts.host_s, parts.disk_s))
+    step = RankStep(
+        work=scaled(model.work, scale),
+        batches=layout.accumulate,
+        sizes=layout.sizes,
+        microbatches=1,
+        bubble=0.0,
+        traffic=tuple(
+            Collective("data", each.operator, each.calls, each.whole_bytes)
+            for each in estimate_traffic(model, sharing, job)
+        ),
+        stepped_numel=0 if sharing.has_engine else model.trained_numel / shards,
+        stepped_tensors=sum(len(each.tensors) for each in model.units),
+        state_copies=job.state_copies,
+        offload_s=offload if sharing.has_engine else 0.0,
+        devices_per_node=hardware.ranks_per_node,
+    )
+    return judged(layout, estimate_memory(model, sharing, job), hardware, step)
+
+
+def judged(
+    layout: ConfigLayout, memory: MemoryEstimate, hardware: Hardware, step: RankStep
+) -> PlannedLayout:
+    """Return a layout with its predicted time, and whether it fits."""
+    machine = hardware.machine
+    sizes = [
+        (amount, room)
+        for place, amount in memory.peak.items()
+        if (room := machine.size_of(place)) is not None
+    ]
+    return PlannedLayout(
+        layout,
+        predict_step(step, machine, is_cpu=hardware.is_cpu),
+        memory,
+        machine.places_too_small_for(memory.peak),
+        is_tight=any(amount > TIGHT * room for amount, room in sizes),
+    )
+
+
+def order(planned: PlannedLayout) -> tuple[bool, bool, float]:
+    """Return a key that sorts layouts: those that fit, those with room, the fastest first."""
+    seconds = planned.seconds * (1 + EASE * planned.layout.num_mechanisms)
+    return not planned.fits, planned.is_tight, seconds
+
+
+def scaled(work: StepWork, scale: float) -> StepWork:
+    """Return the work of a batch of another size."""
+    return StepWork(ceil(work.flops * scale), ceil(work.moved_bytes * scale), work.operators)
+
+
+def keeps_fp32(model: ModelShape, widths: Widths) -> bool:
+    """Whether all trained parameters are stored in fp32, as offload needs them."""
+    return all(
+        widths.store(each.element_bytes) == FP32
+        for unit in model.units
+        for each in unit.tensors
+        if each.is_trained
+    )

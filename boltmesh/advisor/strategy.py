@@ -1,0 +1,242 @@
+"""``AutoStrategy`` (``bolt_auto``): replicas, ZeRO or offload, chosen when the model is known."""
+
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
+from boltmesh.advisor.machine import Hardware, rates_file, read_rates
+from boltmesh.advisor.replicas import OFFLOADED, REPLICATED, keeps_fp32, order, plan_replicas
+from boltmesh.errors import BoltMeshError, ConfigError
+from boltmesh.plan.dry_model import NumberTypes, faked, shapes_of_units
+from boltmesh.plan.dry_step import DryStep
+from boltmesh.plan.text import size_text
+from boltmesh.planner.layout_memory import CONTEXT_BYTES
+from boltmesh.strategies.cost_model.model import (
+    Activations,
+    JobShape,
+    ModelShape,
+    StepWork,
+    widths_of,
+)
+from boltmesh.strategies.cost_model.step_time import Machine
+from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
+from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.data_parallel.zero import ZeroAxis
+from boltmesh.strategies.dry_run.metrics import find_metrics
+from boltmesh.strategies.dry_run.no_side_effects import (
+    modules_unchanged,
+    no_side_effects,
+    patched_log,
+    random_state_unchanged,
+)
+from boltmesh.strategies.dry_run.sample import sample_batch
+from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.lightning_compat.trainer import (
+    module_keeps_gradients,
+    module_reads_gradients,
+    reads_gradients,
+)
+from boltmesh.strategies.registry import STRATEGIES
+from boltmesh.strategies.torch_compat.modules import swapped_state
+from boltmesh.strategies.torch_compat.tensors import fake_tensors, make_fake, tree_map
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.engine.data_axis import DataAxis
+
+SHARE_WITHOUT_ACTIVATIONS = 0.5
+"""Share of a rank's memory for parameters, gradients and optimizer state where a step cannot be
+run without data, so that activations are not known."""
+TYPICAL = {
+    "cpu": Machine(device_tflops=0.05, memory_gb_s=5.0, operator_us=5.0, network_gb_s=1.0,
+                   collective_us=200.0),
+    "cuda": Machine(device_tflops=100.0, memory_gb_s=2000.0, operator_us=5.0, network_gb_s=50.0,
+                    collective_us=20.0, bus_gb_s=25.0, host_gb_s=50.0),
+}  # fmt: skip
+"""Rates where `boltmesh tune` has remembered none; the choice depends little on them."""
+
+
+class AutoStrategy(MeshStrategy):
+    """Chooses among the strategies of whole models: the fastest that fits a rank's memory.
+
+    Replicas (``bolt_ddp``), ZeRO stages 1, 2 and 3 and, on GPUs, offload to host memory. The choice
+    is made when a fit sets up: ``training_step`` runs once on tensors without data, and memory is
+    computed as by ``boltmesh plan``. Rank 0 decides for all, and one line states the choice. From
+    then on everything is as with the chosen strategy, the numbers too.
+
+    Layers are not divided: process groups and the dealing of the data are made before a model is
+    known. ``boltmesh plan auto CONFIG`` chooses among pipelines and tensor groups as well.
+
+    Args:
+        max_memory_bytes: Memory that a rank may take; by default that of its device.
+        **kwargs: As for ``MeshStrategy``.
+
+    Raises:
+        ConfigError: When none of them fits, at set-up.
+    """
+
+    strategy_name = "bolt_auto"
+
+    def __init__(self, *, max_memory_bytes: int | None = None, **kwargs: Any) -> None:
+        if max_memory_bytes is not None and max_memory_bytes < 1:
+            raise ConfigError(
+                f"max_memory_bytes={max_memory_bytes} holds no model. Give the bytes that a rank "
+                f"may take, or leave it out."
+            )
+        # Until the choice: builds a model of configure_model without memory, as the choice needs.
+        super().__init__(axes=[_axis_of("bolt_zero3")], **kwargs)
+        self.max_memory_bytes = max_memory_bytes
+        self.chosen: str | None = None
+        """Registered name of the strategy; None before the first set-up."""
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # asked before and after the choice
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        if self.chosen is None:
+            found = self.broadcast(self._choose(trainer))
+            if isinstance(found, BoltMeshError):
+                raise found
+            name, why = found
+            rank_zero_info(f"bolt_auto: {name} on {self.world_size} ranks: {why}.")
+            self.add_axis(_axis_of(name))
+            if self.is_fitting or self.data_axis.is_sharded:  # a whole model can be divided later
+                self.chosen = name
+        super().setup(trainer)
+
+    def _choose(self, trainer: Trainer) -> tuple[str, str] | BoltMeshError:
+        """Return a name and the reason, or why there is none; all ranks call this."""
+        assert self.lightning_module is not None
+        try:
+            hardware = self._hardware(str(trainer.precision))
+            model, complaint = _describe(trainer, self.lightning_module, runs=self.is_fitting)
+            planned = self._planned(trainer, model, hardware, knows=complaint is None)
+        except BoltMeshError as error:
+            return error
+        first, best = planned[0], min(planned, key=order)
+        told = "" if complaint is None else f"; activations are not known: {complaint}"
+        room = _room(hardware)
+        if not best.fits:
+            least = min(planned, key=_peak)
+            return ConfigError(
+                f"bolt_auto: no layout of the whole model fits into the {size_text(room).strip()} "
+                f"of a rank: {least.layout.name} needs {size_text(_peak(least)).strip()}{told}. "
+                f"Use more ranks or smaller batches; boltmesh plan auto CONFIG tries pipelines and "
+                f"tensor groups as well."
+            )
+        need = size_text(_peak(best)).strip()
+        why = f"it needs {need} of {size_text(room).strip()} a rank"
+        if best is not first and not first.fits:
+            why += f", and {first.layout.name} {size_text(_peak(first)).strip()}"
+        return best.layout.name, why + told
+
+    def _planned(
+        self, trainer: Trainer, model: ModelShape, hardware: Hardware, *, knows: bool
+    ) -> list[PlannedLayout]:
+        if not knows:
+            machine = hardware.machine
+            place = "host_gib" if hardware.is_cpu else "device_gib"
+            share = SHARE_WITHOUT_ACTIVATIONS * getattr(machine, place)
+            hardware = replace(hardware, machine=replace(machine, **{place: share}))
+        widths = widths_of(str(trainer.precision))
+        names: tuple[str, ...] = REPLICATED if self.world_size > 1 else REPLICATED[:1]
+        if not hardware.is_cpu and keeps_fp32(model, widths):
+            names += OFFLOADED
+        sizes = {"pipeline": 1, "data": self.world_size, "tensor": 1}
+        assert self.lightning_module is not None
+        job = JobShape(
+            num_ranks=self.world_size,
+            widths=widths,
+            num_microbatches=trainer.accumulate_grad_batches,
+            reads_gradients=reads_gradients(trainer, self.lightning_module),
+            is_on_host=hardware.is_cpu,
+        )
+        return [
+            plan_replicas(
+                model,
+                ConfigLayout(name, sizes, accumulate=trainer.accumulate_grad_batches),
+                job,
+                hardware,
+            )
+            for name in names
+        ]
+
+    def _hardware(self, precision: str) -> Hardware:
+        kind = self.root_device.type
+        host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / self.num_processes
+        machine = read_rates(rates_file(kind, self.num_processes, precision)) or TYPICAL[kind]
+        room = host
+        if kind == "cuda":
+            total = torch.cuda.get_device_properties(self.root_device).total_memory
+            room = total - CONTEXT_BYTES
+        if self.max_memory_bytes is not None:
+            room = self.max_memory_bytes
+        sizes = {"host_gib": host / 2**30}
+        sizes["host_gib" if kind == "cpu" else "device_gib"] = room / 2**30
+        machine = replace(machine, **sizes)
+        return Hardware(machine, self.num_processes, self.num_nodes, kind == "cpu", kind, "")
+
+
+def _axis_of(name: str) -> "DataAxis":
+    """Return the data axis of a registered strategy."""
+    arguments = STRATEGIES[name].arguments
+    return ZeroAxis(ZeroOptions(**arguments)) if arguments else DdpAxis(DdpOptions())
+
+
+def _room(hardware: Hardware) -> int:
+    machine = hardware.machine
+    gib = machine.host_gib if hardware.is_cpu else machine.device_gib
+    return round((gib or 0.0) * 2**30)
+
+
+def _peak(planned: PlannedLayout) -> int:
+    return planned.memory.peak.device or planned.memory.peak.host
+
+
+def _describe(
+    trainer: Trainer, module: LightningModule, *, runs: bool
+) -> tuple[ModelShape, str | None]:
+    """Return the module as the estimates have it, and why its step could not be run, if so."""
+    types = NumberTypes.of(str(trainer.precision))
+    measured, mode = DryStep(), fake_tensors()
+    complaint: str | None = None if runs else "this is no fit"
+    if runs:
+        try:
+            batch = sample_batch(trainer).batch
+            with ExitStack() as stack:
+                stack.enter_context(random_state_unchanged(torch.device("cpu")))
+                stack.enter_context(modules_unchanged(module.modules()))
+                stack.enter_context(no_side_effects(module, find_metrics(module)))
+                stack.enter_context(patched_log(module, lambda *_, **__: None))
+                named = [*module.named_parameters(), *module.named_buffers()]
+                swapped = {name: make_fake(each, mode) for name, each in named}
+                stack.enter_context(mode)
+                stack.enter_context(swapped_state(module, swapped))
+                batch = tree_map(faked(mode, types.stored), batch)
+                complaint = measured.run(module, batch, types.cast)
+        except Exception as error:  # noqa: BLE001 - the choice goes on without activations
+            complaint = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    known = complaint is None
+    shape = ModelShape(
+        type(module).__name__,
+        shapes_of_units(
+            module, None, multiplied=measured.cast_names, is_autocast=types.is_autocast
+        ),
+        buffer_bytes=sum(each.numel() * each.element_size() for each in module.buffers()),
+        activations=Activations(measured.saved_bytes, measured.transient_bytes, "counted")
+        if known
+        else None,
+        work=measured.work if known else StepWork(0, 0, 0),
+        reads_gradients=module_reads_gradients(module),
+        keeps_gradients=module_keeps_gradients(module),
+    )
+    return shape, complaint

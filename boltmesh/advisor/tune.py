@@ -1,0 +1,136 @@
+"""``boltmesh tune``: runs the best layouts for some steps each, and remembers the machine's rates.
+
+Each layout is a job of its own, started as ``boltmesh fit`` starts it and measured by its
+telemetry. A layout that fails or runs out of memory is an answer too.
+"""
+
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from boltmesh.advisor.command import search_config
+from boltmesh.advisor.layouts import PlannedLayout
+from boltmesh.advisor.machine import rates_file, remember
+from boltmesh.advisor.report import command_line, head_lines, overrides_of, words
+from boltmesh.advisor.search import ConfigSearch
+from boltmesh.bench.running import run_variant
+from boltmesh.bench.variant import Variant
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One layout, predicted and run."""
+
+    planned: PlannedLayout
+    seconds: float | None
+    """Median time of a step; None if no step was measured."""
+    reason: str | None
+    """Why it ended early, if it did."""
+
+
+def tune(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    steps: int,
+    warmup: int,
+    count: int,
+    as_json: bool,
+) -> int:
+    """Measure the best layouts, and print the fastest; return 1 if none has run.
+
+    Args:
+        config: Its name or path.
+        overrides: ``key=value`` of the command line.
+        steps: Optimizer steps of each layout that count.
+        warmup: Optimizer steps before them.
+        count: Layouts that are measured.
+        as_json: Print JSON.
+
+    Raises:
+        ConfigError: For a config that cannot be planned.
+    """
+    found = search_config(config, overrides, again=True)
+    chosen = found.best(count)
+    measured = [_run(found, each, config, overrides, steps=steps, warmup=warmup) for each in chosen]
+    line = shlex.join([config, *overrides])
+    path = None
+    ran = [each for each in measured if each.seconds is not None]
+    if ran:
+        path = _remember(found, ran)
+    if as_json:
+        print(json.dumps(_as_data(found, measured, line, path)))
+    else:
+        print("\n".join(_lines(found, measured, line, path)))
+    return 0 if ran else 1
+
+
+def _run(
+    found: ConfigSearch,
+    planned: PlannedLayout,
+    config: str,
+    overrides: Sequence[str],
+    *,
+    steps: int,
+    warmup: int,
+) -> Measured:
+    print(f"boltmesh tune: {words(planned)}", file=sys.stderr, flush=True)
+    variant = Variant(label=words(planned), strategy=planned.layout.name)
+    line = [*overrides, *overrides_of(found, planned), "strategy.telemetry=true"]
+    ended = run_variant(variant, config, line, steps=steps, warmup=warmup)
+    if ended.run is None:
+        return Measured(planned, None, ended.reason)
+    return Measured(planned, statistics.median(ended.run.step_s), ended.reason)
+
+
+def _remember(found: ConfigSearch, ran: Sequence[Measured]) -> Path:
+    """Write the rates of this machine with what its steps took over what was predicted."""
+    hardware, trainer = found.hardware, found.config.trainer
+    kind = "cpu" if hardware.is_cpu else "cuda"
+    path = rates_file(kind, hardware.ranks_per_node, trainer.precision)
+    factor = statistics.median((each.seconds or 0.0) / each.planned.seconds for each in ran)
+    remember(replace(hardware.machine, calibration=factor), path)
+    return path
+
+
+def _lines(
+    found: ConfigSearch, measured: Sequence[Measured], line: str, path: Path | None
+) -> Iterator[str]:
+    yield from head_lines(found)
+    yield ""
+    yield "   predicted   measured"
+    order = sorted(measured, key=lambda each: each.seconds or float("inf"))
+    for place, each in enumerate(order, start=1):
+        took = "       none" if each.seconds is None else f"{each.seconds:9.3f} s"
+        why = "" if each.reason is None else f": {each.reason}"
+        yield f"{place}. {each.planned.seconds:8.3f} s {took}  {words(each.planned)}{why}"
+    yield ""
+    if path is None:
+        yield "No layout has run, and nothing is remembered."
+        return
+    first = order[0]
+    yield f"The fastest: {command_line(found, first.planned, line)}"
+    yield f"Rates and their calibration are remembered for later plans: {path}"
+
+
+def _as_data(
+    found: ConfigSearch, measured: Sequence[Measured], line: str, path: Path | None
+) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "remembered": None if path is None else str(path),
+        "layouts": [
+            {
+                "command": command_line(found, each.planned, line),
+                "predicted_s": each.planned.seconds,
+                "measured_s": each.seconds,
+                "reason": each.reason,
+            }
+            for each in measured
+        ],
+    }
