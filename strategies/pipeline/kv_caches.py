@@ -48,8 +48,9 @@ def forms_of(caches: Sequence[Any], unit: Module) -> Forms:
         PipelineError: If a cache keeps something else than tensors and numbers.
     """
     numbers = {
-        each.layer_idx for each in unit.modules() if isinstance(getattr(each, "layer_idx", 0), int)
-        and hasattr(each, "layer_idx")
+        each.layer_idx
+        for each in unit.modules()
+        if isinstance(getattr(each, "layer_idx", 0), int) and hasattr(each, "layer_idx")
     }
     return {
         (at, name, number): _form(layer)
@@ -123,7 +124,11 @@ def _opened(state: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
         leaves, build = take_apart(value)
         made[name] = build([_open(leaf) for leaf in leaves])
         before = now.get(name)
-        if isinstance(before, Tensor) and isinstance(value, _Value) and before.device.type != "meta":
+        if (
+            isinstance(before, Tensor)
+            and isinstance(value, _Value)
+            and before.device.type != "meta"
+        ):
             made[name] = made[name].to(before.device)
     return made
 
