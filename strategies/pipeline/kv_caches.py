@@ -22,14 +22,14 @@ Forms = dict[tuple[int, str, int], bytes]
 """Forms of layers, by the cache's number, the attribute with its layers' owner, and the layer's."""
 
 
-class _Form:
+class _TensorForm:
     """Stands for a tensor without its data."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
-class _Value:
+class _SmallTensor:
     """Stands for a small tensor whose values code between units reads, such as a length."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -114,8 +114,8 @@ def _form(layer: Any) -> bytes:
     return stream.getvalue()
 
 
-def _closed(tensor: Tensor) -> _Form | _Value:
-    return _Form(tensor) if tensor.is_floating_point() else _Value(tensor)
+def _closed(tensor: Tensor) -> _TensorForm | _SmallTensor:
+    return _TensorForm(tensor) if tensor.is_floating_point() else _SmallTensor(tensor)
 
 
 def _opened(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def _opened(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open(leaf: Any, device: torch.device | None) -> Any:
-    if isinstance(leaf, _Form):
+    if isinstance(leaf, _TensorForm):
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-    if isinstance(leaf, _Value):
+    if isinstance(leaf, _SmallTensor):
         return torch.tensor(leaf.values, dtype=leaf.dtype, device=device)
     return leaf
