@@ -5,19 +5,20 @@ placed; during a step the entries cut, and results are made whole. Gradients are
 it averages over ``data x context``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from typing_extensions import override
 
-from boltmesh.errors import BoltMeshError, ConfigError
+from boltmesh.errors import BoltMeshError, ConfigError, UnsupportedError
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.context.cut import ContextState, step_ended
 from boltmesh.strategies.context.dispatch import watch_functions
@@ -36,9 +37,6 @@ from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic, count_step
 from boltmesh.telemetry.traffic import ExpectedTraffic
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _CPU = torch.device("cpu")
 
@@ -72,7 +70,10 @@ class ContextAxis(Axis):
         """None before a model was placed."""
         self._module: LightningModule | None = None
         self._steps: set[str] = set()
-        """Steps of the module that were proven."""
+        """Steps of the module that were proven, or are run whole."""
+        self._whole_steps: set[str] = set()
+        """Steps that generate text: every rank runs all of them."""
+        self._is_proving = False
         self._hooks: Entries | None = None
         self._control: ProcessGroup | None = None
         """The ranks of the context group on the CPU."""
@@ -133,7 +134,19 @@ class ContextAxis(Axis):
             self._module = module
         self.state = self._new_state(strategy.groups[self.name])
         if step not in self._steps:
-            self._prove(trainer, module, step)
+            self._is_proving = True
+            try:
+                self._prove(trainer, module, step)
+            except ConfigError:
+                if step not in self._whole_steps:
+                    raise
+                rank_zero_info(
+                    f"boltmesh: {step} calls generate, and every rank of the context axis runs all "
+                    f"of it."
+                )
+                self._steps.add(step)
+            finally:
+                self._is_proving = False
         if self._hooks is not None:
             self._hooks.remove()
         self._hooks = Entries(module, self.entries, self.state)
@@ -255,13 +268,23 @@ class ContextAxis(Axis):
 
     @override
     def run_step(self, step: str, run: StepFunction, args: Any, kwargs: Any) -> Any:
-        if self._hooks is None or self.size == 1:
+        if self._hooks is None or self.size == 1 or step in self._whole_steps:
             return run(args, kwargs)
         assert self._module is not None
         assert self.state is not None
         self.state.end_step()  # what a backward pass that ran blocks again has left
         with self._hooks.on(), results_whole(self._module, step):
             return run(args, kwargs)
+
+    @override
+    def run_generation(self, run: Callable[[], Any]) -> Any:
+        if self._is_proving:
+            self._whole_steps.add(self.strategy.step_name)
+            raise UnsupportedError("generate has a sequence that grows")
+        if self._hooks is None:
+            return run()
+        with self._hooks.off():
+            return run()
 
     # Ending.
 
@@ -275,7 +298,8 @@ class ContextAxis(Axis):
     def _forget(self) -> None:
         if self._hooks is not None:
             self._hooks.remove()
-        self._hooks, self.entries, self._steps = None, (), set()
+        self._hooks, self.entries = None, ()
+        self._steps, self._whole_steps = set(), set()
 
 
 def _nothing() -> None:

@@ -7,7 +7,7 @@ by a convolution, the first of the repeated blocks cuts what it takes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,13 +188,17 @@ class Entries:
         return call
 
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self, *, is_on: bool = True) -> Iterator[None]:
         """Context in which entries cut, as in backward passes that run a block again."""
-        before, self.is_on = self.is_on, True
+        before, self.is_on = self.is_on, is_on
         try:
             yield
         finally:
             self.is_on = before
+
+    def off(self) -> AbstractContextManager[None]:
+        """Context in which they do not."""
+        return self.on(is_on=False)
 
     def remove(self) -> None:
         """Leave the model as it was."""

@@ -406,7 +406,8 @@ class PipelineAxis(Axis):
             if self.staged.placement is not None and self.staged.runner.is_relaying:
                 return run()
             raise UnsupportedError(
-                "generate runs the layers once for each token, and stages hand a batch on once"
+                "generate runs the layers once for each token, and stages hand a batch on once. In "
+                "training, call it in a hook such as on_train_batch_end."
             )
         return self.staged.runner.relay_outside_of_steps("generate", run)
 

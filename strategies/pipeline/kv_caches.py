@@ -3,7 +3,7 @@
 Each rank has the cache object that ``generate`` made. A unit leaves keys and values in its layer of
 the cache, on its rank alone. The other ranks get the form of that layer: how long it is, and meta
 tensors, which have a shape and no data, in the places of keys and values. So code between units
-reads lengths and reorders beams alike on all ranks.
+reads the same lengths on all ranks, and reorders beams there.
 """
 
 import io
@@ -22,14 +22,14 @@ Forms = dict[tuple[int, str, int], bytes]
 """Forms of layers, by the cache's number, the attribute with its layers' owner, and the layer's."""
 
 
-class _Form:
+class _TensorForm:
     """Stands for a tensor without its data."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
-class _Value:
+class _SmallTensor:
     """Stands for a small tensor whose values code between units reads, such as a length."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -81,7 +81,7 @@ def put_forms(caches: Sequence[Any], forms: Mapping[tuple[int, str, int], bytes]
         kind, state = made
         while len(layers) <= number:
             layers.append(kind.__new__(kind))
-        vars(layers[number]).update(_opened(state, vars(layers[number])))
+        vars(layers[number]).update(_opened(state))
 
 
 def _is_cache(value: Any) -> bool:
@@ -109,33 +109,27 @@ def _form(layer: Any) -> bytes:
         )
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream)
-    pickler.fast = True  # equal values give equal bytes, whoever holds them
+    pickler.fast = True  # equal values give equal bytes
     pickler.dump((type(layer), replace_tensors(state, _closed)))
     return stream.getvalue()
 
 
-def _closed(tensor: Tensor) -> _Form | _Value:
-    return _Form(tensor) if tensor.is_floating_point() else _Value(tensor)
+def _closed(tensor: Tensor) -> _TensorForm | _SmallTensor:
+    return _TensorForm(tensor) if tensor.is_floating_point() else _SmallTensor(tensor)
 
 
-def _opened(state: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def _opened(state: Mapping[str, Any]) -> dict[str, Any]:
+    device = state.get("device")
     made = {}
     for name, value in state.items():
         leaves, build = take_apart(value)
-        made[name] = build([_open(leaf) for leaf in leaves])
-        before = now.get(name)
-        if (
-            isinstance(before, Tensor)
-            and isinstance(value, _Value)
-            and before.device.type != "meta"
-        ):
-            made[name] = made[name].to(before.device)
+        made[name] = build([_open(leaf, device) for leaf in leaves])
     return made
 
 
-def _open(leaf: Any) -> Any:
-    if isinstance(leaf, _Form):
+def _open(leaf: Any, device: torch.device | None) -> Any:
+    if isinstance(leaf, _TensorForm):
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-    if isinstance(leaf, _Value):
-        return torch.tensor(leaf.values, dtype=leaf.dtype)
+    if isinstance(leaf, _SmallTensor):
+        return torch.tensor(leaf.values, dtype=leaf.dtype, device=device)
     return leaf

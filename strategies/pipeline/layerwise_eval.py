@@ -61,10 +61,10 @@ class LayerwiseEvaluation:
         """Return what a function of the model returns, on every rank. Collective.
 
         Args:
-            function: A step on a batch, say, alike on all ranks.
+            function: A step on a batch, for example; the same on all ranks.
             seed: What random numbers of units start from.
             seeds: Whether those of code between units do so too, and generators stand afterwards
-                as before. Else they go on from where they stand, alike on all ranks.
+                as before. Else they go on from where they stand, the same on all ranks.
 
         Raises:
             PipelineError: When ranks come to call a unit with different values.
@@ -119,7 +119,7 @@ class LayerwiseEvaluation:
             raise PipelineError(
                 f"The ranks of the pipeline came to call '{name}' with different values, so what "
                 f"it gives would be wrong. Layers that leave something behind for code outside of "
-                f"them leave it on their own rank."
+                f"them, such as a key-value cache, leave it on their own rank: set use_cache=False."
             )
         put_forms(caches, forms)
         return tree_map_only(_Blank, lambda each: self._filled(each, holder), blank)

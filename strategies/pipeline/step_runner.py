@@ -274,7 +274,7 @@ class StepRunner:
 
         Args:
             name: For errors.
-            function: Alike on all ranks, whose random numbers stand alike.
+            function: The same on all ranks, whose generators stand at the same place.
         """
         return self._relay(name, function, self._context.seed, seeds=False)
 

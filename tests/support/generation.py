@@ -28,7 +28,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """How ``generate`` is called."""
 
-PLACES = ("predict_step", "validation_step", "on_validation_epoch_end", "on_train_epoch_end")
+PLACES = (
+    "predict_step",
+    "predict alone",
+    "validation_step",
+    "on_validation_epoch_end",
+    "on_train_epoch_end",
+)
 
 
 def causal_model(family: str) -> Any:
@@ -108,7 +114,7 @@ class Generating(LightningModule):
         for way in self.ways:
             number = int(batch["number"])
             # Ranks stop at different lengths, and in steps they may differ in their calls.
-            for _ in range(1 + number % 2 if place.endswith("step") else 1):
+            for _ in range(1 + number % 2 if not place.startswith("on_") else 1):
                 torch.manual_seed(7 + number)
                 made = self.net.generate(
                     input_ids=batch["input_ids"],
@@ -131,7 +137,7 @@ class Generating(LightningModule):
             self.generate("validation_step", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> int:
-        self.generate("predict_step", batch)
+        self.generate(self.place, batch)
         return int(batch["number"])
 
     def on_validation_epoch_end(self) -> None:
@@ -179,7 +185,8 @@ def generated(
     )
     texts = DataLoader(Texts(), batch_size=len(Texts()) // replicas)
     loader = DataLoader(Prompts(prompts), batch_size=None)
-    trainer.fit(module, texts, loader)
-    if place == "predict_step":
+    if place != "predict alone":
+        trainer.fit(module, texts, loader)
+    if place.startswith("predict"):
         trainer.predict(module, loader)
     return module.tokens

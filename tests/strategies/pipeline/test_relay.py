@@ -75,12 +75,13 @@ def relay(root: nn.Module, ranks: int) -> LayerwiseEvaluation:
 
 def write(rank: int, ranks: int) -> tuple[dict[str, Any], bool]:
     root = model(Writer)
-    made = relay(root, ranks).run("predict_step", (texts(), 0), {}, seed=5)
+    made = relay(root, ranks).run(lambda: root.predict_step(texts(), 0), seed=5)
     return made, is_absent(root.get_parameter("positions"))
 
 
 def hoard(rank: int, ranks: int) -> None:
-    relay(model(Hoarder), ranks).run("predict_step", (texts(), 0), {}, seed=5)
+    root = model(Hoarder)
+    relay(root, ranks).run(lambda: root.predict_step(texts(), 0), seed=5)
 
 
 def texts() -> Tensor:
