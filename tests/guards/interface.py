@@ -184,7 +184,7 @@ def _formats() -> Iterator[str]:
         (job,) = telemetry.iterdir()
         yield f"files of a job's telemetry: {_names(job)}"
         yield f"job.json: {', '.join(sorted(json.loads((job / 'job.json').read_text())))}"
-        (rank,) = job.glob("*rank*")
+        (rank,) = job.glob("rank*.bin")
         magic, version = struct.unpack_from("<8sI", rank.read_bytes())
         yield f"a rank's telemetry: {magic.decode()} version {version}, {rank.stat().st_size} bytes"
         recording = Path(folder, "recording")
