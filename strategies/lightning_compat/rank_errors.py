@@ -45,12 +45,13 @@ class RankErrors:
         """Make a folder for reports, which processes that are started later inherit."""
         folder = tempfile.mkdtemp(prefix="boltmesh-ranks-")
         os.environ[_FOLDER] = folder
-        atexit.register(RankErrors.remove_folder)
+        atexit.register(RankErrors.remove_folder, folder, os.getpid())
 
     @staticmethod
-    def remove_folder() -> None:
-        """Remove the folder of reports, at the end of the process that made it."""
-        shutil.rmtree(os.environ[_FOLDER], ignore_errors=True)
+    def remove_folder(folder: str, owner: int) -> None:
+        """Remove a folder of reports, at the end of the process ``owner`` that made it."""
+        if os.getpid() == owner:  # a forked process has the exit functions of its parent
+            shutil.rmtree(folder, ignore_errors=True)
 
     def report(self, error: Exception) -> None:
         """Leave a report for the process that started this one, which shows it."""
