@@ -8,7 +8,7 @@ from boltmesh.advisor.search import ConfigSearch
 from boltmesh.plan.text import size_text
 
 MATTERS = 0.10
-"""Layouts that differ by less are taken as equal: the error of times on a measured machine."""
+"""Layouts that differ by less are taken as equal."""
 
 
 def advice_lines(found: ConfigSearch, line: str) -> Iterator[str]:

@@ -11,8 +11,8 @@ from boltmesh.plan.text import size_text
 
 SHOWN_TERMS = 0.01
 """Terms below this share of a step are not printed."""
-COLD = "30 % on a machine whose steps were not measured; boltmesh tune measures them"
-CALIBRATED = "10 % on a machine whose steps boltmesh tune has measured"
+COLD = "not known before boltmesh tune has measured steps; a factor of two on a busy CPU"
+CALIBRATED = "not known; boltmesh tune has measured steps, and prints both times"
 
 
 def command_line(found: ConfigSearch, candidate: PlannedLayout, line: str) -> str:

@@ -102,23 +102,36 @@ class AutoStrategy(MeshStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        if self.chosen is None:
+        if self.chosen is None and not self.is_fitting:
+            self._evaluate(trainer)
+        elif self.chosen is None:
             found = self.broadcast(self._choose(trainer))
             if isinstance(found, BoltMeshError):
                 raise found
             name, why = found
             rank_zero_info(f"bolt_auto: {name} on {self.world_size} ranks: {why}.")
             self.add_axis(_axis_of(name))
-            if self.is_fitting or self.data_axis.is_sharded:  # a whole model can be divided later
-                self.chosen = name
+            self.chosen = name
         super().setup(trainer)
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        """Take replicas where the parameters fit; a fit can still divide them. Else ZeRO-3."""
+        assert self.lightning_module is not None
+        room = _room(self._hardware(str(trainer.precision)))
+        held = sum(
+            each.numel() * each.element_size() for each in self.lightning_module.parameters()
+        )
+        if self.broadcast(held <= room):
+            self.add_axis(_axis_of("bolt_ddp"))
+        else:
+            self.chosen = "bolt_zero3"
 
     def _choose(self, trainer: Trainer) -> tuple[str, str] | BoltMeshError:
         """Return a name and the reason, or why there is none; all ranks call this."""
         assert self.lightning_module is not None
         try:
             hardware = self._hardware(str(trainer.precision))
-            model, complaint = _describe(trainer, self.lightning_module, runs=self.is_fitting)
+            model, complaint = _describe(trainer, self.lightning_module)
             planned = self._planned(trainer, model, hardware, knows=complaint is None)
         except BoltMeshError as error:
             return error
@@ -202,29 +215,26 @@ def _peak(planned: PlannedLayout) -> int:
     return planned.memory.peak.device or planned.memory.peak.host
 
 
-def _describe(
-    trainer: Trainer, module: LightningModule, *, runs: bool
-) -> tuple[ModelShape, str | None]:
+def _describe(trainer: Trainer, module: LightningModule) -> tuple[ModelShape, str | None]:
     """Return the module as the estimates have it, and why its step could not be run, if so."""
     types = NumberTypes.of(str(trainer.precision))
     measured, mode = DryStep(), fake_tensors()
-    complaint: str | None = None if runs else "this is no fit"
-    if runs:
-        try:
-            batch = sample_batch(trainer).batch
-            with ExitStack() as stack:
-                stack.enter_context(random_state_unchanged(torch.device("cpu")))
-                stack.enter_context(modules_unchanged(module.modules()))
-                stack.enter_context(no_side_effects(module, find_metrics(module)))
-                stack.enter_context(patched_log(module, lambda *_, **__: None))
-                named = [*module.named_parameters(), *module.named_buffers()]
-                swapped = {name: make_fake(each, mode) for name, each in named}
-                stack.enter_context(mode)
-                stack.enter_context(swapped_state(module, swapped))
-                batch = tree_map(faked(mode, types.stored), batch)
-                complaint = measured.run(module, batch, types.cast)
-        except Exception as error:  # noqa: BLE001 - the choice goes on without activations
-            complaint = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    complaint: str | None
+    try:
+        batch = sample_batch(trainer).batch
+        with ExitStack() as stack:
+            stack.enter_context(random_state_unchanged(torch.device("cpu")))
+            stack.enter_context(modules_unchanged(module.modules()))
+            stack.enter_context(no_side_effects(module, find_metrics(module)))
+            stack.enter_context(patched_log(module, lambda *_, **__: None))
+            named = [*module.named_parameters(), *module.named_buffers()]
+            swapped = {name: make_fake(each, mode) for name, each in named}
+            stack.enter_context(mode)
+            stack.enter_context(swapped_state(module, swapped))
+            batch = tree_map(faked(mode, types.stored), batch)
+            complaint = measured.run(module, batch, types.cast)
+    except Exception as error:  # noqa: BLE001 - the choice goes on without activations
+        complaint = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     known = complaint is None
     shape = ModelShape(
         type(module).__name__,

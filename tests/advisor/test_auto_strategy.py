@@ -49,6 +49,10 @@ class Perceptron(LightningModule):
         self.losses.append(loss.detach())
         return loss
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("test_loss", (self.layers(x) - y).square().mean(), sync_dist=True)
+
     def on_train_end(self) -> None:
         self.losses = [float(each) for each in self.losses]
 
@@ -99,6 +103,48 @@ def test_the_numbers_are_those_of_the_chosen_strategy(most_bytes, model, chosen)
         assert losses == expected
         assert values.keys() == wanted.keys()
         assert all(torch.equal(values[each], wanted[each]) for each in values)
+
+
+def resume(
+    rank: int, world_size: int, folder: str, strategy: str, options: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Evaluate, train and save, and go on in another run; return its parameters."""
+
+    def trainer(steps: int) -> Trainer:
+        return Trainer(
+            strategy=build_strategy(strategy, telemetry=False, **options),
+            devices=world_size,
+            accelerator="cpu",
+            max_steps=steps,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    data = regression_data(32, 4)
+    first, second = Perceptron(), Perceptron()
+    stopped = trainer(STEPS // 2)
+    if strategy == "bolt_auto":
+        stopped.test(first, data, verbose=False)
+    stopped.fit(first, data)
+    stopped.save_checkpoint(f"{folder}/half.ckpt")
+    with torch.no_grad():
+        for each in second.parameters():
+            each.zero_()
+    trainer(STEPS).fit(second, data, ckpt_path=f"{folder}/half.ckpt")
+    with gathered_parameters(second) as whole:
+        return {name: each.detach().clone() for name, each in whole.items()}
+
+
+@pytest.mark.parametrize(("most_bytes", "chosen"), [(None, "bolt_ddp"), (193_990, "bolt_zero3")])
+def test_a_run_is_evaluated_and_resumed(tmp_path, most_bytes, chosen) -> None:
+    options = {"max_memory_bytes": most_bytes}
+    auto = run_ranks(resume, 2, str(tmp_path / "auto"), "bolt_auto", options)
+    same = run_ranks(resume, 2, str(tmp_path / "same"), chosen, {})
+    for resumed, expected in zip(auto, same, strict=True):
+        assert any(each.any() for each in resumed.values())
+        assert all(torch.equal(resumed[name], expected[name]) for name in expected)
 
 
 def test_what_fits_nowhere_is_refused_with_the_least() -> None:

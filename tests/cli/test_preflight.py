@@ -41,7 +41,7 @@ def nobody_has_launched(workplace, monkeypatch):
             ["strategy=zzz"],
             (
                 "a.yaml: there is no strategy 'strategy.name=zzz'. Use bolt_ddp, "
-                "bolt_ddp_find_unused_parameters_true, bolt_replicated, bolt_zero1, "
+                "bolt_auto, bolt_ddp_find_unused_parameters_true, bolt_replicated, bolt_zero1, "
                 "bolt_zero2, bolt_zero3, bolt_zero1_cpu, bolt_zero2_cpu, bolt_zero3_cpu, "
                 "bolt_zero3_nvme, bolt_pipeline, bolt_tensor, bolt_context, bolt_3d and "
                 "bolt_expert."
