@@ -45,12 +45,17 @@ class RankErrors:
         """Make a folder for reports, which processes that are started later inherit."""
         folder = tempfile.mkdtemp(prefix="boltmesh-ranks-")
         os.environ[_FOLDER] = folder
-        atexit.register(RankErrors.remove_folder, folder, os.getpid())
+        atexit.register(RankErrors.remove_folder, of=os.getpid())
 
     @staticmethod
-    def remove_folder(folder: str, owner: int) -> None:
-        """Remove a folder of reports, at the end of the process ``owner`` that made it."""
-        if os.getpid() == owner:  # a forked process has the exit functions of its parent
+    def remove_folder(of: int | None = None) -> None:
+        """Remove the folder of reports, at the end of the process that made it.
+
+        Args:
+            of: That process; a fork of it runs its exit functions too, and removes nothing.
+        """
+        folder = os.environ.get(_FOLDER)
+        if folder is not None and of in (None, os.getpid()):
             shutil.rmtree(folder, ignore_errors=True)
 
     def report(self, error: Exception) -> None:
