@@ -1,5 +1,6 @@
 """Prints the table of the zoo, and writes it into docs/support.md."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,8 +62,11 @@ def for_the_page(rows: Rows) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Return an error without its class, to the end of the first sentence."""
+    """Return the first sentence of an error, without its class, ranks and folders."""
     _, _, told = text.partition(": ")
+    told = re.sub(r"/\S*/(site-packages/|(?=tests/zoo/))", "", told)
+    told = re.sub(r"Stage \d+ on rank \d+", "A stage", told)
+    told = re.sub(r" of stage \d+", " of a later one", told)
     end = told.find(". ")
     return (told if end < 0 else told[: end + 1]).replace("|", "\\|")
 

@@ -78,19 +78,5 @@ ENTRIES = [
         is_shared_batch=True,
         microbatches=1,
     ),
-    Entry(
-        "vector-quantize-pytorch ResidualVQ",
-        lambda: quantizer(
-            "ResidualVQ",
-            dim=8,
-            codebook_size=10,
-            num_quantizers=2,
-            sync_codebook=False,
-            accept_image_fmap=True,
-        ),
-        batch,
-        is_shared_batch=True,
-        microbatches=1,
-    ),
     Entry("vector-quantize-pytorch FSQ", lambda: quantizer("FSQ", levels=[4, 3, 3], dim=8), batch),
 ]
