@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,6 +154,7 @@ class _Trial:
         self._every_s = every_s
         self._kinds: list[str] = []
         self._log = folder / "stderr"
+        self._saved_at_kill = 0
         self.kills: Counter[str] = Counter()
 
     def run(self, until: float) -> None:
@@ -161,6 +163,10 @@ class _Trial:
         try:
             while launcher.poll() is None:
                 is_over = not self._wait(launcher, self._chance.uniform(*self._every_s))
+                # A job that fails twice without a step in between ends, as it should. On a busy
+                # machine a start may take longer than the time to the next kill.
+                while not (is_over or self._has_gained()):
+                    is_over = not self._wait(launcher, POLL_S)
                 if is_over or time.monotonic() > until:
                     break
                 if self._kill(launcher) == "launcher":
@@ -195,6 +201,17 @@ class _Trial:
             time.sleep(POLL_S)
         return True
 
+    def _has_gained(self) -> bool:
+        """Return whether a checkpoint is newer than at the kill before."""
+        return not self.kills or self._newest_save() > self._saved_at_kill
+
+    def _newest_save(self) -> int:
+        newest = 0
+        for each in (self._folder / "runs/chaos").glob("*/checkpoints/*"):
+            with suppress(FileNotFoundError):  # deleted meanwhile, for a newer one
+                newest = max(newest, each.stat().st_mtime_ns)
+        return newest
+
     def _kill(self, launcher: "subprocess.Popen[bytes]") -> str | None:
         if not self._kinds:  # each kind comes as often as the others
             self._kinds = self._chance.sample(KINDS, len(KINDS))
@@ -204,6 +221,7 @@ class _Trial:
         kind = self._kinds.pop()
         count = {"rank": 1, "launcher": 0}.get(kind, len(ranks) // 2)
         pids = [launcher.pid] if kind == "launcher" else self._chance.sample(ranks, count)
+        self._saved_at_kill = self._newest_save()
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         self.kills[kind] += 1
