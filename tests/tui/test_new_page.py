@@ -50,10 +50,11 @@ def new_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setattr(pages, "__path__", [*pages.__path__, str(tmp_path)])
     importlib.invalidate_caches()
+    before = len(PAGES)
     found = PageRegistry(find_pages(pages))
     for field, value in vars(found).items():
         monkeypatch.setattr(PAGES, field, value)
-    assert len(PAGES) == 14
+    assert len(PAGES) == before + len(NEW)
 
 
 @pytest.mark.usefixtures("new_pages")
