@@ -44,6 +44,9 @@ def test_the_commands_and_their_options_are_these():
         "import": {"--to", "--prefix", "--tie", "--force"},
         "verify": set(),
         "prune": {"--dry-run", "--telemetry-days"},
+        "advise": {"--devices", "--gpu", "--nodes", "--network"},
+        "report": {"--run-dir", "--output", "--replay"},
+        "tune": {"--top", "--warmup", "--steps", "--json"},
     }  # fmt: skip
 
 
