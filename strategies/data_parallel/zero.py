@@ -443,6 +443,8 @@ class ZeroAxis(DataAxis):
 
     @override
     def run_generation(self, run: Callable[[], Any]) -> Any:
+        if self.sharded is None:
+            return run()  # a step is run on tensors without data, before parameters are shards
         self._record("called generate")
         model = self._model
         if self.options.gather_for_generation:

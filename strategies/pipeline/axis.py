@@ -402,6 +402,8 @@ class PipelineAxis(Axis):
 
     @override
     def run_generation(self, run: Callable[[], Any]) -> Any:
+        if self.staged.placement is None and not self.strategy.is_fitting:
+            return run()  # a tensor plan is made of a step on tensors without data
         if self.staged.placement is None or self._is_in_step:
             if self.staged.placement is not None and self.staged.runner.is_relaying:
                 return run()
