@@ -30,8 +30,8 @@ def advice_lines(found: ConfigSearch, line: str) -> Iterator[str]:
         if each.layout.division not in kinds:
             large.setdefault(each.layout.division, each)
     if large:
-        told = ", ".join(f"{words(each)} ({memory_text(each)})" for each in large.values())
-        yield f"Does not fit: {told}."
+        too_large = ", ".join(f"{words(each)} ({memory_text(each)})" for each in large.values())
+        yield f"Does not fit: {too_large}."
     yield from (f"Cannot run: {what}: {why}" for what, why in found.refused)
     yield f"The usual rule: {rule(found)}"
     if chosen:

@@ -94,8 +94,8 @@ class ConfigLayout:
         """Return the ``Trainer`` that makes this layout in Python."""
         entry = STRATEGIES[self.name]
         arguments = {**entry.arguments, **self.arguments}
-        told = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        parts = [f"strategy={entry.class_name}({told})", f"devices={devices}"]
+        arguments_text = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        parts = [f"strategy={entry.class_name}({arguments_text})", f"devices={devices}"]
         if is_cpu:
             parts.insert(1, "accelerator='cpu'")
         if nodes > 1:

@@ -44,7 +44,7 @@ class Hardware:
     num_nodes: int
     is_cpu: bool
     name: str
-    told: str
+    rates_from: str
     """Where the rates are from, as a sentence."""
 
     @property
@@ -76,8 +76,10 @@ def of_cluster(cluster: Cluster, precision: str, matmul_precision: str) -> Hardw
         operator_us=OPERATOR_US,
         step_ms=STEP_MS,
     )
-    told = f"rates of {device.name}: data sheet, and shares that published runs reach"
-    return Hardware(machine, cluster.devices_per_node, cluster.num_nodes, False, device.name, told)
+    rates_from = f"rates of {device.name}: data sheet, and shares that published runs reach"
+    return Hardware(
+        machine, cluster.devices_per_node, cluster.num_nodes, False, device.name, rates_from
+    )
 
 
 def of_this_machine(
@@ -95,15 +97,15 @@ def of_this_machine(
     name = f"{num_ranks} {'CPU ranks' if accelerator == 'cpu' else 'CUDA devices'} of this machine"
     machine = None if again else read_rates(path)
     if machine is not None:
-        told = f"rates of this machine: remembered by boltmesh tune in {path}"
+        rates_from = f"rates of this machine: remembered by boltmesh tune in {path}"
     else:
         machine = measure_here(accelerator, num_ranks, precision)
-        told = (
+        rates_from = (
             "rates of this machine: measured just now, all ranks at once, in a few seconds; "
             "boltmesh tune measures whole steps"
         )
     machine = replace(machine, **_memory(accelerator, num_ranks))
-    return Hardware(machine, num_ranks, 1, accelerator == "cpu", name, told)
+    return Hardware(machine, num_ranks, 1, accelerator == "cpu", name, rates_from)
 
 
 def measure_here(accelerator: str, num_ranks: int, precision: str) -> Machine:

@@ -38,7 +38,7 @@ def head_lines(found: ConfigSearch) -> Iterator[str]:
         f"a step: {rows} over all replicas, as the config has them; "
         f"{len(found.candidates)} layouts predicted, {len(found.fitting)} fit"
     )
-    yield f"{found.hardware.told}."
+    yield f"{found.hardware.rates_from}."
 
 
 def report_lines(found: ConfigSearch, line: str, count: int) -> Iterator[str]:
@@ -162,7 +162,7 @@ def as_data(found: ConfigSearch, line: str, count: int) -> dict[str, Any]:
         "parameters": found.model.numel,
         "ranks": hardware.num_ranks,
         "rates": {key: each for key, each in vars(hardware.machine).items() if each is not None},
-        "rates_from": hardware.told,
+        "rates_from": hardware.rates_from,
         "rows": found.rows,
         "layouts": len(found.candidates),
         "fit": len(found.fitting),

@@ -136,13 +136,13 @@ class AutoStrategy(MeshStrategy):
         except BoltMeshError as error:
             return error
         first, best = planned[0], min(planned, key=order)
-        told = "" if complaint is None else f"; activations are not known: {complaint}"
+        note = "" if complaint is None else f"; activations are not known: {complaint}"
         room = _room(hardware)
         if not best.fits:
             least = min(planned, key=_peak)
             return ConfigError(
                 f"bolt_auto: no layout of the whole model fits into the {size_text(room).strip()} "
-                f"of a rank: {least.layout.name} needs {size_text(_peak(least)).strip()}{told}. "
+                f"of a rank: {least.layout.name} needs {size_text(_peak(least)).strip()}{note}. "
                 f"Use more ranks or smaller batches; boltmesh plan auto CONFIG tries pipelines and "
                 f"tensor groups as well."
             )
@@ -150,7 +150,7 @@ class AutoStrategy(MeshStrategy):
         why = f"it needs {need} of {size_text(room).strip()} a rank"
         if best is not first and not first.fits:
             why += f", and {first.layout.name} {size_text(_peak(first)).strip()}"
-        return best.layout.name, why + told
+        return best.layout.name, why + note
 
     def _planned(
         self, trainer: Trainer, model: ModelShape, hardware: Hardware, *, knows: bool

@@ -63,12 +63,12 @@ def fingerprints(
     own = {
         name: _pieces(each, _dtype_of((expected or {}).get(name))) for name, each in tensors.items()
     }
-    told: list[Any] = [own]
+    of_ranks: list[Any] = [own]
     if is_shared and dist.is_initialized():
-        told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, own)
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, own)
     joined: dict[str, tuple[str, dict[Any, int]]] = {}
-    for others in reversed(told):  # of equal pieces that of the first rank counts
+    for others in reversed(of_ranks):  # of equal pieces that of the first rank counts
         for name, (kind, pieces) in others.items():
             joined[name] = kind, joined.get(name, (kind, {}))[1] | pieces
     return {

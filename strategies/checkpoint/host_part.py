@@ -186,8 +186,8 @@ def send_part(
         CheckpointError: On every rank.
     """
     sizes = [] if source is None else _sizes(source)
-    told = ranks.gather(sizes)
-    coming = [] if target is None else told[sender]
+    sizes_of_ranks = ranks.gather(sizes)
+    coming = [] if target is None else sizes_of_ranks[sender]
     outgoing = iter(()) if source is None else _outgoing(source, sizes)
     ranks.run(bind(_exchange, outgoing, to, coming, target, sender, ranks.group))
 

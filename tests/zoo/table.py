@@ -57,18 +57,18 @@ def for_the_page(rows: Rows) -> str:
         lines.append(f"| {name} | " + " | ".join(shown) + " |")
     lines += ["", *(f"{number}. {text}" for text, number in reasons.items())]
     sums = counted(rows)
-    told = ", ".join(f"{sums[kind]} {kind}" for kind in ("equal", "refused", "wrong", "crashed"))
-    return "\n".join([f"{len(rows)} modules, {sum(sums.values())} cells: {told}.", "", *lines])
+    counts = ", ".join(f"{sums[kind]} {kind}" for kind in ("equal", "refused", "wrong", "crashed"))
+    return "\n".join([f"{len(rows)} modules, {sum(sums.values())} cells: {counts}.", "", *lines])
 
 
 def first_sentence(text: str) -> str:
     """Return the first sentence of an error, without its class, ranks and folders."""
-    _, _, told = text.partition(": ")
-    told = re.sub(r"/\S*/(site-packages/|(?=tests/zoo/))", "", told)
-    told = re.sub(r"Stage \d+ on rank \d+", "A stage", told)
-    told = re.sub(r" of stage \d+", " of a later one", told)
-    end = told.find(". ")
-    return (told if end < 0 else told[: end + 1]).replace("|", "\\|")
+    _, _, reason = text.partition(": ")
+    reason = re.sub(r"/\S*/(site-packages/|(?=tests/zoo/))", "", reason)
+    reason = re.sub(r"Stage \d+ on rank \d+", "A stage", reason)
+    reason = re.sub(r" of stage \d+", " of a later one", reason)
+    end = reason.find(". ")
+    return (reason if end < 0 else reason[: end + 1]).replace("|", "\\|")
 
 
 def write(rows: Rows) -> None:
