@@ -56,7 +56,7 @@ from boltmesh.run_folder import (
     store_config,
 )
 from boltmesh.run_lock import RunLock
-from boltmesh.run_logger import RunLogger
+from boltmesh.run_logger import LogBeforeSave, RunLogger
 from boltmesh.run_pruning import DEFAULT_PATTERN
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.registry import STRATEGIES
@@ -141,6 +141,7 @@ class RunBuilder:
             callbacks += self._progress_bar(callbacks)
             callbacks += self._own_callbacks(folder, checkpoint)
             loggers = self._loggers(folder)
+            callbacks += [LogBeforeSave(each) for each in loggers if isinstance(each, RunLogger)]
             trainer = self._build_trainer(strategy, callbacks=callbacks, loggers=loggers)
         return Built(model, data, strategy, trainer, callbacks, checkpoint, folder)
 

@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.connectors.data_connector import (
     _get_distributed_sampler,
@@ -67,6 +68,21 @@ def restart_fetching(trainer: Trainer) -> None:
 def loggers_follow(trainer: Trainer) -> bool:
     """Whether loggers are given what the batch in work logs."""
     return bool(trainer._logger_connector.should_update_logs or getattr(trainer, "fast_dev_run", 0))
+
+
+def log_step(trainer: Trainer, logger: Logger) -> None:
+    """Give one logger the metrics of a step that has been done and that Lightning has yet to log.
+
+    Without such a step nothing happens.
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    if not trainer.training or progress.processed == progress.completed:
+        return
+    loggers, trainer.loggers = trainer.loggers, [logger]
+    try:
+        trainer._logger_connector.update_train_step_metrics()
+    finally:
+        trainer.loggers = loggers
 
 
 def _evaluating_loop(trainer: Trainer) -> Any:

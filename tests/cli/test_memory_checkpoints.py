@@ -24,6 +24,7 @@ CODE = TINY.with_name("tiny.py")
 KILLS = {
     "between copies": f"{{class_path: '{CODE}:KillOnce', init_args: {{steps: [5, 9]}}}}",
     "in a copy": f"{{class_path: '{CODE}:KillInCopy', init_args: {{step: 5}}}}",
+    "before a log": f"{{class_path: '{CODE}:KillBeforeLog', init_args: {{step: 5}}}}",
 }
 EVERY = 4
 LAST = Path("runs/tiny/0/checkpoints/last.ckpt")
@@ -44,6 +45,7 @@ def memory(tmp_path_factory, monkeypatch):
     [
         ("bolt_zero2", "between copies"),
         pytest.param("bolt_zero3", "in a copy", marks=pytest.mark.full),
+        pytest.param("bolt_zero2", "before a log", marks=pytest.mark.full),
         pytest.param("bolt_ddp", "between copies", marks=pytest.mark.full),
         pytest.param("bolt_zero3_cpu", "between copies", marks=pytest.mark.full),
         pytest.param("bolt_pipeline", "in a copy", marks=pytest.mark.full),

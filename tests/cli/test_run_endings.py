@@ -3,8 +3,10 @@
 import csv
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch import Callback, Trainer
 from omegaconf import OmegaConf
 
 from boltmesh.cli import run_command
@@ -12,6 +14,7 @@ from boltmesh.configs.load import load
 from boltmesh.run_folder import store_config
 from boltmesh.run_logger import RunLogger
 from tests.cli.conftest import TINY
+from tests.cli.test_run_ranks import metrics
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -49,6 +52,32 @@ def test_rows_that_cannot_be_written_are_kept_and_the_training_goes_on(
     assert [row["step"] for row in rows(path)] == ["0", "1", "2"]
 
 
+class FailBeforeLog(Callback):
+    """Raises behind the hooks of the third step, which save it, and before Lightning logs it."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            vars(pl_module)["on_train_batch_end"] = self.fail
+        pl_module.log("steps", float(trainer.global_step))
+
+    def fail(self, *args: Any) -> None:
+        raise ValueError("planted")
+
+
+def test_a_step_that_a_checkpoint_has_is_logged_also_if_the_run_ends_there(
+    workplace: Path,
+) -> None:
+    fails = f"trainer.callbacks=[{{class_path: '{__file__}:FailBeforeLog'}}]"
+    line = ["fit", str(TINY), "devices=1", "max_steps=5", "checkpoint.every_n_steps=1"]
+    assert run_command([*line, fails]) == 1
+    (log,) = Path("runs/tiny/0/logs").iterdir()
+    found = rows(log / "metrics.csv")
+    assert [row["step"] for row in found] == ["0", "1", "2"]
+    assert [row["steps"] for row in found] == ["1.0", "2.0", "3.0"]
+    assert run_command([*line, "resume=auto"]) == 0
+    assert list(metrics(Path("runs/tiny/0"))) == ["0", "1", "2", "3", "4"]
+
+
 def test_rows_that_are_half_written_are_not_there_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +97,29 @@ def test_rows_that_are_half_written_are_not_there_twice(
         logger.save()
     logger.save()
     assert [row["step"] for row in rows(path)] == ["0", "1"]
+
+
+def test_a_new_column_that_cannot_be_written_costs_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = RunLogger(tmp_path, name="logs", version="0")
+    logger.log_metrics({"loss": 3.0}, step=0)
+    logger.save()
+    path = Path(logger.log_dir, "metrics.csv")
+    before = path.read_bytes()
+
+    def fill(writer: csv.DictWriter, given: list) -> None:
+        assert path.read_bytes() == before, "a kill now finds all rows"
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(csv.DictWriter, "writerows", fill)
+        logger.log_metrics({"val_loss": 2.0}, step=1)
+        logger.save()
+    assert [each.name for each in path.parent.iterdir()] == ["metrics.csv"]
+    logger.save()
+    found = [(row["step"], row["loss"], row["val_loss"]) for row in rows(path)]
+    assert found == [("0", "3.0", ""), ("1", "", "2.0")]
 
 
 def mode(path: Path) -> int:
