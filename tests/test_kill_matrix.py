@@ -1,0 +1,21 @@
+"""Each cell of ``tests/kill_matrix.py``."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.kill_matrix import STRATEGIES, kill
+from tests.support.killing import MOMENTS
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.each_choice
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_job_ends_by_itself_and_names_the_rank_that_was_killed(
+    tmp_path: Path, strategy: str, moment: str
+) -> None:
+    took_s = kill(tmp_path, strategy, moment)
+    print(f"{strategy}, {moment}: {took_s:.1f} s from the kill to the end")  # noqa: T201
