@@ -182,7 +182,8 @@ def table(rows: Sequence[Growth]) -> str:
         counts = ", ".join(_range(each) for each in (row.descriptors, row.threads, row.files))
         lines.append(
             f"{row.strategy:16} {row.rank:4} {row.steps:7,} {row.resident_kb:29.1f} "
-            f"{row.anonymous_kb:10.1f}  {row.first_kb / 1024:.1f}-{row.last_kb / 1024:.1f}  {counts}"
+            f"{row.anonymous_kb:10.1f}  {row.first_kb / 1024:.1f}-{row.last_kb / 1024:.1f}  "
+            f"{counts}"
         )
     return "\n".join(lines)
 
