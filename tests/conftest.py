@@ -7,7 +7,7 @@ machine to itself.
 import os
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,30 @@ import pytest
 from tests.support.pairwise import mark_the_rest
 from tests.support.turnstile import taking_turns
 
+FIGURE = "figure"
+
 # Before torch is imported, here or in a rank: several ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell gives what it starts in the background an ignored Ctrl-C, which processes inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str, str], None]:
+    """Keep a figure that is printed at the end, from other workers too: ``figure(name, value)``."""
+    return lambda name, value: record_property(FIGURE, f"{name}: {value}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures that tests have reached."""
+    reports = terminalreporter.stats.get("passed", [])
+    found = [value for each in reports for name, value in each.user_properties if name == FIGURE]
+    if found:
+        terminalreporter.section("figures")
+        for value in found:
+            terminalreporter.write_line(str(value))
 
 
 @pytest.fixture(autouse=True)
