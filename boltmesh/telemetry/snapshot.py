@@ -342,8 +342,9 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     pipeline: PipelinePlan | None = None
     alerts: AlertThresholds = AlertThresholds()
     trends: tuple[MetricPoint, ...] = ()
-    """``step_s``, ``tokens_per_s`` and ``memory_bytes`` over the whole run, thinned, of rank 0; the
-    tokens are those of the whole job."""
+    """``step_s``, ``tokens_per_s``, ``memory_bytes``, ``bytes_per_s``, ``bubble_ratio`` and the
+    clock ``wall_s`` over the whole run, thinned, of rank 0; the tokens are those of the whole
+    job."""
     tensor_plan: TensorPlanTable | None = None
     """None where no layer is divided, or nobody has told."""
     stop_reason: str | None = None

@@ -384,6 +384,7 @@ class PipelineAxis(Axis):
         bubble = self.staged.bubble
         if bubble is None:
             return
+        self.strategy.recorder.trend("bubble_ratio", bubble)
         if not self._has_logged_bubble or loggers_follow(self.strategy.trainer):
             self._has_logged_bubble = True
             module = self.staged.module

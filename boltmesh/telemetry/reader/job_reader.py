@@ -175,8 +175,10 @@ class JobReader:
         events = self._newest_events(views)
         if self._about is None:
             self._about = describe(info)
+        chosen = first.chosen_strategy if first else None
+        about = self._about if chosen is None else self._about | {"strategy": chosen}
         return JobSnapshot(
-            **self._about,
+            **about,
             schema=SCHEMA_VERSION,
             state=state,
             started=started,

@@ -414,6 +414,12 @@ class RankView:
         return self.reader.facts.expected
 
     @property
+    def chosen_strategy(self) -> str | None:
+        """What a strategy that chooses has taken."""
+        chosen = self.reader.facts.chosen_strategy if self.is_present else None
+        return clean(chosen, 60) if chosen else None
+
+    @property
     def checkpoint(self) -> str | None:
         """The newest checkpoint that this rank told of."""
         path = self.reader.facts.checkpoint if self.is_present else None

@@ -320,6 +320,16 @@ class Recorder:
                 self.turn_off(error)
 
     @guarded
+    def trend(self, name: str, value: float) -> None:
+        """Say the newest value of a figure that is kept over the whole run."""
+        self._steps.tell(name, value)
+
+    @guarded
+    def chose(self, strategy: str) -> None:
+        """Say which strategy one that chooses has taken."""
+        self._file.write_facts({"chosen_strategy": strategy})
+
+    @guarded
     def live_microbatches(self, peaks: Mapping[int, int]) -> None:
         """Say how many microbatches each stage has kept at once at most in a batch of training."""
         if any(most > self._live.get(stage, 0) for stage, most in peaks.items()):
