@@ -1,6 +1,7 @@
 """``boltmesh fit --restarts N``: ranks that die are started again, and the run is the same."""
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -15,6 +16,7 @@ from boltmesh.launch import restarts
 from boltmesh.launch.restarts import Restarts
 from boltmesh.launch.stopping import StopSwitch
 from boltmesh.run_folder import newest_step
+from boltmesh.strategies.checkpoint.host_memory import DIR_VARIABLE
 from tests.cli.conftest import TINY
 from tests.cli.test_launch import supervisor
 from tests.cli.test_run_ranks import assert_same, boltmesh, checkpoint, fit, metrics
@@ -188,10 +190,21 @@ def test_a_run_whose_ranks_are_killed_twice_equals_one_that_was_not(workplace, s
 @pytest.mark.ranks
 @pytest.mark.slow(40)
 @pytest.mark.timeout(200)
-def test_a_slurm_job_that_is_queued_again_goes_on_where_it_was_killed(workplace):
+@pytest.mark.parametrize(
+    ("keeps", "origin"),
+    [
+        ("checkpoint.every_n_steps=2", "runs/tiny/0/checkpoints/last.ckpt"),
+        ("strategy.checkpoint_in_memory_every=4", "memory of the hosts, step="),
+    ],
+    ids=["disk", "memory"],
+)
+def test_a_slurm_job_that_is_queued_again_goes_on_where_it_was_killed(
+    workplace, monkeypatch, keeps, origin
+):
     """srun's part is played here: it starts a process per rank, and ends all when one is killed."""
+    monkeypatch.setenv(DIR_VARIABLE, str(workplace))
     kills = f"trainer.callbacks=[{{class_path: '{KILLS}', init_args: {{steps: [9]}}}}]"
-    line = fit("checkpoint.every_n_steps=2", "strategy.timeout_s=60", kills, "resume=auto")
+    line = fit(keeps, "strategy.timeout_s=60", kills, "resume=auto")
     for attempt in range(2):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -220,7 +233,7 @@ def test_a_slurm_job_that_is_queued_again_goes_on_where_it_was_killed(workplace)
         said = [each.communicate(timeout=90) for each in ranks]
         codes = [each.returncode for each in ranks]
         assert (codes == [0, 0]) == (attempt == 1), said
-    assert "from runs/tiny/0/checkpoints/last.ckpt into runs/tiny/0" in said[0][0]
+    assert re.search(rf"from {origin}\d* into runs/tiny/0", said[0][0])
     straight = workplace / "straight"
     straight.mkdir()
     boltmesh(straight, fit("checkpoint.every_n_steps=2"))
