@@ -22,6 +22,9 @@ from boltmesh.errors import ConfigError
 COMMAND_LINE = "command line"
 """The source that errors name for what ``key=value`` changed."""
 
+TEXT_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+"""Reads every value as the text that it is, by the parser that OmegaConf uses."""
+
 _WORD = re.compile(r"[\w.:+-]+")
 
 RECIPE_FOLDER = Path(__file__).resolve().parent
@@ -127,7 +130,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _written_in(path: Path, key: str) -> str | None:
     """Return the text of a value in a file."""
-    node: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    node: Any = yaml.load(path.read_text(encoding="utf-8"), TEXT_LOADER)  # noqa: S506 - texts alone
     for name in key.split("."):
         node = node.get(name) if isinstance(node, dict) else None
     return node if isinstance(node, str) else None
