@@ -61,6 +61,13 @@ def attach(job: str | None, place: Place) -> Source:
         raise ConfigError(str(error)) from error
 
 
+def open_named(word: str | None, place: Place) -> Source:
+    """Return a job, or the end of a recording if the word is the path of a file."""
+    if word is not None and Path(word).is_file():
+        return open_replay(Path(word), None, has_end=True)
+    return attach(word, place)
+
+
 def list_jobs(place: Place) -> Sequence["JobSummary"]:
     """Return the jobs of a place, the newest first."""
     if not is_here(place):

@@ -415,7 +415,7 @@ class RankView:
 
     @property
     def chosen_strategy(self) -> str | None:
-        """What a strategy that chooses has taken."""
+        """Name of the strategy that a choosing one has taken."""
         chosen = self.reader.facts.chosen_strategy if self.is_present else None
         return clean(chosen, 60) if chosen else None
 

@@ -50,7 +50,7 @@ class TrafficRecords:
         self._unwritten_peers: set[tuple[int, int, int]] = set()
         self._counted = 0
         self.payload_bytes = 0
-        """Of all collectives since this process opened the file."""
+        """All collectives since this process opened the file."""
 
     def enqueue(
         self,
