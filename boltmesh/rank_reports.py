@@ -25,7 +25,7 @@ Kind = Literal["running", "done", "stopped", "user", "failure", "consequence"]
 
 
 _FOLDERS = "boltmesh-ranks-"
-"""Begins the names of the folders in which ranks write reports; the process that made it follows."""
+"""Begins the names of folders in which ranks write reports; the process that made it follows."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
