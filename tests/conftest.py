@@ -7,6 +7,7 @@ machine to itself.
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -26,19 +27,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture
-def figure(record_property: Callable[[str, object], None]) -> Callable[[str, str], None]:
-    """Keep a figure that is printed at the end, from other workers too: ``figure(name, value)``."""
-    return lambda name, value: record_property(FIGURE, f"{name}: {value}")
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str, int, int], None]:
+    """Print a figure at the end, from other workers too: ``figure("flips found", 200, 200)``.
+
+    Figures of one name are summed.
+    """
+    return lambda name, found, of: record_property(FIGURE, (name, found, of))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the figures that tests have reached."""
-    reports = terminalreporter.stats.get("passed", [])
-    found = [value for each in reports for name, value in each.user_properties if name == FIGURE]
+    found: Counter[str] = Counter()
+    wanted: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("passed", []):
+        for kind, value in report.user_properties:
+            if kind == FIGURE and report.when == "call":
+                found[value[0]] += value[1]
+                wanted[value[0]] += value[2]
     if found:
         terminalreporter.section("figures")
-        for value in found:
-            terminalreporter.write_line(str(value))
+    for name, count in wanted.items():
+        terminalreporter.write_line(f"{found[name]:,}/{count:,} {name}")
 
 
 @pytest.fixture(autouse=True)

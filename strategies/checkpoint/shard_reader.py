@@ -58,10 +58,10 @@ _TORCH_NAMES = {
 
 @contextmanager
 def refusing_nonsense(place: object) -> Iterator[None]:
-    """Name the checkpoint in errors that come of what its files say.
+    """Name the checkpoint in errors that come of what it holds.
 
     Raises:
-        CheckpointError: The files are whole, and no checkpoint has what they say.
+        CheckpointError: It has what no checkpoint has.
     """
     try:
         yield
@@ -73,8 +73,8 @@ def refusing_nonsense(place: object) -> Iterator[None]:
     ) as error:  # fmt: skip
         reason = "".join(each if each.isprintable() else "?" for each in str(error)[:200])
         raise CheckpointError(
-            f"{place} has files that contradict each other ({type(error).__name__}: {reason}). "
-            f"Resume from another checkpoint."
+            f"{place} has contents that contradict each other ({type(error).__name__}: {reason}). "
+            f"Take another checkpoint."
         ) from error
 
 
