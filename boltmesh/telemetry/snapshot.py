@@ -173,6 +173,16 @@ class OffloadTotal(msgspec.Struct, frozen=True, gc=False):
     """Over that time, in the recent steps."""
 
 
+class ExpertLoad(msgspec.Struct, frozen=True, gc=False):
+    """Rows that one rank has sent to the experts of one module, in forward passes of training."""
+
+    module: str
+    rows: tuple[int, ...]
+    """By expert, since the run began."""
+    recent: tuple[int, ...]
+    """Those of the last seconds."""
+
+
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """One microbatch in one stage of a pipeline, as this rank ran it."""
 
@@ -293,6 +303,8 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     """Records of its file that were damaged, or of a version that this reader does not know."""
     output: tuple[str, ...] = ()
     """The newest lines that this rank has printed, oldest first, without secrets."""
+    experts: tuple[ExpertLoad, ...] = ()
+    """Of its divided experts, in the order of the model."""
     is_summary: bool = False
     """Known only through the job's own store, from another host: no steps, no collectives."""
 

@@ -18,6 +18,7 @@ from boltmesh.telemetry.job import (
     rank_file,
     read_end,
     read_job,
+    stamp_of,
 )
 from boltmesh.telemetry.reader.cause import Failure, describe_death, job_state, stop_reason
 from boltmesh.telemetry.reader.job_view import (
@@ -26,7 +27,6 @@ from boltmesh.telemetry.reader.job_view import (
     describe,
     mean_expected,
     num_ranks,
-    stamp_of,
     started_at,
 )
 from boltmesh.telemetry.reader.nodes_view import NodesView

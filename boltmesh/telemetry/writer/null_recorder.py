@@ -74,6 +74,9 @@ class NullRecorder:
     def chose(self, strategy: str) -> None:
         """See ``Recorder``."""
 
+    def expert_rows(self, module: str, chosen: Tensor, num_experts: int) -> None:
+        """See ``Recorder``."""
+
     def live_microbatches(self, peaks: Mapping[int, int]) -> None:
         """See ``Recorder``."""
 
