@@ -279,6 +279,9 @@ class Supervisor:
         # Every rank would otherwise start one thread per core of the machine.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // self.num_ranks)))
+        if "PYTORCH_ALLOC_CONF" not in environment:
+            # Gathered parameters of changing sizes would fragment a GPU's memory.
+            environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         if sys.platform.startswith("linux"):  # all ranks are on this host, whatever its name
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return environment

@@ -52,6 +52,7 @@ class ExpertAxis(Axis):
     name = "expert"
     folds = "data"
     shares_batches = False
+    can_compile = False
 
     def __init__(self, asked: int | str) -> None:
         self.asked = asked

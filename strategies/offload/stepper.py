@@ -6,7 +6,6 @@ One thread is enough: the kernels and the disk release the interpreter's lock, a
 parallel inside. Norms are urgent, since the training thread waits for them before it can clip.
 """
 
-import os
 import threading
 import weakref
 from collections import Counter, deque
@@ -22,6 +21,7 @@ from boltmesh.strategies.offload.memory_stores import ParameterCopies
 from boltmesh.strategies.offload.store_api import CHUNK_NUMEL
 from boltmesh.strategies.offload.streams import event_on_stream, own_stream, use_device
 from boltmesh.strategies.offload.update_rule import ChunkStep, Update, UpdateRule
+from boltmesh.strategies.topology.cuda_devices import CORES
 
 CPU = torch.device("cpu")
 
@@ -181,8 +181,7 @@ def worker_threads(device: torch.device, ranks_per_node: int) -> int:
     """What the worker may use of the host: beside an accelerator, the cores less two."""
     if device.type == "cpu":
         return torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // max(1, ranks_per_node) - 2)
+    return max(1, CORES.num_cores() // max(1, ranks_per_node) - 2)
 
 
 def _nothing() -> None:
