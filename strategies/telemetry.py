@@ -69,7 +69,9 @@ def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
 def record_expectations(strategy: "MeshStrategy") -> None:
     """Record what a step should move and take, and how to see what it does."""
     strategy.recorder.expect(strategy.expected_traffic())
-    strategy.recorder.expect_memory(strategy.expected_memory())
+    copies = strategy.memory_checkpoints
+    planned = [] if copies is None else [copies.expected_memory()]
+    strategy.recorder.expect_memory([*strategy.expected_memory(), *planned])
     strategy.recorder.watch_memory(partial(tensors_by_kind, strategy))
 
 
@@ -77,7 +79,12 @@ def tensors_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | 
     """Return what this rank holds now, by kind of memory, as ``Recorder.watch_memory`` wants it."""
     offload = strategy.recomputation.offload
     kept = [] if offload is None else offload.stored_bytes()
-    return {**_state_by_kind(strategy), **({"activations": kept} if kept else {})}
+    copies = strategy.memory_checkpoints
+    return {
+        **_state_by_kind(strategy),
+        **({"activations": kept} if kept else {}),
+        **({} if copies is None else {"copies": [copies.stored_bytes()]}),
+    }
 
 
 def _state_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | StoredBytes]]:

@@ -187,7 +187,9 @@ def make_plan(
     made = Plan(model, job, own, sharings, _read_machine(cluster), notes)
     if own not in sharings:
         return made
-    return replace(made, notes=(*notes, *copies_note(loaded, given, made.row(own).memory.kept)))
+    is_replica = sharings[own].stage == 0
+    note = copies_note(loaded, given, made.row(own).memory.kept, is_replica=is_replica)
+    return replace(made, notes=(*notes, *note))
 
 
 def _job_of(

@@ -32,14 +32,22 @@ KEPT_KEYS = ("activation_checkpointing", "activation_offload", "timeout_s")
 
 
 def copies_note(
-    config: "DictConfig", given: Mapping[str, Any], kept: Mapping[str, Bytes]
+    config: "DictConfig",
+    given: Mapping[str, Any],
+    kept: Mapping[str, Bytes],
+    *,
+    is_replica: bool = False,
 ) -> list[str]:
     """Return what ``checkpoint_in_memory_every`` takes, as a note below a plan."""
     every = given.get("checkpoint_in_memory_every")
     if every is None:
         return []
-    size = size_text(copied_bytes(kept, num_hosts=config.trainer.num_nodes)).strip()
-    return [f"checkpoint_in_memory_every={every} takes {size} of host memory for each rank"]
+    hosts = config.trainer.num_nodes
+    size = size_text(copied_bytes(kept, num_hosts=hosts, is_replica=is_replica)).strip()
+    whose = "for each rank"
+    if is_replica:
+        whose = "in all" if hosts == 1 else "on each of the first two hosts"
+    return [f"checkpoint_in_memory_every={every} takes {size} of host memory {whose}"]
 
 
 def as_mapping(section: Any) -> dict[str, Any]:

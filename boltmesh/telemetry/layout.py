@@ -1,4 +1,4 @@
-"""The format of one rank's telemetry file, version 3: little-endian, fixed offsets.
+"""The format of one rank's telemetry file, version 4: little-endian, fixed offsets.
 
 Everything here is ``struct`` and ``zlib``, so that a reader needs nothing but the standard
 library. A file is a header page and twelve sections:
@@ -36,7 +36,7 @@ from typing import Any, Final, NamedTuple
 from boltmesh.errors import TelemetryError
 
 MAGIC: Final = b"BOLTMESH"
-VERSION: Final = 3
+VERSION: Final = 4
 PAGE: Final = 4096
 
 MAX_GROUPS: Final = 64
@@ -104,7 +104,7 @@ STATUS: Final = Record("BBHiqqdqqqqQ")
 device bytes allocated, reserved and at the peak, and the sequence number of the record in
 ``traffic`` up to which ``counters``, ``groups`` and ``peers`` were written."""
 
-MEMORY: Final = Record("21q")
+MEMORY: Final = Record("24q")
 """Bytes measured of each of MEMORY_KINDS on the device, on the host and on disk."""
 
 GROUP: Final = Record("QHHIQQ")

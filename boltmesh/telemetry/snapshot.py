@@ -135,8 +135,11 @@ class PeerTotal(msgspec.Struct, frozen=True, gc=False):
     """Mean over the recent steps; None until three steps have passed."""
 
 
-MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "cache", "other")
-"""What memory is for. ``cache`` is held by torch's allocator and unused; ``other`` is the rest."""
+MEMORY_KINDS = (
+    "parameters", "gradients", "optimizer", "buffers", "activations", "copies", "cache", "other"
+)  # fmt: skip
+"""What memory is for. ``copies`` are files of ``checkpoint_in_memory_every``; ``cache`` is held by
+torch's allocator and unused; ``other`` is the rest."""
 
 MEMORY_PLACES = ("device", "host", "disk")
 MemoryPlace = Literal["device", "host", "disk"]

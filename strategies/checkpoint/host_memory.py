@@ -144,6 +144,16 @@ def forgotten_folders(*, older_s: float = FORGOTTEN_S) -> Iterator[tuple[Path, P
             yield folder, run
 
 
+def stored_bytes(folder: Path) -> int:
+    """Bytes that the files of a run take, those of copies that are being written as well."""
+    found = 0
+    for each in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # a copy is deleted meanwhile
+            status = each.lstat()
+            found += status.st_blocks * 512 * stat.S_ISREG(status.st_mode)
+    return found
+
+
 def free_bytes() -> int:
     """Bytes that can still be written there."""
     found = os.statvfs(memory_dir())

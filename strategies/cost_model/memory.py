@@ -136,14 +136,14 @@ class MemoryEstimate:
         return total(self.kept.values())
 
 
-def copied_bytes(kept: Mapping[str, Bytes], *, num_hosts: int) -> int:
+def copied_bytes(kept: Mapping[str, Bytes], *, num_hosts: int, is_replica: bool = False) -> int:
     """Return the bytes of host memory that ``checkpoint_in_memory_every`` takes for a rank.
 
     Two copies of what the rank would save, while the newer one is written; with several hosts two
-    of what a rank of another host would.
+    of what a rank of another host would. With replicas only one rank of a host has copies.
     """
     saved = kept.get("parameters", Bytes()) + kept.get("optimizer", Bytes())
-    return (2 if num_hosts == 1 else 4) * (saved.device + saved.host)
+    return (2 if num_hosts == 1 or is_replica else 4) * (saved.device + saved.host)
 
 
 def estimate_memory(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> MemoryEstimate:

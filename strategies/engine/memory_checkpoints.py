@@ -38,7 +38,9 @@ from boltmesh.strategies.lightning_compat.loops import (
     validation_follows,
 )
 from boltmesh.strategies.lightning_compat.trainer import add_callback
+from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import CHECKPOINTS
+from boltmesh.telemetry.writer.memory import StoredBytes
 
 if TYPE_CHECKING:
     from boltmesh.strategies.engine.strategy import MeshStrategy
@@ -201,26 +203,40 @@ class MemoryCheckpoints:
         for left, run in host_memory.forgotten_folders():
             if left != folder and (run is None or not (run / host_memory.ID_FILE).exists()):
                 shutil.rmtree(left, ignore_errors=True)
-        present = sum(each.stat().st_blocks * 512 for each in folder.rglob("*") if each.is_file())
-        host_memory.refuse_small(needed - present)
+        host_memory.refuse_small(needed - host_memory.stored_bytes(folder))
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / host_memory.RUN_FILE).write_text(str(self._run.resolve()), encoding="utf-8")
 
     def expected_bytes(self) -> int:
         """Return the bytes of host memory that this rank's copies take, for its part of them.
 
-        Two copies while one is written; with several hosts, two of another host's rank as well;
-        and what the thread writes from.
+        Two copies while one is written; with several hosts, two of another host's rank as well.
+        Replicas have one copy on each of the first two hosts, counted for its first rank.
         """
-        strategy = self._strategy
+        strategy, ranks = self._strategy, self._ranks
         own = sum(
             each.predicted_bytes or 0
             for each in strategy.expected_memory()
             if each.kind in {"parameters", "optimizer", "buffers"}
         )
-        if not strategy.stores_shards and not strategy.is_global_zero:
-            own = 0
-        return own * (2 if strategy.num_nodes == 1 else 4)
+        if strategy.stores_shards:
+            return own * (2 if strategy.num_nodes == 1 else 4)
+        return own * 2 if ranks is not None and ranks.is_leader and ranks.host < 2 else 0
+
+    def expected_memory(self) -> MemoryKind:
+        """Return ``expected_bytes`` as telemetry shows them."""
+        return MemoryKind("copies", "host", None, self.expected_bytes())
+
+    def stored_bytes(self) -> StoredBytes:
+        """Return this rank's share of the files that its host has now."""
+        ranks, size = self._ranks, 0
+        if ranks is not None and self._folder is not None:
+            size = host_memory.stored_bytes(self._folder)
+            if self._strategy.stores_shards:
+                size //= ranks.per_host
+            elif not ranks.is_leader:
+                size = 0
+        return StoredBytes("host", size)
 
     # A run that trains.
 

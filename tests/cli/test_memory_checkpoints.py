@@ -15,6 +15,8 @@ from boltmesh.strategies.checkpoint import host_memory
 from boltmesh.strategies.checkpoint.async_save import serialised, take_snapshot
 from boltmesh.strategies.checkpoint.directory import find_damage, load_directory
 from boltmesh.strategies.checkpoint.host_part import HostRanks, send_part, write_part
+from boltmesh.telemetry.reader.reader import list_jobs, open_job
+from boltmesh.telemetry.writer import memory as telemetry_memory
 from tests.cli.conftest import TINY
 from tests.cli.test_run_ranks import assert_same, boltmesh, checkpoint, fit, metrics
 from tests.support.forked_python import BOLTMESH, ForkedPython
@@ -161,12 +163,33 @@ def test_too_little_memory_is_said_before_the_first_step(workplace, monkeypatch,
     assert "checkpoint_in_memory_every needs 0.000 GB on this host, and" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("strategy", ["bolt_ddp", "bolt_zero2"])
+def test_the_dashboard_has_the_bytes_of_copies_and_those_that_were_predicted(
+    workplace, monkeypatch, strategy
+):
+    for name in ("MEMORY_EVERY_NS", "WALK_EVERY_NS", "MAX_SHARE"):  # at each step
+        monkeypatch.setattr(telemetry_memory, name, 0)
+    line = fit("devices=1", f"strategy={strategy}", f"strategy.checkpoint_in_memory_every={EVERY}")
+    assert run_command([*line, "max_steps=8", "model.init_args.width=40000"]) == 0
+    (job,) = list_jobs()
+    with open_job(job.path) as opened:
+        (rank,) = opened.snapshot().ranks
+    (copies,) = (each for each in rank.memory_kinds if each.kind == "copies")
+    state = 3 * 4 * 40000 * 8  # parameters and two moments in fp32, of 6 + 1 weights and a bias
+    assert copies.predicted_bytes == pytest.approx(2 * state, rel=0.01)
+    assert copies.measured_bytes is not None
+    assert state <= copies.measured_bytes <= 1.2 * 2 * state
+
+
 def test_plans_say_how_much_memory_the_copies_take(workplace, capfd):
     for ranks, hosts, size in ((2, 1, "10.02 MiB"), (1, 2, "20.03 MiB")):
         line = ["plan", "zero2", "strategy.checkpoint_in_memory_every=20", f"devices={ranks}"]
         assert run_command([*line, f"trainer.num_nodes={hosts}"]) == 0
         said = capfd.readouterr().out
         assert f"checkpoint_in_memory_every=20 takes {size} of host memory for each rank" in said
+    line = ["plan", "ddp", "strategy.checkpoint_in_memory_every=20", "devices=2"]
+    assert run_command(line) == 0
+    assert re.search(r"takes [\d.]+ MiB of host memory in all", capfd.readouterr().out)
 
 
 def test_prune_deletes_what_a_killed_launcher_has_left_in_memory(workplace, memory, capfd):

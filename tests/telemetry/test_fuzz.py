@@ -118,7 +118,7 @@ def whole(tmp_path_factory):
         file.offload(number, [number * each for each in range(12)])
         file.event("warning", f"{number} {EVIL}")
     file.write_counters()
-    file.memory(list(range(21)))
+    file.memory(list(range(24)))
     file.status(1, 0, 0, 1, 20, 20, 1.7e9, 77, 5, 6, 7)
     file.write_facts(
         {

@@ -21,6 +21,7 @@ class MemoryPage(Page):
         about="memory: what it is used for, beside what was predicted",
         terms=(
             ("predicted", "what the strategy said before training"),
+            ("copies", "of the newest state, see checkpoint_in_memory_every"),
             ("cache", "held for the next tensors, and unused"),
             ("other", "the rest of what the process holds"),
             ("offload", "what goes between the device, the host and the disk:"),

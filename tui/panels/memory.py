@@ -228,6 +228,7 @@ _ROLES: dict[str, Role] = {
     "optimizer": "optimizer",
     "buffers": "transfer",
     "activations": "data",
+    "copies": "bubble",
     "cache": "checkpoint",
     NOT_SPLIT: "chart",
 }

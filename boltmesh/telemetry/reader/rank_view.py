@@ -81,7 +81,9 @@ def _measured(walked: Sequence[int] | None, totals: Memory) -> dict[_Key, int]:
     keys = [(kind, place) for kind in MEMORY_KINDS for place in MEMORY_PLACES]
     found = {key: size for key, size in zip(keys, walked, strict=True) if 0 <= size <= MAX_NUMBER}
     known = {
-        where: sum(size for (_, place), size in found.items() if place == where)
+        where: sum(
+            size for (kind, place), size in found.items() if place == where and kind != "copies"
+        )  # files, which are not resident in the process
         for where in MEMORY_PLACES
     }
     allocated, reserved = totals.device_allocated_bytes, totals.device_reserved_bytes
