@@ -15,12 +15,12 @@ from tests.soak import STRATEGIES, soak, table
 @pytest.mark.timeout(900)
 def test_jobs_hold_no_more_descriptors_threads_and_files_as_they_go_on(tmp_path: Path) -> None:
     rows = soak(tmp_path, minutes=1, strategies=STRATEGIES)
-    print(table(rows))
     for row in rows:
-        assert len(row.descriptors) == len(row.threads) == 1, row
-        assert max(row.files) < 40, row
+        shown = table([row])
+        assert len(row.descriptors) == len(row.threads) == 1, shown
+        assert max(row.files) < 40, shown
         # The warm-up is longer than a minute: `python -m tests.soak` shows what comes after it.
-        assert row.resident_kb < 2000, row
+        assert row.resident_kb < 2000, shown
 
 
 @pytest.mark.full
