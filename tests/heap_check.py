@@ -27,20 +27,22 @@ ROOT = Path(__file__).parents[1]
 BYTES = (165, 90, 255, 1, 127)
 CHECKS = "libc_malloc_debug.so.0"
 """Since glibc 2.34 ``MALLOC_CHECK_`` has no effect without it."""
-ROUNDS = 4
-"""How often the ranks of a process with one byte are started."""
 VARIANTS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2}, {"resumes": True}]
 UNSUPPORTED = {"zero2_cpu", "zero3_nvme"}
 """Not tested with accumulation."""
 
 
-def check_heap(fits: int) -> int:
+def check_heap(fits: int, *, rounds: int = 4) -> int:
     """Run at least so many fits on two ranks each, and return how many there were.
+
+    Args:
+        fits: At least so many.
+        rounds: How often the ranks are started with the same byte.
 
     Raises:
         AssertionError: One failed, or differs from the first of its kind.
     """
-    count, fits_of_a_part = 0, ROUNDS * len(_calls(""))
+    count, fits_of_a_part = 0, rounds * len(_calls(""))
     with tempfile.TemporaryDirectory(prefix="heap-") as folder:
         first = Path(folder, "first.pt")
         while count < fits:
@@ -52,7 +54,15 @@ def check_heap(fits: int) -> int:
                 "MALLOC_CHECK_": "3",
                 "MALLOC_PERTURB_": str(byte),
             }
-            line = [sys.executable, "-m", "tests.heap_check", "--part", folder, str(first)]
+            line = [
+                sys.executable,
+                "-m",
+                "tests.heap_check",
+                "--part",
+                folder,
+                str(first),
+                str(rounds),
+            ]
             done = subprocess.run(line, env=environment, capture_output=True, text=True)
             assert done.returncode == 0, f"byte {byte}: {done.stderr[-6000:]}"
             count += fits_of_a_part
@@ -71,8 +81,8 @@ def _calls(folder: str) -> list[tuple[Any, ...]]:
     ]
 
 
-def _run_part(folder: str, first: Path) -> None:
-    for _ in range(ROUNDS):
+def _run_part(folder: str, first: Path, rounds: int) -> None:
+    for _ in range(rounds):
         _run_round(folder, first)
 
 
@@ -93,10 +103,10 @@ def main() -> None:
     """Run the fits."""
     parser = argparse.ArgumentParser(description="Fits under glibc's heap checks.")
     parser.add_argument("--fits", type=int, default=2000)
-    parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.part:
-        _run_part(given.part[0], Path(given.part[1]))
+        _run_part(given.part[0], Path(given.part[1]), int(given.part[2]))
         return
     print(f"{check_heap(given.fits)} fits: no damage, equal to the bit")  # noqa: T201
 
