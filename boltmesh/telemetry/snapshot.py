@@ -307,7 +307,7 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     output: tuple[str, ...] = ()
     """The newest lines that this rank has printed, oldest first, without secrets."""
     experts: tuple[ExpertLoad, ...] = ()
-    """Of its divided experts, in the order of the model."""
+    """Loads of divided experts, in the order of the model."""
     is_summary: bool = False
     """Known only through the job's own store, from another host: no steps, no collectives."""
 

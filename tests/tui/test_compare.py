@@ -37,7 +37,7 @@ def _state(this: JobSnapshot, other: JobSnapshot) -> State:
 
 async def test_the_screen_begins_with_both_runs() -> None:
     source, other = FakeSource(demo()), FakeSource(_slower())
-    async with open_source(source, size=(120, 35), other=other) as pilot:
+    async with open_source(source, size=(120, 35), other=other, first_page="compare") as pilot:
         assert job_screen(pilot).page.tab.name == "compare"
         text = screen_text(pilot.app)
         assert "gpt-3b on demo text (gpt-demo) beside second (second)" in text
@@ -48,6 +48,13 @@ async def test_the_screen_begins_with_both_runs() -> None:
         assert "3e-4" in text
         await pilot.press("left")
         assert "at step" in screen_text(pilot.app)
+
+
+async def test_ended_runs_are_compared_at_once_too() -> None:
+    ended = Observation(NOW, job(state="finished", history=losses(2.0, 1.0)))
+    source, other = FakeSource(ended), FakeSource(ended)
+    async with open_source(source, size=(80, 24), other=other, first_page="compare") as pilot:
+        assert job_screen(pilot).page.tab.name == "compare"
 
 
 async def test_a_run_alone_says_how_to_compare() -> None:

@@ -70,7 +70,7 @@ def top(
         once: Print one summary and return.
         as_json: Print JSON instead of text; without ``once``, a line each interval until the job
             ends.
-        demo: Show a synthetic job.
+        demo: Show a synthetic job; ``job`` may name what happens to it, or ``gpu``.
         replay: Show a recording. ``once`` takes its last frame, JSON without ``once`` each frame.
         at_s: The moment of the recording to begin with, or to take, in seconds from its begin.
         on_alert: Command for ``/bin/sh``, run for each alert.
@@ -88,8 +88,6 @@ def top(
     with as_exit_code() as exit_code:
         if theme is not None and theme not in THEMES:
             raise ConfigError(f"--theme {theme}: there is no such theme. Use {', '.join(THEMES)}.")
-        if demo and job is not None:
-            raise ConfigError(f"--demo shows no job of yours. Leave out {job} or --demo.")
         if other is not None:
             if as_json and not once:
                 raise ConfigError("--json of two runs is one document. Add --once.")
@@ -167,7 +165,7 @@ def _open_screen(
     if replay is not None:
         source = targets.open_replay(replay, at_s)
     elif demo:
-        source = targets.open_source(None, demo=True, place=None)
+        source = targets.open_source(job, demo=True, place=None)
     else:
         several = other is None and targets.other_running(job, place)
         source = None if several else targets.open_named(job, place)
@@ -178,6 +176,8 @@ def _open_screen(
     from boltmesh.tui.settings import settings_path
 
     is_alone = demo or replay is not None
+    is_gpu_demo = demo and job == targets.GPU_DEMO
+    first_page = "devices" if is_gpu_demo else None if other is None else "compare"
     app = DashboardApp(
         source,
         list_jobs=None if is_alone else lambda: targets.list_jobs(place),
@@ -188,6 +188,7 @@ def _open_screen(
         settings_path=None if demo else settings_path(),
         on_alert=on_alert,
         other=None if other is None else targets.open_named(other, place),
+        first_page=first_page,
     )
     for name in ("COLUMNS", "LINES"):
         # Where a shell exports them they are the size of its start, and the terminal's own counts.

@@ -49,8 +49,10 @@ class ExpertsPage(Page):
             return ()
         return (
             "No rows of experts are counted.",
-            "That is done for experts that are divided over ranks, as with bolt_expert, and "
-            "written every two seconds.",
+            (
+                "That is done for experts that are divided over ranks, as with bolt_expert, and "
+                "written every two seconds."
+            ),
         )
 
 

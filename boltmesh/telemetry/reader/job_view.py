@@ -11,7 +11,6 @@ What a step is expected to move on a rank, from what the ranks state.
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
