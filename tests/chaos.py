@@ -49,7 +49,7 @@ class Chaos(NamedTuple):
     """What happened in one trial."""
 
     kills: Counter[str]
-    told: list[str]
+    restarts: list[str]
     """Lines of the launchers about restarts."""
     seconds: float
     steps: int
@@ -128,7 +128,9 @@ def run_chaos(
     assert one["global_step"] == other["global_step"] == steps
     for key in ("state_dict", "optimizer_states"):
         assert_same(one[key], other[key])
-    lost = [int(found[1]) + 1 - int(found[2]) for found in _LOST.finditer("\n".join(trial.told()))]
+    lost = [
+        int(found[1]) + 1 - int(found[2]) for found in _LOST.finditer("\n".join(trial.restarts()))
+    ]
     assert in_memory_every is None or max(lost, default=0) <= in_memory_every, lost
     kept = {each.name for each in (runs / "chaos/0/checkpoints").iterdir()}
     assert len(kept) <= 4, f"kills have left checkpoints: {sorted(kept)}"
@@ -136,7 +138,7 @@ def run_chaos(
     straight_rows = sum(
         len(each.read_text().splitlines()) - 1 for each in runs.glob("straight/0/logs/*/*.csv")
     )
-    return Chaos(trial.kills, trial.told(), seconds, steps, rows - straight_rows)
+    return Chaos(trial.kills, trial.restarts(), seconds, steps, rows - straight_rows)
 
 
 class _Trial:
@@ -162,6 +164,7 @@ class _Trial:
 
     def run(self, until: float) -> None:
         """Start the command, kill until the time is over, and wait for its end."""
+        began = time.monotonic()
         launcher = self._start()
         try:
             while launcher.poll() is None:
@@ -175,13 +178,13 @@ class _Trial:
                 if self._kill(launcher) == "launcher":
                     launcher.wait()
                     launcher = self._start()
-            launcher.wait(timeout=600)
+            launcher.wait(timeout=max(600.0, until - began))
         finally:
             if launcher.poll() is None:
                 launcher.kill()
         assert launcher.returncode == 0, self._log.read_text()[-4000:]
 
-    def told(self) -> list[str]:
+    def restarts(self) -> list[str]:
         """Return the lines about restarts."""
         return [line for line in self._log.read_text().splitlines() if "; restart " in line]
 
@@ -260,7 +263,7 @@ class _HostTrial(_Trial):
         said = self._agents[0].said()
         assert first.returncode == 0, said[-4000:]
 
-    def told(self) -> list[str]:
+    def restarts(self) -> list[str]:
         starts = (each for agent in self._agents for each in agent.said().splitlines())
         return [each for each in starts if each.startswith("boltmesh: fit ") and " from " in each]
 
@@ -323,7 +326,7 @@ def main() -> None:
             num_hosts=given.hosts,
             steps=given.steps,
         )
-    print("\n".join(seen.told))  # noqa: T201
+    print("\n".join(seen.restarts))  # noqa: T201
     kinds = ", ".join(f"{kind}: {count}" for kind, count in sorted(seen.kills.items()))
     print(  # noqa: T201
         f"{sum(seen.kills.values())} kills ({kinds}) in {seen.seconds / 60:.1f} min; {seen.steps} "

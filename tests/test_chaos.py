@@ -17,4 +17,4 @@ def test_a_run_that_is_killed_at_random_ends_like_one_that_was_left_alone(
 ) -> None:
     seen = run_chaos(tmp_path, minutes=3, every_s=(40.0, 60.0), in_memory_every=in_memory_every)
     assert sum(seen.kills.values()) >= 2
-    assert len(seen.told) >= seen.kills["rank"] + seen.kills["half of the ranks"] >= 1
+    assert len(seen.restarts) >= seen.kills["rank"] + seen.kills["half of the ranks"] >= 1
