@@ -6,10 +6,13 @@
 
 ``MALLOC_CHECK_=3`` ends a process at the first heap block whose neighbour wrote over its edge, and
 ``MALLOC_PERTURB_`` fills memory when it is allocated and when it is freed, with another byte in
-each process. What every fit leaves has to be the same to the bit under each of these bytes.
+each process. What every fit leaves has to be the same to the bit under each of these bytes. What is
+mapped for offload has pages before and behind it that no process may touch.
 """
 
 import argparse
+import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -19,6 +22,7 @@ from typing import Any
 
 import torch
 
+from boltmesh.strategies.offload import host_memory
 from tests.parity.test_zero_writes import KINDS, STRATEGIES, Clamped, Run, fit
 from tests.support.ranks import run_ranks
 from tests.support.turns import in_turn
@@ -86,8 +90,26 @@ def _run_part(folder: str, first: Path, rounds: int) -> None:
         _run_round(folder, first)
 
 
+def _fit_guarded(rank: int, world_size: int, calls: list[tuple[Any, ...]]) -> list[Run]:
+    advise = host_memory._advise
+
+    def guard(pages: mmap.mmap, name: str) -> None:
+        advise(pages, name)
+        small, large = host_memory.PAGE_BYTES, host_memory.HUGE_PAGE_BYTES
+        page = large if len(pages) >= 2 * large else small
+        first = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        start = first + -first % page
+        end = start + len(pages) - page
+        for at, size in ((first, start - first), (end, first + len(pages) - end)):
+            if size and ctypes.CDLL(None).mprotect(ctypes.c_void_p(at), ctypes.c_size_t(size), 0):
+                raise OSError("mprotect")
+
+    vars(host_memory)["_advise"] = guard
+    return in_turn(rank, world_size, fit, calls)
+
+
 def _run_round(folder: str, first: Path) -> None:
-    results: list[list[Run]] = run_ranks(in_turn, 2, fit, _calls(folder), timeout_s=1800.0)
+    results: list[list[Run]] = run_ranks(_fit_guarded, 2, _calls(folder), timeout_s=1800.0)
     found = [[(run.losses, run.parameters) for run in rank] for rank in results]
     if not first.exists():
         torch.save(found, first)

@@ -77,9 +77,10 @@ class _Pages(mmap.mmap):
 
     registered_at: int | None = None
     owner: int = 0
+    _getpid = staticmethod(os.getpid)  # at the end of the interpreter the module is gone
 
     def __del__(self) -> None:
-        if self.owner != os.getpid():
+        if self.owner != self._getpid():
             # A forked child has this object, but neither the CUDA context nor the pages. What it
             # has mapped at their address since must not be unmapped: keep the object instead.
             _INHERITED.append(self)

@@ -149,7 +149,7 @@ class LocalFolder:
             file.seek(start)
             if length is not None:  # a forged one would reserve memory
                 length = max(0, min(length, os.fstat(file.fileno()).st_size - start))
-            return file.read(length)
+            return file.read(-1 if length is None else length)
 
     def _open(self, name: str) -> IO[bytes]:
         """Open a plain file of this folder: no pipe, which would wait, and no file elsewhere."""
