@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from boltmesh.telemetry.snapshot import JobSnapshot, MetricPoint
+from boltmesh.telemetry.snapshot import JobSnapshot, MetricPoint, PipelinePlan
 from boltmesh.tui.commands import targets
 from boltmesh.tui.commands.top import top
 from boltmesh.tui.panels.differences import Difference, differences
@@ -70,6 +70,15 @@ def test_rows_have_both_numbers_and_only_settings_that_differ() -> None:
     assert rows["tokens/s"].ratio == pytest.approx(1.0)
     assert rows["loss at step 2"] == Difference("loss at step 2", "3.0000", "4.0000", -0.25)
     assert (rows["max_steps"].this, rows["max_steps"].other) == ("100", "200")
+    assert "schedule" not in rows
+    plans = [
+        PipelinePlan(schedule=name, num_stages=2, num_microbatches=4, order=())
+        for name in ("1f1b", "gpipe")
+    ]
+    state = _state(*(msgspec.structs.replace(this, pipeline=plan) for plan in plans))
+    found = {row.what: (row.this, row.other) for row in differences(state)}
+    assert found["schedule"] == ("1f1b", "gpipe")
+    assert "microbatches" not in found
     assert not {"id", "name", "strategy"} & set(rows)
 
 

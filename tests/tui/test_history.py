@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import MetricPoint
-from boltmesh.tui.panels.chart import Curve, draw_plot, seen_through
+from boltmesh.tui.panels.chart import Curve, draw_plot, seen_through, value_at
 from boltmesh.tui.panels.history import charts
 from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.sources.live import Observation
@@ -132,3 +132,11 @@ def test_seconds_of_steps_lie_between_those_that_are_known() -> None:
     )
     (chart, *_) = charts(fold(None, Observation(NOW, seen)), is_time=True)
     assert chart.series.steps == pytest.approx((-10, 10, 30, 70))
+
+
+def test_a_cursor_reads_the_nearest_point_and_nothing_far_beyond_the_ends() -> None:
+    series = Series((10, 20, 30), (1.0, 2.0, 3.0))
+    read = [value_at(series, x) for x in (0, 14, 16, 30, 49, 51)]
+    assert read == [1.0, 1.0, 2.0, 3.0, 3.0, None]
+    assert value_at(Series((), ()), 1) is None
+    assert value_at(Series((5,), (1.0,)), 5) == 1.0

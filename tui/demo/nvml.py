@@ -32,7 +32,7 @@ class DemoNvml:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.readings: Mapping[str, DeviceReading] = {}
-        """What each GPU says now, by UUID."""
+        """Readings of this moment, by UUID."""
         self._clock = clock
         self._begun = clock()
 

@@ -120,11 +120,14 @@ def seen_through(series: Series, view: View, window: Window | None = None) -> Se
 
 
 def value_at(series: Series, x: float) -> float | None:
-    """Return the value at the point that is nearest to a step; None beyond the ends."""
+    """Return the value at the point that is nearest to a step; None far beyond the ends."""
     steps = series.steps
-    if not steps or not steps[0] <= x <= steps[-1]:
+    if not steps:
         return None
-    after = bisect_left(steps, x)
+    room = 2 * (steps[-1] - steps[0]) / max(1, len(steps) - 1)
+    if not steps[0] - room <= x <= steps[-1] + room:
+        return None
+    after = min(bisect_left(steps, x), len(steps) - 1)
     before = max(0, after - 1)
     return series.values[before if x - steps[before] <= steps[after] - x else after]
 

@@ -23,7 +23,7 @@ class ContextWork(NamedTuple):
     part: int
     """Its place on the axis, which decides on its positions."""
     compute_s: float | None
-    """Of a step, without waiting."""
+    """Seconds of a step without waiting."""
     work: float | None
     """Compute time over the median of the ranks, less one."""
     exposed_s: float | None

@@ -98,11 +98,18 @@ def _number(
 
 
 def _settings(state: State, other: State) -> Iterator[Difference]:
-    this = {entry.key: entry.value for entry in config_entries(state.job)}
-    theirs = {entry.key: entry.value for entry in config_entries(other.job)}
+    this, theirs = _config(state), _config(other)
     for key in (*this, *(key for key in theirs if key not in this)):
         if this.get(key) != theirs.get(key) and key not in OF_A_RUN:
             yield Difference(key, this.get(key), theirs.get(key))
+
+
+def _config(state: State) -> dict[str, str]:
+    found = {entry.key: entry.value for entry in config_entries(state.job)}
+    plan = state.job.pipeline
+    if plan is not None:
+        found |= {"schedule": plan.schedule, "microbatches": units.count(plan.num_microbatches)}
+    return found
 
 
 def shown_differences(state: State, table: TableView) -> list[Difference]:
