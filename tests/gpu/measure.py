@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from boltmesh import strategies
 from boltmesh.strategies.parameter_access import gathered_parameters
@@ -45,17 +45,28 @@ class Tokens(Dataset[Tensor]):
 
 
 class Language(LightningModule):
-    """A GPT of given sizes, trained by AdamW or SGD."""
+    """A GPT of given sizes, trained by AdamW or SGD on texts in their order."""
 
-    def __init__(self, sizes: dict[str, int], optimizer: str = "adamw") -> None:
+    def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
-        self.sizes, self.optimizer_name = sizes, optimizer
+        self.arguments, self.sizes = arguments, arguments["sizes"]
+        self.optimizer_name = arguments.get("optimizer", "adamw")
         self.model: Any = None
 
     def configure_model(self) -> None:
         if self.model is None:
             torch.manual_seed(0)
             self.model = Transformer(**self.sizes)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        # Lightning's own sampler would shuffle, in one process it would not.
+        ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
+        ranks = ranks or {"num_replicas": 1, "rank": 0}
+        batch = self.arguments["batch"]
+        count = batch * self.arguments["steps"] * ranks["num_replicas"]
+        data = Tokens(self.sizes["words"], self.arguments["length"], count)
+        sampler = DistributedSampler(data, shuffle=False, **ranks)
+        return DataLoader(data, batch_size=batch, sampler=sampler)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits = self.model(batch[:, :-1])
@@ -106,20 +117,18 @@ def on_gpu() -> bool:
 
 def trained(arguments: dict[str, Any], **options: Any) -> tuple[Timing, Language, Trainer]:
     """Train a GPT as ``arguments`` say."""
-    sizes, batch, length = arguments["sizes"], arguments["batch"], arguments["length"]
     seed_everything(1, verbose=False)
     timing = Timing()
     with tempfile.TemporaryDirectory(dir=arguments.get("folder")) as folder:
-        module = Language(sizes, arguments.get("optimizer", "adamw"))
+        module = Language(arguments)
         trainer = Trainer(
             accelerator="cuda" if on_gpu() else "cpu",
             strategy=strategy_of(arguments["strategy"], folder), max_steps=arguments["steps"],
             precision=arguments.get("precision", "bf16-mixed"), logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            use_distributed_sampler=True, **{"devices": 1, "callbacks": [timing], **options},
+            use_distributed_sampler=False, **{"devices": 1, "callbacks": [timing], **options},
         )  # fmt: skip
-        data = Tokens(sizes["words"], length, batch * arguments["steps"])
-        trainer.fit(module, DataLoader(data, batch_size=batch))
+        trainer.fit(module)
     return timing, module, trainer
 
 
