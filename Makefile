@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check format screenshot bench house snapshot words zoo clean
+.PHONY: help venv demo test test-all check format screenshot bench house snapshot words zoo gpu-bundle clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -78,6 +78,24 @@ words: venv  ## print the phrases that the word lint finds, lower its budget
 
 zoo: .venv-zoo/.installed  ## train modules of other packages under every strategy; an hour
 	.venv-zoo/bin/python -m tests.zoo --write
+
+# What pytest and boltmesh need beside torch, Lightning, psutil and nvidia-ml-py.
+GPU_PACKAGES := omegaconf pyyaml textual msgspec platformdirs mdit-py-plugins markdown-it-py \
+  mdurl rich pygments linkify-it-py uc-micro-py pytest-asyncio pytest-timeout pytest-xdist execnet
+GPU_PYTHON ?= 3.12
+
+gpu-bundle: venv  ## make .gpu, what a machine with a GPU and no package index needs; at most 64 MiB
+	rm -rf .gpu && mkdir -p .gpu/wheels
+	$(PIP) wheel --quiet --no-deps -w .gpu/wheels .
+	$(PIP) download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+	  --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --platform any \
+	  -c constraints.txt -d .gpu/wheels $(GPU_PACKAGES)
+	cp -r tests examples configs pyproject.toml .gpu
+	find .gpu -name __pycache__ -prune -exec rm -rf {} +
+	@printf '%s\n' 'In .gpu there:' \
+	  '  pip install --no-index --no-deps --target site wheels/*.whl' \
+	  '  PYTHONPATH=site:. python -m tests.gpu.campaign --out results'
+	@test $$(du -sm .gpu | cut -f1) -le 64 || { echo 'over 64 MiB'; exit 1; }
 
 clean:  ## remove what builds and tests leave; runs and checkpoints stay
 	rm -rf build dist *.egg-info .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -6,6 +6,7 @@ reads; which of them are of tensors that lie on the host in a run on GPUs too is
 
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ STRATEGIES = {
 }
 
 ON_HOST = {
+    "pipeline/loss/autograd_nodes.py:_number": "a number of the host; of a device none is asked",
     "pipeline/grad_handoff.py:add": "asked on the host alone",
     "lightning_compat/launchers.py:_reduce_flags": "flags of signals, over gloo",
     "pipeline/runtime/handshake.py:": "rows that ranks tell each other, over gloo",
@@ -118,8 +120,8 @@ def reader() -> str | None:
     """Return the file of boltmesh and the function that reads; None for others' code."""
     frame: Any = sys._getframe(2)
     package = Path(boltmesh.__file__).resolve().parents[1]
-    torchs = str(Path(torch.__file__).parent)
-    while frame is not None and frame.f_code.co_filename.startswith(torchs):
+    others = (str(Path(torch.__file__).parent), warnings.__file__)
+    while frame is not None and frame.f_code.co_filename.startswith(others):
         frame = frame.f_back
     if frame is None:
         return None
@@ -158,6 +160,9 @@ def places_read(rank: int, world_size: int, name: str) -> set[str]:
     return watch.reads.places
 
 
+@pytest.mark.slow(20)
+@pytest.mark.timeout(300)
+@pytest.mark.sample("zero3", "zero3_cpu", "pipeline", "tensor")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_no_step_waits_for_the_device(name: str) -> None:
     known = (*ON_HOST, *ALLOWED)

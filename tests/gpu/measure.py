@@ -1,0 +1,287 @@
+"""One measurement of the campaign, in its own process: ``python -m tests.gpu.measure NAME JSON``.
+
+Prints one line of JSON. What fails ends this process alone.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from boltmesh import strategies
+from boltmesh.strategies.parameter_access import gathered_parameters
+from tests.benchmarks.peers.transformer import Transformer
+
+DENSE_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
+"""bf16, without sparsity."""
+
+
+class Tokens(Dataset[Tensor]):
+    """Texts drawn by their number; the same for every strategy."""
+
+    def __init__(self, words: int, length: int, count: int) -> None:
+        self.words, self.length, self.count = words, length, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randint(self.words, (self.length + 1,), generator=generator)
+
+
+class Language(LightningModule):
+    """A GPT of given sizes, trained by AdamW or SGD on texts in their order."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments, self.sizes = arguments, arguments["sizes"]
+        self.optimizer_name = arguments.get("optimizer", "adamw")
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(0)
+            self.model = Transformer(**self.sizes)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        # Lightning's own sampler would shuffle, in one process it would not.
+        ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
+        ranks = ranks or {"num_replicas": 1, "rank": 0}
+        batch = self.arguments["batch"]
+        count = batch * self.arguments["steps"] * ranks["num_replicas"]
+        data = Tokens(self.sizes["words"], self.arguments["length"], count)
+        sampler = DistributedSampler(data, shuffle=False, **ranks)
+        return DataLoader(data, batch_size=batch, sampler=sampler)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.model(batch[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer_name == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Timing(Callback):
+    """Seconds of each step, losses, and the most memory of the device."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self.losses: list[Tensor] = []
+        self.reserved: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"].detach())
+        if module.device.type == "cuda":
+            torch.cuda.synchronize()
+            self.reserved.append(torch.cuda.max_memory_allocated())
+        self.ends.append(time.monotonic())
+
+    def step_s(self) -> float:
+        """Median of the steps behind the first three."""
+        seconds = sorted(b - a for a, b in itertools.pairwise(self.ends[2:]))
+        return seconds[len(seconds) // 2]
+
+
+def strategy_of(spec: dict[str, Any], folder: str) -> Any:
+    """Return a strategy from its class and arguments; ``"plain"`` is Lightning's."""
+    given = dict(spec)
+    name = given.pop("name")
+    if name == "plain":
+        return SingleDeviceStrategy(torch.device("cuda", 0) if on_gpu() else torch.device("cpu"))
+    if "offload_path" in given:
+        given["offload_path"] = folder
+    return getattr(strategies, name)(**given)
+
+
+def on_gpu() -> bool:
+    """Whether the campaign runs on a GPU and not dry."""
+    return os.environ.get("BOLTMESH_CAMPAIGN", "cuda") == "cuda"
+
+
+def trained(arguments: dict[str, Any], **options: Any) -> tuple[Timing, Language, Trainer]:
+    """Train a GPT as ``arguments`` say."""
+    seed_everything(1, verbose=False)
+    timing = Timing()
+    with tempfile.TemporaryDirectory(dir=arguments.get("folder")) as folder:
+        module = Language(arguments)
+        trainer = Trainer(
+            accelerator="cuda" if on_gpu() else "cpu",
+            strategy=strategy_of(arguments["strategy"], folder), max_steps=arguments["steps"],
+            precision=arguments.get("precision", "bf16-mixed"), logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            use_distributed_sampler=False, **{"devices": 1, "callbacks": [timing], **options},
+        )  # fmt: skip
+        trainer.fit(module)
+    return timing, module, trainer
+
+
+def fit(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return speed and memory of a strategy."""
+    timing, _, _ = trained(arguments)
+    sizes = arguments["sizes"]
+    tokens = arguments["batch"] * arguments["length"]
+    numel = sizes["layers"] * 12 * sizes["width"] ** 2 + sizes["words"] * sizes["width"]
+    seconds = timing.step_s()
+    tflops = 6 * numel * tokens / seconds / 1e12
+    found = {"step_s": seconds, "tokens_per_s": tokens / seconds, "tflops": tflops}
+    found["loss"] = float(timing.losses[-1])
+    if on_gpu():
+        name = torch.cuda.get_device_name()
+        peak = next((each for key, each in DENSE_TFLOPS.items() if key in name), None)
+        found["peak_gb"] = timing.reserved[-1] / 1e9
+        found["growth_gb"] = (timing.reserved[-1] - timing.reserved[len(timing.ends) // 2]) / 1e9
+        if peak is not None:
+            found["mfu"] = tflops / peak
+    return found
+
+
+def fsdp2_offload(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the speed of FSDP2 with its own offload, and AdamW on the host."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    from torch.utils.checkpoint import checkpoint
+
+    device = torch.device("cuda", 0) if on_gpu() else torch.device("cpu")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29571", RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu() else "gloo")
+    sizes = arguments["sizes"]
+    with torch.device(device):
+        model = Transformer(**sizes)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=on_gpu())
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+        fully_shard(block, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mp_policy=policy, offload_policy=offload)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    data = Tokens(sizes["words"], arguments["length"], arguments["batch"] * arguments["steps"])
+    ends = []
+    for batch in DataLoader(data, batch_size=arguments["batch"]):
+        tokens = batch.to(device)
+        logits = model(tokens[:, :-1])
+        functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if on_gpu():
+            torch.cuda.synchronize()
+        ends.append(time.monotonic())
+    dist.destroy_process_group()
+    seconds = sorted(b - a for a, b in itertools.pairwise(ends))
+    step_s = seconds[len(seconds) // 2]
+    return {"step_s": step_s, "tokens_per_s": arguments["batch"] * arguments["length"] / step_s}
+
+
+def machine(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the rates of this machine that later parts are judged by."""
+    num_bytes = arguments["num_bytes"]
+    found: dict[str, Any] = {"torch": torch.__version__, "cores": os.cpu_count()}
+    found["disk_free_gb"] = shutil.disk_usage(arguments["folder"]).free / 1e9
+    values = [torch.zeros(num_bytes // 4) for _ in range(4)]
+    adam = torch.optim.AdamW([torch.nn.Parameter(values[0])], lr=1e-4, fused=True)
+    adam.param_groups[0]["params"][0].grad = values[1]
+    adam.step()
+    found["adam_gb_per_s"] = 7 * num_bytes / timed(adam.step) / 1e9
+    path = Path(arguments["folder"]) / "speed"
+    found["write_gb_per_s"] = num_bytes / timed(lambda: path.write_bytes(bytes(num_bytes))) / 1e9
+    path.unlink()
+    if not on_gpu():
+        return found
+    found["device"] = torch.cuda.get_device_name()
+    found["memory_gb"] = torch.cuda.get_device_properties(0).total_memory / 1e9
+    pageable, there = values[2], torch.empty(num_bytes // 4, device="cuda")
+    pinned = torch.empty(num_bytes // 4, pin_memory=True)
+    for name, one, other in (
+        ("h2d_pinned", there, pinned),
+        ("d2h_pinned", pinned, there),
+        ("h2d_pageable", there, pageable),
+    ):
+        found[f"{name}_gb_per_s"] = num_bytes / timed(lambda a=one, b=other: a.copy_(b)) / 1e9
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pci.bus_id",
+               "--format=csv,noheader"]  # fmt: skip
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    found["nvidia_smi"] = shown.stdout.strip()
+    return found
+
+
+def timed(run: Any) -> float:
+    """Seconds of the second of two runs."""
+    for _ in range(2):
+        begin = time.monotonic()
+        run()
+        if on_gpu():
+            torch.cuda.synchronize()
+    return time.monotonic() - begin
+
+
+def smoke(arguments: dict[str, Any]) -> dict[str, Any]:
+    """As one rank of several: one all-reduce, one message to the next rank."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", 0) if on_gpu() else torch.device("cpu")
+    if on_gpu():
+        torch.cuda.set_device(device)
+    dist.init_process_group(arguments["backend"])
+    value = torch.full((1 << 16,), float(rank + 1), device=device)
+    dist.all_reduce(value)
+    is_right = bool((value == size * (size + 1) / 2).all())
+    there = torch.empty_like(value)
+    to, of = (rank + 1) % size, (rank - 1) % size
+    messages = [dist.P2POp(dist.isend, value, to), dist.P2POp(dist.irecv, there, of)]
+    for each in dist.batch_isend_irecv(messages):
+        each.wait()
+    is_right = is_right and torch.equal(value, there)
+    dist.destroy_process_group()
+    return {"is_right": is_right}
+
+
+def rank(arguments: dict[str, Any]) -> dict[str, Any]:
+    """As one rank of several on one GPU: losses, and the norms of parameters."""
+    whole: dict[str, Any] = {}
+
+    class End(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            with gathered_parameters(pl_module) as parameters:
+                whole["norms"] = [float(each.double().norm()) for each in parameters.values()]
+
+    timing = Timing()
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    given = dict(arguments)
+    given["batch"] = arguments["batch"] // arguments.get("data", size)
+    devices: Any = size
+    spec = dict(arguments["strategy"])
+    if on_gpu() and size > 1:  # every rank on the one GPU
+        spec["parallel_devices"] = [torch.device("cuda", 0)] * size
+        spec["process_group_backend"] = arguments["backend"]
+        devices = "auto"
+    given["strategy"] = spec
+    trained(given, callbacks=[timing, End()], devices=devices)
+    return {"losses": [float(each) for each in timing.losses], **whole}
+
+
+MEASUREMENTS = {each.__name__: each for each in (fit, fsdp2_offload, machine, smoke, rank)}
+
+
+def main() -> None:
+    """Run what the arguments name and print what was found."""
+    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    print(json.dumps(MEASUREMENTS[name](arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
