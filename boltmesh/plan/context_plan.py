@@ -113,7 +113,8 @@ def _counted(run: DryRun, entries: Any, state: ContextState, source: str) -> dic
         with hooks.on(), results_whole(run.module, STEP), step_ended(state), functions_watched():
             return run.run()
 
-    counted = count_step(run.module, fake, state.group, nullcontext, torch.device("cpu"))
+    runs = [(fake, 1)]
+    counted = count_step(run.module, runs, state.group, nullcontext, torch.device("cpu"))
     hooks.remove()
     if counted is None:
         raise ConfigError(

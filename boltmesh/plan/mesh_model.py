@@ -98,7 +98,7 @@ def _forecast_rank(
             for part, stages in zip(job.parts, runs, strict=True)
         ],
     )
-    over_tensors = over_layers(module, job, rehearsal)
+    over_tensors = over_layers(module, job, rehearsal.distinct())
     live = None
     if cut.division.kept_bytes is not None:
         live = peak_live_bytes(cut.table.order[rank], cut.division.kept_bytes)

@@ -24,7 +24,7 @@ from boltmesh.strategies.cost_model.traffic import estimate_traffic
 from boltmesh.strategies.data_parallel.expected_traffic import ExtraTraffic, expected_shard_traffic
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.dry_run.step import DryRun
-from boltmesh.strategies.engine.axis import FakeRun
+from boltmesh.strategies.engine.axis import FakeRuns
 from boltmesh.strategies.lightning_compat.trainer import (
     module_keeps_gradients,
     module_reads_gradients,
@@ -140,7 +140,7 @@ def forecast_whole(module: LightningModule, job: MeshJob) -> tuple[list[RankFore
         keeps_gradients=module_keeps_gradients(module),
     )
     rehearsal = DryRun(module, STEP, job.args, _CPU)
-    counted = over_layers(module, job, lambda _: rehearsal.run())
+    counted = over_layers(module, job, [(lambda _: rehearsal.run(), 1)])
     return [
         RankForecast(
             parameters=sum(each.numel() for each in module.parameters()),
@@ -171,18 +171,18 @@ def _over_data(shape: ModelShape, job: MeshJob) -> list[ExpectedTraffic]:
 
 
 def over_layers(
-    module: LightningModule, job: MeshJob, run: FakeRun
+    module: LightningModule, job: MeshJob, runs: FakeRuns
 ) -> list[ExpectedTraffic] | None:
     """Return what the tensor axis moves in an optimizer step; None where nobody knows.
 
     Args:
         module: Of each layer the part of one rank.
         job: What is asked.
-        run: What the rank runs of a batch.
+        runs: What the rank runs of a batch.
     """
     if job.layout.tensor == 1:
         return []
-    counted = count_step(module, run, job.group, lambda: computing_in(job.types.cast), _CPU)
+    counted = count_step(module, runs, job.group, lambda: computing_in(job.types.cast), _CPU)
     if counted is None:
         return None
     return expected_traffic(

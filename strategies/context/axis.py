@@ -247,7 +247,7 @@ class ContextAxis(Axis):
                 return run.run()
 
         around = self.strategy.host_step_context("training_step")
-        self._counted = count_step(module, fake, state.group, around, _CPU)
+        self._counted = count_step(module, [(fake, 1)], state.group, around, _CPU)
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:

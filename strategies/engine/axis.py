@@ -39,6 +39,9 @@ StepFunction = Callable[[Any, Any], Any]
 FakeRun = Callable[[FakeTensorMode], object]
 """Runs something with a model whose parameters are tensors of that mode, without data."""
 
+FakeRuns = Sequence[tuple[FakeRun, int]]
+"""Runs that differ, each with how often a batch has it."""
+
 
 class Axis:
     """One axis of the mesh. Each default is what an axis of ranks without a task does.
@@ -315,7 +318,7 @@ class Axis:
 
     # Forecasts, shown beside what is measured.
 
-    def dry_batch(self) -> tuple[FakeRun, torch.device] | None:
+    def dry_batch(self) -> tuple[FakeRuns, torch.device] | None:
         """Return what this rank runs of a batch of training, and where the batch is.
 
         None from an axis that leaves steps to the inner ones.

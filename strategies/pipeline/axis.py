@@ -26,7 +26,7 @@ from boltmesh.strategies.dry_run.fake_optimizers import fake_optimizers
 from boltmesh.strategies.dry_run.sample import batch_sizes, sample_batch
 from boltmesh.strategies.dry_run.unsupported import refuse_lazy
 from boltmesh.strategies.engine import MeshStrategy
-from boltmesh.strategies.engine.axis import Axis, FakeRun, StepFunction
+from boltmesh.strategies.engine.axis import Axis, FakeRuns, StepFunction
 from boltmesh.strategies.grad_norm import NormShare
 from boltmesh.strategies.lightning_compat.launchers import SigtermAgreement
 from boltmesh.strategies.lightning_compat.loops import (
@@ -481,12 +481,12 @@ class PipelineAxis(Axis):
     # Forecasts.
 
     @override
-    def dry_batch(self) -> tuple[FakeRun, torch.device]:
+    def dry_batch(self) -> tuple[FakeRuns, torch.device]:
         batch, rest = self._sample
         device = self.strategy.root_device
         batch = move_data_to_device(batch, device)
         around = self.strategy.step_context("training_step")
-        return self.staged.expectations.rehearsed(batch, rest, around), device
+        return self.staged.expectations.rehearsed(batch, rest, around).distinct(), device
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:

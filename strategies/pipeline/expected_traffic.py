@@ -13,9 +13,9 @@ What is known of batches of training before any is run: asked by the engine, and
 A look at a sample tells it; what is made of that in numbers is in ``forecast.py``.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -40,6 +40,7 @@ from boltmesh.strategies.pipeline.runtime.backward import StageGraph, backward
 from boltmesh.strategies.pipeline.runtime.handshake import handshake_size
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.schedules.actions import RankProgram, RankPrograms
+from boltmesh.strategies.pipeline.stage.plan_cache import batch_signature
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 from boltmesh.strategies.pipeline.stage_params import StageParameters
 from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast
@@ -204,6 +205,15 @@ class StageRehearsal:
     module: LightningModule
     device: torch.device
     runs: Sequence[tuple[tuple[Any, ...], Sequence[StageRun]]]
+
+    def distinct(self) -> list[tuple["StageRehearsal", int]]:
+        """Return one run for all microbatches that run alike, with how many they are."""
+        alike: dict[Hashable, list[tuple[tuple[Any, ...], Sequence[StageRun]]]] = {}
+        for run in self.runs:
+            args, stages = run
+            key = batch_signature(args), tuple(map(id, stages))
+            alike.setdefault(key, []).append(run)
+        return [(replace(self, runs=each[:1]), len(each)) for each in alike.values()]
 
     def __call__(self, mode: FakeTensorMode) -> None:
         """Run it. Modules, gradients and random numbers are as before afterwards.

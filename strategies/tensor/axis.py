@@ -27,7 +27,7 @@ from boltmesh.strategies.dry_run.batch_check import BatchDigest, SameBatchCheck
 from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
-from boltmesh.strategies.engine.axis import Axis, FakeRun
+from boltmesh.strategies.engine.axis import Axis, FakeRuns
 from boltmesh.strategies.grad_norm import NormShare, PartShare
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping
@@ -88,7 +88,9 @@ class TensorAxis(Axis):
         self._forget_scaler: Callable[[], None] = _nothing
         self._whole_steps: list[WholeSteps] = []
         """Steps of the optimizers that need whole parameters."""
-        self._counted: dict[str, OperatorTraffic] | None = None
+        self._is_new = True
+        """Whether the model was placed for this run, and not for one before."""
+        self._counted: Mapping[str, OperatorTraffic] | None = None
         """What a batch of training moves, by operator; None where that is unknown."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,7 +132,7 @@ class TensorAxis(Axis):
         if self.size == 1:
             return
         step = strategy.step_name
-        is_new = not self._is_placed(module, step)
+        self._is_new = is_new = not self._is_placed(module, step)
         if is_new or strategy.is_fitting:
             batch = broadcast_from_rank0(sample_batch(trainer).batch, self._judges)
             self._sample = batch, step_arguments(module, step)
@@ -273,15 +275,25 @@ class TensorAxis(Axis):
         assert module is not None
         if self.size == 1 or not strategy.is_fitting or not module.automatic_optimization:
             return
+        if self._was_counted:
+            assert self.placement is not None
+            self._counted = self.placement.counted
+            return
         runs = (axis.dry_batch() for axis in strategy.axes)
-        run, device = next(found for found in runs if found is not None)
-        self._count(run, device)
+        self._count(*next(found for found in runs if found is not None))
 
-    def _count(self, run: FakeRun, device: torch.device) -> None:
+    @property
+    def _was_counted(self) -> bool:
+        """Whether verification has counted what a batch of this run moves."""
+        assert self.placement is not None
+        is_alike = not self.strategy.divides_modules and self.strategy.recomputation.kind is None
+        return self._is_new and is_alike and self.placement.counted is not None
+
+    def _count(self, runs: FakeRuns, device: torch.device) -> None:
         """Find out what a batch of training moves; called for every fit.
 
         Args:
-            run: What this rank runs of it.
+            runs: What this rank runs of it.
             device: Where tensors of the batch are.
         """
         assert self.placement is not None
@@ -292,7 +304,7 @@ class TensorAxis(Axis):
             self._counted = None
             return
         around = self.strategy.step_context("training_step")
-        self._counted = count_step(module, run, self.group, around, device)
+        self._counted = count_step(module, runs, self.group, around, device)
 
     @override
     def after_wrap(self) -> None:
@@ -398,12 +410,12 @@ class TensorAxis(Axis):
     # Forecasts.
 
     @override
-    def dry_batch(self) -> tuple[FakeRun, torch.device] | None:
+    def dry_batch(self) -> tuple[FakeRuns, torch.device] | None:
         if self.placement is None:
             return None
         batch, rest = self._sample
         rehearsal = DryRun(self.placement.module, "training_step", (batch, *rest), _CPU)
-        return lambda _: rehearsal.run(), _CPU
+        return [(lambda _: rehearsal.run(), 1)], _CPU
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:

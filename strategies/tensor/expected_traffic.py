@@ -17,8 +17,9 @@ from typing_extensions import Self, override
 from boltmesh.strategies.cost_model.traffic import NORM_BYTES, OVERFLOW_BYTES
 from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK
 from boltmesh.strategies.dry_run.step import Around
-from boltmesh.strategies.engine.axis import FakeRun
+from boltmesh.strategies.engine.axis import FakeRuns
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
+from boltmesh.strategies.torch_compat.communication import all_gather_single, reduce_scatter_single
 from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.packed_sequences import FakePackedSequences
 from boltmesh.strategies.torch_compat.tensors import fake_tensors, make_fake
@@ -33,7 +34,7 @@ class OperatorTraffic(NamedTuple):
 
 
 def count_step(
-    module: Module, run: FakeRun, group: TensorGroup, around: Around, device: torch.device
+    module: Module, runs: FakeRuns, group: TensorGroup, around: Around, device: torch.device
 ) -> dict[str, OperatorTraffic] | None:
     """Return the traffic of one batch by operator of ``c10d``; None if it cannot be counted.
 
@@ -41,12 +42,11 @@ def count_step(
 
     Args:
         module: A model that runs by a plan.
-        run: This rank's part of a batch.
+        runs: This rank's part of a batch.
         group: The group of the plan.
         around: Context of the precision plugin.
         device: Device of the batch.
     """
-    counter = CountingGroup(group.rank, group.size)
     mode = fake_tensors()
     swapped: dict[str, Tensor] = {}
     for name, each in module.named_parameters():
@@ -54,17 +54,25 @@ def count_step(
             swapped[name] = _moved(make_fake(each, mode), each, device)
     for name, buffer in module.named_buffers():
         swapped[name] = buffer.detach().to(device).clone()
+    total: dict[str, OperatorTraffic] = {}
     try:
-        with (
-            swapped_state(module, swapped),
-            group.counted_by(counter),
-            FakePackedSequences(),
-            around(),
-        ):
-            run(mode)
+        for run, times in runs:
+            counter = CountingGroup(group.rank, group.size)
+            with (
+                swapped_state(module, swapped),
+                group.counted_by(counter),
+                FakePackedSequences(),
+                around(),
+            ):
+                run(mode)
+            for name, (num_bytes, calls) in counter.counted.items():
+                known = total.get(name, OperatorTraffic(0, 0))
+                total[name] = OperatorTraffic(
+                    known.num_bytes + num_bytes * times, known.calls + calls * times
+                )
     except Exception:  # noqa: BLE001 - the step needs values; the expectation is only displayed
         return None
-    return {name: OperatorTraffic(*each) for name, each in counter.counted.items()}
+    return total
 
 
 def _moved(fake: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
@@ -150,6 +158,43 @@ class CountingGroup(dist.ProcessGroup):
     all_gather_single = _allgather_base  # type: ignore[assignment]
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
     all_to_all_single = alltoall_base  # type: ignore[assignment]
+
+
+class CountedGroup(CountingGroup):
+    """A process group that counts collectives and leaves them to another one."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = group
+
+    @override
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:  # type: ignore[override]
+        super().allreduce(tensors, options)
+        return self._group.allreduce(tensors, options)
+
+    @override
+    def broadcast(self, tensors: list[Tensor], options: Any = None) -> Any:  # type: ignore[override]
+        super().broadcast(tensors, options)
+        return self._group.broadcast(tensors, options)
+
+    @override
+    def _allgather_base(self, output: Tensor, part: Tensor, options: Any = None) -> Any:
+        super()._allgather_base(output, part, options)
+        return all_gather_single(output, part, group=self._group)
+
+    @override
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
+        super()._reduce_scatter_base(output, whole, options)
+        return reduce_scatter_single(output, whole, group=self._group)
+
+    @override
+    def alltoall_base(self, output: Tensor, sent: Tensor, *sizes: Any) -> Any:
+        super().alltoall_base(output, sent, *sizes)
+        return self._group.alltoall_base(output, sent, *sizes)
+
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
 
 
 class GroupWithoutRanks(TensorGroup):

@@ -30,6 +30,7 @@ from boltmesh.strategies.deferred_initialization.materialize import own_modules,
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.tensor.analysis.analyse import Analysis, analyse
 from boltmesh.strategies.tensor.backends import without_replicated
+from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic
 from boltmesh.strategies.tensor.hugging_face import disagreements
 from boltmesh.strategies.tensor.options import TensorOptions
 from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan, from_json, to_json
@@ -140,6 +141,8 @@ class TensorPlacement:
     """Divisions on this rank, by all names of divided parameters."""
     parts: tuple[Parameter, ...]
     """The parameters of which this rank has a part."""
+    counted: Mapping[str, OperatorTraffic] | None
+    """Traffic of the verified step by operator; None where steps of the run may differ."""
 
     @property
     def plan(self) -> TensorPlan:
@@ -193,7 +196,7 @@ def place(
     known = len(plan.notes)
     recorder = SignatureRecorder()
     with recorder.watching(blocks):
-        plan = prove(
+        plan, counted = prove(
             plan,
             ProofInputs(
                 on_device,
@@ -216,7 +219,7 @@ def place(
     )
     applied = apply_plan(module, plan, group, verified=recorder.seen)
     divisions = divisions_of(applied.plan, group.rank)
-    placed = TensorPlacement(module, step, applied, divisions, tuple(applied.sharded))
+    placed = TensorPlacement(module, step, applied, divisions, tuple(applied.sharded), counted)
     return placed, plan.notes[known:]
 
 

@@ -28,6 +28,7 @@ from boltmesh.strategies.dry_run.step import Around, DryRun, DryRunOutcome
 from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.tensor.backends import OUTSIDE, block_of, without_sequence
 from boltmesh.strategies.tensor.comparison import NUDGE, ROUGH, TOLERANCE, difference
+from boltmesh.strategies.tensor.expected_traffic import CountedGroup, OperatorTraffic
 from boltmesh.strategies.tensor.plan import Backend, ShardedParameter, TensorPlan, runs
 from boltmesh.strategies.tensor.runtime.apply import apply_plan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
@@ -54,6 +55,8 @@ def divisions_of(plan: TensorPlan, rank: int) -> dict[str, DimDivision]:
 
 
 _BACKENDS: tuple[Backend, ...] = ("local", "region")
+
+Counted = dict[str, OperatorTraffic]
 
 NewGroup = Callable[[], TensorGroup]
 """Makes a further group of the ranks of the tensor axis. Collective over all ranks of the job."""
@@ -94,8 +97,10 @@ class ProofInputs:
     new_group: NewGroup
 
 
-def prove(plan: TensorPlan, stage: ProofInputs) -> TensorPlan:
-    """Return the plan with verified backends, and why others are not used.
+def prove(plan: TensorPlan, stage: ProofInputs) -> tuple[TensorPlan, Counted | None]:
+    """Return the plan with verified backends and why others are not used, and a step's traffic.
+
+    The traffic is None where no run of the proof was like a step of the run.
 
     Collective over all ranks of the job, whose models are equal, whole except for skipped blocks,
     and on the device of the step. The models do not change.
@@ -104,9 +109,9 @@ def prove(plan: TensorPlan, stage: ProofInputs) -> TensorPlan:
         ConfigError: If the step cannot be run at all.
     """
     proof = _Proof(plan, stage)
-    plan = proof.settled()
+    plan, counted = proof.settled(), proof.counted
     proof.close()
-    return plan
+    return plan, counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +137,8 @@ class _Proof:
         """Outcomes with nudged parameters, if they were needed."""
         self.rehearsal = stage.rehearsal
         self.tolerance = TOLERANCE
+        self.counted: Counted | None = None
+        """Traffic of the newest plan without a fault, where it is that of a step in the run."""
 
     def settled(self) -> TensorPlan:
         if not self.kinds:
@@ -266,12 +273,14 @@ class _Proof:
     def _fault(self, plan: TensorPlan, backends: Mapping[str, Backend]) -> str | None:
         """Return how the plan with these backends differs from the whole model."""
         planned = replace(plan, backends=dict(backends))
+        self.counted = None
         for run in self.wholes:
             if self.group is None:
                 self.group = self.stage.new_group()
             has_raised = False
+            counter = CountedGroup(self.group.process_group)
             try:
-                fault = self._compare(planned, run, self.group)
+                fault = self._compare(planned, run, self.group, counter)
             except Exception as error:  # noqa: BLE001 - code that needs full sizes raises anything
                 fault, has_raised = f"raises {type(error).__name__}: {_one_line(error)}", True
             fault = self._first(fault)
@@ -281,6 +290,10 @@ class _Proof:
                     self.close()
                 self.group = None
                 return fault
+            if run.has_backward and not run.passed and self._has_own_precision:
+                self.counted = {
+                    name: OperatorTraffic(*each) for name, each in counter.counted.items()
+                }
         return None
 
     def close(self) -> None:
@@ -289,11 +302,20 @@ class _Proof:
             dist.destroy_process_group(self.group.process_group)
             self.group = None
 
-    def _compare(self, plan: TensorPlan, run: _Run, group: TensorGroup) -> str | None:
+    @property
+    def _has_own_precision(self) -> bool:
+        """Whether steps are run in the precision of the run."""
+        precision = self.stage.precision
+        return precision.dtype == torch.float32 and not precision.is_mixed
+
+    def _compare(
+        self, plan: TensorPlan, run: _Run, group: TensorGroup, counter: CountedGroup
+    ) -> str | None:
         with self._passed(run), parameters_kept(self.root):
             applied = apply_plan(self.root, plan, group)
             try:
-                outcome = self.rehearsal.run(has_backward=run.has_backward)
+                with group.counted_by(counter):
+                    outcome = self.rehearsal.run(has_backward=run.has_backward)
             finally:
                 applied.remove()
         divided = divisions_of(applied.plan, group.rank)

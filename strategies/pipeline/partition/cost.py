@@ -20,7 +20,8 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, random_state_unchanged
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, TensorSpec, place_of
-from boltmesh.strategies.pipeline.stage.trace_step import LOGGING, key_of, without_weight_cache
+from boltmesh.strategies.pipeline.stage.trace_step import LOGGING, without_weight_cache
+from boltmesh.strategies.pipeline.stage.unit_outputs import key_of
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards
 from boltmesh.strategies.pytree import is_constant, replace_tensors, tensors_in
 from boltmesh.strategies.random_state import seed_random_state

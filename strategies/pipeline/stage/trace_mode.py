@@ -86,6 +86,8 @@ class BetweenUnitsTracer(TorchFunctionMode):
         self.kept: list[Tensor] = []
         """All tensors seen, so that no address is used twice."""
         self.to_end: list[Value] = []
+        self.has_unreturned = False
+        """Whether a value came out of a unit by another way than its return value."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -348,6 +350,7 @@ class BetweenUnitsTracer(TorchFunctionMode):
     def _value_of(self, fake: Tensor) -> Value:
         value = self.values.get(id(fake))
         if value is None:
+            self.has_unreturned = True
             self.kept.append(fake)
             holder = self._holder_of(fake)
             value = self.values[id(fake)] = self._add_value(fake, holder)

@@ -2,20 +2,18 @@
 
 Finds out what a step leaves behind on modules between units: buffers and attributes.
 
-Notes, as a step is probed, what autograd would keep of it for the backward pass.
-
-Remembers what units give, so that a second look at a batch's data does not run them again.
+What units give is not found out twice: ``unit_outputs.py``.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from boltmesh.errors import BoltMeshError, ConfigError
@@ -27,26 +25,26 @@ from boltmesh.strategies.dry_run.no_side_effects import (
 )
 from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.stage.rng import host_random_state
-from boltmesh.strategies.pipeline.stage.trace import (
-    NO_EVENT,
-    Argument,
-    MetricTrace,
-    StepTrace,
-    TensorSpec,
-    UnitOutput,
-)
+from boltmesh.strategies.pipeline.stage.saved_tensors import SavedTensorWatch
+from boltmesh.strategies.pipeline.stage.trace import NO_EVENT, MetricTrace, StepTrace, UnitOutput
 from boltmesh.strategies.pipeline.stage.trace_mode import BetweenUnitsTracer
+from boltmesh.strategies.pipeline.stage.unit_outputs import (
+    FirstCall,
+    Key,
+    KnownUnits,
+    key_of,
+    recall,
+    versions,
+)
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards
-from boltmesh.strategies.pytree import is_constant, replace_tensors, take_apart, tensors_in
+from boltmesh.strategies.pytree import replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.random_state import seed_random_state
 from boltmesh.strategies.torch_compat.modules import distributions_unchecked
 from boltmesh.strategies.torch_compat.tensors import (
-    FakeTensorMode,
     fake_tensors,
     is_equal,
     is_fake,
     make_fake,
-    storage_key,
     times_written,
 )
 
@@ -149,107 +147,6 @@ def _members(container: Any) -> Iterator[Any]:
         yield from container.values()
 
 
-class SavedTensorWatch:
-    """Fills :attr:`Trace.kept`: storages that operators save, by the unit during or after which.
-
-    Tensors that exist in a probe (the batch, what is made of it alone) and parameters are there
-    anyway, and left out. What a unit gets counts as kept by it: its first operators save it, and a
-    layer that is run again in the backward pass keeps nothing else.
-    """
-
-    def __init__(self, root: Module, trace: StepTrace, mode: FakeTensorMode) -> None:
-        self._trace = trace
-        self._unit = ""
-        state = [*root.parameters(), *root.buffers()]
-        self._alive = [make_fake(each, mode) for each in state]
-        """All tensors seen, so that no storage's key is used twice."""
-        self._left_out = set(map(storage_key, self._alive))
-
-    def watching(self) -> AbstractContextManager[Any]:
-        """Within it, what is saved is noted."""
-        return saved_tensors_hooks(self._pack, lambda packed: packed)
-
-    def begin_unit(self, name: str, arguments: Any) -> None:
-        """Say that a unit is called, with tensors that a backward pass through it will need."""
-        self._unit = name
-        self._trace.kept.setdefault(name, {})
-        if torch.is_grad_enabled():
-            for each in tensors_in(arguments):
-                self._note(each)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        if not _is_weight_cast(tensor):  # one for all microbatches, so none of this one
-            self._note(tensor)
-        # Itself, an operator's output would hold the operator that holds it.
-        return tensor.detach()
-
-    def _note(self, tensor: Tensor) -> None:
-        if not is_fake(tensor):
-            return
-        key = storage_key(tensor)
-        if key not in self._left_out:
-            self._alive.append(tensor.detach())
-            kept = self._trace.kept.setdefault(self._unit, {})
-            kept[key] = tensor.untyped_storage().nbytes()
-
-
-def _is_weight_cast(tensor: Tensor) -> bool:
-    """Whether autocast made a tensor of a trained parameter, transposed or not."""
-    node = tensor.grad_fn
-    while node is not None and node.name() in {"TBackward0", "TransposeBackward0"}:
-        node = node.next_functions[0][0]
-    if node is None or node.name() != "ToCopyBackward0":
-        return False
-    source = node.next_functions[0][0]
-    return source is not None and source.name() == "torch::autograd::AccumulateGrad"
-
-
-Key = tuple[Hashable, ...]
-
-
-def key_of(unit: str, arguments: Any) -> Key | None:
-    """Return what decides what a unit gives, None where an argument may hold more than it shows."""
-    described: list[Hashable] = [unit]
-    for leaf in take_apart(arguments)[0]:
-        if isinstance(leaf, Tensor):
-            layout = (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
-            described.append((*layout, leaf.requires_grad, is_fake(leaf)))
-        elif is_constant(leaf):
-            described.append((type(leaf).__qualname__, leaf))
-        else:
-            return None
-    return tuple(described)
-
-
-def versions(arguments: Any) -> list[int]:
-    """Return how often each tensor among arguments was written: a unit may change them."""
-    leaves = take_apart(arguments)[0]
-    return [
-        times_written(leaf)
-        for leaf in leaves
-        if isinstance(leaf, Tensor) and not leaf.is_inference()
-    ]
-
-
-def recall(output: UnitOutput, arguments: Any, mode: FakeTensorMode) -> Any:
-    """Return a result as a unit gave it before, on tensors without data."""
-    given = take_apart(arguments)[0]
-    leaves: list[Any] = []
-    for made, needs_grad in zip(output.leaves, output.needs_grad, strict=True):
-        if isinstance(made, Argument):
-            leaves.append(given[made.index])
-        elif isinstance(made, TensorSpec):
-            with mode:
-                tensor = torch.empty_strided(
-                    made.shape, made.stride, dtype=made.dtype, device=made.device
-                )
-            # Not a leaf: code between units may change it in place.
-            leaves.append(tensor.requires_grad_().clone() if needs_grad else tensor)
-        else:
-            leaves.append(made)
-    return output.build(leaves)
-
-
 LOGGING = ("log", "log_dict")
 """Methods of a LightningModule that hand values out of the step."""
 
@@ -299,23 +196,38 @@ def probe(
             with what units give that other stages could not do.
     """
     counts = {"counts_flops": counts_flops, "notes_kept": notes_kept}
-    first = _StepTracer(root, units, seed=seed, known=known or {}, **counts)
-    first.remembered = {} if remembered is None else remembered
+    tried: list[_StepTracer] = []
+
+    def run(*, answer: bool, **options: Any) -> StepTrace:
+        tried.append(_StepTracer(root, units, seed=seed, **options))
+        return tried[-1].run(step, args, kwargs or {}, answer=answer)
+
+    def run_kinds(*, answer: bool = False, **options: Any) -> StepTrace:
+        """Run the first unit of each kind, or all of them where the step shows the difference."""
+        try:
+            trace = run(answer=answer, repeats=True, **options)
+        except Exception:
+            if not tried[-1].has_repeated:
+                raise
+        else:
+            if not (tried[-1].has_repeated and tried[-1].glue.has_unreturned):
+                return trace
+        return run(answer=answer, repeats=False, **options)
+
     try:
-        trace = first.run(step, args, kwargs or {}, answer=False)
-        if first.has_recalled:  # nothing known fits: what units leave behind counts as well now
-            first = _StepTracer(root, units, seed=seed, known={}, **counts)
-            trace = first.run(step, args, kwargs or {}, answer=False)
+        trace = run_kinds(known=known or {}, remembered=remembered or {}, **counts)
+        if tried[-1].has_recalled:  # nothing known fits: what units leave behind counts as well now
+            trace = run_kinds(**counts)
+        learned = tried[-1].learned
         if trace.readings:
-            second = _StepTracer(root, units, seed=seed, known={})
             try:
-                _merge(trace, second.run(step, args, kwargs or {}, answer=True))
+                _merge(trace, run_kinds(answer=True))
             except Exception as error:
                 # The answer ends the run, as in ``if loss.isnan(): raise``.
-                if isinstance(error, BoltMeshError) or not second.trace.readings:
+                if isinstance(error, BoltMeshError) or not tried[-1].trace.readings:
                     raise
         if remembered is not None:
-            remembered.update(first.learned)
+            remembered.update(learned)
     except _KnownReads as found:
         return found.trace
     return trace
@@ -330,7 +242,9 @@ class _StepTracer:
         units: Mapping[str, Module],
         *,
         seed: int | None,
-        known: Mapping[tuple[Any, ...], StepTrace],
+        repeats: bool,
+        known: Mapping[tuple[Any, ...], StepTrace] | None = None,
+        remembered: Mapping[Any, UnitOutput] | None = None,
         counts_flops: bool = False,
         notes_kept: bool = False,
     ) -> None:
@@ -338,8 +252,11 @@ class _StepTracer:
         self.units = units
         self.seed = seed
         self.counts_flops = counts_flops
-        self.known = known
-        self.remembered: dict[Any, UnitOutput] = {}
+        self.known = known or {}
+        self.remembered = remembered or {}
+        self.repeats = repeats
+        self.kinds: KnownUnits | None = None
+        """What units gave, for others of their kind."""
         self.learned: dict[Any, UnitOutput] = {}
         self.has_recalled = False
         self.has_run: set[str] = set()
@@ -369,7 +286,7 @@ class _StepTracer:
             stack.enter_context(warnings.catch_warnings())
             # Torch looks at .grad when it describes a tensor that meets one without data.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            stack.enter_context(ReplacedForwards(self.units, forwards))
+            self.replaced = stack.enter_context(ReplacedForwards(self.units, forwards))
             self.stack = stack.enter_context(ExitStack())
             metrics = find_metrics(self.root)
             stack.enter_context(metrics_replaced(metrics, self._call_metric))
@@ -428,17 +345,48 @@ class _StepTracer:
             output = self.remembered[key]
             self.has_recalled = True
             return FakeCall(recall(output, arguments, self.mode), output, [], 0)
+        if self.repeats and self.kinds is None:
+            self.kinds = KnownUnits(self.units, self.replaced.on_instances())
+        first = None if self.kinds is None else self.kinds.find(name, key, arguments)
+        if first is not None:
+            return self._repeat(first, key, arguments)
         if name not in self.has_run:
             # Until the end: the step may look at what a unit leaves on itself.
             self.has_run.add(name)
             self.stack.enter_context(modules_unchanged(self.units[name].modules()))
         before = versions(arguments)
-        called = run_on_fakes(
-            name, self.units[name], forward, self.mode, arguments, counts_flops=self.counts_flops
-        )
+        saved = None if self.keeping is None else self.keeping.saved()
+        watching = nullcontext() if self.kinds is None else self.kinds.watched(name, key, arguments)
+        with watching as watched:
+            called = run_on_fakes(
+                name,
+                self.units[name],
+                forward,
+                self.mode,
+                arguments,
+                counts_flops=self.counts_flops,
+            )
+            if watched is not None:
+                watched.call = called
+                if self.keeping is not None and saved is not None:
+                    watched.saved = self.keeping.saved_since(saved, called.result)
         if key is not None and not called.answers and versions(arguments) == before:
             self.learned[key] = called.output
         return called
+
+    def _repeat(self, first: FirstCall, key: Key | None, arguments: Any) -> FakeCall:
+        """Return what another unit of the same kind gave, for these arguments."""
+        output = first.call.output
+        result = recall(output, arguments, self.mode)
+        if self.keeping is not None:
+            self.keeping.repeat(first.saved, result)
+        self.learned[key] = output
+        return replace(first.call, result=result)
+
+    @property
+    def has_repeated(self) -> bool:
+        """Whether a unit was not run, as another one of its kind was."""
+        return self.kinds is not None and self.kinds.has_repeated
 
     def _hand_out(self, *values: Any, **options: Any) -> None:
         """Note that values leave the step: the last stage has to have them at its end."""

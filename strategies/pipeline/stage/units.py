@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.nn import Module, Parameter
+from typing_extensions import Self
 
 from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.blocks import find_blocks, has_forward
@@ -117,11 +118,16 @@ class ReplacedForwards:
         finally:
             attributes["forward"] = replaced
 
-    def __enter__(self) -> None:
+    def on_instances(self) -> dict[str, Any]:
+        """Return what units have as a forward of their own, not their class's, by name."""
+        return {name: each for name, each in self._before.items() if each is not MISSING}
+
+    def __enter__(self) -> Self:
         before = self._before
         for name, attributes, forward in self._places:
             before[name] = attributes.get("forward", MISSING)
             attributes["forward"] = forward
+        return self
 
     def __exit__(self, *_: object) -> None:
         for name, attributes, _forward in self._places:

@@ -1,0 +1,331 @@
+"""Outputs of units that are known without running them: of an earlier call, or of another block.
+
+[Note: Blocks of one kind]
+A model of 80 equal layers would run 80 of them on tensors without data, one like the other. So the
+first of a kind runs, and the others give what it gave, where nothing can tell them apart: classes,
+settings, parameters and buffers by shape and type, hooks, arguments by layout, and the modes of
+torch. A setting in which they differ, such as a layer's own number, must not have been read by the
+first one. What the first one did besides giving its output (attributes that it set, random numbers
+that it drew, data that it read or wrote) is done by each of them, so they are run.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall
+from boltmesh.strategies.pipeline.stage.rng import host_random_state
+from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, UnitOutput
+from boltmesh.strategies.pytree import is_constant, take_apart, tensors_in
+from boltmesh.strategies.torch_compat.tensors import (
+    FakeTensorMode,
+    is_fake,
+    storage_key,
+    times_written,
+)
+
+Key = tuple[Hashable, ...]
+
+Setting = tuple[str, str]
+"""A constant that a unit has as an attribute: the module's name in it, and the attribute's."""
+
+_TENSORS = ("_parameters", "_buffers")
+
+_DESCRIBED = {"_modules", *_TENSORS}
+
+
+def key_of(unit: str, arguments: Any) -> Key | None:
+    """Return what decides what a unit gives, None where an argument may hold more than it shows."""
+    described: list[Hashable] = [unit]
+    for leaf in take_apart(arguments)[0]:
+        if isinstance(leaf, Tensor):
+            layout = (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
+            described.append((*layout, leaf.requires_grad, is_fake(leaf)))
+        elif is_constant(leaf):
+            described.append((type(leaf).__qualname__, leaf))
+        else:
+            return None
+    return tuple(described)
+
+
+def versions(arguments: Any) -> list[int]:
+    """Return how often each tensor among arguments was written: a unit may change them."""
+    leaves = take_apart(arguments)[0]
+    return [
+        times_written(leaf)
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]
+
+
+def recall(output: UnitOutput, arguments: Any, mode: FakeTensorMode) -> Any:
+    """Return a result as a unit gave it before, on tensors without data."""
+    given = take_apart(arguments)[0]
+    leaves: list[Any] = []
+    for made, needs_grad in zip(output.leaves, output.needs_grad, strict=True):
+        if isinstance(made, Argument):
+            leaves.append(given[made.index])
+        elif isinstance(made, TensorSpec):
+            with mode:
+                tensor = torch.empty_strided(
+                    made.shape, made.stride, dtype=made.dtype, device=made.device
+                )
+            # Not a leaf: code between units may change it in place.
+            leaves.append(tensor.requires_grad_().clone() if needs_grad else tensor)
+        else:
+            leaves.append(made)
+    return output.build(leaves)
+
+
+@dataclass
+class FirstCall:
+    """What the first unit of a kind gave."""
+
+    call: FakeCall
+    settings: Mapping[Setting, Hashable]
+    """Of that unit."""
+    read: frozenset[Setting]
+    """Those of its settings that it read, of all in which units of its kind differ."""
+    saved: Any
+    """What autograd keeps of it, as the caller noted it."""
+
+
+class KnownUnits:
+    """What units of a model gave in one run of a step, for other units of their kind.
+
+    Args:
+        units: By name.
+        forwards: What they have as an attribute ``forward`` of their own, by name.
+    """
+
+    def __init__(self, units: Mapping[str, Module], forwards: Mapping[str, Any]) -> None:
+        self._units = units
+        numbers: dict[Hashable, int] = {}
+        self._kinds: dict[str, int] = {}
+        self._settings: dict[str, dict[Setting, Hashable]] = {}
+        for name, unit in units.items():
+            kind, self._settings[name] = _describe(unit, forwards.get(name))
+            self._kinds[name] = numbers.setdefault(kind, len(numbers))
+        self._counts = Counter(self._kinds.values())
+        self._differing = _differing(self._kinds, self._settings)
+        self._calls: dict[Hashable, list[FirstCall]] = {}
+        self.has_repeated = False
+        """Whether a unit was given what another one gave."""
+
+    def find(self, name: str, key: Key | None, arguments: Any) -> FirstCall | None:
+        """Return what another unit of the same kind gave for such arguments."""
+        if key is None or self._counts[self._kinds[name]] == 1:
+            return None
+        own = self._settings[name]
+        for first in self._calls.get(self._place(name, key, arguments), ()):
+            if all(own[each] == first.settings[each] for each in first.read):
+                self.has_repeated = True
+                return first
+        return None
+
+    @contextmanager
+    def watched(self, name: str, key: Key | None, arguments: Any) -> Iterator["WatchedCall"]:
+        """Within it, a unit is run whose output others may get: set ``call`` of what this gives."""
+        watched = WatchedCall()
+        kind = self._kinds[name]
+        if key is None or self._counts[kind] == 1:
+            yield watched
+            return
+        place = self._place(name, key, arguments)
+        unit = self._units[name]
+        before = _attributes(unit), _random_state(), versions(arguments)
+        with _reads_of(unit, self._differing[kind]) as read:
+            yield watched
+        call = watched.call
+        if (
+            call is not None
+            and not call.answers
+            and before == (_attributes(unit), _random_state(), versions(arguments))
+            and _has_own_memory(call, arguments)
+        ):
+            first = FirstCall(call, self._settings[name], frozenset(read), watched.saved)
+            self._calls.setdefault(place, []).append(first)
+
+    def _place(self, name: str, key: Key, arguments: Any) -> Hashable:
+        tensors = tensors_in(arguments)
+        storages = [storage_key(each) for each in tensors]
+        identities = [*map(id, tensors)]
+        shared = [(identities.index(one), storages.index(other))
+                  for one, other in zip(identities, storages, strict=True)]  # fmt: skip
+        devices = {each.device.type for each in tensors} | {"cpu"}
+        modes = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_default_dtype(),
+            *((each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
+              for each in sorted(devices)),
+        )  # fmt: skip
+        return self._kinds[name], key[1:], _nesting(arguments), tuple(shared), modes
+
+
+@dataclass
+class WatchedCall:
+    """A call of a unit whose output others may get; the caller fills it in."""
+
+    call: FakeCall | None = None
+    saved: Any = None
+
+
+def _describe(unit: Module, forward: Any) -> tuple[Hashable, dict[Setting, Hashable]]:
+    """Return what units of a kind have in common, and the constants in which they may differ."""
+    names = {module: name for name, module in unit.named_modules()}
+    kind: list[Hashable] = []
+    settings: dict[Setting, Hashable] = {}
+    for module, name in names.items():
+        own = vars(module)
+        parts = [(key, each is not None and names[each]) for key, each in own["_modules"].items()]
+        kind.append((name, type(module), tuple(parts)))
+        for group in _TENSORS:
+            tensors = own[group].items()
+            kind.append(tuple((key, each is not None and _layout(each)) for key, each in tensors))
+        for key, value in own.items():
+            if key in _DESCRIBED or (module is unit and key == "forward"):
+                continue
+            if is_constant(value):
+                settings[name, key] = type(value), value
+                kind.append(key)
+            else:
+                kind.append((key, _content(value, names)))
+    kind.append(_content(forward, names))
+    return tuple(kind), settings
+
+
+def _layout(tensor: Tensor) -> Hashable:
+    layout = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+    return (*layout, tensor.requires_grad, type(tensor))
+
+
+def _content(value: Any, names: Mapping[Module, str]) -> Hashable:
+    """Return what is equal for attributes of two units that do the same; else their identities."""
+    kind = type(value)
+    if is_constant(value):
+        return kind, value
+    if isinstance(value, Module) and value in names:
+        return Module, names[value]
+    if isinstance(value, MethodType) and value.__self__ in names:
+        owner: Any = value.__self__
+        return MethodType, value.__func__, names[owner]
+    if kind is partial:
+        parts = (value.func, *value.args, *value.keywords.values())
+        return kind, tuple(value.keywords), tuple(_content(each, names) for each in parts)
+    if isinstance(value, dict):
+        inside = (_content(each, names) for pair in value.items() for each in pair)
+        return kind, tuple(inside)
+    if kind in {list, tuple}:
+        return kind, tuple(_content(each, names) for each in value)
+    if kind is set and all(map(is_constant, value)):
+        return kind, frozenset(value)
+    return kind, id(value)
+
+
+def _nesting(value: Any) -> Any:
+    """Return the containers and names around the leaves of arguments."""
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, _nesting(each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_nesting, value))
+    return type(value)
+
+
+def _differing(
+    kinds: Mapping[str, int], settings: Mapping[str, Mapping[Setting, Hashable]]
+) -> dict[int, set[Setting]]:
+    """Return by kind the settings in which its units differ."""
+    firsts: dict[int, Mapping[Setting, Hashable]] = {}
+    found: dict[int, set[Setting]] = {}
+    for name, kind in kinds.items():
+        first = firsts.setdefault(kind, settings[name])
+        found.setdefault(kind, set()).update(
+            each for each, value in settings[name].items() if value != first[each]
+        )
+    return found
+
+
+class _Read:
+    """An attribute of a class that notes that it is read on an instance."""
+
+    def __init__(self, key: str, note: Any) -> None:
+        self._key = key
+        self._note = note
+
+    def __get__(self, module: Any, _: type | None = None) -> Any:
+        if module is None:
+            raise AttributeError(self._key)
+        self._note(module)
+        try:
+            return vars(module)[self._key]
+        except KeyError:
+            raise AttributeError(self._key) from None
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)[self._key] = value
+
+    def __delete__(self, module: Any) -> None:
+        del vars(module)[self._key]
+
+
+@contextmanager
+def _reads_of(unit: Module, settings: Collection[Setting]) -> Iterator[set[Setting]]:
+    """Within it, reads of settings of a unit are noted in what it gives."""
+    read: set[Setting] = set()
+    modules = dict(unit.named_modules())
+    names = {module: name for name, module in modules.items()}
+    with ExitStack() as stack:
+        for kind, key in {(type(modules[name]), key) for name, key in settings}:
+
+            def note(module: Module, key: str = key) -> None:
+                if (setting := (names.get(module, ""), key)) in settings:
+                    read.add(setting)
+
+            if key in vars(kind) or not _may_set(kind):
+                read.update(each for each in settings if each[1] == key)
+                continue
+            setattr(kind, key, _Read(key, note))
+            stack.callback(delattr, kind, key)
+        yield read
+
+
+def _may_set(kind: type) -> bool:
+    return bool(kind.__flags__ & _HEAP_TYPE)
+
+
+_HEAP_TYPE = 1 << 9
+"""Flag of classes that are made in Python."""
+
+
+def _attributes(unit: Module) -> list[Any]:
+    """Return what a unit's modules hold, for comparison: identities, and those of members."""
+    found: list[Any] = []
+    for module in unit.modules():
+        for key, value in vars(module).items():
+            found.append((key, id(value)))
+            if isinstance(value, dict | list | set):
+                members = [*value, *value.values()] if isinstance(value, dict) else [*value]
+                found.append((key, [*map(id, members)]))
+    return found
+
+
+def _random_state() -> tuple[Any, ...]:
+    return host_random_state(), torch.get_rng_state().numpy().tobytes()
+
+
+def _has_own_memory(call: FakeCall, arguments: Any) -> bool:
+    """Whether what a unit made shares memory with nothing else that it gave or was given."""
+    leaves = take_apart(call.result)[0]
+    pairs = zip(leaves, call.output.leaves, strict=True)
+    made = [storage_key(leaf) for leaf, spec in pairs if isinstance(spec, TensorSpec)]
+    given = {storage_key(each) for each in tensors_in(arguments)}
+    return len(set(made)) == len(made) and given.isdisjoint(made)

@@ -1,0 +1,128 @@
+"""Of blocks that do the same one is run on tensors without data; all where they may differ."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from boltmesh.strategies.pipeline.stage import fake_unit, trace_step
+from boltmesh.strategies.pipeline.stage.trace import StepTrace
+from boltmesh.strategies.pipeline.stage.trace_step import probe
+from boltmesh.strategies.pipeline.stage.unit_outputs import KnownUnits
+from boltmesh.strategies.pipeline.stage.units import find_stage_units
+
+DEPTH, WIDTH = 5, 6
+
+
+class Plain(nn.Module):
+    """A block that knows its own number and does not use it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.inner, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.inner(x))
+
+
+class Numbered(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return torch.cat([y, y]) if self.number == 3 else y
+
+
+class Remembering(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)
+        return self.last
+
+
+class Drawing(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
+
+
+class Reading(Plain):
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        assert lengths is not None
+        return super().forward(x) * int(lengths.max())
+
+
+class Collecting(Plain):
+    """It hands a value on by a list that it does not hold itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        SEEN.append(y.mean())
+        return y
+
+
+SEEN: list[Tensor] = []
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[Plain]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(kind(number) for number in range(DEPTH))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        SEEN.clear()
+        x, lengths = batch
+        for number, block in enumerate(self.blocks):
+            with torch.set_grad_enabled(number != 1):
+                x = block(x, lengths) if self.kind is Reading else block(x)
+        return x.mean() + sum(SEEN)
+
+
+def _traced(kind: type[Plain], monkeypatch: pytest.MonkeyPatch) -> tuple[StepTrace, int]:
+    """Return what a step does, and how many units were run in the last run of it."""
+    runs: list[int] = []
+    run_on_fakes, run = fake_unit.run_on_fakes, trace_step._StepTracer.run
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        runs[-1] += 1
+        return run_on_fakes(*args, **kwargs)
+
+    def begun(*args: Any, **kwargs: Any) -> Any:
+        runs.append(0)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(trace_step, "run_on_fakes", counted)
+    monkeypatch.setattr(trace_step._StepTracer, "run", begun)
+    torch.manual_seed(0)
+    model = Model(kind)
+    batch = torch.ones(2, WIDTH), torch.tensor([1, 2])
+    units = find_stage_units(model)
+    options: dict[str, Any] = {"seed": 1, "counts_flops": True, "notes_kept": True}
+    trace = probe(model, units, "training_step", (batch, 0), **options)
+    return trace, runs[-1]
+
+
+def _facts(trace: StepTrace) -> Any:
+    values = [
+        (each.made_at, each.leaf, each.spec, each.is_side_effect, each.needs_grad, each.uses)
+        for each in trace.values
+    ]
+    kept = {name: sorted(each.values()) for name, each in trace.kept.items()}
+    return trace.events, values, trace.flops, kept, trace.answers, trace.draws
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_run"),
+    # Of a batch, without gradients, of an input without one, and of one with one.
+    [(Plain, 4), (Numbered, DEPTH), (Remembering, DEPTH), (Drawing, DEPTH), (Reading, DEPTH),
+     (Collecting, DEPTH)],
+)  # fmt: skip
+def test_blocks_give_what_each_gives(
+    kind: type[Plain], num_run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, counted = _traced(kind, monkeypatch)
+    monkeypatch.setattr(KnownUnits, "find", lambda *_: None)
+    whole, all_run = _traced(kind, monkeypatch)
+    assert _facts(short) == _facts(whole)
+    assert counted == num_run
+    assert all_run == DEPTH
