@@ -191,8 +191,8 @@ def test_damaged_checkpoints_are_whole_or_refused(
         state = draw.getstate()
         try:
             found = in_memory(load(place))
-        except (CheckpointError, OSError) as error:
-            refusals.append(str(error))
+        except (CheckpointError, OSError) as refusal:
+            refusals.append(str(refusal))
         else:
             if is_seen:
                 assert_same(found, wanted)

@@ -96,7 +96,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, (DictConfig, dict)) and value:
         for name in value:
             inside = value._get_node(name) if isinstance(value, DictConfig) else value[name]
-            yield from leaves(inside, f"{key}.{name}" if key else str(name))
+            yield from leaves(inside, ".".join((*([key] if key else []), str(name))))
     else:
         if not isinstance(value, (DictConfig, ListConfig)) and hasattr(value, "_value"):
             value = value._value()

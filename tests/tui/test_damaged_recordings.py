@@ -106,8 +106,8 @@ def test_damaged_recordings_are_shown_or_refused(
         path.write_bytes(content)
         try:
             found = looks(path)
-        except ConfigError as error:
-            refusals.append(str(error))
+        except ConfigError as refusal:
+            refusals.append(str(refusal))
         else:
             num_shown += 1
             if is_seen:  # what was written, up to the damage

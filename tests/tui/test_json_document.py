@@ -18,6 +18,7 @@ from boltmesh.telemetry.snapshot import (
     CollectiveInFlight,
     CollectiveTotal,
     Event,
+    ExpertLoad,
     GroupProgress,
     JobSnapshot,
     LiveMicrobatches,
@@ -47,7 +48,7 @@ WORDS = set(re.findall(r"`([a-z_]+)`", TEXT))
      CollectiveTotal, CollectiveInFlight, Memory, Event, ExpectedTraffic, JobSummary,
      GroupProgress, PeerTotal, MemoryKind, Chunk, LiveMicrobatches, PipelinePlan,
      AlertThresholds, DeviceReading,
-     GpuProcess, Finding, TensorPlanTable, PlannedParameters, PlannedBlocks],
+     ExpertLoad, GpuProcess, Finding, TensorPlanTable, PlannedParameters, PlannedBlocks],
 )  # fmt: skip
 def test_every_field_is_described(struct: type[msgspec.Struct]) -> None:
     assert set(struct.__struct_fields__) <= WORDS
